@@ -1,9 +1,31 @@
 """Results as pandas DataFrames, and DataFrames as files.
 
-One function per kind of result, each over plain attributes; they are registered with
-:func:`blr_analysis.views.make_table`, so that ``scores.table`` and its like find them. In order:
-one row per example, per pair or group, per epoch or setting, per tensor or model of a merge, per
-row of the rule; then files.
+Where a result has one row per example, its columns are its attributes, declared once; else one
+function makes its rows. All are registered with :func:`blr_analysis.views.make_table`, so that
+``scores.table`` and its like find them. The columns of examples, by name:
+
+================= ============================================================= ==============
+column            what                                                          more is
+================= ============================================================= ==============
+index             position in the dataset
+target            y_i (``target_0`` … where each example has several)
+prediction        class, or mean (``prediction_0`` … where several)
+mean              one probability per class, or the mean or rate
+loss              −log p(y_i | f_i) in nats, of a sequence summed over its      worse fitted
+                  ``tokens`` that count; of a leave-one-out without the example
+                  and ``loss_before`` with it
+error             ‖e_i‖₂, Euclidean norm of the prediction error                more wrong
+variance          tr V_i, trace of the prediction variance; of sequences        less certain
+                  estimated, with ``variance_error``
+deviation         how far the prediction moves without the example              more influential
+self_influence    g_iᵀΣg_i, first-order rise of its own loss, nats              more influential
+leverage          largest eigenvalue of V_iΛ_i                                  more influential
+correction        "first_order", "cavity", "bounded" or "descent"
+change            of a token, first-order rise of its loss without its sequence more influential
+…                 the user's metadata; a name taken above gets the suffix ``_metadata``
+================= ============================================================= ==============
+
+What was not computed is NaN, or not there.
 
     >>> each_table([dict(group=3, n=10, nll_before=0.2, nll_after=0.5)]).nll_change.tolist()
     [0.3]
@@ -14,7 +36,8 @@ from __future__ import annotations
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -61,7 +84,8 @@ from blr_analysis.views import GroupRows, make_table
 def _array(values: Any) -> Any:
     """A tensor or sequence as an array that pandas takes; half precisions become float32."""
     if not isinstance(values, Tensor):
-        return values if hasattr(values, "ndim") else np.asarray(values)
+        words = not hasattr(values, "ndim") and any(isinstance(v, str) for v in values)
+        return values if hasattr(values, "ndim") else np.asarray(values, object if words else None)
     values = values.detach().cpu()
     small = values.is_floating_point() and values.element_size() < 4
     return (values.float() if small else values).numpy()
@@ -110,73 +134,92 @@ def _free(name: str, taken: Iterable[str]) -> str:
 # One row per example
 
 
-@make_table.register(Scores)
-def scores_table(scores: Any) -> pd.DataFrame:
-    """One row per example, in the order of the dataset.
+Columns = Mapping[str, str | Callable[[Any], Any]]  # of what attribute, or how worked out
 
-    ============== ========================================================== ==============
-    column         what                                                       more is
-    ============== ========================================================== ==============
-    index          position in the dataset
-    target         y_i (``target_0`` … where each example has several)
-    prediction     class, or mean (``prediction_0`` … where several)
-    loss           ℓ_i = −log p(y_i | f_i), nats                              worse fitted
-    error          ‖e_i‖₂, Euclidean norm of the prediction error; |e_i| if   more wrong
-                   C = 1
-    variance       tr V_i, trace of the prediction variance; V_i if C = 1;    less certain
-                   NaN where V was not computed
-    deviation      how far the prediction would move without the example;     more influential
-                   NaN where V was not computed
-    self_influence g_iᵀΣg_i, first-order rise of its own loss, nats           more influential
-    leverage       largest eigenvalue of V_iΛ_i; NaN where unknown            more influential
-    …              the user's metadata; a name taken above gets the suffix ``_metadata``
-    ============== ========================================================== ==============
+
+def example_table(result: Any, columns: Columns, optional: Collection[str] = ()) -> pd.DataFrame:
+    """One row per example in the order of the dataset: index, the columns, the user's metadata.
+
+    What was not computed is NaN, or, of an ``optional`` column, not there.
     """
-    columns = {
-        "index": np.arange(len(scores.losses)),
-        "target": scores.targets,
-        "prediction": scores.predictions,
-        "loss": scores.losses,
-        "error": error_size(scores.error),
-        "variance": None if scores.variance is None else variance_size(scores.variance),
-        "deviation": scores.deviation,
-        "self_influence": scores.self_influence,
-        "leverage": scores.leverage,
-    }
-    return _frame(columns, scores.metadata)
+    values: dict[str, Any] = {"index": np.arange(len(result.losses))}
+    for name, source in columns.items():
+        value = getattr(result, source) if isinstance(source, str) else source(result)
+        if value is not None or name not in optional:
+            values[name] = value
+    return _frame(values, getattr(result, "metadata", None))
 
 
-@make_table.register(LeaveOneOut)
-def leave_one_out_table(loo: Any) -> pd.DataFrame:
-    """One row per example: what it would have been predicted as, had it not been there.
-
-    Columns: index, target, prediction and loss without the example, prediction_before and
-    loss_before with it, deviation, leverage, correction ("first_order", "cavity", "bounded" or
-    "descent", as used for this row), then the user's metadata.
-    """
-    columns = {
-        "index": np.arange(len(loo.losses)),
-        "target": loo.targets,
-        "prediction": loo.predictions,
-        "prediction_before": loo.predictions_before,
-        "loss": loo.losses,
-        "loss_before": loo.losses_before,
-        "deviation": loo.deviation,
-        "leverage": loo.leverage,
-        "correction": np.asarray(loo.correction, dtype=object),
-    }
-    return _frame(columns, loo.metadata)
+def _registered(result: type, columns: Columns, optional: Collection[str] = ()) -> Any:
+    return make_table.register(result, partial(example_table, columns=columns, optional=optional))
 
 
-@make_table.register(Predictions)
-def predictions_table(predictions: Predictions) -> pd.DataFrame:
-    """One row per example: index, target, mean (one probability per class, or the mean or rate),
-    loss (−log p in nats, or what ``predictions.measure`` names). Of sequences one row per token:
-    index and loss."""
-    columns = {"index": np.arange(len(predictions.losses)), "loss": predictions.losses}
-    if predictions.mean is not None:
-        columns |= {"target": predictions.targets, "mean": predictions.mean}
-    return _frame(columns)
+def _summed_variance(scores: Any) -> Tensor | None:
+    return None if scores.variance is None else variance_size(scores.variance)
+
+
+_ANSWERED = {"target": "targets", "prediction": "predictions"}
+_PER_TOKEN = {"tokens": "tokens", "loss": "losses"}
+
+scores_table = _registered(
+    Scores,
+    {
+        **_ANSWERED,
+        "loss": "losses",
+        "error": lambda scores: error_size(scores.error),
+        "variance": _summed_variance,
+        **{name: name for name in ("deviation", "self_influence", "leverage")},
+    },
+)
+leave_one_out_table = _registered(
+    LeaveOneOut,
+    {
+        **_ANSWERED,
+        "prediction_before": "predictions_before",
+        "loss": "losses",
+        "loss_before": "losses_before",
+        **{name: name for name in ("deviation", "leverage", "correction")},
+    },
+)
+_registered(
+    Predictions,
+    {
+        "loss": "losses",
+        "target": lambda predictions: None if predictions.mean is None else predictions.targets,
+        "mean": "mean",
+    },
+    optional=("target", "mean"),
+)
+_registered(
+    SequenceScores,
+    {
+        **_PER_TOKEN,
+        "loss_per_token": lambda scores: scores.losses / scores.tokens,
+        **{name: name for name in ("error", "self_influence", "variance", "variance_error")},
+    },
+    optional=("variance", "variance_error"),
+)
+_registered(
+    SequenceLeaveOneOut,
+    {
+        **_PER_TOKEN,
+        "loss_before": "losses_before",
+        "loss_per_token": lambda loo: loo.losses / loo.tokens,
+        "loss_per_token_before": lambda loo: loo.losses_before / loo.tokens,
+        "correction": "correction",
+    },
+)
+_registered(
+    TokenScores,
+    {
+        **{name: name for name in ("sequence", "position", "target")},
+        "loss": "losses",
+        "change": "change",
+        "loss_without": "losses_without",
+    },
+)
+_registered(SiteLeaveOneOut, {"loss": "losses", "loss_before": "losses_before"})
+_registered(SiteScores, {"loss": "losses", "deviation": "deviation"})
 
 
 @make_table.register(MemoryMap)
@@ -213,184 +256,18 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
     …             the user's metadata; a name taken above gets the suffix ``_metadata``
     ============= ========================================================== ===============
     """
-    n = len(suspicions)
-    columns = {
-        "index": np.arange(n),
-        "kind": pd.Categorical(suspicions.kind, categories=[*KINDS, NONE]),
-        **(
-            {}
-            if suspicions.targets is None
-            else {"target": suspicions.targets, "prediction": suspicions.predictions}
-        ),
-        "proposed": suspicions.proposed,
-        "loss": suspicions.losses,
-        "left_out_loss": suspicions.left_out,
-        "unfamiliarity": suspicions.unfamiliarity,
-        "closeness": suspicions.closeness,
-        "twin": np.full(n, -1) if suspicions.twin is None else suspicions.twin,
+    columns: Columns = {
+        "kind": lambda _: pd.Categorical(suspicions.kind, categories=[*KINDS, NONE]),
+        **_ANSWERED,
+        "proposed": "proposed",
+        "loss": "losses",
+        "left_out_loss": "left_out",
+        "unfamiliarity": "unfamiliarity",
+        "closeness": "closeness",
+        "twin": lambda s: np.full(len(s), -1) if s.twin is None else s.twin,
     }
-    table = _frame(columns, suspicions.metadata)
+    table = example_table(suspicions, columns, optional=("target", "prediction"))
     return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
-
-
-def cleanlab_issues(suspicions: Suspicions) -> pd.DataFrame:
-    """Suspicions of a classification under the names of cleanlab's ``Datalab.get_issues()``.
-
-    One row per example in the order of the dataset; of every score, 0 … 1, less is worse, as there:
-    ``is_label_issue``, ``label_score`` (exp −loss, the mean over the run), ``given_label``,
-    ``predicted_label``, ``is_outlier_issue``, ``outlier_score`` (exp −tr ΛV),
-    ``is_near_duplicate_issue``, ``near_duplicate_score``, and the metadata.
-
-    Raises:
-        InputError: of a regression, where there is no label to propose.
-    """
-    if suspicions.proposed is None:
-        raise InputError("cleanlab's columns are those of a classification")
-    kinds = np.asarray(suspicions.kind)
-    columns = {
-        "is_label_issue": kinds == "label",
-        "label_score": (-suspicions.losses.double()).exp(),
-        "given_label": suspicions.targets,
-        "predicted_label": suspicions.predictions,
-        "is_outlier_issue": kinds == "unfamiliar",
-        "outlier_score": (-suspicions.unfamiliarity.double()).exp(),
-    }
-    if suspicions.closeness is not None:
-        columns["is_near_duplicate_issue"] = kinds == "duplicate"
-        columns["near_duplicate_score"] = 1 - suspicions.closeness
-    return _frame(columns, suspicions.metadata)
-
-
-def viewer_table(
-    suspicions: Suspicions,
-    *,
-    filepath: Sequence[str] | None = None,
-    embedding: Any = None,
-    classes: Sequence[str] | None = None,
-) -> pd.DataFrame:
-    """A table for viewers of data, ``.to_parquet(path)``: Renumics Spotlight and FiftyOne.
-
-    ``renumics.spotlight.show("x.parquet")`` finds out which columns are images and embeddings.
-    FiftyOne takes ``filepath`` and the words ``ground_truth``, ``prediction`` and ``proposed`` as
-    classifications, see docs/ways.md. In the order of the dataset, with ``kind``, ``loss``,
-    ``unfamiliarity``, ``closeness``, ``twin`` of :func:`suspicious_table` and the metadata.
-
-    Args:
-        filepath: of each example's image or sound.
-        embedding: ``[N, D]``, such as ``task.on_features().dataset.tensors[0]``; one list a row.
-        classes: the classes' names; None: their numbers, as words.
-
-    Raises:
-        InputError: another number of paths, embeddings or names than there are.
-    """
-    table = suspicious_table(suspicions).sort_values("index", ignore_index=True)
-    table = table.astype({"kind": str}).rename(columns={"target": "ground_truth"})
-    if suspicions.proposed is not None and "ground_truth" in table:
-        names = [str(c) for c in range(1 + int(table["ground_truth"].max()))]
-        names = names if classes is None else [str(name) for name in classes]
-        for name in ("ground_truth", "prediction", "proposed"):
-            numbers = table[name].to_numpy().astype(int)
-            if numbers.max() >= len(names) and classes is not None:
-                raise InputError(f"{len(names)} classes are named, {numbers.max() + 1} are there")
-            table[name] = [names[i] if i < len(names) else str(i) for i in numbers]
-    rows = None if embedding is None else np.asarray(embedding, dtype=np.float32)
-    for name, given in (("embedding", rows), ("filepath", filepath)):
-        if given is None:
-            continue
-        if len(given) != len(table):
-            raise InputError(f"{name} has {len(given)} rows, the data {len(table)}")
-        table.insert(0, name, [*map(np.ravel, given)] if name == "embedding" else [*given])
-    return table
-
-
-@make_table.register(SequenceScores)
-def sequence_scores_table(scores: SequenceScores) -> pd.DataFrame:
-    """One row per sequence, in the order of the dataset.
-
-    ============== ========================================================== ==============
-    column         what                                                       more is
-    ============== ========================================================== ==============
-    index          position in the dataset
-    tokens         how many tokens count
-    loss           ℓ_i, summed over those tokens, nats                        worse fitted
-    loss_per_token loss / tokens, nats                                        worse fitted
-    error          ‖e_i‖₂ over the outputs of all tokens                      more wrong
-    self_influence g_iᵀΣg_i, first-order rise of ``loss``, nats               more influential
-    variance       tr V_i, estimated; there if it was asked for               less certain
-    variance_error its standard error
-    …              the user's metadata; a name taken above gets the suffix ``_metadata``
-    ============== ========================================================== ==============
-
-    Group them with ``table.groupby("speaker")[["tokens", "self_influence"]].sum()``.
-    """
-    columns = {
-        "index": np.arange(len(scores)),
-        "tokens": scores.tokens,
-        "loss": scores.losses,
-        "loss_per_token": scores.losses / scores.tokens,
-        "error": scores.error,
-        "self_influence": scores.self_influence,
-    }
-    if scores.variance is not None:
-        columns |= {"variance": scores.variance, "variance_error": scores.variance_error}
-    return _frame(columns, scores.metadata)
-
-
-@make_table.register(SequenceLeaveOneOut)
-def sequence_leave_one_out_table(loo: SequenceLeaveOneOut) -> pd.DataFrame:
-    """One row per sequence: its loss without it and with it, summed over its tokens.
-
-    Columns: index, tokens, loss, loss_before, loss_per_token, loss_per_token_before (nats),
-    correction (always "first_order"), then the user's metadata.
-    """
-    columns = {
-        "index": np.arange(len(loo)),
-        "tokens": loo.tokens,
-        "loss": loo.losses,
-        "loss_before": loo.losses_before,
-        "loss_per_token": loo.losses / loo.tokens,
-        "loss_per_token_before": loo.losses_before / loo.tokens,
-        "correction": np.asarray(loo.correction, dtype=object),
-    }
-    return _frame(columns, loo.metadata)
-
-
-@make_table.register(TokenScores)
-def token_scores_table(tokens: TokenScores) -> pd.DataFrame:
-    """One row per token that counts.
-
-    Columns: index (running number), sequence, position, target (token id), loss, change (the
-    first-order rise of the loss without the sequence), loss_without, all in nats, then the
-    metadata of the sequence.
-    """
-    columns = {
-        "index": np.arange(len(tokens)),
-        "sequence": tokens.sequence,
-        "position": tokens.position,
-        "target": tokens.target,
-        "loss": tokens.losses,
-        "change": tokens.change,
-        "loss_without": tokens.losses_without,
-    }
-    return _frame(columns, tokens.metadata)
-
-
-@make_table.register(SiteLeaveOneOut)
-def site_leave_one_out_table(loo: SiteLeaveOneOut) -> pd.DataFrame:
-    """Columns: index, loss (without the example) and loss_before, in nats."""
-    columns = {"index": np.arange(len(loo)), "loss": loo.losses, "loss_before": loo.losses_before}
-    return _frame(columns)
-
-
-@make_table.register(SiteScores)
-def site_scores_table(scores: SiteScores) -> pd.DataFrame:
-    """Columns: index, loss and deviation (what the loss rises by without the example), in nats."""
-    columns = {
-        "index": np.arange(len(scores)),
-        "loss": scores.losses,
-        "deviation": scores.deviation,
-    }
-    return _frame(columns)
 
 
 @make_table.register(Fitted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,19 +11,8 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.files.headers import (
-    AGAIN,
-    Header,
-    Located,
-    parse_json,
-    read_header,
-    read_json,
-    reading,
-)
+from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading
 from blr_analysis.files.source import Scratch, Source, Spec
-
-PIECES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # of torch.distributed.checkpoint
-Piece = tuple[Path, Located, list[int]]  # its first entry's place in the whole
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -33,10 +21,9 @@ class Folder(Source):
     """The tensors of a Hugging Face folder, or of one ``.safetensors`` file.
 
     Opening reads headers and the index only, and checks them against each other: every tensor
-    stands once, in the shard that the index names (or its rows in several, as
-    ``torch.distributed.checkpoint`` writes safetensors), and every shard is as long as its header
-    says. Reading is by position into the caller's buffers, through files that stay open as long as
-    these; nothing is mapped, and a file that changes after it was opened is refused.
+    stands once, in the shard that the index names, and every shard is as long as its header says.
+    Reading is by position into the caller's buffers; nothing is mapped, and a file that changes
+    after it was opened is refused.
 
     Attributes:
         metadata: what the files' headers say beside their tensors.
@@ -55,8 +42,8 @@ class Folder(Source):
     def __init__(self, name: str, headers: Mapping[Path, Header], index: Any = None) -> None:
         self.name = name
         self._headers = dict(headers)
-        self._pieces = _pieces(headers)
-        self.specs: Mapping[str, Spec] = {n: _joined(n, own) for n, own in self._pieces.items()}
+        self._places = {n: (path, t) for path, h in headers.items() for n, t in h.tensors.items()}
+        self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
         self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
         self.index: Mapping[str, Any] = index if isinstance(index, Mapping) else {}
 
@@ -70,10 +57,7 @@ class Folder(Source):
         """
         place = Path(path).expanduser()
         if place.is_file():
-            header = read_header(place)
-            if PIECES in header.metadata:
-                raise StorageError(f"{str(path)!r} holds pieces of tensors: name its folder.")
-            return cls(str(path), {place: header})
+            return cls(str(path), {place: read_header(place)})
         if not place.is_dir():
             raise StorageError(
                 f"{str(path)!r} is no folder or .safetensors file on this machine "
@@ -98,17 +82,16 @@ class Folder(Source):
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         spec = self.piece(name, start, stop)
-        size = spec.dtype.itemsize
+        path, stored = self._places[name]
+        header, size = self._headers[path], spec.dtype.itemsize
         raw = scratch.take(self, (stop - start) * size)
-        view = raw.numpy().data
-        first = 0
-        for path, stored, _ in self._pieces[name]:
-            begin, end = max(start, first), min(stop, first + stored.spec.numel)
-            if begin < end:
-                part = view[(begin - start) * size : (end - start) * size]
-                with reading(path):
-                    _fill(part, self._open(path, scratch), stored.offset + (begin - first) * size)
-            first += stored.spec.numel
+        with reading(path), open(path, "rb") as file:
+            state = os.fstat(file.fileno())
+            file.seek(stored.offset + start * size)
+            count = file.readinto(raw.numpy().data)
+        same = (state.st_size, state.st_mtime_ns) == (header.size, header.modified_ns)
+        if not same or count < len(raw):
+            raise StorageError(f"{str(path)!r} was changed while it was being read.")
         return raw.view(spec.dtype)
 
     def tensor(self, name: str) -> Tensor:
@@ -118,23 +101,6 @@ class Folder(Source):
     def tensors(self) -> dict[str, Tensor]:
         """All of them, each in memory of its own."""
         return {name: self.tensor(name) for name in self.specs}
-
-    def _open(self, path: Path, scratch: Scratch) -> FileIO:
-        """The file, as long as it is the one whose header was read."""
-        file = scratch.file(path)
-        state, header = os.fstat(file.fileno()), self._headers[path]
-        if (state.st_size, state.st_mtime_ns) != (header.size, header.modified_ns):
-            raise StorageError(f"{str(path)!r} was changed while it was being read.")
-        return file
-
-
-def _fill(view: memoryview, file: FileIO, offset: int) -> None:
-    file.seek(offset)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise StorageError(f"{file.name!r} ends before its tensors do. {AGAIN}")
-        view = view[count:]
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -158,14 +124,13 @@ def read_index(index: Path) -> dict[str, set[str]]:
         raise StorageError(f"{str(index)!r} is no index of weights: no 'weight_map'. {AGAIN}")
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     placed: dict[str, set[str]] = {}
-    for name, files in weight_map.items():
-        for file in files if isinstance(files, list) else [files]:
-            if not isinstance(file, str) or not _is_plain(file, suffix):
-                raise StorageError(
-                    f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the "
-                    "same folder."
-                )
-            placed.setdefault(file, set()).add(name)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file, suffix):
+            raise StorageError(
+                f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the "
+                "same folder."
+            )
+        placed.setdefault(file, set()).add(name)
     missing = [file for file in placed if not (index.parent / file).is_file()]
     if missing:
         raise StorageError(
@@ -179,43 +144,11 @@ def _sharded(index: Path) -> dict[Path, Header]:
     for file, named in read_index(index).items():
         path = index.parent / file
         headers[path] = read_header(path)
-        held = set(headers[path].tensors)
-        if named != held:
+        if odd := named ^ headers[path].tensors.keys():
             raise StorageError(
-                f"{str(path)!r} and {index.name!r} disagree: only the index places "
-                f"{some(sorted(named - held))} there; only the file holds "
-                f"{some(sorted(held - named))}. {AGAIN}"
+                f"{str(path)!r} and {index.name!r} disagree on {some(sorted(odd))}. {AGAIN}"
             )
     return headers
-
-
-def _pieces(headers: Mapping[Path, Header]) -> dict[str, list[Piece]]:
-    """Where every tensor lies: in one file, or rows in several, as processes wrote them."""
-    pieces: dict[str, list[Piece]] = {}
-    for path, header in headers.items():
-        told = parse_json(header.metadata.get(PIECES, "{}"), path)
-        for name, stored in header.tensors.items():
-            known = told.get(name)
-            start = known.get(OFFSETS, [0]) if isinstance(known, dict) else [0]
-            if not isinstance(start, list) or not all(type(n) is int for n in start):
-                raise StorageError(f"{str(path)!r} misplaces {name!r}: {start}. {AGAIN}")
-            pieces.setdefault(name, []).append((path, stored, start or [0]))
-    return {name: sorted(own, key=lambda piece: piece[2]) for name, own in pieces.items()}
-
-
-def _joined(name: str, pieces: list[Piece]) -> Spec:
-    """The whole of these rows, which must be without holes."""
-    first, rows = pieces[0][1].spec, 0
-    for path, stored, start in pieces:
-        spec = stored.spec
-        alike = spec.dtype == first.dtype and spec.shape[1:] == first.shape[1:]
-        if not alike or start[0] != rows or any(start[1:]):
-            raise StorageError(
-                f"{str(path)!r} holds a piece of {name!r} at {start}, expected row {rows}: only "
-                "tensors divided by rows are read."
-            )
-        rows += spec.shape[0] if spec.shape else 1
-    return Spec((rows, *first.shape[1:]) if first.shape else (), first.dtype)
 
 
 def _is_plain(file: str, suffix: str) -> bool:
@@ -226,17 +159,15 @@ def _is_plain(file: str, suffix: str) -> bool:
 
 def _nothing(folder: Path, stem: str) -> str:
     what = f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json"
-    if any(folder.glob(".metadata")) and any(folder.glob("*.distcp")):
+    if any(folder.glob("*.distcp")):
         return (
-            f"{what}, but a torch.distributed.checkpoint: its .metadata is a pickle, which can run "
-            "code, and is not read. Where you trust it, export it once with "
-            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, load the result with "
-            "weights_only=True, and save it with safetensors."
+            f"{what}, but a torch.distributed.checkpoint, whose .metadata is a pickle: export it "
+            "where you trust it (format_utils.dcp_to_torch_save), and save it with safetensors."
         )
     pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
     if pickled:
         return (
-            f"{what}, but {some(pickled)}: a pickle can run code, and none is read here. Load the "
-            "model once where you trust it, and save it again: model.save_pretrained(folder)."
+            f"{what}, but {some(pickled)}: a pickle can run code. Load the model once where you "
+            "trust it, and save it again: model.save_pretrained(folder)."
         )
     return f"{what}: it holds {some(sorted(p.name for p in folder.iterdir()))}."

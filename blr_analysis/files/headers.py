@@ -1,8 +1,8 @@
-"""The header of a safetensors file: what lies where, believed only if all of it adds up.
+"""The header of a safetensors file: what lies where, believed once the library has checked it.
 
 A file is 8 bytes (the length n of the header, little-endian), n bytes of JSON (tensor name →
-dtype, shape, data_offsets) and the numbers, without holes. The offsets are needed to read pieces
-of tensors without mapping the file into memory.
+dtype, shape, data_offsets) and the numbers, without holes. The offsets are needed to read and
+write pieces of tensors without mapping the file into memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from blr_analysis.errors import StorageError
 from blr_analysis.files.source import Spec
@@ -39,8 +40,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-LONGEST = 100_000_000  # bytes of header, the format's own limit
 METADATA = "__metadata__"
+PIECES = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in files with parts of tensors
 AGAIN = "Copy or save it again."
 
 
@@ -66,20 +67,32 @@ def read_header(path: Path) -> Header:
     """The header of one file.
 
     Raises:
-        StorageError: not there, truncated, longer than its header says, or malformed: unknown
-            dtypes, names that stand twice, offsets with holes, overlaps, or of the wrong size.
+        StorageError: not there, truncated, malformed, of a dtype that torch lacks, or a part of
+            what several processes wrote.
     """
     with reading(path), open(path, "rb") as file:
         state = os.fstat(file.fileno())
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(LONGEST, state.st_size - 8):
-            raise _damaged(path, f"its {state.st_size} bytes have no header of {length} bytes")
-        text = file.read(length)
-    entries = parse_json(text, path)
-    metadata = entries.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _damaged(path, "its metadata are no texts by name")
-    tensors = _placed(entries, 8 + length, state.st_size, path)
+        try:
+            with safe_open(path, "np") as checked:
+                metadata = checked.metadata() or {}
+        except SafetensorError as error:
+            raise _damaged(path, str(error)) from error
+        first = 8 + int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(first - 8))
+    if PIECES in metadata:
+        raise StorageError(
+            f"{str(path)!r} holds parts of tensors: join them with torch.distributed.checkpoint's "
+            "consolidate_safetensors_files_on_every_rank."
+        )
+    entries.pop(METADATA, None)
+    tensors = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in DTYPES:
+            raise StorageError(
+                f"{name!r} of {str(path)!r} is of dtype {entry['dtype']!r}: cast it."
+            )
+        spec = Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        tensors[name] = Located(spec, first + entry["data_offsets"][0])
     return Header(tensors, metadata, state.st_size, state.st_mtime_ns)
 
 
@@ -142,40 +155,6 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-
-
-def _placed(entries: dict[str, Any], first: int, size: int, path: Path) -> dict[str, Located]:
-    spans = [(*_span(name, entry, path), name) for name, entry in entries.items()]
-    tensors, end = {}, 0
-    for spec, start, stop, name in sorted(spans, key=lambda span: span[1:3]):
-        if start != end:
-            raise _damaged(path, f"{name!r} begins at byte {start} of the data, not at {end}")
-        tensors[name] = Located(spec, first + start)
-        end = stop
-    if first + end != size:
-        what = "truncated" if first + end > size else "longer than its tensors"
-        raise _damaged(path, f"{what}: {size} bytes where the header asks for {first + end}")
-    return tensors
-
-
-def _span(name: str, entry: Any, path: Path) -> tuple[Spec, int, int]:
-    try:
-        code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(path, f"{name!r} lacks dtype, shape or data_offsets") from error
-    if not isinstance(shape, list) or not all(
-        type(n) is int and n >= 0 for n in (*shape, start, stop)
-    ):
-        raise _damaged(path, f"{name!r} has an impossible shape or place: {shape}, {start}, {stop}")
-    if not isinstance(code, str) or code not in DTYPES:
-        raise StorageError(
-            f"{name!r} of {str(path)!r} is of dtype {code!r}: expected {', '.join(DTYPES)}."
-        )
-    spec = Spec(tuple(shape), DTYPES[code])
-    if spec.nbytes != stop - start:
-        reason = f"{name!r} ({code} {shape}) takes {spec.nbytes} bytes, placed in {stop - start}"
-        raise _damaged(path, reason)
-    return spec, start, stop
 
 
 def _damaged(path: Path, reason: str) -> StorageError:

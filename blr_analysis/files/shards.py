@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from blr_analysis.checks import positive_int
 from blr_analysis.files.headers import write_header
 from blr_analysis.files.source import Spec
+from blr_analysis.ranks import whole
 
 
 def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -41,32 +41,32 @@ def shard_name(stem: str, k: int, count: int) -> str:
 
 
 def write_index(
-    folder: Path, stem: str, held: Mapping[str, Any], metadata: Mapping[str, Any]
+    folder: Path, stem: str, held: Mapping[str, str], metadata: Mapping[str, Any]
 ) -> None:
-    """Which file holds which tensor (or files its rows), and what else is to be said of them."""
+    """Which file holds which tensor, and what else is to be said of them."""
     text = json.dumps({"metadata": metadata, "weight_map": held}, indent=2)
     (folder / f"{stem}.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """One safetensors file; wide numbers first, so that each begins where its dtype may."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    specs = {name: Spec(tuple(tensors[name].shape), tensors[name].dtype) for name in order}
+    tensors = in_order(tensors)
+    specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     head, _ = write_header(specs, metadata)
-    with open(path, "wb", buffering=0) as file:
-        _write(file, memoryview(head))
-        for name in order:
-            _write(file, _bytes(tensors[name].detach().cpu().resolve_neg()))
+    with open(path, "wb") as file:
+        file.write(head)
+        for tensor in tensors.values():
+            file.write(_bytes(whole(tensor.detach()).cpu().resolve_neg()))
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Wide numbers first, then by name."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
 def _bytes(values: Tensor) -> memoryview:
     own = values.contiguous()  # whose stride may still be odd where it has one entry or none
     return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _write(file: FileIO, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
 
 
 class Shards:
@@ -119,9 +119,9 @@ class Shards:
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
         path, offset = self._places[name]
-        with FileIO(path, "r+") as file:
+        with open(path, "r+b") as file:
             file.seek(offset + start * self.specs[name].dtype.itemsize)
-            _write(file, _bytes(values))
+            file.write(_bytes(values))
 
 
 def _reserve(fd: int, size: int) -> None:

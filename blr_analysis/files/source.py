@@ -7,8 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from blr_analysis.progress import track
 
 CPU = torch.device("cpu")
 PIECE = 2**22  # bytes that a fingerprint reads at a time
-OPEN = 16  # files that a worker holds open
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,7 @@ class Spec:
 
 
 class Scratch:
-    """Buffers that one worker uses again and again: one per key, grown to what was asked for; and
-    the files that it read last, open until it is done.
+    """Buffers that one worker uses again and again: one per key, grown to what was asked for.
 
     >>> scratch = Scratch()
     >>> first = scratch.take("a", 16)
@@ -56,21 +52,6 @@ class Scratch:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Tensor] = {}
-        self._files: dict[Path, FileIO] = {}
-
-    def file(self, path: Path) -> FileIO:
-        """A file, open for reading until :data:`OPEN` others were asked for."""
-        file = self._files.pop(path, None)
-        if file is None:
-            if len(self._files) == OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            file = FileIO(path)
-        self._files[path] = file  # the last of them
-        return file
-
-    def __del__(self) -> None:
-        for file in self._files.values():
-            file.close()
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
         """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
@@ -100,9 +81,6 @@ class Owned(Scratch):
     def __init__(self, outer: Scratch, owner: Hashable) -> None:
         super().__init__()
         self._outer, self._owner = outer, owner
-
-    def file(self, path: Path) -> FileIO:
-        return self._outer.file(path)
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
         """As of the caller's, under keys of the owner's own."""

@@ -6,8 +6,7 @@ Two layouts, chosen by the path:
   JSON under the key ``blr_analysis``;
 * any other path is a folder: shards ``precision-0000k-of-0000n.safetensors``, the index
   ``precision.safetensors.index.json`` (``weight_map`` and ``metadata`` as Hugging Face writes
-  them, with every tensor's dtype and shape) and the record, ``precision_config.json``; of tensors
-  that several processes hold in pieces, the shards that ``torch.distributed.checkpoint`` writes.
+  them, with every tensor's dtype and shape) and the record, ``precision_config.json``.
 
 Both are written beside the target and renamed into place. What a long sweep has summed so far lies
 there too, as :class:`Unfinished`.
@@ -27,8 +26,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,11 @@ from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.files import shards
 from blr_analysis.files.folder import Folder
-from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json, reading
+from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json
 from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import shard_name, split, write_index
 from blr_analysis.files.source import Spec
-from blr_analysis.ranks import is_sharded
+from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = "blr_analysis.precision"
 VERSION = 1
@@ -95,8 +94,8 @@ def write(
         path: a file name that ends in ``.safetensors``, or a folder.
         tensors: at least one dense real tensor by name; tied tensors are passed once.
         record: what the tensors are, JSON-able; ``format`` and ``version`` are added here.
-            Of ``DTensor``s every process calls this, and writes its own rows into a folder that
-            all see, as ``torch.distributed.checkpoint`` does for Hugging Face.
+            Of ``DTensor``s every process calls this; the first one gathers and writes them, one at
+            a time.
         max_shard_bytes: a folder's shards hold at most this many bytes of tensors each; a
             larger tensor has a shard of its own. One file is never split.
 
@@ -115,24 +114,44 @@ def write(
         precision.safetensors.index.json
         precision_config.json
     """
-    target = _target(path)
+    target, single = _target(path), Path(path).suffix == ".safetensors"
     document = {**record, "format": FORMAT, "version": VERSION}
     text = encode(document)
     _check_tensors(tensors)
     positive_int("max_shard_bytes", max_shard_bytes)
-    single = Path(path).suffix == ".safetensors"
-    if any(map(is_sharded, tensors.values())):
-        if single:
-            raise InputError(f"{str(path)!r} is one file: name a folder for sharded tensors")
-        _write_pieces(target, tensors, document)
-        return
-    with drafted(target) as draft:
-        _check_free(target, single)
-        if single:
-            shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
+    sharded = any(map(is_sharded, tensors.values()))
+    if sharded:
+        tensors = shards.in_order(tensors)  # in which all processes gather them
+    with ExitStack() as stack:
+        if not sharded or dist.get_rank() == 0:
+            with _told_to_all(target) if sharded else nullcontext():
+                draft = stack.enter_context(drafted(target))
+                _check_free(target, single)
+            if single:
+                shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
+            else:
+                draft.mkdir()
+                _write_folder(draft, tensors, document, max_shard_bytes)
         else:
-            draft.mkdir()
-            _write_folder(draft, tensors, document, max_shard_bytes)
+            with _told_to_all(target):
+                pass
+            for tensor in tensors.values():
+                whole(tensor)
+    if sharded:
+        dist.barrier()
+
+
+@contextmanager
+def _told_to_all(target: Path) -> Iterator[None]:
+    """Every process goes on only if the first one can write."""
+    ready = [False]
+    try:
+        yield
+        ready = [True]
+    finally:
+        dist.broadcast_object_list(ready)
+    if not ready[0]:
+        raise StorageError(f"the first rank cannot write {str(target)!r}.")
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
@@ -179,13 +198,12 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _record(target: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
-    with reading(target):
-        if not target.exists():
-            raise StorageError(
-                f"nothing is stored at {str(target)!r}: expected a .safetensors file or a folder "
-                f"with {CONFIG_FILE}."
-            )
-        record = find_record(target, metadata)
+    if not target.exists():
+        raise StorageError(
+            f"nothing is stored at {str(target)!r}: expected a .safetensors file or a folder with "
+            f"{CONFIG_FILE}."
+        )
+    record = find_record(target, metadata)
     if record is None:
         lacks = f"no {CONFIG_FILE}" if target.is_dir() else f"no {RECORD_KEY!r} record"
         raise StorageError(
@@ -239,56 +257,16 @@ def _write_folder(
 ) -> None:
     """Every shard, then the index, then the record."""
     runs = split({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
-    count = len(runs)
-    files = {shard_name(STEM, k, count): names for k, names in enumerate(runs, start=1)}
-    for k, (file, names) in enumerate(files.items(), start=1):
+    count, held = len(runs), {}
+    for k, names in enumerate(runs, start=1):
+        file = shard_name(STEM, k, count)
         metadata = {"format": "pt", SHARD_KEY: f"{k} of {count}"}
         shards.save_file({name: tensors[name] for name in names}, folder / file, metadata)
-    held = {name: file for file, names in files.items() for name in names}
-    _finish(folder, tensors, held, record)
-
-
-def _finish(
-    folder: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Any], record: dict[str, Any]
-) -> None:
-    """The index and the record."""
+        held |= dict.fromkeys(names, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     described = {name: _describe(tensor) for name, tensor in tensors.items()}
     write_index(folder, STEM, held, {"total_size": total, "tensors": described})
     (folder / CONFIG_FILE).write_text(encode(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_pieces(target: Path, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> None:
-    """Every process writes the rows that it holds, the first one index and record."""
-    from torch.distributed import checkpoint as _checkpoint
-
-    checkpoint: Any = _checkpoint  # whose names torch does not declare
-    if not hasattr(checkpoint, "HuggingFaceStorageWriter"):
-        raise StorageError("sharded tensors are written by torch 2.8 and later: update torch")
-    place: list[str | None] = [None]
-    with ExitStack() as stack:
-        try:
-            if dist.get_rank() == 0:
-                draft = stack.enter_context(drafted(target))
-                _check_free(target, single=False)
-                draft.mkdir()
-                place = [str(draft)]
-        finally:
-            dist.broadcast_object_list(place)
-        if place[0] is None:
-            raise StorageError(f"the first rank cannot write {str(target)!r}.")
-        writer = checkpoint.HuggingFaceStorageWriter(place[0], save_distributed=True)
-        try:
-            checkpoint.save(dict(tensors), storage_writer=writer)
-        except checkpoint.CheckpointException as error:
-            raise StorageError(f"cannot write {str(target)!r}: {error}") from error
-        if dist.get_rank() == 0:
-            held: dict[str, list[str]] = {name: [] for name in tensors}
-            for file in sorted(Path(place[0]).iterdir()):
-                for name in read_header(file).tensors:
-                    held[name].append(file.name)
-            _finish(Path(place[0]), tensors, held, record)
-    dist.barrier()
 
 
 def _check_described(source: Folder, described: Any) -> None:
@@ -379,52 +357,53 @@ def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """The record of precisions for merging, complete: its kind by today's name, δ as floats.
+    """The record of precisions for merging, complete, δ as floats.
 
     Raises:
         StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
             entry per weight.
     """
-    again = "Save it again with this release, or write it with write_precision."
-    if record.get("structure") not in STRUCTURES:
-        raise StorageError(
-            f"{where!r} is of structure {record.get('structure')!r}: expected one of {STRUCTURES}."
-        )
-    names = record.get("parameters")
-    if not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
-        raise StorageError(f"the record of {where!r} names no parameters. {again}")
-    n = record.get("n_data")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise StorageError(
-            f"the record of {where!r} has n_data={n!r}: expected a number of examples. {again}"
-        )
+    names, n = record.get("parameters"), record.get("n_data")
     tied, frozen = record.get("tied") or {}, record.get("frozen") or []
-    if not isinstance(frozen, list) or not (
-        isinstance(tied, dict) and all(isinstance(aliases, list) for aliases in tied.values())
-    ):
-        raise StorageError(f"the record of {where!r} has malformed tied or frozen names. {again}")
+    checks = {
+        f"is of structure {record.get('structure')!r}: expected one of {STRUCTURES}": (
+            record.get("structure") in STRUCTURES
+        ),
+        "names no parameters": bool(names) and _is_names(names),
+        f"has n_data={n!r}": isinstance(n, int) and not isinstance(n, bool) and n >= 1,
+        "has malformed tied or frozen names": (
+            _is_names(frozen) and isinstance(tied, dict) and all(map(_is_names, tied.values()))
+        ),
+    }
+    for wrong, fits in checks.items():
+        if not fits:
+            raise StorageError(f"the record of {where!r} {wrong}. Save it again with this release.")
     kind = record.get("kind")
     kind = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
     return {**record, "kind": kind, "prior_precision": _prior(record, names, where)}
 
 
-def _prior(record: Mapping[str, Any], names: list[str], where: str) -> float | dict[str, float]:
+def _is_names(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _prior(record: Mapping[str, Any], names: Any, where: str) -> float | dict[str, float]:
     prior: Any = record.get("prior_precision")
-    for value in prior.values() if isinstance(prior, dict) else [prior]:
-        real = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (real and math.isfinite(value) and value >= 0):
-            raise StorageError(
-                f"the record of {where!r} has prior_precision={prior!r}: expected finite "
-                "numbers, at least 0."
-            )
-    if not isinstance(prior, dict):
-        return float(prior)
-    if set(prior) != set(names):
+    values = prior.values() if isinstance(prior, dict) else [prior]
+    real = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    if not (real and all(math.isfinite(v) and v >= 0 for v in values)):
+        raise StorageError(
+            f"the record of {where!r} has prior_precision={prior!r}: expected finite numbers, at "
+            "least 0."
+        )
+    if isinstance(prior, dict) and set(prior) != set(names):
         raise StorageError(
             f"{where!r} has a prior precision per weight for "
             f"{sorted(set(names) ^ set(prior))[:5]}: save one number per tensor."
         )
-    return {name: float(value) for name, value in prior.items()}
+    if isinstance(prior, dict):
+        return {name: float(value) for name, value in prior.items()}
+    return float(prior)
 
 
 @dataclass
