@@ -31,7 +31,7 @@ SIGNATURES: dict[Callable, tuple[list[str], dict[str, Any]]] = {
     blr.sensitivity: (["task", "posterior"], {"variance": None}),
     blr.leave_one_out: (["task", "posterior"], {"correction": "auto"}),
     blr.what_if: (["task", "posterior"], {"remove": None, "add": None, "relabel": None,
-                                          "evaluate": None, "solver": "auto", "seeds": 3, "passes": None}),
+                                          "evaluate": None, "solver": "auto", "seeds": 3}),
     blr.what_if_each: (["task", "posterior"], {"by": "target", "evaluate": None}),
     blr.memory_map: (["scores"], {}),
 }  # fmt: skip

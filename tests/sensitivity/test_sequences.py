@@ -425,8 +425,9 @@ def test_what_if_takes_sequences_out() -> None:
     per_token = float(torch.cat(losses).mean())
     assert result.after.nll_per_token == pytest.approx(per_token, rel=EXACT)
     assert result.after.perplexity == pytest.approx(math.exp(per_token), rel=EXACT)
-    assert result.before.perplexity == pytest.approx(
-        blr.sensitivity(test, Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5)).perplexity, rel=EXACT)  # fmt: skip
+    of_test = Posterior(q.mean, q.form, prior_precision=PRIOR, n_data=5)
+    wanted = blr.sensitivity(test, of_test).perplexity
+    assert result.before.perplexity == pytest.approx(wanted, rel=EXACT)
     assert set(after) == set(result.parameters)
     hits = [(changed(x.unsqueeze(0)).logits[0, :-1].argmax(-1) == x[1:]).double() for x in held]
     assert result.accuracy == pytest.approx(float(torch.cat(hits).mean()), rel=EXACT)
