@@ -12,16 +12,10 @@ import torch
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
-from blr_analysis.learning_rule.optim.checkpoint import from_ivon_opt, is_ivon_opt, to_ivon_opt
+from blr_analysis.learning_rule.optim.base import SETTINGS, check_setting, groups_of
 from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.ivon_opt import from_ivon_opt, is_ivon_opt, to_ivon_opt
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
-from blr_analysis.learning_rule.optim.settings import (
-    POSITIVE,
-    SETTINGS,
-    listed,
-    read_group,
-    tensors_of,
-)
 from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
@@ -30,6 +24,7 @@ BROAD = 0.05
 NARROW, WIDEST = 0.05, 0.15
 """With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
 where the data say nothing."""
+UNGROUPED = ("self", "params", "steps", "__class__")
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
@@ -39,7 +34,7 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     Raises:
         InputError: they are all 0.
     """
-    tensors = [p.detach() for group in groups for p in tensors_of(group)]
+    tensors = [p.detach() for group in groups for p in group["params"]]
     weights = [p for p in tensors if p.ndim > 1] or tensors
     squares = sum(float(p.double().square().sum()) for p in weights)
     if not squares:
@@ -200,7 +195,7 @@ class IVON(RowOptimizer):
     Algorithm 1; the curvature step is from Lin et al., ICML 2020.
     """
 
-    _ranges: ClassVar = {"hess_init": POSITIVE}
+    _ranges: ClassVar = {"hess_init": "(0, inf)"}
 
     def __init__(
         self,
@@ -222,14 +217,11 @@ class IVON(RowOptimizer):
         foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
-        given, broad = dict(locals()), BROAD
+        given, broad = {k: v for k, v in locals().items() if k not in UNGROUPED}, BROAD
         if hess_init == "weights":
-            SETTINGS["ess"].check("ess", ess)
-            items = listed(params)
-            grouped = isinstance(items[0], dict)
-            groups = [read_group(g, "IVON") for g in (items if grouped else [{"params": items}])]
-            given["params"] = groups
-            size = size_of(groups)
+            check_setting("ess", ess, SETTINGS["ess"])
+            params = groups_of(params)
+            size = size_of(params)
             broad = WIDEST * size
             hess_init = given["hess_init"] = max(1.0, 1 / (ess * (NARROW * size) ** 2))
         if beta2 == BETA2:
@@ -238,7 +230,7 @@ class IVON(RowOptimizer):
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)
         self.steps = steps
-        self._set_up(ROWS["IVON"], given)
+        self._begin_row(ROWS["IVON"], params, **given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this class, or of the package ``ivon-opt``.
@@ -277,9 +269,6 @@ class IVON(RowOptimizer):
         super()._update(inverse_scale)
         if self.steps is not None:
             self._check_the_end(self.steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "steps": self.steps}
 
     def _check_the_end(self, steps: int) -> None:
         """Warn where training ends with a precision that is still its start."""
