@@ -8,6 +8,7 @@ gathered (``_update``), and what it draws from (``_fill``).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -86,7 +87,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     _unscales = True  # whether gradients of a scaled loss can be used
     _look: Any = None  # a Look: what the loss sees in training in the place of the parameters
     _sample: Any = None  # and as a draw of the posterior
-    examples: Any = None  # reads what the passes of a draw tell of single examples
+    examples: Any  # reads what the passes of a draw tell of single examples; or None
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
@@ -108,6 +109,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             instance("generator", generator, torch.Generator, "a torch.Generator or None")
         self.algorithm, self.sync, self.generator = algorithm, sync, generator
         self.mc_samples = positive_int("mc_samples", mc_samples)
+        vars(self).setdefault("examples", None)
         self._begin_fresh()
         defaults = {**DEFAULTS, "hess_approx": "none", **settings, "algorithm": algorithm}
         super().__init__(groups_of(params), defaults)
@@ -152,7 +154,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _is_noisy(self, train: bool) -> bool:
         """Whether the weights are drawn from q."""
-        return True
+        return bool(self._own_scale)
 
     @property
     def _method(self) -> str:
@@ -348,7 +350,16 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         with self._at(draw), torch.enable_grad():
-            return closure()
+            held = [(p.grad, p.grad._version) for p in draw.groups if p.grad is not None]
+            loss = closure()
+            now = {id(p.grad) for p in draw.groups}
+            if self._needs_draw and any(g._version != v and id(g) in now for g, v in held):
+                warnings.warn(
+                    "the closure adds to gradients of other weights than this draw's: clear them, "
+                    "or in Lightning accumulate with callbacks=[VariationalSteps()]",
+                    stacklevel=3,
+                )
+            return loss
 
     def _check_draws(self) -> None:
         if not self._unscales and getattr(self, "found_inf", None) is not None:

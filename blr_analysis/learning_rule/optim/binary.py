@@ -119,13 +119,10 @@ class STE(BinaryOptimizer):
 
     _sample = _look
 
-    def _update(self, inverse_scale: float) -> None:
-        super()._update(inverse_scale)
-        for group in self.param_groups:
-            if group["clip"] < math.inf:
-                for param in group["params"]:
-                    if param in self._gathered.estimates:
-                        param.clamp_(-group["clip"], group["clip"])
+    def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
+        super()._move_group(group, params, inverse_scale)
+        for param in params if group["clip"] < math.inf else ():
+            param.clamp_(-group["clip"], group["clip"])
 
 
 class BayesBiNN(BinaryOptimizer):
@@ -227,16 +224,15 @@ class BayesBiNN(BinaryOptimizer):
     ) -> tuple[Tensor, None]:
         return draw_signs(theta, generator), None
 
-    def _update(self, inverse_scale: float) -> None:
+    def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
         """The prior's share −λ₀ joins the gradient, which is still scaled."""
-        for group in self.param_groups:
-            prior = group["prior"]
-            for index, param in enumerate(group["params"]):
-                estimate = self._gathered.estimates.get(param)
-                natural = prior[index] if isinstance(prior, Sequence) else prior
-                if estimate is not None and (isinstance(natural, Tensor) or natural):
-                    estimate.grad.sub_(natural / inverse_scale)
-        super()._update(inverse_scale)
+        prior = group["prior"]
+        priors = prior if isinstance(prior, Sequence) else [prior] * len(group["params"])
+        for param, natural in zip(group["params"], priors, strict=True):
+            estimate = self._gathered.estimates.get(param)
+            if estimate is not None and (isinstance(natural, Tensor) or natural):
+                estimate.grad.sub_(natural / inverse_scale)
+        super()._move_group(group, params, inverse_scale)
 
 
 # Relaxed signs --------------------------------------------------------------------------------

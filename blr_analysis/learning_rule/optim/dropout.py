@@ -39,6 +39,8 @@ class Dropout(RowOptimizer):
     estimated and the step made of it: SGD (S = I: ordinary dropout with lr/π₁), Adam, VOGN and
     all others but bSAM. The prior's share δm is not divided.
 
+        >>> import torch
+        >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> x, y = torch.randn(50, 3), torch.randn(50, 1)

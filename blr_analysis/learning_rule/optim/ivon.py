@@ -14,7 +14,6 @@ from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.base import SETTINGS, check_setting, groups_of
 from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.ivon_opt import from_ivon_opt, is_ivon_opt, to_ivon_opt
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 
@@ -181,8 +180,7 @@ class IVON(RowOptimizer):
       draw and its gradients are dropped. A gradient with NaN or inf makes ``step`` raise and drop
       its draws; weights and state stay. (On a GPU this check waits for the gradients.)
     * *Resuming.* ``state_dict()`` holds everything, draws gathered for the next step included,
-      and ``load_state_dict`` copies it: training goes on with the same bits. It reads the state of
-      ``ivon-opt`` as well, and :meth:`ivon_opt_state` writes one.
+      and ``load_state_dict`` copies it: training goes on with the same bits.
     * *Fused backward.* :meth:`step_param` in a hook of each parameter moves it during the backward
       pass and frees its gradient.
 
@@ -233,17 +231,7 @@ class IVON(RowOptimizer):
         self._begin_row(ROWS["IVON"], params, **given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of this class, or of the package ``ivon-opt``.
-
-        ``ivon-opt`` saves no count of its steps: add it, ``{**state, "current_step": t}``. Without,
-        the momentum counts as debiased, which it is after some hundred steps, and a warning
-        says so. Settings that it does not save stay as they are here.
-
-        Raises:
-            OptimizerError: as for the other rows; a state from between two draws of a step.
-        """
-        if is_ivon_opt(state_dict):
-            state_dict = from_ivon_opt(state_dict, self.param_groups)
+        """As for the other rows, with a warning where the state was saved with other ``steps``."""
         own = [group["beta2"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for beta2, group in zip(own, self.param_groups, strict=True):
@@ -256,14 +244,6 @@ class IVON(RowOptimizer):
                     InitialPrecisionWarning,
                     stacklevel=2,
                 )
-
-    def ivon_opt_state(self) -> dict[str, Any]:
-        """What ``load_state_dict`` of the package ``ivon-opt`` takes; ``current_step`` beside it.
-
-        Raises:
-            OptimizerError: inside a context, or before the first step.
-        """
-        return to_ivon_opt(self.state_dict(), self.param_groups)
 
     def _update(self, inverse_scale: float) -> None:
         super()._update(inverse_scale)

@@ -195,31 +195,29 @@ class RowOptimizer(RuleOptimizer):
                     raise OptimizerError(
                         f"the gradient of {self._describe(param)} holds NaN or inf: lower lr"
                     )
-                self._count(param, group)
-                self._move([param], self._law(group), 1.0)
+                self._move_group(group, [param], 1.0)
             finally:
                 self._gathered.clear()
         param.grad = None
         self._fused = True
 
     def _update(self, inverse_scale: float) -> None:
-        estimates = self._gathered.estimates
         for group in self.param_groups:
-            params = [p for p in group["params"] if p in estimates]
-            for param in params:
-                self._count(param, group)
-            alike = group_by(params, lambda p: (p.device, p.dtype, self.state[p]["step"]))
-            for batch in alike.values():
-                self._move(batch, self._law(group), inverse_scale)
+            params = [p for p in group["params"] if p in self._gathered.estimates]
+            self._move_group(group, params, inverse_scale)
 
-    def _count(self, param: Tensor, group: Group) -> None:
-        """One step more; before the first ``hess`` = ``hess_init``, no momentum."""
-        if not self.state.get(param):
-            like = {"dtype": state_dtype(param), "memory_format": torch.preserve_format}
-            values = {"hess": group["hess_init"], "momentum": 0.0, "moved": 0.0}
-            full = {name: torch.full_like(param, values[name], **like) for name in self._kept}
-            self.state[param] = {"step": 0, **full}
-        self.state[param]["step"] += 1
+    def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
+        """Move parameters of a group; before their first step ``hess`` is ``hess_init``."""
+        for param in params:
+            if not self.state.get(param):
+                like = {"dtype": state_dtype(param), "memory_format": torch.preserve_format}
+                values = {"hess": group["hess_init"], "momentum": 0.0, "moved": 0.0}
+                full = {name: torch.full_like(param, values[name], **like) for name in self._kept}
+                self.state[param] = {"step": 0, **full}
+            self.state[param]["step"] += 1
+        alike = group_by(params, lambda p: (p.device, p.dtype, self.state[p]["step"]))
+        for batch in alike.values():
+            self._move(batch, self._law(group), inverse_scale)
 
     def _move(self, params: Sequence[Tensor], law: Law, inverse_scale: float) -> None:
         """One step of parameters that are alike in device, dtype and count."""

@@ -22,6 +22,8 @@ class VOGN(RowOptimizer):
     The g_i are read from the model's own forward and backward pass: nothing changes in the model
     or in the training loop, which is IVON's.
 
+        >>> import torch
+        >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
@@ -78,7 +80,8 @@ class OGN(VOGN):
     The contexts of ``sampled_params(train=True)`` perturb nothing; ``sampled_params()`` draws from
     the posterior N(m, 1/S), an online Laplace approximation.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = OGN(model.parameters(), lr=0.1, ess=50, model=model)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()
@@ -105,7 +108,8 @@ class Vadam(RowOptimizer):
     with ``scaling="ess"``). At ``hess_init = 0``, as in the paper, the weights are drawn from the
     prior at first; above it, s does not start at 0 and is not divided by 1 − γ₂ᵗ.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = Vadam(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()
@@ -132,7 +136,8 @@ class Vprop(Vadam):
     with δ = weight_decay. At ``ess = 1`` and a loss that is a sum this is the form of Khan et al.
     (2017), S = s + λ. ``beta1`` has no effect.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = Vprop(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()
