@@ -131,7 +131,7 @@ def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"no JSON document: {error}") from error
     if not isinstance(document, dict):
-        raise _damaged(path, f"a {type(document).__name__} where names are expected")
+        raise _damaged(path, f"no JSON document with names: a {type(document).__name__}")
     return document
 
 

@@ -177,8 +177,8 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     record = find_record(target)
     if record is None:
         raise StorageError(
-            f"{str(target)!r} holds no record (the weights of a model, perhaps): name what "
-            "Posterior.save wrote."
+            f"{str(target)!r} holds no {RECORD_KEY!r} record (a model's weights, perhaps): name "
+            "what Posterior.save wrote."
         )
     return record
 
@@ -255,7 +255,9 @@ def encode(document: Mapping[str, Any]) -> str:
     try:
         return json.dumps(document, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the record must be plain, finite values for JSON: {error}") from error
+        raise InputError(
+            f"the record cannot be written as JSON ({error}): use plain, finite values."
+        ) from error
 
 
 def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -280,16 +282,18 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     tied, frozen = record.get("tied") or {}, record.get("frozen") or []
     prior: Any = record.get("prior_precision")
     each = prior if isinstance(prior, dict) else {"": prior}
+    odd = sorted(set(each) ^ set(names or ())) if each is prior else []
     real = all(type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in each.values())
-    named = isinstance(tied, dict) and all(map(_is_names, (names, frozen, *tied.values())))
+    named = isinstance(tied, dict) and all(map(_is_names, (frozen, *tied.values())))
     checks = {
         f"is of structure {record.get('structure')!r}, not one of {STRUCTURES}": (
             record.get("structure") in STRUCTURES
         ),
-        "has malformed or no parameters, tied or frozen names": bool(names) and named,
+        "names no parameters": bool(names) and _is_names(names),
+        "has malformed tied or frozen names": named,
         f"has n_data={n!r}": type(n) is int and n >= 1,
         f"has prior_precision={prior!r}": real,
-        "has a prior precision per weight": each is not prior or set(each) == set(names or ()),
+        f"has a prior precision per weight for {odd[:5]}, not one number per tensor": not odd,
     }
     for wrong, fits in checks.items():
         if not fits:
