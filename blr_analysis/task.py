@@ -491,9 +491,9 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         if p is not None
     ]
     buffers = [
-        (part._buffers, attribute, part._buffers[attribute], params[name])
+        (part._buffers, attribute, own, params[name])
         for path, part in model.named_modules()
-        for attribute in part._buffers
+        for attribute, own in part.named_buffers(recurse=False)
         if (name := f"{path}.{attribute}" if path else attribute) in params
     ]
     values: dict[int, Tensor] = {}
