@@ -230,7 +230,7 @@ def test_labels_that_are_words_come_along() -> None:
 def test_labels_are_changed_by_their_words_and_told_in_a_line() -> None:
     _, _, task = fitted("logistic, 3 classes")
     q = blr.fit_laplace(task, structure="full")
-    ask = {"solver": "posterior", "progress": False}
+    ask = {"solver": "posterior"}
     said, counted = (blr.what_if(task, q, relabel={0: v}, **ask) for v in ("eel", 2))
     assert said.nll == counted.nll
     assert repr(said.before).startswith("Evaluation(48, nll=") and "tensor" not in repr(said.before)
