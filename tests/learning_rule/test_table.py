@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -141,20 +140,6 @@ def test_the_dataframe() -> None:
     assert by_name.loc["VOGN", "through"] == "Posterior.from_optimizer"
     assert by_name.analysable.dtype == bool
     assert not by_name.loc["STE", "analysable"] and by_name.loc["EM", "analysable"]
-
-
-def test_printing_shows_what_sets_the_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = blr.table1()
-    monkeypatch.setenv("COLUMNS", "40")
-    assert max(map(len, repr(table).splitlines()[:-1])) <= 80
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = repr(table)
-    words = set(shown.split())
-    for name in list(table)[:5]:
-        assert {name, *" ".join(table[name]).split()} <= words
-    for name in list(table)[5:]:
-        assert name in shown.splitlines()[-1]
-    assert type(table.head()) is pd.DataFrame
 
 
 def test_defaults_are_those_of_the_table() -> None:
