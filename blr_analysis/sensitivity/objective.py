@@ -21,7 +21,6 @@ from torch.utils.data import Dataset, StackDataset
 
 from blr_analysis.backprop.engine import Chunking, chunks, predict
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.tree import add, norm
 from blr_analysis.data import Examples
 from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError
@@ -29,7 +28,6 @@ from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Structure, Tree
-from blr_analysis.sensitivity.curvature import Operator
 from blr_analysis.task import Task
 
 
@@ -58,13 +56,11 @@ class Objective:
     Attributes:
         parts: pairs of a task and the examples of it that count.
         prior: δ, and θ₀, its mean.
-        scales: of a sample, how many examples each one stands for, by part.
         places: of changed data, where its examples stood before, by part; added ones behind.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
     prior: Prior
-    scales: tuple[float, ...] = ()
     places: tuple[Tensor, ...] = ()
 
     @property
@@ -90,68 +86,6 @@ class Objective:
         """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)."""
         squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
         return 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
-
-    def value(self, params: Tree) -> float:
-        """F at these weights, by forward passes alone.
-
-        Raises:
-            ModelError, DataError: as :meth:`Task.run`.
-        """
-        value = self._penalty(params)
-        for (task, indices), weight in zip(self.parts, self.weights, strict=True):
-            with torch.no_grad(), task.evaluation():
-                for chosen in indices.split(task.batch_size):
-                    f, y = task.run(task.fetch(chosen), params, chosen)
-                    value += weight * float(task.likelihood.at(chosen).nll(f, y).double().sum())
-        return value
-
-    def one_class(self, params: Tree) -> bool:
-        """Whether all targets are the same class: forward passes until there is another."""
-        first = None
-        for task, indices in self.parts:
-            if not task.likelihood.is_classification:
-                return False
-            with torch.no_grad(), task.evaluation():
-                for chosen in indices.split(task.batch_size):
-                    _, y = task.run(task.fetch(chosen), params, chosen)
-                    first = y[:1] if first is None else first.to(y)
-                    if not torch.equal(y, first.expand_as(y)):
-                        return False
-        return True
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """How many examples each of a part stands for."""
-        return self.scales or (1.0,) * len(self.parts)
-
-    def sampled(self, most: int) -> Objective:
-        """With at most so many examples of each part, drawn at random, standing for the others;
-        for :meth:`value` alone."""
-        generator = torch.Generator().manual_seed(0)
-        parts, scales = [], []
-        for task, indices in self.parts:
-            order = torch.randperm(len(indices), generator=generator)[:most]
-            parts.append((task, indices[order]))
-            scales.append(len(indices) / len(order))
-        return Objective(tuple(parts), self.prior, tuple(scales))
-
-    def precision(
-        self, params: Tree, *, kind: str = "ggn", memory_budget: int | None = None
-    ) -> Operator:
-        """v ↦ S v at these weights, S = Σ J_iᵀ Λ_i J_i + diag(δ), or Σ ∇²ℓ_i + diag(δ)."""
-        curvatures = [
-            Curvature(task, params, indices=indices, kind=kind, memory_budget=memory_budget)
-            for task, indices in self.parts
-        ]
-
-        def times(v: Tree) -> Tree:
-            total = self.prior.times(v)
-            for curvature in curvatures:
-                product = curvature.product(v, progress=False)
-                total = {n: x + product[n] for n, x in total.items()}
-            return total
-
-        return times
 
 
 def whole(task: Task, prior: Prior) -> Objective:
@@ -328,11 +262,9 @@ def as_target(value: Any) -> Tensor:
         raise DataError(f"{value!r} is no number; give that of its class") from error
 
 
-def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior, float]:
-    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1).
-
-    Returns:
-        The new posterior, and the fraction of its precision that had to be raised to the prior.
+def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
+    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1), its precision nowhere
+    below the prior's.
 
     Raises:
         PosteriorError: the new mean is not finite, the new precision not positive.
@@ -343,8 +275,8 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         form = form.plus(part.curvature, sign)
         n_data += sign * part.count
         pull = add(pull, -sign, part.gradient)
-    form, floored = form.floored(q.prior)
+    form, _ = form.floored(q.prior)
     mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")
-    return made_of(q, mean, form, n_data=n_data, kind="what_if"), floored
+    return made_of(q, mean, form, n_data=n_data, kind="what_if")

@@ -35,7 +35,7 @@ from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.ranks import divided, held_as
 from blr_analysis.recipe import Recipe
-from blr_analysis.sensitivity.minimise import Descent, descend
+from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import (
     Objective,
     Share,
@@ -338,7 +338,7 @@ class _Solvers:
         return getattr(self, f"_{solver}")(change)
 
     def _posterior(self, change: Change) -> WhatIf:
-        stepped = [step(q, _shares(task, q, change))[0] for task, q in self.several]
+        stepped = [step(q, _shares(task, q, change)) for task, q in self.several]
         states = [{**q.mean, **q.buffers} for q in stepped]
         changes = [
             self._measured(state).losses.double()
@@ -353,12 +353,12 @@ class _Solvers:
         task, q = self.home, self.q
         data = _changed(task, q, change)
         still = [(s, replace(p, gradient=scaled(q.mean, 0.0))) for s, p in _shares(task, q, change)]
-        around, _ = step(q, still)
+        around = step(q, still)
         passes = self.passes or DESCENT
-        descent = Descent(data, around.form, data.at(dict(q.mean)), task.memory_budget)
-        descend(descent, steps=None, passes=passes, tolerance=1.0)
-        after = self._measured({**descent.point.params, **q.buffers})
+        descent = Descent(data, around.form, data.at(dict(q.mean)))
+        descent.run(passes)
         state = {**descent.point.params, **q.buffers}
+        after = self._measured(state)
         note = self.q.note if self.q.at_minimum else "off the minimum: shows training that goes on"
         said = {"passes": descent.passes, "converged": descent.converged, "note": note}
         return self._result(change, "cg", after, state, after.nll, **said)
