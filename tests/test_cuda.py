@@ -181,7 +181,7 @@ def test_an_index(tmp_path: Path) -> None:
     found = []
     for name, task in (("cuda", there), ("cpu", here)):
         index = blr.Index.build(task, fit(task), tmp_path / name)
-        found.append(index.influence(task, progress=False).as_subclass(Tensor))
+        found.append(index.influence(task).as_subclass(Tensor))
     close(*found, 1e-5)
 
 

@@ -115,7 +115,7 @@ def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) 
     test = blr.Task.from_sklearn(estimator, z, far)
     diag = blr.fit_laplace(task, structure="diag")
     blr.Index.build(task, diag, tmp_path / "index", dtype="float64")
-    alone = blr.Index.open(tmp_path / "index").influence(test, progress=False)
+    alone = blr.Index.open(tmp_path / "index").influence(test)
     exact = blr.influence(task, diag, test, solver="posterior").matrix
     torch.testing.assert_close(alone, exact)
 

@@ -277,28 +277,22 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            n_data, indices = int(state["n_data"]), state["indices"]
-            kept, last = dict(state["kept"]), int(state["last_epoch"])
             columns = {name: state["rows"][name].tolist() for name in COLUMNS}
             rows = [
-                dict(zip(columns, values, strict=True))
-                for values in zip(*columns.values(), strict=True)
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]
-            parts = {name: list(values.unbind()) for name, values in kept.items()}
-            shapes = {tuple(values.shape) for values in kept.values()}
-        except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
+            kept = {name: list(values) for name, values in state["kept"].items()}
+            indices, last, note = state["indices"], int(state["last_epoch"]), str(state["note"])
+            same = state["n_data"] == self.task.n_data and torch.equal(indices, self.indices)
+            shapes = {tuple(values.shape) for values in state["kept"].values()}
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
-        if n_data != self.task.n_data or not torch.equal(indices, self.indices):
-            raise InputError(
-                f"the state is of {len(indices)} of {n_data} examples, this Monitor of "
-                f"{len(self.indices)} of {self.task.n_data} (or others): use the same task"
-            )
+        if not same:
+            raise InputError("the state is of other data or examples: use the same task")
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
             raise InputError(f"the state keeps {sorted(kept)} of every example: give keep=")
-        for row in rows:
-            row["epoch"] = int(row["epoch"])
-        self.rows, self._kept, self._last = rows, parts, last
-        self._note = str(state.get("note", ""))
+        self.rows = [{**row, "epoch": int(row["epoch"])} for row in rows]
+        self._kept, self._last, self._note = kept, last, note
 
 
 def observed(

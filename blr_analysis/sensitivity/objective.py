@@ -11,7 +11,7 @@ with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's own structure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, StackDataset
 
-from blr_analysis.backprop.engine import Chunking, chunks, predict
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import add, norm
 from blr_analysis.data import Examples
-from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError
+from blr_analysis.errors import DataError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.prior import Prior
@@ -137,7 +137,7 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
 
     return Task(
         task.model,
-        Examples(StackDataset(part.dataset, targets), collate),  # type: ignore[arg-type]
+        Examples(Labelled(part.dataset, targets), collate),  # type: ignore[arg-type]
         likelihood=part.likelihood,
         forward=forward,
         batch_size=task.chunk_size,
@@ -145,12 +145,22 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
     )
 
 
-class Relabelled(Dataset[Any]):
-    """Items (x, y), or dicts with "labels" or "label", each with another target inside.
+class Labelled(StackDataset[Any]):
+    """Items, and beside each another target.
 
-    >>> Relabelled([("x", 3)], torch.tensor([5]))[0]
+    >>> Labelled([("x", 3)], torch.tensor([5])).inside[0]
     ('x', 5)
     """
+
+    @property
+    def inside(self) -> Relabelled:
+        """The items with the new targets in the place of theirs, as a user's own training takes
+        them."""
+        return Relabelled(*self.datasets)
+
+
+class Relabelled(Dataset[Any]):
+    """Items (x, y), or dicts with "labels" or "label", each with another target inside."""
 
     def __init__(self, items: Any, targets: Tensor) -> None:
         self.items, self.targets = items, targets
@@ -160,11 +170,15 @@ class Relabelled(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         item, new = self.items[index], self.targets[index]
-        if isinstance(item, Mapping):
-            name = "labels" if "labels" in item else "label"
-            return {**item, name: _in_form_of(item[name], new)}
-        x, old = item
-        return x, _in_form_of(old, new)
+        try:
+            if isinstance(item, Mapping):
+                name = "labels" if "labels" in item else "label"
+                return {**item, name: _in_form_of(item[name], new)}
+            x, old = item
+            return x, _in_form_of(old, new)
+        except (KeyError, TypeError, ValueError) as error:
+            said = "no target in the items: relabel= takes (x, y) or a dict's 'labels'"
+            raise DataError(said) from error
 
 
 def _in_form_of(old: Any, new: Tensor) -> Any:
@@ -173,36 +187,6 @@ def _in_form_of(old: Any, new: Tensor) -> Any:
     if isinstance(old, np.ndarray | np.generic):
         return new.numpy().astype(old.dtype).reshape(old.shape)[()]
     return type(old)(new.tolist())
-
-
-def with_labels_inside(task: Task, labels: Mapping[int, Any]) -> Task:
-    """Some examples of a task, each item with another target inside, as a user's own training
-    takes it.
-
-    Raises:
-        DataError: a target out of range; items in which the task does not find the new targets.
-    """
-    outside, part = with_labels(task, labels), task.subset(list(labels))
-    items = Relabelled(part.dataset, outside.dataset.datasets[1])
-    inside = Task(
-        task.model,
-        replace(part.examples, dataset=items),
-        likelihood=part.likelihood,
-        forward=task.forward,
-        batch_size=task.chunk_size,
-        device=task.device,
-    )
-    unknown = DataError("no target in the items: relabel= takes (x, y) or a dict's 'labels'")
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in outside.batches():
-            wanted = outside.run(batch, {}, indices)
-            try:
-                given = inside.run(inside.fetch(indices), {}, indices)
-            except BLRError as error:
-                raise unknown from error
-            if not all(map(torch.allclose, given, wanted)):
-                raise unknown
-    return inside
 
 
 @dataclass(frozen=True)
@@ -214,44 +198,13 @@ class Share:
     count: int
 
 
-def share(task: Task, q: Posterior, indices: Tensor | None, chunking: Chunking) -> Share:
+def share(task: Task, q: Posterior, indices: Tensor | None = None) -> Share:
     """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
     curvature = q.form.zeros()
-    for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
+    for chunk in chunks(task.quiet, q.mean, indices=indices):
         curvature = curvature.add(chunk.terms(curvature_root(chunk)))
     count = task.n_data if indices is None else len(indices)
     return Share(loss_and_gradient(task, q.mean, indices)[0], curvature, count)
-
-
-def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Chunking) -> Share:
-    """Old shares out, new ones in: the e_i change, and Λ_i where the loss makes it know the label.
-
-    Raises:
-        DataError: a new label that is no target of the likelihood.
-        InputError: the examples are sequences.
-    """
-    if task.likelihood.is_sequence:
-        raise InputError("relabel= takes one target per example; use remove= and add=")
-    chosen = torch.tensor(sorted(labels))
-    there = predict(task.subset(chosen), q.mean, progress=False)
-    f, y = (part.to(task.device) for part in there)
-    try:
-        new = torch.stack([as_target(labels[int(i)]) for i in chosen])
-        new = task.likelihood.prepare_targets(new.to(f.device), f)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"relabel must map indices to targets: {error}") from error
-    likelihood, curvature = task.likelihood.at(chosen), q.form.zeros()
-    change = likelihood.error(f, new) - likelihood.error(f, y)
-    roots = [(sign, likelihood.hessian_root(f, t)) for sign, t in ((-1, y), (1, new))]
-    if not torch.equal(roots[0][1], roots[1][1]):
-        for sign, root in roots:
-            part, start = q.form.zeros(), 0
-            for chunk in chunks(task, q.mean, chunking, indices=chosen):
-                stop = start + len(chunk.indices)
-                part = part.add(chunk.terms(root[start:stop].mT))
-                start = stop
-            curvature = curvature.plus(part, sign)
-    return Share(loss_and_gradient(task, q.mean, chosen, change)[0], curvature, 0)
 
 
 def as_target(value: Any) -> Tensor:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import scaled
 from blr_analysis.checks import instance, one_of, positive_int, some
@@ -40,11 +39,11 @@ from blr_analysis.sensitivity.objective import (
     Objective,
     Share,
     changed,
-    relabelled,
     share,
     step,
-    with_labels_inside,
+    with_labels,
 )
+from blr_analysis.sensitivity.results import Noted
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.sensitivity.sites import site_what_if, sum_of_sites
@@ -62,7 +61,7 @@ UNKNOWN = "the recipe of the training is not known, a default one was taken: rou
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf(Plottable):
+class WhatIf(Noted, Plottable):
     """What :func:`what_if` found.
 
     Attributes:
@@ -74,7 +73,6 @@ class WhatIf(Plottable):
         applied_nll: the loss of that model on ``evaluate``.
         passes: over the data, in forward-and-backward passes.
         converged: of "cg", whether nothing was left to gain.
-        note: why not to trust the answer, in one line; "" where nothing speaks against it.
         targets: of ``evaluate``.
         removed, added, relabelled: how many examples.
     """
@@ -88,7 +86,6 @@ class WhatIf(Plottable):
     applied_nll: float
     passes: float
     converged: bool
-    note: str
     targets: Tensor
     removed: int
     added: int
@@ -165,7 +162,7 @@ class WhatIf(Plottable):
         said += "; one step" if self.solver == "posterior" else f"; {self.solver}"
         if self.passes:
             said += f", {self.passes:.0f} passes"
-        return f"WhatIf({change}: {said}{f'; {self.note}' if self.note else ''})"
+        return f"WhatIf({change}: {said}{self._noted})"
 
 
 @dataclass(frozen=True)
@@ -389,13 +386,9 @@ class _Solvers:
         return self._result(change, "replay", after, first, pairs[0][0].nll, **said)
 
     def _retrain(self, change: Change) -> WhatIf:
-        labels = change.labels or {}
-        gone = torch.cat([change.leaving, torch.tensor(list(labels), dtype=torch.long)])
-        parts = list(_changed(self.home, self.q, Change(gone, change.new)).parts)
-        if labels:
-            parts.append((with_labels_inside(self.home, labels), torch.arange(len(labels))))
-        places = torch.arange(n := sum(len(i) for _, i in parts)).split([len(i) for _, i in parts])
-        placed: list[Part] = [(*part, at) for part, at in zip(parts, places, strict=True)]
+        data = _changed(self.home, self.q, change)
+        places = torch.arange(n := data.n_data).split([len(i) for _, i in data.parts])
+        placed: list[Part] = [(*part, at) for part, at in zip(data.parts, places, strict=True)]
         states = [
             trained(self.home, placed, self.recipe, seed, n=n, label="what if: retraining")
             for seed in range(self.seeds)
@@ -474,13 +467,12 @@ def _interval(middle: float, each: Sequence[float]) -> tuple[float, float] | Non
 
 def _shares(task: Task, q: Posterior, change: Change) -> list[tuple[int, Share]]:
     """What leaves the posterior (−1) and what joins it (+1)."""
-    quiet, shares = Chunking(task.chunk_size, task.memory_budget, False), []
-    if len(change.leaving):
-        shares.append((-1, share(task, q, change.leaving, quiet)))
+    gone = torch.cat([change.leaving, torch.tensor(list(change.labels or ()), dtype=torch.long)])
+    shares = [(-1, share(task, q, gone))] if len(gone) else []
     if change.new is not None:
-        shares.append((1, share(change.new.with_model(task), q, None, quiet)))
+        shares.append((1, share(change.new.with_model(task), q)))
     if change.labels:
-        shares.append((1, relabelled(task, q, change.labels, quiet)))
+        shares.append((1, share(with_labels(task, change.labels), q)))
     return shares
 
 
@@ -520,6 +512,8 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
     except (AttributeError, TypeError, KeyError) as error:
         got = type(relabel).__name__
         raise InputError(f"relabel must be a dict from index to new target, got {got}") from error
+    if task.likelihood.is_sequence:
+        raise InputError("relabel= takes one target per example; use remove= and add=")
     indices = named if hasattr(named, "get_indexer") else list(named)  # an Index holds row labels
     chosen = []
     if labels:

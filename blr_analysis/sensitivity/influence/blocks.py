@@ -104,7 +104,6 @@ def pieces(
     indices: Tensor | None = None,
     test_indices: Tensor | None = None,
     memory_budget: int | None = None,
-    progress: bool | None = None,
 ) -> Iterator[Piece]:
     """Influence of one training chunk after the other, on all test examples.
 
@@ -120,14 +119,14 @@ def pieces(
     budget = Budget.of(memory_budget, q, len(order))
     turn = _turns(q, n_train, len(order))
     blocks = (order,) if task.device.type == "cpu" else order.split(budget.vectors)
-    shown = track(blocks, total=len(blocks), label="test blocks", show=progress)
+    shown = track(blocks, total=len(blocks), label="test blocks", show=task.progress)
     for block in blocks if len(blocks) == 1 else shown:
         shapes, like = q.form.basis_shapes() if turn else q.form.shapes, next(iter(q.mean.values()))
         mapped = len(block) > budget.vectors
         with held_in(shapes, len(block), like, fits=not mapped) as held:
             precondition(test_task, q, block, cotangent, budget, held, turned=turn)
             size = chunk_size(task, q, budget, n_train, len(block), mapped=mapped)
-            chunking = Chunking(size, progress=progress)
+            chunking = Chunking(size, progress=task.progress)
             for chunk in chunks(task, q.mean, chunking, indices=indices, label="influence"):
                 terms = loss_terms(task, chunk, train_cotangent)
                 own = q.form.gram(terms).flatten() if squares else None

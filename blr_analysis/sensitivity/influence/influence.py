@@ -126,7 +126,7 @@ def influence(
     room = max(1, (task.memory_budget or DEFAULT_MEMORY) // count) if count > 1 else None
     works = [
         _Work(
-            at := task.holding(p.buffers),
+            at := task.holding(p.buffers) if not n + t else task.holding(p.buffers).quiet,
             p,
             check_test(test_task, at, "test_task"),
             cotangent,
@@ -134,13 +134,12 @@ def influence(
             normalize,
             room or task.memory_budget,
             (1.0 if normalize else q.temperature) / (len(q.run) * len(several)),
-            task.progress if not n + t else False,
         )
         for n, (_, q) in enumerate(several)
         for t, p in enumerate(q.run)
     ]
     q, words = several[-1][1], measure if isinstance(measure, str) else measure.__name__
-    about = Pairs(task, q, works[-1].test_task, None, words, quantity, count)
+    about = Pairs(task, q, works[-1].test_task, words, quantity, count)
     if k is not None:
         check_k(k, task.n_data)
         blocks: dict[int, Best] = {}
@@ -182,7 +181,6 @@ class _Work:
     normalize: Normalize
     memory_budget: int | None
     share: float
-    progress: bool | None
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces, normalized where that is asked for."""
@@ -194,7 +192,6 @@ class _Work:
             cotangent=self.cotangent,
             train_cotangent=self.own,
             memory_budget=self.memory_budget,
-            progress=self.progress,
             squares=bool(self.normalize),
             indices=shared(self.task, self.q.mean),
         ):
