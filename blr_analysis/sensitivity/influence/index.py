@@ -724,7 +724,6 @@ def _measured(
             train_cotangent=cotangent,
             indices=rows[own],
             test_indices=columns,
-            memory_budget=task.memory_budget,
         )
         values[1, own] = matrix_of(exact).double()
     ranks.total([values])
