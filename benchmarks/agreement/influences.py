@@ -10,9 +10,10 @@ from torch import Tensor
 import blr_analysis as blr
 from benchmarks.agreement.cases import Case
 from blr_analysis.backprop.engine import QUIET, chunks
-from blr_analysis.sensitivity.curvature import Precision, cg
+from blr_analysis.backprop.products import Curvature
 
 Rows = dict[str, Callable[[], Tensor]]
+Product = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 FULL = 3_000  # parameters of a dense posterior that is worth its time here
 
 
@@ -46,27 +47,48 @@ def as_tensor(values: Tensor) -> Tensor:
 def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
     """∇ℓ_jᵀ H⁻¹ ∇ℓ_i with the exact Hessian, dense or by conjugate gradients."""
     params = task.parameters()
-    precision = Precision(task, params, delta, kind="hessian")
+    hessian = Curvature(task, params, kind="hessian")
+
+    def times(v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: x + delta * v[n] for n, x in hessian.product(v, progress=False).items()}
+
     asked, given = gradients(tests.with_model(task), params), gradients(task, params)
     size = sum(p.numel() for p in params.values())
     if size <= FULL:
         unit = torch.eye(size, dtype=next(iter(params.values())).dtype)
         parts = unit.split([p.numel() for p in params.values()], 1)
-        rows = precision.times(
+        rows = times(
             {n: u.view(-1, *p.shape) for u, (n, p) in zip(parts, params.items(), strict=True)}
         )
         return flat(given) @ torch.linalg.solve(flat(rows), flat(asked).T)
     q = blr.fit_laplace(task, structure="kron", prior_precision=delta)
-    x = cg(
-        lambda v: precision.times(v),
-        asked,
-        preconditioner=q,
-        batch_dims=1,
-        tolerance=1e-3,
-        max_iterations=100,
-        progress=False,
-    ).x
-    return flat(given) @ flat(x).T
+    return flat(given) @ flat(conjugate_gradients(times, asked, q.form.solve)).T
+
+
+def conjugate_gradients(
+    times: Product, b: dict[str, Tensor], inverse: Product, steps: int = 100
+) -> dict[str, Tensor]:
+    """The solutions of several systems at once, ``[K, *shape]``, to a thousandth."""
+
+    def dot(u: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
+        return sum((u[n] * v[n]).double().flatten(1).sum(1) for n in u)  # type: ignore[return-value]
+
+    def plus(u: Mapping[str, Tensor], a: Tensor, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n: x + a.to(x).view(-1, *[1] * (x.ndim - 1)) * v[n] for n, x in u.items()}
+
+    x, r = {n: torch.zeros_like(t) for n, t in b.items()}, b
+    p = z = inverse(r)
+    rho = first = dot(r, z)
+    for _ in range(steps):
+        if bool((rho <= 1e-6 * first).all()):
+            break
+        s = times(p)
+        alpha = rho / dot(p, s).clamp_min(1e-300)
+        x, r = plus(x, alpha, p), plus(r, -alpha, s)
+        z, before = inverse(r), rho
+        rho = dot(r, z)
+        p = plus(z, rho / before.clamp_min(1e-300), p)
+    return x
 
 
 def flat(tree: Mapping[str, Tensor]) -> Tensor:
