@@ -557,7 +557,7 @@ def test_foreign_files(tmp_path: Path) -> None:
     for path, message in (
         (text, "no safetensors file"),
         (weights, "no 'blr_analysis' record"),
-        (tmp_path / "folder", "holds no precision_config.json"),
+        (tmp_path / "folder", "holds no 'blr_analysis' record"),
         (tmp_path / "absent.safetensors", "nothing is stored at"),
     ):
         with pytest.raises(StorageError, match=message):
