@@ -121,7 +121,6 @@ class WhatIf(Noted, Plottable):
             "solver": self.solver,
             "passes": self.passes,
             "converged": self.converged,
-            "error": None,
             "note": self.note,
         }
 

@@ -403,7 +403,7 @@ def test_hundreds_of_classes(structure: str, correction: str) -> None:
     with torch.no_grad():
         model[2].weight *= 3
     task = blr.Task(model, (x, y))
-    q = fit_at_rest(task, structure=structure, prior_precision=0.3)
+    q = fit_at_rest(task, structure=structure, prior_precision=3.0)
     loo = blr.leave_one_out(task, q, correction=correction)
     assert set(loo.correction) <= {correction, "bounded"}
     assert correction in loo.correction

@@ -313,7 +313,7 @@ class Index:
             sides += [side[:, :0] for side in sides]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
-        return Matches(*sides, metadata=metadata, quantity=quantity)
+        return Matches(*sides, metadata=metadata, quantity=quantity, note=self.posterior.note)
 
     @cached_property
     def self_influence(self) -> Tensor:

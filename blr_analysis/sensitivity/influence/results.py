@@ -110,11 +110,6 @@ class BetweenTasks:
 
     pairs: Pairs
 
-    @property
-    def note(self) -> str:
-        """How far its scale is to be trusted, in one line; "" where it is."""
-        return self.pairs.posterior.note
-
     def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
         """The most helpful and most harmful training examples of one test example.
 
@@ -148,6 +143,11 @@ class Influence(BetweenTasks, Tensor, Tabular):
         made = torch.Tensor._make_subclass(cls, matrix.detach(), False)
         made.pairs = pairs
         return made
+
+    @property
+    def note(self) -> str:
+        """How far its scale is to be trusted, in one line; "" where it is."""
+        return self.pairs.posterior.note
 
     @property
     def matrix(self) -> Tensor:
@@ -222,6 +222,7 @@ class Matches(Tabular):
             plot leave those out. Where only helpful ones were asked for, these two are ``[M, 0]``.
         metadata: of the training examples, by column.
         quantity: what the values are: "influence", "normalized_influence" or "cosine".
+        note: how far their scale is to be trusted, in one line; "" where it is.
     """
 
     helpful: Tensor
@@ -230,6 +231,7 @@ class Matches(Tabular):
     harmful_values: Tensor
     metadata: Mapping[str, Sequence[Any]]
     quantity: str = field(default="influence", kw_only=True)
+    note: str = field(default="", kw_only=True)
 
     @property
     def k(self) -> int:
@@ -352,7 +354,8 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
         for part in (0, 1)
     )
     sides = (helpful, high, harmful, low)
-    return TopInfluence(*sides, pairs.task.metadata, pairs, quantity=pairs.quantity)
+    said = {"quantity": pairs.quantity, "note": pairs.posterior.note}
+    return TopInfluence(*sides, pairs.task.metadata, pairs, **said)
 
 
 def check_k(k: Any, n: int) -> int:
