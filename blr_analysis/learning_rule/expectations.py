@@ -57,6 +57,17 @@ AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
 BY_NODES = Look("by quadrature or samples", noisy=True)
 
 
+def at_samples(q: Any, f: Callable[[Any], Tensor], n: int, *, generator: Any = None) -> Tensor:
+    """The mean of f over ``n`` draws of q.
+
+    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
+    >>> draws = at_samples(q, torch.square, 20000, generator=torch.Generator().manual_seed(0))
+    >>> abs(draws - 5).item() < 0.1
+    True
+    """
+    return torch.stack([f(theta) for theta in q.sample(n, generator=generator)]).mean(0)
+
+
 def places(
     q: FullGaussian | DiagonalGaussian,
     look: str,

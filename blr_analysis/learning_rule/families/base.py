@@ -105,6 +105,10 @@ class ExponentialFamily(ABC):
         """E_q[log h(θ)], one number per copy."""
         return torch.zeros_like(self.log_partition())
 
+    def base_gradient(self) -> Natural:
+        """∇_μ E_q[log h(θ)]: 0, for log h is constant in μ."""
+        return {k: torch.zeros_like(v) for k, v in self.natural.items()}
+
     def log_prob(self, theta: Any) -> Tensor:
         """log q(θ), in nats, one number per point and copy.
 
