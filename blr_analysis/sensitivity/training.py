@@ -24,6 +24,7 @@ from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.first_weights import drawn
 from blr_analysis.sensitivity.minimise import on_a_copy
+from blr_analysis.sensitivity.objective import Labelled
 from blr_analysis.snapshots import PARTS, Snapshots, State, checked_state, state_of
 from blr_analysis.task import Task
 
@@ -146,7 +147,9 @@ def _by_function(
     task: Task, parts: Sequence[Part], train: Callable[[Any, int], Any], seed: int
 ) -> State:
     """What a user's own training makes of these data."""
-    sets = [Subset(part.dataset, indices.tolist()) for part, indices, _ in parts]
+    held = [part.dataset for part, *_ in parts]
+    held = [data.inside if isinstance(data, Labelled) else data for data in held]
+    sets = [Subset(data, rows.tolist()) for data, (_, rows, _) in zip(held, parts, strict=True)]
     devices = [task.device] if task.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
