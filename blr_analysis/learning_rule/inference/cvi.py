@@ -248,8 +248,8 @@ def start(problem: Problem[Q]) -> State[Q]:
             return state
     except InputError:  # a precision that is not positive definite, or values out of range
         pass
-    zero = dict.fromkeys(("linear", "square"), torch.zeros_like(problem.targets))
-    return look(problem, problem.told(problem.prior.mean, zero))
+    none = torch.zeros_like(problem.targets)
+    return look(problem, problem.told(problem.prior.mean, {"linear": none, "square": none}))
 
 
 def swept(problem: Problem[Q], state: State[Q], rho: float) -> State[Q]:

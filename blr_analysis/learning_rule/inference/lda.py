@@ -213,11 +213,11 @@ class LDA(Model):
         run = until_flat(one_pass, "ELBO", max_iter=passes, tol=tol, noisy=noisy, progress=progress)
         return FittedTopics(q=q, **run, prior=prior, model=self, data=data)
 
-    def check(self, data: Any) -> csr_array:
+    def check(self, data: Any) -> Any:
         """The counts as a sparse matrix of their own; see :meth:`fit`."""
         given = data.detach().cpu().to_dense().numpy() if isinstance(data, Tensor) else data
         with told_as(DataError, "counts must be a real matrix [N, V], as CountVectorizer's"):
-            counts = csr_array(given, dtype=np.float64, copy=True)
+            counts: Any = csr_array(given, dtype=np.float64, copy=True)
         if counts.ndim != 2 or not counts.shape[0] or counts.shape[1] < 2:
             raise DataError(f"counts need a document and two words or more, got {counts.shape}")
         counts.sum_duplicates()
@@ -252,7 +252,7 @@ class LDA(Model):
         q = self._alike("q", q, prior)
         return toward(q, prior, {"log": ratio * self._told(q, data)[0]}, rho)
 
-    def sites(self, q: Dirichlet, data: csr_array) -> Natural:
+    def sites(self, q: Dirichlet, data: Any) -> Natural:
         """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
         n, n_words = data.shape
         told = q.concentration.new_zeros(n * n_words, self.n_topics)
@@ -262,12 +262,12 @@ class LDA(Model):
             told.index_add_(0, place.flatten(), sites.flatten(0, 1))
         return {"log": told.view(n, n_words, -1).mT}
 
-    def log_predictive(self, q: Dirichlet, data: csr_array) -> Tensor:
+    def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
         """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
         the responsibilities: tighter than that behind scikit-learn's perplexity."""
         return self.foretold(q, data, without=False)
 
-    def foretold(self, q: Dirichlet, data: csr_array, *, without: bool) -> Tensor:
+    def foretold(self, q: Dirichlet, data: Any, *, without: bool) -> Tensor:
         """The bound for each document under q(β), or under λ − n_d φ_d.
 
         λ_kw − n_dw φ_dwk is not let fall below the prior's η, to which the other documents only
@@ -301,7 +301,7 @@ class LDA(Model):
             )
         return values
 
-    def _told(self, q: Dirichlet, data: csr_array) -> tuple[Tensor, float]:
+    def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
         """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds."""
         told, bound = torch.zeros_like(q.concentration.mT), 0.0
         for _, words, documents in _blocks(q, data):
@@ -341,7 +341,7 @@ def _random(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
     return Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
 
 
-def _blocks(q: Dirichlet, data: csr_array) -> Iterator[tuple[Tensor, Tensor, Documents]]:
+def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
     """Documents of similar length: which ones ``[D]``, their words ``[D, L]``, and themselves."""
     if data.shape[1] != q.concentration.shape[-1]:
         raise DataError(

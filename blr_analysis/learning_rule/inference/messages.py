@@ -23,7 +23,6 @@ starts, transitions and classes: messages to Dirichlet nodes, and to the emissio
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,18 +61,17 @@ Local = Callable[[Mapping[str, Natural], Any], Tensor]
 """(μ by node, data of M examples) → A_i ``[M]``, by torch operations."""
 
 
-class Messages(Model, ABC):
-    """Global nodes, and examples that pass messages to them."""
+class Messages(Model):
+    """Global nodes, and examples that pass messages to them.
+
+    Attributes:
+        nodes: the priors of the global nodes by name, with copies or without.
+        local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
+    """
 
     kind: ClassVar[type[Fitted[Any]]] = Fitted
-
-    @property
-    @abstractmethod
-    def nodes(self) -> Nodes:
-        """The priors of the global nodes by name, with copies or without."""
-
+    nodes: Any
     local: Any
-    """(μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩."""
 
     def fit(
         self,
