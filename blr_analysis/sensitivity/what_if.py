@@ -220,7 +220,8 @@ def what_if(
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step), "cg" (a descent), "replay" (short trainings), "retrain" (the
             whole recipe), or "auto": "posterior" for up to 1 % of the data, else "cg" for a model
-            at its minimum, else "replay". ``result.solver`` says which.
+            at its minimum, else "replay" ("retrain" of a recipe of ``train=``). ``result.solver``
+            says which.
         seeds: trainings of "replay" and "retrain"; one gives no interval.
         passes: of "cg" over the changed data (60); epochs of a "replay" (8, or the recipe's).
 
@@ -331,6 +332,8 @@ class _Solvers:
         if solver == "auto":
             few = change.count <= max(1, FEW * self.task.n_data)
             solver = "posterior" if few else "cg" if self.q.at_minimum else "replay"
+            if solver == "replay" and self.recipe.train is not None:  # which cannot be shortened
+                solver = "retrain"
         return getattr(self, f"_{solver}")(change)
 
     def _posterior(self, change: Change) -> WhatIf:
