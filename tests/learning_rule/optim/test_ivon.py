@@ -64,16 +64,6 @@ def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, A
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
-def test_agrees_with_ivon_opt_in_single_precision(hess_approx: str) -> None:
-    """Up to rounding, which for a vector is relative to its length."""
-    options: dict[str, Any] = {"hess_approx": hess_approx, "beta2": 0.99}
-    ours = train_two_groups(IVON, dtype=torch.float32, draws=1, **options)
-    theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float32, draws=1, **options)
-    for name in ("weights", "hess", "momentum"):
-        assert (ours[name] - theirs[name]).norm() <= 1e-6 * theirs[name].norm()
-
-
 def test_converges_to_the_mean_field_posterior_of_linear_regression() -> None:
     """S → diag(XᵀX/σ²) + δ, and m → (XᵀX/σ² + δ)⁻¹ Xᵀy/σ²."""
     torch.manual_seed(0)
@@ -215,32 +205,6 @@ def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> 
 
     assert train() == []
     assert train(beta2=0.999) == [3]
-
-
-def test_a_slow_second_group_is_warned_of_too() -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    groups = [{"params": params[:1]}, {"params": params[1:], "beta2": 0.999}]
-    optimizer = IVON(groups, lr=0.1, ess=10, steps=1)
-    with optimizer.sampled_params(train=True):
-        sum(p.square().sum() for p in params).backward()
-    with pytest.warns(InitialPrecisionWarning, match="all 1 steps"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("steps", [None, 6])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_parameter_that_has_no_gradient_at_first(frozen: bool, steps: int | None) -> None:
-    used, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=not frozen)
-    optimizer = IVON([late, used], lr=0.1, ess=10, steps=steps)
-    _ = optimizer.state[late]  # torch makes an empty entry of a look
-    for step in range(4):
-        late.requires_grad_(not frozen or step > 1)
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            loss = used.square().sum() + (late.square().sum() if step > 1 else 0)
-            loss.backward()
-        optimizer.step()
-    assert [optimizer.state[p]["step"] for p in (late, used)] == [2, 4]
 
 
 def test_a_state_of_other_steps_is_warned_of() -> None:
