@@ -123,9 +123,9 @@ class BSAM(RowOptimizer):
             for p in draw.groups
             if p.grad is not None
         }
-        self._gathered.drop(draw)
         if not sampled:
             raise NoGradient(NO_GRADIENT)
+        self._gathered.drop(draw)
         self._sampled = sampled
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:

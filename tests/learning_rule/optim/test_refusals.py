@@ -170,7 +170,7 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: Newton([{"params": [A.weight]}, {"params": [A.bias]}]), "one group"),
     (lambda: Newton(nn.Linear(2, 1).half().parameters()), "float32"),
     (lambda: Newton(nn.Linear(100, 100).parameters()), "fit_laplace"),
-    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "not positive definite"),
+    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "must be positive definite"),
 ]
 OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: draws(OGN(A.parameters(), 0.1, 9, model=B)), "not in model"),
