@@ -140,9 +140,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             if name in group:
                 check_setting(name, group[name], interval)
         if self._own_scale and group["hess_init"] + group["weight_decay"] <= 0:
-            raise InputError(
-                f"{self.algorithm}'s precision starts at 0: give weight_decay or hess_init"
-            )
+            raise InputError("the precision starts at 0: give weight_decay or hess_init")
 
     def _check_groups(self) -> None:
         """What was sound when it was given may have been changed since."""
@@ -195,9 +193,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return self._open
         self._refuse_inside("sampled_params()")
         if not train and not self._own_scale and self._sample is None:
-            raise OptimizerError(
-                f"{self.algorithm} learns no posterior to draw from; fit_laplace makes one"
-            )
+            raise OptimizerError(f"{self.algorithm} learns no posterior: fit_laplace makes one")
         look = self._look if train else self._sample
         return Draw(train, self._is_noisy(train), look, adoptable, self._method)
 
@@ -353,16 +349,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _check_draws(self) -> None:
         if not self._unscales and getattr(self, "found_inf", None) is not None:
-            raise OptimizerError(
-                f"{self.algorithm} needs the gradient's own size, no GradScaler's: train in "
-                "bfloat16 or float32"
-            )
+            raise OptimizerError(f"{self.algorithm} takes no GradScaler: train in bfloat16")
         if self._gathered.count:
             return
         if self._needs_draw:
-            raise OptimizerError(
-                "step() without a draw: use sampled_params(train=True), or pass a closure"
-            )
+            raise OptimizerError("step() without a draw: use sampled_params(train=True)")
         draw = Draw(True, method=self._method)  # a plain backward pass was one look at the mean
         self._take_params(draw)
         self._gathered.add(draw)
@@ -388,10 +379,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             inverse_scale = 1.0
         bad = None if found_inf is not None else self._gathered.find_unusable(inverse_scale)
         if bad is not None:
-            raise OptimizerError(
-                f"the gradient of {self._describe(bad)} holds NaN or inf, or its square might "
-                "overflow: nothing was changed; lower lr, or clip"
-            )
+            said = f"the gradient of {self._describe(bad)} holds NaN or inf, or may overflow"
+            raise OptimizerError(f"{said}: nothing was changed; lower lr, or clip")
         return inverse_scale
 
     def _describe(self, param: Tensor) -> str:

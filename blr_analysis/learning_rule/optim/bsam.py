@@ -92,9 +92,7 @@ class BSAM(RowOptimizer):
     def _adversary(self, adoptable: bool = False) -> Draw:
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
-            raise OptimizerError(
-                "adversarial_params() without a sample: run sampled_params(train=True) before it"
-            )
+            raise OptimizerError("adversarial_params() without a sample: draw one before it")
         gradients, self._sampled = self._sampled, None
         sizes: dict[Tensor, Tensor] = {}
 

@@ -94,9 +94,7 @@ class Listener:
         self._contexts += 1
         names = names_of(self.model)
         if foreign := [tuple(p.shape) for p in params if id(p) not in names]:
-            raise OptimizerError(
-                f"parameters of shapes {foreign[:5]} are not in model=: pass theirs"
-            )
+            raise OptimizerError(f"parameters of {foreign[:5]} are not in model=: pass theirs")
         self._params = {names[id(p)]: p for p in params}
         keep = self._handles.append  # one by one: an interrupt leaves none behind
         keep(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
@@ -146,10 +144,8 @@ class Listener:
             return
         for path, inner in module.named_modules():
             if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-                raise OptimizerError(
-                    f"{type(inner).__name__} {path!r} mixes the examples in training mode: use "
-                    "GroupNorm or LayerNorm, eval(), or IVON"
-                )
+                said = f"{type(inner).__name__} {path!r} mixes the examples"
+                raise OptimizerError(f"{said}: use GroupNorm, LayerNorm, eval(), or IVON")
         leaves = tree_leaves((args, kwargs))
         sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not sizes:
@@ -168,9 +164,7 @@ class Listener:
     def _catch(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         passed = self._current
         if passed is None:
-            raise OptimizerError(
-                f"layer {unit.path!r} was called outside of model='s forward: pass what is called"
-            )
+            raise OptimizerError(f"layer {unit.path!r} was called outside of model='s forward")
         leaves = differentiated(output)
         edges = [get_gradient_edge(leaf) for leaf in leaves]
         args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
@@ -204,9 +198,7 @@ class Listener:
             raise NoGradient(NO_GRADIENT)
         passes = [p for p in self._passes if any(g is not None for _, gs in p.seen for g in gs)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
-            raise OptimizerError(
-                f"{self.algorithm} needs one backward per call of the model: join the batches"
-            )
+            raise OptimizerError("one backward per call of the model: join the batches")
         terms = [self._terms(p, [grads for _, grads in p.seen]) for p in passes]
         read = {name for of_pass in terms for term in of_pass for name in term.names}
         if unseen := [name for name in got if name not in read]:

@@ -205,15 +205,3 @@ def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> 
 
     assert train() == []
     assert train(beta2=0.999) == [3]
-
-
-def test_a_state_of_other_steps_is_warned_of() -> None:
-    def make(steps: int) -> IVON:
-        return IVON([nn.Parameter(torch.ones(3))], lr=0.1, ess=4000, steps=steps)
-
-    short = make(20).state_dict()
-    with pytest.warns(InitialPrecisionWarning, match="steps=2000"):
-        make(2000).load_state_dict(short)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(20).load_state_dict(short)
