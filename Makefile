@@ -44,7 +44,7 @@ docs: $(VENV)/.test
 notebooks: $(VENV)/.test
 	$(RUN) -m jupytext --to ipynb tutorials/0*.py
 
-# `make peers bench` measures every other package in the same run.
+# kronfluence is measured in the same run.
 bench: parity-deps $(VENV)-peers/kronfluence/.done
 	$(RUN) -m benchmarks --peers $(VENV)-peers $(ARGS)
 
@@ -53,7 +53,7 @@ fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
 	$(RUN) -m benchmarks.run
 
-peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit bergson dattri-llm,$(VENV)-peers/$(peer)/.done)
+peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit,$(VENV)-peers/$(peer)/.done)
 
 lint: parity-deps
 	$(RUN) -m ruff check .

@@ -2,8 +2,8 @@
 
     python -m benchmarks [--peers .venv-peers] [--quick] [--device cuda]
 
-Other packages run in the same run, those that have an environment below ``--peers`` (``make peers``
-makes them all). Of a GPU the tables are named after it, and the page stays as it is.
+kronfluence runs in the same run where it has an environment below ``--peers`` (``make bench`` makes
+it). Of a GPU the tables are named after it, and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(script: str, folder: Path, *extra: str) -> Any:
     """The JSON that one benchmark writes."""
     out = folder / f"{script}.json"
     command = [sys.executable, "-W", "ignore", str(HERE / f"{script}.py")]
-    command += ["--json" if script == "ivon_step" else "--out", str(out), *extra]
+    command += ["--out", str(out), *extra]
     subprocess.run(command, check=True)
     return json.loads(out.read_text())
 
@@ -70,14 +70,14 @@ def end_to_end(rows: list[dict[str, float]]) -> pd.DataFrame:
     )
 
 
-def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """IVON's step beside AdamW's, by what becomes of freed memory."""
+def steps(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Training steps with each optimizer beside torch's Adam."""
     return pd.DataFrame(
         {
-            "freed memory": row["memory"],
-            "what": row["what"],
+            "model": row["model"],
+            "optimizer": row["what"],
             "milliseconds": f"{1e3 * row['seconds']:.1f}",
-            "× AdamW (foreach)": f"{row['ratio']:.2f}",
+            "× Adam": f"{row['ratio']:.2f}",
         }
         for row in rows
     )
@@ -119,26 +119,15 @@ def summary(variance: dict[str, Result]) -> list[str]:
     return lines
 
 
-def in_words(images: list[dict[str, float]], steps: list[dict[str, Any]]) -> list[str]:
+def in_words(images: list[dict[str, float]], rows: list[dict[str, Any]]) -> list[str]:
     """A line on whole calls, and one on IVON's step."""
     most = images[-1]
-    of = {(row["memory"], row["what"]): f"{row['ratio']:.2f}" for row in steps}
-    step, drawn = (
-        ", ".join(of[way, what] for way in ("default", "kept", "afresh"))
-        for what in ("IVON, step", "IVON, draw + step")
-    )
+    ratios = [f"{row['ratio']:.2f} ({row['model']})" for row in rows if row["what"] == "IVON"]
     return [
         f"`sensitivity` of {most['n']:,} images, 784-500-300-10: {most['seconds']:.2f} s, "
-        f"{most['seconds'] / most['floor']:.2f} floors. A step of",
-        f"IVON, in steps of torch's AdamW (foreach): {step}, with its draw {drawn}, with glibc as",
-        "it is, with freed memory kept, and with every large tensor's faulted in afresh.",
+        f"{most['seconds'] / most['floor']:.2f} floors.",
+        f"A training step of IVON, in steps of torch's Adam: {', '.join(ratios)}.",
     ]
-
-
-def beside_peers(folder: Path, *extra: str) -> list[str]:
-    """What ``peers/speed.py`` prints: tables of influence by every package that is there."""
-    command = [sys.executable, str(HERE / "peers" / "speed.py"), "--peers", str(folder), *extra]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split("\n")
 
 
 def machine() -> str:
@@ -166,25 +155,16 @@ def main() -> None:
     on = ["--device", args.device]
     python = args.peers / "kronfluence" / "bin" / "python"
     peer = ["--kronfluence", str(python)] if python.exists() else []
-    ways = ("default", "kept", "afresh") if args.device == "cpu" else ("default",)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        steps = [
-            {"memory": way, **row}
-            for way in ways
-            for row in run("ivon_step", folder, "--memory", way, *on)["rows"]
-        ]
+        rows = run("rule_step", folder, *on)["rows"]
         variance = run("variance", folder, *peer, *quick, *on)
         images = run("end_to_end", folder, *quick, *on)
-        tables = {
-            "costs": costs(variance),
-            "end_to_end": end_to_end(images),
-            "ivon_step": ivon_step(steps),
-        }
-    others: list[str] = []
-    if args.device == "cpu":
-        others = beside_peers(args.peers, *(["--rounds", "1", "--case", "mlp"] if quick else []))
-        (tables["peers"],) = results.frames(others)
+    tables = {
+        "costs": costs(variance),
+        "end_to_end": end_to_end(images),
+        "rule_step": steps(rows),
+    }
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
@@ -192,7 +172,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if args.device != "cpu":
         return
-    lines += ["", *in_words(images, steps), "", "Processor seconds of two threads:", *others[:-1]]
+    lines += ["", *in_words(images, rows)]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))

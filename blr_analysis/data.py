@@ -8,9 +8,8 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +35,6 @@ from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
-LEVELS = 256  # steps of a dtype that a column must span
 WORDS = (
     "string",
     "large_string",
@@ -54,8 +52,7 @@ REPEATS = 8  # examples that are read twice to find out whether the data stand s
 @dataclass(frozen=True)
 class Examples:
     """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
-    names of its inputs and the words of its classes too, in the order of their numbers. ``table``
-    are the inputs of the whole dataset by column as somebody reads them, where the model's differ;
+    names of its inputs and the words of its classes too, in the order of their numbers;
     ``labels`` are the rows' own, where pandas brought them.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
@@ -67,7 +64,6 @@ class Examples:
     collate: Callable[[list[Any]], Any] = default_collate
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
-    table: Mapping[str, Any] | None = field(default=None, compare=False)
     labels: tuple[Any, ...] | None = None
 
     def __len__(self) -> int:
@@ -129,8 +125,6 @@ class Examples:
             return {}
         whole, rows = self._tensors
         place = index if rows is None else int(rows[index])
-        if self.table is not None:
-            return {name: column[place] for name, column in self.table.items()}
         x = whole.tensors[0]
         few = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
         if self.columns is None and not few:
@@ -182,9 +176,6 @@ def opened(
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
     numbers of a DataFrame in the model's ``dtype``.
 
-    Warns:
-        UserWarning: values of a column of the DataFrame that differ are one number in it.
-
     Raises:
         DataError: a DataFrame without target=, no column of numbers, a row without a label,
             several splits at once.
@@ -204,14 +195,6 @@ def opened(
     return _from_frame(data, target, dtype) if framed else (data, None)
 
 
-def by_column(X: Any) -> dict[str, Any]:
-    """A DataFrame, or a matrix of not too many columns, by column; empty of anything else."""
-    if hasattr(X, "columns") and hasattr(X, "to_numpy"):
-        return {str(name): X[name].to_numpy() for name in X.columns}
-    few = isinstance(X, np.ndarray) and X.ndim == 2 and X.shape[1] <= MOST_UNNAMED
-    return {f"input {k}": X[:, k] for k in range(X.shape[1])} if few else {}
-
-
 def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Examples, Any]:
     if target is None:
         raise DataError("a DataFrame needs target=, the column to predict")
@@ -226,11 +209,6 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     real = np.float64 if dtype == torch.float64 else np.float32
     x = torch.from_numpy(frame[numbers].to_numpy(dtype=real, copy=True))
     y, classes = _labels(frame[target], real)
-    for name in numbers if classes or not y.is_floating_point() else [*numbers, target]:
-        column = frame[name]
-        own = {"i": np.int64, "u": np.uint64}.get(column.dtype.kind, np.float64)
-        own = np.float64 if column.isna().any() else own
-        _check_told_apart(name, column.to_numpy(dtype=own, na_value=np.nan), real)
     examples = replace(
         read_data((x, y)),
         columns=tuple(map(str, numbers)),
@@ -240,22 +218,6 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     return examples, frame[[name for name in rest if name not in numbers]]
 
 
-def _check_told_apart(name: Any, values: Any, real: Any) -> None:
-    """Warn of values far from 0 whose differences are lost in rounding."""
-    if not len(values) or not np.isfinite(values).all():
-        return
-    step = float(np.spacing(real(np.abs(values).max())))
-    if np.ptp(values) > LEVELS * step:
-        return
-    before, after = (len(np.unique(v)) for v in (values, values.astype(real)))
-    if after < before:
-        warnings.warn(
-            f"{before} values of the column {name!r} become {after} in {real.__name__}; subtract "
-            "their mean, or take model.double()",
-            stacklevel=4,
-        )
-
-
 def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     """A column to predict, words as the numbers of their classes, and the words."""
     missing = column.index[column.isna()]
@@ -263,22 +225,10 @@ def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
         raise DataError(f"row {missing[0]!r} has no {column.name}; drop it")
     kind, classes = column.dtype.kind, ()
     if kind not in "biuf":
-        _check_spelled_apart(column)
         coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
         column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
     y = column.to_numpy(dtype=real if kind == "f" else np.int64, copy=True)
     return torch.from_numpy(y), classes
-
-
-def _check_spelled_apart(column: Any) -> None:
-    """Refuse labels that are one word and two values: 1 and "1"."""
-    known: dict[str, Any] = {}
-    for value in column.unique() if hasattr(column, "cat") else column:
-        first = known.setdefault(str(value), value)
-        if isinstance(first, str) != isinstance(value, str):
-            raise DataError(
-                f"{column.name}: {first!r} and {value!r} read alike; make them one type"
-            )
 
 
 def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[Any]]]:

@@ -45,8 +45,7 @@ class Snapshots:
 
     Args:
         given: state dicts, safetensors files, folders that a trainer wrote, or one folder of
-            ``checkpoint-*`` or of what :class:`blr_analysis.Checkpoints` wrote; what keeps
-            checkpoints itself answers ``states(model)``.
+            ``checkpoint-*``; what keeps checkpoints itself answers ``states(model)``.
         model: the trained model, whose own weights are the last.
 
     Raises:
@@ -111,22 +110,24 @@ def _source(one: Any) -> Any:
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
-    """Those of a trainer's ``checkpoint-*``, or of the files ``step-*`` that
-    :class:`blr_analysis.Checkpoints` writes, that are nearest 1/8, 1/4 and 1/2 of the run."""
-    kind, numbered = "", {}
-    for one in path.glob("*-*"):
-        if found := re.fullmatch(r"(checkpoint|step)-(\d+)(\.safetensors)?", one.name):
-            kind, numbered[int(found[2])] = found[1], one
+    """Those of a trainer's ``checkpoint-*``, or of the files that :class:`blr_analysis.Checkpoints`
+    writes, that are nearest 1/8, 1/4 and 1/2 of the run."""
+    numbered = {
+        int(found.group(1) or found.group(2)): one
+        for one in path.glob("*-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)|step-(\d+)\.safetensors", one.name))
+    }
     if not numbered:
-        raise StorageError(f"{str(path)!r} holds no checkpoint-* folders and no step-* files")
+        raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
     sources = {step: _source(numbered[step]) for step in sorted(numbered)}
     last = state_of(model)
 
     def kept(step: int) -> bool:
         return _equal(checked_state(sources[step](), model, f"checkpoint-{step}"), last)
 
-    end = 2 * max(sources) if kind == "step" else max(sources) + 1  # whose last is half way
-    end = next((step for step in reversed(sources) if kept(step)), end)
+    most = max(sources)
+    after = 2 * most if numbered[most].is_file() else most + 1  # whose half is the last file
+    end = next((step for step in reversed(sources) if kept(step)), after)
     return [sources[step] for step in thinned(list(sources), end)]
 
 

@@ -44,12 +44,8 @@ class Case:
         train: each task's data, its model at its own weights.
         validate, test: data that nothing was trained on.
         blocks: module names, in the order in which they run: what RegMean++ merges at a time.
-        by: what is judged by: "accuracy", in per cent, or "nll", its negative.
-        tokens: of an example, that its NLL is divided by.
         structures: of the precisions that are tried.
-        curvature: of their G and diagonals.
         grid: α of task arithmetic that are tried.
-        short: rows that say little more are left out, and what takes a gradient of every merge.
     """
 
     model: nn.Module
@@ -61,21 +57,16 @@ class Case:
     validate: dict[str, blr.Task]
     test: dict[str, blr.Task]
     blocks: Sequence[Sequence[str]]
-    by: str = "accuracy"
-    tokens: int = 1
     structures: tuple[str, ...] = ("diag", "gram", "kron")
-    curvature: str = "ggn"
     grid: Sequence[float] = tuple(k / 20 for k in range(1, 21))
-    short: bool = False
 
     def scores(self, state: State, only: str | None = None) -> list[float]:
-        """On the test data of every task, or of one; higher is better."""
+        """Accuracy on the test data of every task, or of one, in per cent."""
         found = []
         for task in self.test.values() if only is None else [self.test[only]]:
             with at_weights(task, state, "a merge") as params, torch.no_grad():
                 seen = evaluated(task, params, progress=False)[0]
-            right = 100 * (seen.accuracy or 0.0)
-            found.append(right if self.by == "accuracy" else -seen.nll / self.tokens)
+            found.append(100 * (seen.accuracy or 0.0))
         return found
 
 

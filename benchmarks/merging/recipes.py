@@ -3,35 +3,27 @@
     python -m benchmarks.merging.recipes --peers DIR [--only NAME ...]
 
 DIR holds mergekit's environment as DIR/mergekit (``make peers`` sets it up). Models are Llamas of
-four layers in float32 with tokenizers of their own, some with added tokens, one tied. Rows of
-embeddings and heads are compared by token, since a union is free to number new ones.
+four layers in float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from blr_analysis.errors import BLRError
-from blr_analysis.files import Folder
-from blr_analysis.merging.folders import execute
-from blr_analysis.merging.plan import plan_folders
-from blr_analysis.merging.recipe import read_recipe
-from blr_analysis.merging.recipe.places import vocabulary
-from blr_analysis.merging.vocabularies import is_vocabulary
-
-WORDS = [f"w{i}" for i in range(50)]
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+OURS = "from blr_analysis.cli import main; main()"
 BASED = "base_model: base\n"
 TWO = """models:
 - {model: one, parameters: {weight: 0.7%s}}
@@ -49,57 +41,11 @@ FAR = """models:
 - {model: two, parameters: {weight: 0.4}}
 """
 BARE = "models: [{model: one}, {model: far}, {model: two}]\n"
-TOKENS = """models:
-- {model: one, parameters: {weight: 0.6}}
-- {model: more, parameters: {weight: 0.3}}
-- {model: other, parameters: {weight: 0.4}}
-"""
 T = """parameters:
   t:
   - {filter: self_attn, value: [0, 0.5, 0.3, 0.7, 1]}
   - {filter: mlp, value: [1, 0.5, 0.7, 0.3, 0]}
   - value: 0.5
-"""
-WHOLE = "- sources: [{model: base, layer_range: [0, 4]}, {model: %s, layer_range: [0, 4]}]\n"
-STACK = """slices:
-- sources: [{model: one, layer_range: [0, 3]}]
-- sources:
-  - model: two
-    layer_range: [1, 4]
-    parameters: {scale: [{filter: o_proj, value: 0.0}, {value: 1.0}]}
-"""
-PIECES = """slices:
-- sources:
-  - {model: one, layer_range: [0, 2], parameters: {weight: [0.2, 0.8]}}
-  - {model: two, layer_range: [0, 2], parameters: {weight: 0.5}}
-- sources:
-  - {model: far, layer_range: [2, 4], parameters: {weight: [0.1, 0.6]}}
-  - {model: two, layer_range: [2, 4], parameters: {weight: 1}}
-"""
-SHIFTED = """slices:
-- sources:
-  - {model: one, layer_range: [0, 3], parameters: {weight: 0.6}}
-  - {model: base, layer_range: [0, 3]}
-- sources:
-  - {model: two, layer_range: [2, 4], parameters: {weight: 0.3}}
-  - {model: base, layer_range: [2, 4]}
-"""
-MODULE = """modules:
-  default:
-    slices:
-    - sources:
-      - {model: one, layer_range: [0, 4], parameters: {weight: 1}}
-      - {model: two, layer_range: [0, 4], parameters: {weight: 2}}
-"""
-CHOSEN = """tokenizer:
-  source: union
-  tokens:
-    <extra>: {source: other, force: true}
-    <tool>: {source: {kind: model_token, model: other, token: w3}}
-"""
-TIED = """models:
-- {model: one, parameters: {weight: 1}}
-- {model: tied, parameters: {weight: 1}}
 """
 # name: (method, the rest of the recipe)
 RECIPES = {
@@ -112,73 +58,36 @@ RECIPES = {
     "DARE linear, density 1": ("dare_linear", BASED + PLAIN),
     "DARE TIES, density 1": ("dare_ties", BASED + "parameters: {lambda: 1.3}\n" + PLAIN),
     "DARE TIES, density 0.5": ("dare_ties", BASED + HALF),
-    "SLERP, gradient t": ("slerp", BASED + "slices:\n" + WHOLE % "one" + T),
-    "SLERP, far models": ("slerp", BASED + "slices:\n" + WHOLE % "far" + T),
+    "SLERP, gradient t": ("slerp", BASED + "models: [{model: base}, {model: one}]\n" + T),
+    "SLERP, far models": ("slerp", BASED + "models: [{model: base}, {model: far}]\n" + T),
     "multi-SLERP": ("multislerp", FAR),
     "multi-SLERP of steps": ("multislerp", BASED + FAR),
     "Karcher": ("karcher", BARE),
     "model stock": ("model_stock", BASED + BARE),
-    "passthrough, stacked layers": ("passthrough", STACK),
-    "slices": ("linear", PIECES),
-    "slices of task arithmetic": ("task_arithmetic", BASED + SHIFTED),
-    "a module": ("linear", MODULE),
-    "tokenizer of the base": ("task_arithmetic", BASED + "tokenizer_source: base\n" + TOKENS),
-    "tokenizer of a model": ("linear", "tokenizer_source: other\n" + TOKENS),
-    "union": ("linear", "tokenizer_source: union\n" + TOKENS),
-    "union with a base": ("ties", BASED + "tokenizer_source: union\n" + TOKENS),
-    "union, padded": ("linear", "tokenizer: {source: union, pad_to_multiple_of: 16}\n" + TOKENS),
-    "union, chosen tokens": ("linear", CHOSEN + TOKENS),
-    "a tied base": ("task_arithmetic", "base_model: tied\n" + PLAIN),
-    "tied among others": ("linear", TIED),
-}  # fmt: skip
-
-
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of fifty words."""
-    vocab = {word: n for n, word in enumerate(WORDS)}
-    model = Tokenizer(BPE(vocab=vocab, merges=[]))
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>")
+}
 
 
 def make(root: Path) -> None:
     """The models."""
     start: dict[str, Tensor] = {}
-    added = {"more": ["<extra>"], "other": ["<tool>", "<extra>"]}
-    for seed, name in enumerate(("base", "one", "two", "far", "more", "other", "tied")):
-        tokenizer = words()
-        tokenizer.add_tokens(added.get(name, []))
-        tokenizer.save_pretrained(root / name)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "vocab_size": 50}
+    for seed, name in enumerate(("base", "one", "two", "far")):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-                vocab_size=len(tokenizer), tie_word_embeddings=name == "tied",
-            )
-        )  # fmt: skip
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **shape))
         state = model.state_dict()
-        if name not in ("base", "far", "tied"):
+        if name in ("one", "two"):
             for key, values in state.items():
-                rows = slice(len(start[key]))
-                values[rows] = start[key] + 0.02 * torch.randn_like(start[key])
+                values.copy_(start[key] + 0.02 * torch.randn_like(start[key]))
         start = start or {key: values.clone() for key, values in state.items()}
         model.save_pretrained(root / name)
 
 
 def largest(ours: Path, theirs: Path) -> float:
-    """The largest difference of any number, rows of tokens by token."""
-    mine, other = Folder.open(ours).tensors(), Folder.open(theirs).tensors()
+    """The largest difference of any number."""
+    mine, other = (load_file(p / "model.safetensors") for p in (ours, theirs))
     if mine.keys() != other.keys():
         return float("nan")
-    here, there = vocabulary(ours), vocabulary(theirs)
-
-    def apart() -> Iterator[float]:
-        for name in mine:
-            one, two = mine[name], other[name]
-            if is_vocabulary(name):
-                one, two = one[list(here.values())], two[[there[token] for token in here]]
-            yield float((one - two).abs().max())
-
-    return max(apart())
+    return max(float((mine[name] - other[name]).abs().max()) for name in mine)
 
 
 LOOP = """
@@ -200,14 +109,12 @@ def run(root: Path, names: list[str], python: Path) -> Iterator[str]:
         method, rest = RECIPES[name]
         file = root / f"{name}.yml"
         file.write_text(f"merge_method: {method}\ndtype: float32\n{rest}")
-        try:
-            execute(plan_folders(read_recipe(file).job), root / "ours" / name, progress=False)
-        except BLRError as error:
-            said[name] = f"ours: {error}"
-    told = subprocess.run(
-        [python, "-W", "ignore", "-c", LOOP, *names],
-        cwd=root, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-c", OURS, "merge", file.name, f"ours/{name}"]
+        done = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
+        if done.returncode:
+            said[name] = f"ours: {done.stderr.strip().splitlines()[-1]}"
+    command = [python, "-W", "ignore", "-c", LOOP, *names]
+    told = subprocess.run(command, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     for line in told.stdout.splitlines():
         name, tab, error = line.partition("\t")
         if tab and name in said:
@@ -216,12 +123,8 @@ def run(root: Path, names: list[str], python: Path) -> Iterator[str]:
         places = [root / who / name for who in ("ours", "theirs")]
         if said[name] or not all((p / "config.json").is_file() for p in places):
             yield f"| {name} | | {said[name] or 'no result'} |"
-            continue
-        one, two = (
-            json.loads((p / "config.json").read_text())["tie_word_embeddings"] for p in places
-        )
-        note = "" if one == two else f"tie_word_embeddings: {one} here, {two} there"
-        yield f"| {name} | {largest(*places):.1e} | {note} |"
+        else:
+            yield f"| {name} | {largest(*places):.1e} | |"
 
 
 def main() -> None:

@@ -101,7 +101,6 @@ WAYS = {
     "subset": lambda f, x, y: blr.Task(mlp(), (x.flip(0), y.flip(0)), metadata=f[::-1]).subset(
         range(N - 1, -1, -1)
     ),
-    "features": lambda f, x, y: blr.Task(mlp(), (x, y), metadata=f).on_features(),
     "another model": lambda f, x, y: blr.Task(mlp(), (x, y), metadata=f).with_model(
         blr.Task(mlp(), (x, y))
     ),

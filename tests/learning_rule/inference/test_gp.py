@@ -17,7 +17,7 @@ from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessR
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
 
-from benchmarks import ep
+from benchmarks.papers import expectation_propagation as ep
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
