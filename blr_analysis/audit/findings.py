@@ -15,6 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
@@ -124,6 +125,7 @@ def investigate(
     say = say or (lambda text: None)
     if test is not None:
         test = check_test(test, task)
+    stationarity(task, posterior)  # first: it decides on the temperature that all are told in
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
     scores = sensitivity(task, posterior, variance=task.likelihood.is_sequence or None)
     memory = memory_map(scores)

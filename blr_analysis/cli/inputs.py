@@ -123,16 +123,11 @@ class Source:
             ours, theirs = load_tasks(self.task, self.test)
         else:
             from blr_analysis.huggingface.models import load_language_model
-            from blr_analysis.merging.lora import is_adapter
-            from blr_analysis.snapshots import Snapshots
 
             loaded = load_language_model(self.task, base=self.base)
             how = {"text": self.text, "max_length": self.max_length, "say": say}
             ours = texts_of(loaded, self.data, **how)
             theirs = None if self.test is None else texts_of(loaded, Path(self.test), **how)
-            place = Path(self.task).expanduser()
-            if any(place.glob("checkpoint-*")) and not is_adapter(place):  # as a trainer left it
-                ours.checkpoints = Snapshots(place, ours.model)
         return shared.of(ours), None if theirs is None else shared.of(theirs)
 
     def stages(self, task: Task) -> list[Stage]:
