@@ -63,13 +63,13 @@ def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
     return ax
 
 
-def scale_of(values: np.ndarray, threshold: float = 0.0) -> dict[str, Any]:
+def scale_of(values: np.ndarray) -> dict[str, Any]:
     """Options of ``set_xscale``: logarithmic where the positive values span much more than a linear
     axis can show, and linear near 0.
 
     That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor of 30
-    apart. Near 0 is below the smallest positive value and the threshold, or six decades below the
-    largest as long as no more than one in a hundred of the positive values lies there.
+    apart. Near 0 is below the smallest positive value, or six decades below the largest as long as
+    no more than one in a hundred of the positive values lies there, or twelve.
     """
     positive = values[values > 0]
     if len(positive) < 2:
@@ -77,8 +77,7 @@ def scale_of(values: np.ndarray, threshold: float = 0.0) -> dict[str, Any]:
     least, low, middle, high, top = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
     if high <= 30 * low and top <= 30 * middle:
         return {"value": "linear"}
-    floor = max(float(positive.min()), min(float(top) * 1e-6, float(least)))
-    floor = min(floor, threshold) if threshold > 0 else floor
+    floor = max(float(positive.min()), min(float(top) * 1e-6, float(least)), float(top) * 1e-12)
     return {"value": "symlog", "linthresh": floor, "linscale": 0.3}
 
 

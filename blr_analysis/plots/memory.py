@@ -59,8 +59,8 @@ def plot_memory_map(
         raise InputError(f"plot_memory_map expects what memory_map(...) returns; got {got}")
     ax = axes_or_new(ax, (8.0, 5.4))
     points = np.column_stack([memory.variance.numpy(), memory.error.numpy()])
-    ax.set_xscale(**scale_of(points[:, 0], memory.variance_threshold))
-    ax.set_yscale(**scale_of(points[:, 1], memory.error_threshold))
+    ax.set_xscale(**scale_of(points[:, 0]))
+    ax.set_yscale(**scale_of(points[:, 1]))
     n = len(points)
     size, alpha = (22, 0.85) if n <= 300 else (12, 0.55) if n <= 3000 else (4, 0.2)
     for order, (region, (colour, marker)) in enumerate(LOOKS.items()):

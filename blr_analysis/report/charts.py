@@ -114,7 +114,7 @@ class _Axis:
     """One axis of the map: logarithmic or not; Bokeh's has no zero, which stands at its edge."""
 
     def __init__(self, values: np.ndarray, threshold: float) -> None:
-        scale = scale_of(values, threshold)
+        scale = scale_of(values)
         log = scale["value"] != "linear"
         self.kind: Any = "log" if log else "linear"
         floor = scale.get("linthresh", -np.inf)
