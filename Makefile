@@ -32,7 +32,7 @@ help:
 	@echo 'make clean    remove the environments and the caches'
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/blr-analysis demo $(ARGS)
+	$(VENV)/bin/blr-analysis demo --force $(ARGS)
 
 test: parity-deps $(VENV)/.chromium
 	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) $(ARGS)

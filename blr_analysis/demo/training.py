@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,17 +84,18 @@ def train(
     """Train a new network from scratch by :func:`recipe`; its checkpoints are kept in a folder."""
     n, model = len(labels), network(seed)
     steps = epochs * math.ceil(n / BATCH)
-    optimizer = recipe(n, epochs).made(model, n_data=n, steps=steps)
+    optimizer: Any = recipe(n, epochs).made(model, n_data=n, steps=steps)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     checkpoints = Checkpoints(model, steps=steps, folder=folder)
-    shuffle = torch.Generator().manual_seed(seed)
-    for _ in track(range(epochs), total=epochs, label="training"):
-        for chosen in torch.randperm(n, generator=shuffle).split(BATCH):
-            with optimizer.sampled_params(train=True):  # type: ignore[attr-defined]
-                optimizer.zero_grad()
-                F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
-            optimizer.step()
-            schedule.step()
-            checkpoints.step()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for _ in track(range(epochs), total=epochs, label="training"):
+            for chosen in torch.randperm(n).split(BATCH):
+                with optimizer.sampled_params(train=True):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+                optimizer.step()
+                schedule.step()
+                checkpoints.step()
     optimizer.zero_grad()
     return model.eval(), checkpoints
