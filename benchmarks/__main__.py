@@ -1,9 +1,8 @@
 """Run every benchmark of costs; write benchmarks/results/ and the table of benchmarks/README.md.
 
-    python -m benchmarks [--peers .venv-peers] [--quick] [--device cuda]
+    python -m benchmarks [--quick] [--device cuda]
 
-kronfluence runs in the same run where it has an environment below ``--peers`` (``make bench`` makes
-it). Of a GPU the tables are named after it, and the page stays as it is.
+Of a GPU the tables are named after it, and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +25,11 @@ from benchmarks import results
 HERE = Path(__file__).parent
 START, END = "<!-- table: written by `make bench` -->", "<!-- end of table -->"
 Result = dict[str, dict[str, float]]
-PROBLEMS = {"mlp": "MLP 784-32-16-10, 2,000 images", "lenet": "LeNet-5, 1,000 images"}
+PROBLEMS = {
+    "mlp": "MLP 784-32-16-10, 2,000 images",
+    "lenet": "LeNet-5, 1,000 images",
+    "large": "MLP 784-500-300-10, 60,000 images",
+}
 
 
 def run(script: str, folder: Path, *extra: str) -> Any:
@@ -52,21 +55,6 @@ def costs(variance: dict[str, Result]) -> pd.DataFrame:
         }
         for problem, measured in variance.items()
         for method, row in measured.items()
-    )
-
-
-def end_to_end(rows: list[dict[str, float]]) -> pd.DataFrame:
-    """End to end against N."""
-    return pd.DataFrame(
-        {
-            "N": f"{row['n']:,}",
-            "seconds": f"{row['seconds']:.2f}",
-            "floor": f"{row['floor']:.2f}",
-            "× floor": f"{row['seconds'] / row['floor']:.2f}",
-            "peak MB": f"{row['peak_mb']:.0f}",
-            "of which results": f"{row['results_mb']:.0f}",
-        }
-        for row in rows
     )
 
 
@@ -101,30 +89,21 @@ def compared(measured: Result) -> dict[str, str]:
     share = measured["V diag"]["peak_mb"] / measured["published"]["peak_mb"]
     row["V diag: of the published way's peak memory"] = f"{share:.2f}"
     faster("V kron: faster than laplace-torch", "V kron", "laplace-torch")
-    faster(
-        "V kron (C × C numbers): faster than kronfluence's self-influence (one)",
-        *("V kron", "kronfluence", 1),
-    )
-    ours = "self-influence kron"
-    faster("self-influence kron: faster than kronfluence's", ours, "kronfluence", 1)
     return row
 
 
-def summary(variance: dict[str, Result]) -> list[str]:
-    """The table of the page."""
-    columns = {PROBLEMS[name]: compared(measured) for name, measured in variance.items()}
+def summary(variance: dict[str, Result], rows: list[dict[str, Any]]) -> list[str]:
+    """The table of the page, a line on whole calls, and one on IVON's step."""
+    columns = {PROBLEMS[n]: compared(m) for n, m in variance.items() if n != "large"}
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for what in next(iter(columns.values())):
         lines.append(f"| {what} | {' | '.join(c[what] for c in columns.values())} |")
-    return lines
-
-
-def in_words(images: list[dict[str, float]], rows: list[dict[str, Any]]) -> list[str]:
-    """A line on whole calls, and one on IVON's step."""
-    most = images[-1]
+    most = variance["large"]["sensitivity diag"]
     ratios = [f"{row['ratio']:.2f} ({row['model']})" for row in rows if row["what"] == "IVON"]
     return [
-        f"`sensitivity` of {most['n']:,} images, 784-500-300-10: {most['seconds']:.2f} s, "
+        *lines,
+        "",
+        f"`sensitivity` of 60,000 images, 784-500-300-10: {most['seconds']:.2f} s, "
         f"{most['seconds'] / most['floor']:.2f} floors.",
         f"A training step of IVON, in steps of torch's Adam: {', '.join(ratios)}.",
     ]
@@ -147,32 +126,26 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller sizes")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     quick = ["--quick"] if args.quick else []
     on = ["--device", args.device]
-    python = args.peers / "kronfluence" / "bin" / "python"
-    peer = ["--kronfluence", str(python)] if python.exists() else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = run("rule_step", folder, *on)["rows"]
-        variance = run("variance", folder, *peer, *quick, *on)
-        images = run("end_to_end", folder, *quick, *on)
+        variance = run("variance", folder, *quick, *on)
     tables = {
         "costs": costs(variance),
-        "end_to_end": end_to_end(images),
         "rule_step": steps(rows),
     }
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
-    lines = [machine(), "", *summary(variance)]
+    lines = [machine(), "", *summary(variance, rows)]
     print(*lines, sep="\n")
     if args.device != "cpu":
         return
-    lines += ["", *in_words(images, rows)]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))

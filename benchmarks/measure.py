@@ -26,18 +26,6 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def seconds(call: Callable[[], object], repeats: int = 7, warm: int = 2) -> float:
-    """The median of ``repeats`` calls after ``warm`` unmeasured ones."""
-    for _ in range(warm):
-        call()
-    taken = []
-    for _ in range(repeats):
-        start = clock()
-        call()
-        taken.append(clock() - start)
-    return statistics.median(taken)
-
-
 def interleaved(
     calls: dict[str, Callable[[], object]], rounds: int = 7, warm: int = 2
 ) -> dict[str, float]:

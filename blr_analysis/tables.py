@@ -66,7 +66,7 @@ from blr_analysis.sensitivity.influence.results import (
     Matches,
 )
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
-from blr_analysis.sensitivity.monitor import COLUMNS, Histories, Monitor
+from blr_analysis.sensitivity.monitor import COLUMNS, Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.scores import Scores
 from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
@@ -446,18 +446,6 @@ def monitor_table(monitor: Any) -> pd.DataFrame:
     =================== ====================================================== ==============
     """
     return pd.DataFrame(monitor.rows, columns=list(COLUMNS)).astype({"epoch": np.int64})
-
-
-@make_table.register(Histories)
-def histories_table(histories: Any) -> pd.DataFrame:
-    """Epoch × watched example: epoch, index, the measures that were kept, the user's metadata."""
-    epochs, n = len(histories.epochs), len(histories.indices)
-    columns = {
-        "epoch": np.repeat(np.asarray(histories.epochs, dtype=np.int64), n),
-        "index": np.tile(_array(histories.indices), epochs),
-        **{name: values.reshape(-1) for name, values in histories.kept.items()},
-    }
-    return _frame(columns, {k: list(v) * epochs for k, v in histories.metadata.items()})
 
 
 @make_table.register(PriorSelection)

@@ -28,7 +28,7 @@ def world() -> dict[str, object]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
     task = blr.Task(model, (images[:N], y))
     test_task = blr.Task(model, (images[-TEST:], labels[-TEST:]))
-    monitor = blr.Monitor(task, test=test_task, examples=100, every=2, progress=False)
+    monitor = blr.Monitor(task, test=test_task, examples=100, every=2)
     optimizer = blr.IVON(model.parameters(), lr=0.2, ess=N, weight_decay=3 / N, steps=160)
     for epoch in range(1, 17):
         for batch in torch.randperm(N).split(40):

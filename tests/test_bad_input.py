@@ -555,9 +555,9 @@ def test_foreign_files(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, str(weights))
     (tmp_path / "folder").mkdir()
     for path, message in (
-        (text, "truncated or is no safetensors file"),
+        (text, "no safetensors file"),
         (weights, "no 'blr_analysis' record"),
-        (tmp_path / "folder", "holds no precision_config.json"),
+        (tmp_path / "folder", "holds no 'blr_analysis' record"),
         (tmp_path / "absent.safetensors", "nothing is stored at"),
     ):
         with pytest.raises(StorageError, match=message):
@@ -605,8 +605,8 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"relabel": {N: 0}}, "relabel names example 12, but the examples are 0 … 11"),
         ({"relabel": {True: 0}}, "the mask relabel has 1 entries for 12 examples"),
         ({"relabel": {3: 1}, "remove": [2, 3]}, "example 3 is both removed and relabelled"),
-        ({"relabel": {3: 5}}, "relabel must map indices to targets: .* must lie in 0 … 2"),
-        ({"relabel": {3: 0.5}}, "relabel must map .*: categorical targets must be integers"),
+        ({"relabel": {3: 5}}, "must lie in 0 … 2"),
+        ({"relabel": {3: 0.5}}, "categorical targets must be integers"),
         ({"relabel": {3: "cat"}}, "'cat' is no number"),
     ],
 )

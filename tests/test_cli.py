@@ -530,7 +530,7 @@ def test_faults_and_warnings_are_one_line(capsys: Any, monkeypatch: pytest.Monke
 
 
 def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), folder_for(tmp_path / "a" / "b"):
+    with pytest.raises(RuntimeError), folder_for(tmp_path / "a"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError), folder_for(tmp_path / "a") as folder:

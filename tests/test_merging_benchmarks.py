@@ -40,7 +40,6 @@ def test_a_child_is_measured_by_itself() -> None:
     assert 1e6 < small.peak < 60e6
     large = child.run([sys.executable, "-I", "-S", "-c", HOLD])
     assert large.inner is None and large.peak > 200e6
-    assert 200e6 < large.own <= large.peak
     with pytest.raises(child.ChildError, match=r"ended with 3:\s+no luck"):
         child.run(["sh", "-c", "echo no luck; exit 3"])
     with pytest.raises(child.ChildError, match="could not be started"):

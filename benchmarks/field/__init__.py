@@ -1,0 +1,1 @@
+"""Models as people train them, what retraining them gives, and how near the estimates come."""
