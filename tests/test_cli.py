@@ -339,7 +339,7 @@ class TestDemo(CommandContract):
     name, word, argv, bad = "demo", "file", (), ()
 
     def test_a_bad_path_is_one_line(self, here: Path, capsys: Any) -> None:
-        assert "it is a file" in refused(capsys, "demo", "--force", "--out", "script.py")
+        assert "script.py" in refused(capsys, "demo", "--force", "--out", "script.py")
 
     def test_the_output_is_the_functions_and_replaced_by_force_alone(
         self, here: Path, capsys: Any

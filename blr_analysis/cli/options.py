@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-import blr_analysis
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.terminal import pairs
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.posterior import Forecast
     from blr_analysis.task import Task
 
-PACKAGE = Path(blr_analysis.__file__).parent
+PACKAGE = Path(__file__).resolve().parent.parent
 KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
 ARGUMENT = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n(?:        .*)?)*)", re.MULTILINE)
 ROLE = re.compile(r":[a-z]+:`~?([^`]*)`")
