@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.expectations import adversary
 from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS, Row
@@ -106,7 +105,7 @@ class BSAM(RowOptimizer):
             sizes[mean] = gradient.abs()
             held = self.state.get(mean)
             hess = held["hess"] if held else group["hess_init"]
-            return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
+            return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
         return Draw(True, look=look, adoptable=adoptable, method=self._method, given=sizes)
 

@@ -10,7 +10,7 @@ import torch
 from looks import distance, look, values
 from torch import Tensor, nn
 
-from blr_analysis.learning_rule.families.dirichlet import BernoulliFamily as Bernoulli
+from blr_analysis.learning_rule.families import CategoricalFamily
 from blr_analysis.learning_rule.optim.binary import (
     STE,
     BayesBiNN,
@@ -91,12 +91,11 @@ def test_the_floor_makes_cold_slopes_those_of_a_natural_gradient() -> None:
 
 
 def test_draws_have_the_means_of_the_family() -> None:
-    q = Bernoulli(torch.tensor([-1.2, 0.0, 0.4], dtype=torch.float64))
-    count = 100_000
+    half_logit, count = torch.tensor([-1.2, 0.0, 0.4], dtype=torch.float64), 100_000
     generator = torch.Generator().manual_seed(3)
-    mean = q.expectation["linear"]
+    mean = half_logit.tanh()
     error = ((1 - mean**2) / count).sqrt()
-    many = q.half_logit.expand(count, 3)
+    many = half_logit.expand(count, 3)
     for draws in (
         draw_signs(many, generator),
         relax(many, logistic_noise(many, generator), 1e-12),
@@ -179,16 +178,17 @@ def test_bayesbinn_is_its_transcription(case: str) -> None:
 
 
 def test_a_step_is_the_rule_for_a_bernoulli() -> None:
+    """Two classes, whose λ is the difference of both logits and whose μ is P(w = 1)."""
     model = network()
-    q = [Bernoulli(p) for p in values(model)]
+    q = [CategoricalFamily(2 * p.unsqueeze(-1)) for p in values(model)]
     prior = [torch.full_like(p, 0.2) for p in values(model)]
     optimizer = BayesBiNN(model.parameters(), 0.05, N, prior=prior)
     look(optimizer, model, *next(minibatches(1)))
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.step()
     for found, member, g, natural in zip(values(model), q, gradients, prior, strict=True):
-        wanted = blr_step(member, {"linear": g - natural}, 0.05)
-        torch.testing.assert_close(found, wanted.half_logit, rtol=1e-12, atol=1e-14)
+        wanted = blr_step(member, {"indicator": 2 * (g - natural).unsqueeze(-1)}, 0.05)
+        torch.testing.assert_close(found, wanted.log_odds[..., 0] / 2, rtol=1e-12, atol=1e-14)
 
 
 # The limit ---------------------------------------------------------------------------------------
