@@ -101,8 +101,8 @@ def _draw(
         ax.vlines(second, *ends.T, color="black", lw=1.5, label="likely between", zorder=2.5)
         drawn = np.append(drawn, ends)
     if (there := np.isfinite(known)).any():
-        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white", mec="black", mew=1.5,
-                label="after, retrained", zorder=3)  # fmt: skip
+        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white", mec="black",
+                mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     low, high = 1.3 * float(np.nanmin(drawn)), 1.3 * float(np.nanmax(drawn))
     ax.set_ylim(low, high or -0.3 * low or 1.0)  # room for the legend above losses below 0
 
