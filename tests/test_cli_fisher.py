@@ -113,7 +113,7 @@ def test_an_interrupt_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blr_analysis.huggingface.fisher.write_precision", interrupt)
+    monkeypatch.setattr("blr_analysis.huggingface.fisher.fit_kept", interrupt)
     code, said, err = run(capsys, "fisher", "model", "model/data.tsv", "--out", "p")
     assert (code, said) == (130, "") and err.endswith("interrupted\n")
     assert not (here / "p").exists()

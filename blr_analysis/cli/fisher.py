@@ -89,8 +89,7 @@ def fisher(
         show_forecast(fisher_cost(model, data, **how))
         return
     kept = {"label": label, "seed": seed, "out": out, "force": shared.force}
-    run = {"memory_budget": shared.memory, "progress": shared.progress}
-    result = compute(model, data, **how, **kept, **run)
+    result = compute(model, data, **how, **kept, memory_budget=shared.memory)
     say("done")
     show_result(result)
 
