@@ -25,18 +25,16 @@ from torch import Tensor
 from blr_analysis.checks import instance, positive_number, tolerance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.inference.conjugate import columns, real
 from blr_analysis.learning_rule.inference.cvi import (
     AnyLikelihood,
     Features,
     LatentFitted,
     LatentModel,
     Problem,
-    checked_inputs,
-    posed,
+    scalar_likelihood,
 )
-from blr_analysis.learning_rule.inference.factors import real
 from blr_analysis.learning_rule.inference.fitted import answer
-from blr_analysis.learning_rule.inference.scalar_likelihoods import scalar_likelihood
 
 CHUNK = 256
 
@@ -134,15 +132,15 @@ class GaussianProcess(LatentModel):
         if self.inducing is not None:
             instance("inducing", self.inducing, Tensor, "a matrix [M, D] or None")
 
-    def problem(self, data: Any) -> tuple[Any, Problem[FullGaussian]]:
+    def problem(self, data: Any) -> Problem[FullGaussian]:
         given = data[0] if isinstance(data, tuple | list) and data else None
         like = torch.zeros((), dtype=torch.float64, device=getattr(given, "device", None))
         x = real("x", given, like, 2)
-        at = x if self.inducing is None else checked_inputs(self.inducing, x, x.shape[-1])
+        at = x if self.inducing is None else columns(self.inducing, x, x.shape[-1])
         features = whitened(self.kernel, at)
         size = features(x[:1])[0].shape[-1]
         prior = FullGaussian(x.new_zeros(size), torch.eye(size).to(x))
-        return posed(Problem, prior, self.likelihood, features, data)
+        return Problem(prior, scalar_likelihood(self.likelihood), features)
 
 
 def whitened(kernel: Kernel, x: Tensor) -> Features:
@@ -164,7 +162,7 @@ def whitened(kernel: Kernel, x: Tensor) -> Features:
     root = vectors[:, kept] / values[kept].sqrt()
 
     def features(z: Tensor) -> tuple[Tensor, Tensor]:
-        z = checked_inputs(z, x, x.shape[-1])
+        z = columns(z, x, x.shape[-1])
         rows = covariances(kernel, z, x) @ root
         whole = torch.cat([covariances(kernel, p, p).diagonal() for p in z.split(CHUNK)])
         return rows, (whole - rows.square().sum(-1)).clamp(min=0)

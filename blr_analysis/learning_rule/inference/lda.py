@@ -25,7 +25,6 @@ topics have hardly seen. Leave-one-out asks for it at λ^{\\d} = λ − n_d φ_d
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,14 +44,12 @@ from blr_analysis.learning_rule.inference.fitted import (
     ONE_STEP,
     Fitted,
     Model,
-    NotConverged,
     rows,
     until_flat,
 )
 from blr_analysis.views import Tabular
 
 BLOCK = 64  # documents at once
-WITHHELD = 0.01  # the share of words from which on a warning says that they cannot be taken out
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class LDA(Model):
             counts: whole numbers ``[N, V]``: a SciPy sparse matrix, a tensor or an array.
             passes: how often each document is seen, at most.
             batch_size: B. None for all documents at once with ρ = 1, where the ELBO rises as far
-                as the local step goes to its end.
+                as the local step goes to its end, and documents do not come to rest elsewhere.
             start: q(β) to begin from, such as that of another fit; random if None.
             tol: without minibatches, stop when the ELBO per word changes by at most this.
             seed: of the random start and of the order of documents.
@@ -194,7 +191,10 @@ class LDA(Model):
         """
         data, seed = self.check(counts), at_least(0, "seed", seed)
         generator, prior = torch.Generator().manual_seed(seed), self.prior(data.shape[1])
-        q = self._alike("start", _random(prior, generator) if start is None else start, prior)
+        if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
+            hundreds = torch.full_like(prior.concentration, 100.0)
+            start = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+        q = self._alike("start", start, prior)
         n, taken = data.shape[0], 0
         size = n if batch_size is None else positive_int("batch_size", batch_size)
 
@@ -273,18 +273,13 @@ class LDA(Model):
         λ_kw − n_dw φ_dwk is not let fall below the prior's η, to which the other documents only
         add.
         """
-        least, values, withheld = (
-            self.prior(2).concentration[0, 0],
-            q.concentration.new_zeros(data.shape[0]),
-            0.0,
-        )
+        least = self.prior(2).concentration[0, 0]
+        values = q.concentration.new_zeros(data.shape[0])
         for at, words, documents in _blocks(q, data):
             known, gamma = q.concentration.mT[words], self._settled(documents)
             totals = q.concentration.sum(1)
             if without:
-                wanted = known - documents.sites(gamma)
-                left = torch.maximum(wanted, known.clamp(max=least))
-                withheld += float((left - wanted).sum())
+                left = torch.maximum(known - documents.sites(gamma), known.clamp(max=least))
                 totals = totals - (known - left).sum(1)
                 logs = left.digamma() - totals.digamma().unsqueeze(1)
                 known, documents = left, Documents.of(documents.counts, logs)
@@ -292,13 +287,6 @@ class LDA(Model):
             sites = documents.sites(gamma)
             gain = _gain(known, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
             values[at] = documents.bound(gamma, self.document_prior()) + gain
-        if withheld > WITHHELD * data.sum():
-            warnings.warn(
-                f"{withheld / data.sum():.1%} of the words cannot be taken out, as the topics are "
-                "far from a fixed point: go on with fit(counts, batch_size=None, start=fitted.q)",
-                NotConverged,
-                stacklevel=3,
-            )
         return values
 
     def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
@@ -328,17 +316,11 @@ class LDA(Model):
 
     def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
         """q(β) in double precision, or what is wrong with it."""
-        instance(name, q, Dirichlet, "a Dirichlet, such as the q of a fit")
-        wanted, given = prior.concentration.shape, q.concentration.shape
-        if wanted != given:
-            raise InputError(f"{name} must have the shape [K, V] = {[*wanted]}, got {[*given]}")
+        wanted = [*prior.concentration.shape]
+        instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {wanted}, such as the q of a fit")
+        if [*q.concentration.shape] != wanted:
+            raise InputError(f"{name} must be [K, V] = {wanted}, got {[*q.concentration.shape]}")
         return Dirichlet(q.concentration.double())
-
-
-def _random(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
-    """Every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's."""
-    hundreds = torch.full_like(prior.concentration, 100.0)
-    return Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
 
 
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
@@ -420,8 +402,7 @@ class FittedTopics(Fitted[Dirichlet]):
 
         The documents' factors are found afresh under the topics without them; the bound is that
         of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
-        for, as far from a fixed point, the prior is what stays of it; a warning says where that
-        happens to more than one word in a hundred.
+        for, as far from a fixed point, the prior is what stays of it.
         """
         return self.model.foretold(self.q, self.data, without=True)
 
