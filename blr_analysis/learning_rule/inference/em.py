@@ -43,7 +43,6 @@ from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullG
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
 from blr_analysis.learning_rule.inference.conjugate import real
 from blr_analysis.learning_rule.inference.fitted import (
-    CHUNK,
     Fitted,
     Model,
     Sites,
@@ -243,9 +242,7 @@ class GaussianMixtureEM(Model):
 
     def log_predictive(self, q: GaussianMixture, data: Tensor) -> Tensor:
         """log Σ_k π_k N(y_j | m_k, S_k⁻¹)."""
-        if q.weights.ndim > 1:
-            return q.marginal.log_prob(data)
-        return torch.cat([q.marginal.log_prob(part) for part in data.split(CHUNK)])
+        return q.marginal.log_prob(data)
 
     def maximise(self, totals: Natural) -> GaussianMixture:
         """The M-step, from Σ_i (r_ik, r_ik T(y_i)); leading dimensions are copies.
@@ -304,16 +301,13 @@ class FittedMixture(FittedEM):
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        parts = check_data(data, 1, self.q.components.mean.shape[-1]).split(CHUNK)
-        return torch.cat([self.q.marginal.responsibilities(part) for part in parts])
+        data = check_data(data, 1, self.q.components.mean.shape[-1])
+        return self.q.marginal.responsibilities(data)
 
 
 def _told(weights: Tensor, statistics: Natural) -> Natural:
     """Σ_i (r_ik, r_ik T(y_i))."""
     return {"count": weights.sum(0), **pooled(weights, statistics)}
-
-
-ROUNDING = 1e-10  # of a column's variance: less noise than that is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +390,7 @@ class FactorAnalysis(Model):
             nonlocal q
             value = float(q.marginal.log_prob(data).sum())
             q = self.step(q, data)
-            if bool((q.noise <= ROUNDING * variance).any()):
+            if bool((q.noise <= 1e-10 * variance).any()):  # but rounding
                 raise DataError("the factors explain a column wholly: leave it out")
             return value
 

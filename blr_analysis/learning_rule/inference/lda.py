@@ -34,7 +34,14 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from blr_analysis.checks import at_least, instance, positive_int, positive_number, tolerance
+from blr_analysis.checks import (
+    at_least,
+    instance,
+    positive_int,
+    positive_number,
+    share,
+    tolerance,
+)
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -135,8 +142,7 @@ class LDA(Model):
             if getattr(self, name) is not None:
                 positive_number(name, getattr(self, name))
         positive_number("local_tol", self.local_tol)
-        if tolerance("learning_decay", self.learning_decay) > 1:
-            raise InputError(f"learning_decay must lie in [0, 1], got {self.learning_decay!r}")
+        share("learning_decay", self.learning_decay)
         tolerance("learning_offset", self.learning_offset)
 
     def prior(self, n_words: int) -> Dirichlet:
@@ -224,9 +230,7 @@ class LDA(Model):
         counts.eliminate_zeros()
         wrong = ~(np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0))
         if wrong.any():
-            first = int(np.flatnonzero(wrong)[0])
-            document = int(np.searchsorted(counts.indptr, first, "right")) - 1
-            bad = counts.data[first]
+            document, bad = counts.tocoo().coords[0][wrong][0], counts.data[wrong][0]
             raise DataError(f"a count of document {document} is no whole number from 0 up: {bad}")
         if len(empty := np.flatnonzero(np.diff(counts.indptr) == 0)):
             raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
@@ -254,13 +258,8 @@ class LDA(Model):
 
     def sites(self, q: Dirichlet, data: Any) -> Natural:
         """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
-        n, n_words = data.shape
-        told = q.concentration.new_zeros(n * n_words, self.n_topics)
-        for at, words, documents in _blocks(q, data):
-            place = at.unsqueeze(1) * n_words + words
-            sites = documents.sites(self._settled(documents))
-            told.index_add_(0, place.flatten(), sites.flatten(0, 1))
-        return {"log": told.view(n, n_words, -1).mT}
+        ones = (data[i : i + 1] for i in range(data.shape[0]))
+        return {"log": torch.stack([self._told(q, one)[0] for one in ones])}
 
     def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
         """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given

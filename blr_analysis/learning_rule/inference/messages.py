@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -50,7 +50,6 @@ from blr_analysis.learning_rule.inference.em import (
     pooled,
 )
 from blr_analysis.learning_rule.inference.fitted import (
-    CHUNK,
     Fitted,
     Model,
     Sites,
@@ -161,13 +160,9 @@ class Messages(Model):
         name, node = next(iter(self.nodes.items()))
         copies = q[name].log_partition().ndim > node.log_partition().ndim
         mu = {g: node.expectation for g, node in q.items()}
-        one = grad_and_value(lambda m, example: self.local(m, _alone(example)).sum())
+        alone = partial(rows, chosen=None)
+        one = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
         return vmap(one, in_dims=(0 if copies else None, 0))(mu, data)
-
-
-def _alone(example: Any) -> Any:
-    """An example as data of one."""
-    return rows(example, None)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -462,8 +457,7 @@ class FittedMeanField(Fitted[Nodes]):
             DataError: data that are misshapen or not finite.
         """
         mu = {name: node.expectation for name, node in self.q.items()}
-        parts = self.model.check(data).split(CHUNK)
-        return torch.cat([self.model.scores(mu, part).softmax(1) for part in parts])
+        return self.model.scores(mu, self.model.check(data)).softmax(1)
 
 
 BayesianGaussianMixture.kind = FittedMeanField
