@@ -204,7 +204,7 @@ def fisher(
                 prior_precision=None if structure == "gram" else TINY,
                 curvature="ggn" if structure == "gram" else curvature,
                 samples=samples,
-                generator=torch.Generator().manual_seed(seed),
+                seed=seed,
                 kept=kept if alone else None,
             )
             kind, about = str(q.record["kind"]), str(q.record["definition"])

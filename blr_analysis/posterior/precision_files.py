@@ -36,7 +36,7 @@ from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
 from blr_analysis.posterior.capture import Captured
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Prior, n_data_of, real_tensors
-from blr_analysis.posterior.stored import encode
+from blr_analysis.posterior.stored import encode, renamed
 from blr_analysis.posterior.structures import Diagonal
 
 KINDS = (
@@ -51,7 +51,6 @@ KINDS = (
     "squared_minibatch",
 )
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
-SHARD_BYTES = 5_000_000_000
 ScalarPrior = float | Mapping[str, float]
 
 
@@ -66,7 +65,6 @@ def write_precision(
     prior_outside: ScalarPrior | None = None,
     model: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = torch.float32,
-    max_shard_bytes: int = SHARD_BYTES,
     **record: Any,
 ) -> None:
     """Write diagonal precisions that lie beside a model, by the names of the model's tensors.
@@ -100,9 +98,8 @@ def write_precision(
         >>> about["kind"], about["n_data"], about["prior_precision"], about["parameters"]
         ('fisher_emp', 10, 0.0, ['w'])
     """
-    place = path_of(path)
+    place, n = path_of(path), n_data_of(n_data)
     one_of("kind", kind, KINDS)
-    n = n_data_of(n_data)
     if not isinstance(definition, str) or not definition:
         raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
     held = real_tensors("precision", tensors)
@@ -110,27 +107,17 @@ def write_precision(
         raise InputError("there is no precision to write: tensors is empty")
     _check_values(held)
     shapes = {name: tuple(t.shape) for name, t in held.items()}
-    inside = _one_per_name(prior_precision, shapes)
-    outside = None if prior_outside is None else _one_per_name(prior_outside, shapes)
-    if outside is not None and not inside.is_zero:
+    inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))
+    plain = [inside.numbers(shapes), outside.numbers(shapes)]
+    if all(any(numbers.values()) for numbers in plain):
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
     stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
-    record |= _hashes(model)
+    if prior_outside is not None:
+        about = {"prior_outside": outside.record, **about}
+    more = {"kind": kind, "definition": definition, "n_data": n, "parameters": list(held)}
     storage.write(
-        place,
-        stored,
-        {
-            **dict.fromkeys(FIELDS),
-            **record,
-            **({} if outside is None else {"prior_outside": outside.record}),
-            **about,
-            "kind": kind,
-            "definition": definition,
-            "n_data": n,
-            "parameters": list(held),
-        },
-        max_shard_bytes=max_shard_bytes,
+        place, stored, {**dict.fromkeys(FIELDS), **record, **_hashes(model), **about, **more}
     )
 
 
@@ -144,20 +131,9 @@ def write_captured(
 ) -> None:
     """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
     about = {**captured.record, **record}
-    # The path is a place on this machine; the file is made to be published.
-    named = ("kind", "definition", "n_data", "prior_outside", "path")
-    write_precision(
-        path,
-        captured.precision,
-        kind=about["kind"],
-        definition=about["definition"],
-        n_data=captured.n_data,
-        prior_precision=captured.prior_precision,
-        prior_outside=about.get("prior_outside"),
-        model=model,
-        dtype=dtype,
-        **{k: v for k, v in about.items() if k not in named},
-    )
+    about.pop("path", None)  # a place on this machine; the file is made to be published
+    told = {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
+    write_precision(path, captured.precision, model=model, dtype=dtype, **{**about, **told})
 
 
 def write_factors(
@@ -185,31 +161,17 @@ def write_factors(
         StorageError: the place cannot be written; what was there before stays.
     """
     form = posterior.form.zeros().plus(posterior.form, scale)
-    about = form.record()
-
-    def named(place: str) -> str:
-        held = next(n for n in sorted(names, key=len, reverse=True) if place.startswith(n))
-        return names[held] + place[len(held) :]
-
+    tensors, about = renamed(form.tensors(), form.record(), names)
     for block in about["blocks"]:
-        block |= {k: names[block[k]] for k in ("weight", "bias") if block[k] is not None}
         block["inputs"] *= scale
-    about["shapes"] = {names[n]: shape for n, shape in about["shapes"].items()}
-    storage.write(
-        path_of(path),
-        {named(place): t for place, t in form.tensors().items()},
-        {
-            **dict.fromkeys(FIELDS),
-            "kind": posterior.record["kind"],
-            **record,
-            **_hashes(model),
-            **about,
-            "structure": posterior.structure,
-            "prior_precision": scale * float(posterior.prior_precision),
-            "n_data": n_data_of(n_data),
-            "parameters": [names[n] for n in posterior.mean],
-        },
-    )
+    about |= {
+        "structure": posterior.structure,
+        "prior_precision": scale * float(posterior.prior_precision),
+        "n_data": n_data_of(n_data),
+        "parameters": [names[n] for n in posterior.mean],
+    }
+    known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
+    storage.write(path_of(path), tensors, {**known, **record, **_hashes(model), **about})
 
 
 def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
@@ -225,9 +187,6 @@ def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
 def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The record of a stored precision for merging, checked; no tensor is read.
 
-    The kinds of earlier releases get today's names; ``prior_precision`` is a float, or one per
-    name.
-
     Raises:
         StorageError: nothing there, a foreign or damaged file, another structure than
             "diag", "gram" or "kron", a prior with an entry per weight, or no ``n_data``.
@@ -240,17 +199,7 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise PosteriorError(f"the precision of {name!r} is on the meta device, without values")
-        for what, bad in (("NaN", tensor.isnan()), ("infinite", tensor.isinf())):
-            if bool(bad.any()):
-                count = f"{int(bad.sum())} of {bad.numel()} entries: nothing was written."
-                raise PosteriorError(f"the precision of {name!r} is {what} in {count}")
-        low = tensor < 0
-        if bool(low.any()):
-            count = f"{int(low.sum())} of {low.numel()} entries (lowest {float(tensor.min()):.3g})"
-            raise PosteriorError(f"the precision of {name!r} is negative in {count}")
-
-
-def _one_per_name(given: ScalarPrior, shapes: Mapping[str, tuple[int, ...]]) -> Prior:
-    prior = Prior.read(given, shapes)
-    prior.numbers(shapes)
-    return prior
+        bad = ~(tensor.isfinite() & (tensor >= 0))
+        if bool(bad.any()):
+            count = f"{int(bad.sum())} of {bad.numel()} entries (such as {float(tensor[bad][0]):g})"
+            raise PosteriorError(f"the precision of {name!r} is negative or not finite in {count}")

@@ -30,18 +30,10 @@ Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
 Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (None, torch.float32, torch.bfloat16)
 PER_WEIGHT = ".prior_precision"
-OWN_KEYS = (
-    "structure",
-    "prior_precision",
-    "prior_outside",
-    "rounded",
-    "n_data",
-    "parameters",
-    "format",
-    "version",
-)
+OWN_KEYS = {"structure", "prior_precision", "prior_outside", "rounded", "n_data", "parameters"}
+OWN_KEYS |= {"format", "version"}
 
 
 def check_dtype(dtype: Any) -> torch.dtype | None:
@@ -49,7 +41,7 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
 
     Float16 ends at 65,504 and at 6e-8, which precisions pass on both sides.
     """
-    if dtype is not None and dtype not in DTYPES:
+    if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.float32, torch.bfloat16 or None, got {dtype!r}")
     return dtype
 
@@ -66,18 +58,15 @@ def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> E
         raise InputError(
             f"dtype={dtype} rounds a diagonal precision, this one is {form.kind!r}: leave dtype out"
         )
-    if dtype is not None and values is not None:
-        narrower = [torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values()]
-        parts = _data_part(values, prior, dtype) if any(narrower) else None
-        if parts is not None:
-            record = {"structure": "diag", "prior_precision": 0.0, "prior_outside": prior.record}
-            return parts, {**record, "rounded": True}
-    tensors = {**form.tensors(), **{f"{n}{PER_WEIGHT}": t for n, t in prior.tensors.items()}}
     record = {"structure": form.kind, "prior_precision": prior.record, **form.record()}
+    tensors = {**form.tensors(), **{f"{n}{PER_WEIGHT}": t for n, t in prior.tensors.items()}}
     if dtype is None or values is None:
         return tensors, record
-    cast = {n: t.to(dtype) if n in values else t for n, t in tensors.items()}
-    return cast, {**record, "rounded": True}
+    record["rounded"] = True
+    narrower = any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values())
+    if narrower and (parts := _data_part(values, prior, dtype)) is not None:
+        return parts, {**record, "prior_precision": 0.0, "prior_outside": prior.record}
+    return {n: t.to(dtype) if n in values else t for n, t in tensors.items()}, record
 
 
 def _data_part(
@@ -100,68 +89,61 @@ def parts_of(
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
     path: str,
-    model: Model | None,
-    prior_precision: Given | None,
+    model: Model | None = None,
+    prior_precision: Given | None = None,
 ) -> Parts:
-    """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`."""
-    mean, form, prior, n_data, rest = _decode(tensors, record, path)
-    if mean is not None and model is not None:
-        raise PosteriorError(f"{path!r} holds its own mean: leave model out")
-    bare = mean is None
-    mean = _mean_of(model, form.shapes, record, path) if mean is None else mean
-    form = _placed(form, mean, wide=bare or bool(record.get("rounded")))
-    kept = record.get("prior_outside")
-    outside = None if kept is None else Prior(Prior.of_any(kept).entries, prior.mean)
-    if prior_precision is not None:
-        given = Prior.read(prior_precision, form.shapes)
-        if form.per_weight is not None and prior.is_zero:
-            outside = Prior(given.entries, prior.mean)
-        elif form.per_weight is None or not given.equals(prior, form.shapes):
-            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
-    if outside is not None:
-        form, prior = form.plus_prior(outside), outside
-    for name, s in (form.per_weight or {}).items() if prior.is_zero else ():
-        if empty := int((s == 0).sum()):
-            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
-            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
-    return mean, form, prior, n_data, rest
-
-
-def _decode(
-    tensors: Mapping[str, Tensor], record: Mapping[str, Any], path: str
-) -> tuple[dict[str, Tensor] | None, Structure, Prior, int, dict[str, Any]]:
-    """Mean (None where none is stored), structure, prior precision, n_data, rest of the record.
+    """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`.
 
     Raises:
         StorageError: a tensor or an entry of the record that a posterior needs is missing.
+        PosteriorError: as :meth:`Posterior.load`.
     """
     try:
         names: list[str] = list(record["parameters"])
         bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
-        mean = None if bare else {n: tensors[f"{n}.mean"] for n in names}
         form = KINDS[record["structure"]].read(tensors, record, names)
+        mean = {} if bare else {n: tensors[f"{n}.mean"] for n in names}
         per_weight = {n: tensors[n + PER_WEIGHT] for n in names if n + PER_WEIGHT in tensors}
         initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
         entries = {**Prior.of_any(record["prior_precision"]).entries, **per_weight}
-        prior = Prior(entries, initial or None)
-        n_data = int(record["n_data"])
+        prior, n_data = Prior(entries, initial or None), int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
-    known = {*OWN_KEYS, *form.record()}
-    rest = {k: v for k, v in record.items() if k not in known}
+    if bare:
+        mean = _mean_of(model, form.shapes, record, path)
+    elif model is not None:
+        raise PosteriorError(f"{path!r} holds its own mean: leave model out")
+    if form.per_weight is not None:
+        wide = bare or bool(record.get("rounded"))
+        form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
+    form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
+    rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
     return mean, form, prior, n_data, rest
 
 
-def _placed(form: Structure, mean: Mapping[str, Tensor], *, wide: bool) -> Structure:
-    """One number per weight beside its mean; ``wide``: in float32, or in the mean's dtype where
-    that is wider."""
-    if form.per_weight is None:
-        return form
-    values = {}
-    for name, s in form.per_weight.items():
-        dtype = torch.promote_types(torch.float32, mean[name].dtype) if wide else s.dtype
-        values[name] = s.to(mean[name].device, dtype)
-    return Diagonal(values)
+def _beside(s: Tensor, mean: Tensor, wide: bool) -> Tensor:
+    """On the mean's device; ``wide``: in float32, or in the mean's dtype where that is wider."""
+    return s.to(mean.device, torch.promote_types(torch.float32, mean.dtype) if wide else s.dtype)
+
+
+def _with_prior(
+    form: Structure, inside: Prior, outside: Any, given: Given | None, path: str
+) -> tuple[Structure, Prior]:
+    """S with the prior that stands outside of what was stored, or that is given for it."""
+    if given is not None:
+        told = Prior.read(given, form.shapes)
+        if form.per_weight is not None and inside.is_zero:
+            outside = told.entries
+        elif form.per_weight is None or not told.equals(inside, form.shapes):
+            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
+    if outside is not None:
+        inside = Prior(Prior.of_any(outside).entries, inside.mean)
+        form = form.plus_prior(inside)
+    for name, s in (form.per_weight or {}).items() if inside.is_zero else ():
+        if empty := int((s == 0).sum()):
+            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
+            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
+    return form, inside
 
 
 def _mean_of(
@@ -176,9 +158,8 @@ def _mean_of(
             fingerprint was recorded. A module or a state dict is taken as it is.
     """
     source = _opened(model, record.get("model_sha256"), path)
-    tied = record.get("tied")
-    aliases = tied if isinstance(tied, dict) else {}
-    keys = {n: next((k for k in (n, *aliases.get(n, ())) if k in source.specs), n) for n in shapes}
+    tied = record.get("tied") or {}
+    keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
     held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
     wrong = [
         f"{n}: {f'{held[n]}, not {tuple(shape)}' if n in held else 'not there'}"
@@ -192,12 +173,12 @@ def _mean_of(
 
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
-    if isinstance(model, nn.Module):
-        return Loaded("model", dict(unwrapped(model).named_parameters(remove_duplicate=False)))
-    if isinstance(model, Mapping):
-        return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if model is None:
         raise PosteriorError(f"{path!r} holds precisions without a mean: pass model=")
+    if isinstance(model, nn.Module):
+        model = dict(unwrapped(model).named_parameters(remove_duplicate=False))
+    if isinstance(model, Mapping):
+        return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if not isinstance(model, (str, os.PathLike)):
         got = type(model).__name__
         raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {got}")
@@ -206,3 +187,21 @@ def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
         said = f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256)"
         raise PosteriorError(f"{said}: name the right folder, or pass the module")
     return source
+
+
+def renamed(tensors: Mapping[str, Tensor], record: Any, names: Mapping[str, str]) -> Encoded:
+    """The same with other names for the parameters."""
+    longest = sorted(names, key=len, reverse=True)
+
+    def place(stored: str) -> str:
+        own = next((n for n in longest if stored == n or stored.startswith(f"{n}.")), None)
+        return stored if own is None else names[own] + stored.removeprefix(own)
+
+    def entry(said: Any) -> Any:
+        if isinstance(said, Mapping):
+            return {names.get(k, k): entry(v) for k, v in said.items()}
+        if isinstance(said, list | tuple):
+            return [entry(v) for v in said]
+        return names.get(said, said) if isinstance(said, str) else said
+
+    return {place(k): t for k, t in tensors.items()}, entry(record)

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,14 @@ from blr_analysis.posterior.capture.assemble import (
     assemble,
     tied_names,
 )
+from blr_analysis.posterior.capture.live import left_out
 from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
 
 EXPORT = (
-    "Its .metadata is a pickle, which can run code when it is read, so it is not read here. Export "
-    "the state safely where the training runs: on every process call "
-    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, options="
-    "StateDictOptions(full_state_dict=True, cpu_offload=True)), then on the first one "
-    "torch.save({'model': model_state, 'optimizer': optimizer_state}, 'state.pt'), and name that "
-    "file. (torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts this folder too, "
-    "but runs the pickle: only where you trust its source.)"
+    "its .metadata is a pickle, which can run code when it is read. Export the state where the "
+    "training runs: torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every process, then "
+    "torch.save({'model': model_state, 'optimizer': optimizer_state}, 'state.pt') on the first"
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -55,16 +54,14 @@ LAYOUTS = {
     "short pair": ("model", "optimizer"),
 }
 TRAINER = "Trainer's groups"
+NORMS = r"(?i)bias|layernorm|rmsnorm"
 SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     # What each generation of Trainer spares from weight decay: names that match the pattern,
     # and everything inside such a layer.
     "LayerNorm, bias": ("bias", lambda layer: isinstance(layer, nn.LayerNorm)),
-    "LayerNorm, bias, layernorm, rmsnorm": (
-        "(?i)bias|layernorm|rmsnorm",
-        lambda layer: isinstance(layer, nn.LayerNorm),
-    ),
+    "LayerNorm, bias, layernorm, rmsnorm": (NORMS, lambda layer: isinstance(layer, nn.LayerNorm)),
     "LayerNorm, bias, layernorm, rmsnorm, norm": (
-        r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)",
+        NORMS + r"|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)",
         lambda layer: isinstance(layer, nn.LayerNorm),
     ),
     "classes called …Norm, bias": ("bias", lambda layer: type(layer).__name__.endswith("Norm")),
@@ -76,14 +73,9 @@ def from_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    n_data: int | None = None,
-    prior_precision: float | Mapping[str, float] | None = None,
-    scaling: str = "sqrt",
-    batch_size: int | None = None,
-    tokens: int | None = None,
     names: Sequence[str] | None = None,
-    bare: bool = False,
-    initial: Mapping[str, Tensor] | None = None,
+    told: Told | None = None,
+    **options: Any,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
 
@@ -107,13 +99,8 @@ def from_checkpoint(
         path: see above.
         model: the model that was trained (it is read for names and shapes, not changed), with
             the same parameters frozen.
-        n_data: as in :func:`from_optimizer`, like the four after it.
-        prior_precision: see there.
-        scaling: see there.
-        batch_size: see there.
-        tokens: see there.
         names: every parameter's name, in the order in which the optimizer got them.
-        initial, bare: as in :func:`from_optimizer`.
+        told, options: ``n_data`` and so on, as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -139,66 +126,58 @@ def from_checkpoint(
     saved = load_saved(Path(path).expanduser())
     groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
     reader = reader_of_saved(states.values(), groups)
-    order = name_states(
-        model, saved.optimizer, key=reader.key, names=names, trainer=saved.source == "trainer"
-    )
-    values = _values(saved, model)
+    trainer = saved.source == "trainer"
+    order = name_states(model, saved.optimizer, key=reader.key, names=names, trainer=trainer)
     parameters = dict(model.named_parameters())
+    values = parameters if saved.weights is None else _values(saved.weights, model)
     flat = split_flat(groups, [[parameters[name].shape for name in run] for run in order.groups])
     slots = []
     for k, (group, run) in enumerate(zip(groups, order.groups, strict=True)):
         for i, (number, name) in enumerate(zip(group["params"], run, strict=True)):
             if parameters[name].requires_grad:
                 state = states.get(number, {}) if flat is None else flat[k][i]
-                slots.append(Slot(name, values[name], state, group))
+                slots.append(Slot(name, values[name].detach(), state, group))
     for slot in slots:
         if reader.key in slot.state and slot.state[reader.key].dtype in HALF:
             raise OptimizerError(
                 f"{str(path)!r} keeps the second moment of {slot.name!r} in "
                 f"{slot.state[reader.key].dtype}: {HALF_REASON}. Use fit_laplace."
             )
-    held = set(order.names)
-    return assemble(
-        slots,
-        reader,
-        model,
-        Told(n_data, prior_precision, scaling, batch_size, tokens, bare, initial),
-        {
-            "source": saved.source,
-            "path": os.fspath(path),
-            "order": order.rule,
-            "mean_from": "model" if saved.weights is None else "checkpoint",
-            "not_in_optimizer": [
-                name for name, p in parameters.items() if p.requires_grad and name not in held
-            ],
-        },
-    )
+    about = {
+        "source": saved.source,
+        "path": os.fspath(path),
+        "order": order.rule,
+        "mean_from": "model" if saved.weights is None else "checkpoint",
+        "not_in_optimizer": left_out(model, order.names),
+    }
+    return assemble(slots, reader, model, told or Told(**options), about)
 
 
-def _values(saved: Saved, model: nn.Module) -> dict[str, Tensor]:
+def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The mean by parameter name: from the weights saved, under any of a tied tensor's names."""
-    parameters = dict(model.named_parameters())
-    if saved.weights is None:
-        return {name: p.detach() for name, p in parameters.items()}
-    tied = tied_names(model)
+    parameters, tied = dict(model.named_parameters()), tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
-    prefix = _prefix(aliases, parameters, saved.weights)
-    result, wrong = {}, []
-    for name, p in parameters.items():
-        key = next((prefix + a for a in aliases[name] if prefix + a in saved.weights), None)
-        if key is None:
-            wrong.append(f"{name}: not there")
-        elif saved.weights[key].shape != p.shape:
-            wrong.append(f"{name}: {tuple(saved.weights[key].shape)}, not {tuple(p.shape)}")
-        else:
-            device = p.device if not p.is_meta else saved.weights[key].device
-            result[name] = saved.weights[key].to(device)
+    found = _named(aliases, weights, _prefix(aliases, parameters, weights))
+    wrong = [
+        f"{n}: {f'{tuple(found[n].shape)}, not {tuple(p.shape)}' if n in found else 'not there'}"
+        for n, p in parameters.items()
+        if n not in found or found[n].shape != p.shape
+    ]
     if wrong:
         raise ModelError(
             f"the checkpoint's weights are not this model's: {some(wrong)}. Its tensors are "
-            f"called {some(list(saved.weights))}."
+            f"called {some(list(weights))}."
         )
-    return result
+    return {n: found[n] if p.is_meta else found[n].to(p.device) for n, p in parameters.items()}
+
+
+def _named(
+    aliases: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor], prefix: str
+) -> dict[str, Tensor]:
+    """Those that are there, by parameter name."""
+    keys = {n: next((prefix + a for a in own if prefix + a in weights), "")
+            for n, own in aliases.items()}  # fmt: skip
+    return {n: weights[key] for n, key in keys.items() if key}
 
 
 def _prefix(
@@ -214,28 +193,26 @@ def _prefix(
     """
     first, *_ = aliases.values()
     ends = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
-    held: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for prefix in sorted(ends):
-        keys = [
-            next((prefix + a for a in n if prefix + a in weights), "") for n in aliases.values()
-        ]
-        if all(keys):
-            pairs = zip(parameters.values(), keys, strict=True)
-            held[prefix] = [(p, weights[key]) for p, key in pairs]
-    alike = {k: ps for k, ps in held.items() if all(p.shape == w.shape for p, w in ps)} or held
-    if len(alike) > 1:
-        own = [k for k, ps in alike.items() if not any(p.is_meta for p, _ in ps) and _equal(ps)]
-        if not own and "" not in alike:
-            raise ModelError(
-                f"the checkpoint holds several such networks, {some(list(alike))}: load the "
-                "weights of the trained one into the model"
-            )
-        return own[0] if own else ""
-    return next(iter(alike), "")
+    held = {prefix: _named(aliases, weights, prefix) for prefix in sorted(ends)}
+    held = {prefix: tensors for prefix, tensors in held.items() if len(tensors) == len(aliases)}
 
+    def fits(tensors: Mapping[str, Tensor]) -> bool:
+        return all(tensors[n].shape == p.shape for n, p in parameters.items())
 
-def _equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return all(torch.equal(p.detach(), w.to(p)) for p, w in pairs)
+    def same(tensors: Mapping[str, Tensor]) -> bool:
+        pairs = ((p.detach(), tensors[n]) for n, p in parameters.items())
+        return all(not p.is_meta and torch.equal(p, w.to(p)) for p, w in pairs)
+
+    alike = [prefix for prefix in held if fits(held[prefix])] or list(held)
+    if len(alike) < 2:
+        return alike[0] if alike else ""
+    own = [prefix for prefix in alike if fits(held[prefix]) and same(held[prefix])]
+    if not own and "" not in alike:
+        raise ModelError(
+            f"the checkpoint holds several such networks, {some(alike)}: load the weights of the "
+            "trained one into the model"
+        )
+    return own[0] if own else ""
 
 
 @dataclass(frozen=True)
@@ -259,34 +236,31 @@ def load_saved(path: Path) -> Saved:
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
     if path.name == ".metadata" or path.suffix == ".distcp":
-        raise StorageError(f"{str(path)!r} is part of a torch.distributed.checkpoint. {EXPORT}")
+        raise StorageError(f"{str(path)!r} is of a torch.distributed.checkpoint: {EXPORT}")
     content = _torch_load(path)
     for source, (weights, optimizer) in LAYOUTS.items():
         if isinstance(content, Mapping) and weights in content and optimizer in content:
             states = content[optimizer]
-            if isinstance(states, list | tuple):
-                if len(states) != 1:
-                    raise OptimizerError(
-                        f"{str(path)!r} holds {len(states)} optimizers: save the one that trained "
-                        "the model alone"
-                    )
-                states = states[0]
-            return Saved(source, _checked(states, path), _tensors(content[weights], path))
+            states = states if isinstance(states, list | tuple) else [states]
+            if len(states) != 1:
+                said = f"{str(path)!r} holds {len(states)} optimizers"
+                raise OptimizerError(f"{said}: save the one that trained the model alone")
+            return Saved(source, _checked(states[0], path), _tensors(content[weights], path))
     return Saved("optimizer state", _checked(content, path), None)
 
 
 def _load_folder(folder: Path) -> Saved:
     file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
-    distributed = [p.parent for p in (*folder.glob(".metadata"), *folder.glob("*/.metadata"))]
-    if file is None and distributed:
-        raise StorageError(f"{str(distributed[0])!r} is a torch.distributed.checkpoint. {EXPORT}")
-    if file is None:
-        held = sorted(p.name for p in folder.iterdir())
-        raise StorageError(
-            f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
-            "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
-        )
-    return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
+    if file is not None:
+        return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
+    if distributed := [*folder.glob(".metadata"), *folder.glob("*/.metadata")]:
+        where = str(distributed[0].parent)
+        raise StorageError(f"{where!r} is a torch.distributed.checkpoint: {EXPORT}")
+    held = sorted(p.name for p in folder.iterdir())
+    raise StorageError(
+        f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
+        "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
+    )
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
@@ -296,7 +270,7 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
     files = list(read_index(index)) if index.is_file() else [PICKLED]
     if not (folder / files[0]).is_file():
         raise StorageError(f"{str(folder)!r} holds no weights: name the optimizer's file")
-    parts = [_tensors(_torch_load(folder / file), folder / file) for file in files]
+    parts = [read_state_dict(folder / file) for file in files]
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -322,19 +296,13 @@ def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
-    whole = (
-        isinstance(optimizer, Mapping)
-        and isinstance(optimizer.get("state"), Mapping)
-        and isinstance(optimizer.get("param_groups"), list)
-        and len(optimizer["param_groups"]) > 0
-        and all(
-            is_state(g) and isinstance(g.get("params"), list) for g in optimizer["param_groups"]
-        )
-    )
-    if not whole:
-        held = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else type(optimizer)
-        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {held}")
-    return optimizer
+    held: Any = optimizer if isinstance(optimizer, Mapping) else {}
+    groups = held.get("param_groups")
+    whole = isinstance(held.get("state"), Mapping) and isinstance(groups, list) and groups
+    if not whole or not all(is_state(g) and isinstance(g.get("params"), list) for g in groups):
+        said = sorted(map(str, held)) or type(optimizer)
+        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {said}")
+    return held
 
 
 @dataclass(frozen=True)
@@ -412,34 +380,19 @@ def _candidates(
         orders.append(Order("the model's parameters in turn", _cut(every, sizes)))
         orders.append(Order("the model's trainable parameters in turn", _cut(trainable, sizes)))
     if len(sizes) == 2:
-        around = _layers_around(model)
+        modules = dict(model.named_modules(remove_duplicate=False))
         for rule, (pattern, is_norm) in SPARED.items():
-            spared = {
-                name: bool(re.search(pattern, name)) or any(map(is_norm, around[name]))
-                for name in trainable
-            }
+            norms = tuple(f"{path}." for path, m in modules.items() if path and is_norm(m))
+            spared = {n: bool(re.search(pattern, n)) or n.startswith(norms) for n in trainable}
             runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
             orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
     return orders
 
 
-def _layers_around(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules around each parameter, the model itself left out."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    result = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        parts = name.split(".")[:-1]
-        result[name] = [modules[".".join(parts[: k + 1])] for k in range(len(parts))]
-    return result
-
-
 def _cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
     """Runs of the given sizes; what is left over, or missing, shows in the last run."""
-    runs, start = [], 0
-    for size in sizes[:-1]:
-        runs.append(list(names[start : start + size]))
-        start += size
-    return [*runs, list(names[start:])]
+    ends = list(accumulate(sizes[:-1], initial=0))
+    return [list(names[a:b]) for a, b in pairwise([*ends, None])]
 
 
 def _complaint(
@@ -447,11 +400,9 @@ def _complaint(
 ) -> str:
     """What speaks against an order; nothing if all agrees."""
     groups = saved["param_groups"]
-    unknown = [name for run in order.groups for name in run if name not in shapes]
-    if unknown:
+    if unknown := [name for name in order.names if name not in shapes]:
         return f"the model has no parameters {some(unknown)}"
-    sizes = [len(group["params"]) for group in groups]
-    counts = [len(run) for run in order.groups]
+    counts, sizes = ([len(x) for x in xs] for xs in (order.groups, [g["params"] for g in groups]))
     if counts != sizes:
         k = next((k for k, (a, b) in enumerate(zip(counts, sizes, strict=False)) if a != b), 0)
         return f"groups of {counts} parameters (group {k}: {some(order.groups[k])})"
@@ -459,13 +410,11 @@ def _complaint(
         return "a name occurs twice"
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
         return f"the second group must not decay, but has {groups[1]['weight_decay']}"
-    wrong = []
-    for group, run in zip(groups, order.groups, strict=True):
-        flat = group.get("hess")
-        if isinstance(flat, Tensor) and flat.numel() != sum(shapes[name].numel() for name in run):
-            return f"a flat Hessian of {flat.numel()} entries for {some(run)}"
-        for number, name in zip(group["params"], run, strict=True):
-            held = saved["state"].get(number, {}).get(key)
-            if isinstance(held, Tensor) and held.shape != shapes[name]:
-                wrong.append(f"{name} {tuple(shapes[name])} with a state of {tuple(held.shape)}")
+    numbers = [number for group in groups for number in group["params"]]
+    held = [saved["state"].get(number, {}).get(key) for number in numbers]
+    wrong = [
+        f"{name} {tuple(shapes[name])} with a state of {tuple(state.shape)}"
+        for name, state in zip(order.names, held, strict=True)
+        if isinstance(state, Tensor) and state.shape != shapes[name]
+    ]
     return f"{len(wrong)} shapes differ ({some(wrong)})" if wrong else ""

@@ -16,16 +16,26 @@ gradient of one example, which is what ``"squared"`` undoes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.half import HALF
-from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured, Slot, Told, assemble
+from blr_analysis.posterior.capture.assemble import (
+    HALF_REASON,
+    Captured,
+    Slot,
+    Told,
+    assemble,
+    by_evidence,
+    tied_names,
+)
 from blr_analysis.posterior.capture.readers import reader_of, split_flat
+from blr_analysis.posterior.prior import Prior, n_data_of
+from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.ranks import divided, whole
 
 HALF_WARNING = (
@@ -38,14 +48,9 @@ def from_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     *,
-    n_data: int | None = None,
-    prior_precision: float | Mapping[str, float] | None = None,
-    scaling: str = "sqrt",
-    batch_size: int | None = None,
-    tokens: int | None = None,
-    bare: bool = False,
-    initial: Mapping[str, Tensor] | None = None,
+    told: Told | None = None,
     gather: bool = True,
+    **options: Any,
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
 
@@ -72,8 +77,6 @@ def from_optimizer(
             the evidence of the weights and the diagonal
             (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of an
             optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
-            On small networks trained by AdamW influence hardly depends on it (linear datamodeling
-            scores of .23 to .25 and .18 to .20 for any δ from 0.03 to 30).
         scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
         batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
             included.
@@ -86,6 +89,7 @@ def from_optimizer(
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
             models with: S is the data's part and may be 0. A ``prior_precision`` is optional
             then, and only recorded.
+        told: all of these together, in their place.
         gather: of a model that ``fully_shard`` divides, whole tensors on every process; False: each
             process has its rows, for :func:`blr_analysis.posterior.write_captured`.
 
@@ -105,15 +109,15 @@ def from_optimizer(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
+    told = told or Told(**options)
     optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
     divided(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    parameter_order(optimizer, model)
+    order = parameter_order(optimizer, model)
     groups: list[dict[str, Any]] = optimizer.param_groups
-    held = {id(p) for group in groups for p in group["params"]}
     shapes = [[p.shape for p in group["params"]] for group in groups]
     flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
     taken = whole if gather else torch.Tensor.detach
@@ -125,25 +129,41 @@ def from_optimizer(
                 if reader.key in state:
                     state[reader.key] = taken(state[reader.key])
                 slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
-    held_in = {slot.name: getattr(slot.state.get(reader.key), "dtype", None) for slot in slots}
-    if half := [name for name, dtype in held_in.items() if dtype in HALF]:
+    half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
+    if half:
         warnings.warn(HALF_WARNING.format(name=half[0]), stacklevel=2)
-    kind = type(optimizer)
-    return assemble(
-        slots,
-        reader,
-        model,
-        Told(n_data, prior_precision, scaling, batch_size, tokens, bare, initial),
-        {
-            "source": "optimizer",
-            "optimizer": f"{kind.__module__}.{kind.__qualname__}",
-            "not_in_optimizer": [
-                name
-                for name, p in model.named_parameters()
-                if p.requires_grad and id(p) not in held
-            ],
-        },
-    )
+    kind, held = type(optimizer), {name for run in order for name in run}
+    about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
+    return assemble(slots, reader, model, told, about | {"not_in_optimizer": left_out(model, held)})
+
+
+def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
+    """Trainable parameters that an optimizer does not hold."""
+    return [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
+
+
+def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) -> Captured:
+    """The factors that were recorded while a model trained; see
+    :meth:`blr_analysis.Posterior.from_recorder`."""
+    n = n_data_of(told.n_data)
+    form = recorder.structure(model, n)
+    mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    delta, choice = told.prior_precision, dict[str, Any]()
+    if delta is None:
+        delta, choice = by_evidence(form, mean, told.initial)
+    prior = Prior.read(delta, form.shapes, positive=True).placed(mean)
+    record = {
+        "kind": "kron_recorded",
+        "source": "recorder",
+        "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
+        "labels": "of the loss as trained",
+        "recorded": recorder.recorded,
+        "passes": recorder.passes,
+        "beta2": recorder.beta2,
+        "tied": tied_names(model),
+        **choice,
+    }
+    return Captured(mean, form.plus_prior(prior), prior, n, record)
 
 
 def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

@@ -26,29 +26,6 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Reader:
-    """How one optimizer's state is read.
-
-    Attributes:
-        kind: recorded in the posterior, e.g. ``"adam_v"``.
-        key: the entry of the parameter's state that holds h or v.
-        estimate: (state, group) → h or v̂, shaped as the parameter.
-        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
-        settings: the groups' settings that the record keeps.
-    """
-
-    kind: str
-    key: str
-    estimate: Callable[[State, State], Tensor]
-    settings: tuple[str, ...]
-    scaled: bool = False
-
-    def has_learned(self, state: State, group: State) -> bool:
-        """Whether this parameter was ever updated from a gradient."""
-        return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
-
-
 def steps(state: State, group: State) -> float | None:
     """The number of steps taken, counted per parameter or per group; None where nobody counts."""
     count = state.get("step", group.get("step"))
@@ -58,65 +35,94 @@ def steps(state: State, group: State) -> float | None:
 def _counted(state: State, group: State) -> float:
     count = steps(state, group)
     if count is None:
-        raise OptimizerError(
-            f"the optimizer's state (entries {sorted(state)}) counts no steps, which its bias "
-            f"correction needs. {ADVICE}"
-        )
+        said = f"the optimizer's state (entries {sorted(state)}) counts no steps"
+        raise OptimizerError(f"{said}, which its bias correction needs. {ADVICE}")
     return count
 
 
-def _adam(state: State, group: State) -> Tensor:
-    return state["exp_avg_sq"] / (1 - float(group["betas"][1]) ** _counted(state, group))
+def _mean(key: str, beta: Callable[[State], float]) -> Callable[[State, State], Tensor]:
+    """A running mean that started at 0, without the bias of that."""
+    return lambda state, group: state[key] / (1 - float(beta(group)) ** _counted(state, group))
 
 
-def _rmsprop(state: State, group: State) -> Tensor:
-    return state["square_avg"] / (1 - float(group["alpha"]) ** _counted(state, group))
+def _sum(key: str, start: str) -> Callable[[State, State], Tensor]:
+    """A sum of squares, as their mean."""
+    return lambda state, group: (state[key] - float(group.get(start, 0.0))) / _counted(state, group)
 
 
-def _adagrad(state: State, group: State) -> Tensor:
-    start = float(group.get("initial_accumulator_value", 0.0))
-    return (state["sum"] - start) / _counted(state, group)
+@dataclass(frozen=True)
+class Reader:
+    """How one optimizer's state is read.
 
+    Attributes:
+        kind: recorded in the posterior, e.g. ``"adam_v"``.
+        key: the entry of the parameter's state that holds h or v.
+        estimate: (state, group) → h or v̂, shaped as the parameter.
+        settings: the groups' settings that the record keeps.
+        classes: names of the optimizers, or of their base classes.
+        option: of a group, by which a saved state, which does not name its optimizer, is known.
+        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
+    """
 
-def _second_moment(state: State, group: State) -> Tensor:
-    start = 0.0 if group["hess_init"] else float(group["beta2"]) ** _counted(state, group)
-    return state["hess"] / (1 - start)
+    kind: str
+    key: str
+    estimate: Callable[[State, State], Tensor]
+    settings: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    option: str = ""
+    scaled: bool = False
 
-
-def _summed(state: State, group: State) -> Tensor:
-    return (state["hess"] - float(group["hess_init"])) / _counted(state, group)
+    def has_learned(self, state: State, group: State) -> bool:
+        """Whether this parameter was ever updated from a gradient."""
+        return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
 
 
 LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
-IVON = Reader("ivon", "hess", lambda state, _: state["hess"], LEARNED, scaled=True)
-ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
-RMSPROP = Reader("rmsprop_v", "square_avg", _rmsprop, ("alpha", "centered", "weight_decay"))
-ADAGRAD = Reader("adagrad_v", "sum", _adagrad, ("initial_accumulator_value", "weight_decay"))
-
-READERS: dict[str, Reader] = {
-    "IVON": IVON,
-    "Adam": ADAM,
-    "AdamW": ADAM,
-    "NAdam": ADAM,
-    "RAdam": ADAM,
-    "RMSprop": RMSPROP,
-    "Adagrad": ADAGRAD,
-}
-"""By the optimizer's class name, or that of one of its base classes."""
-
+IVON = Reader("ivon", "hess", lambda state, _: state["hess"], LEARNED, ("IVON",), "ess", True)
+READERS = (
+    IVON,
+    Reader(
+        "adam_v",
+        "exp_avg_sq",
+        _mean("exp_avg_sq", lambda group: group["betas"][1]),
+        ("betas", "weight_decay", "amsgrad"),
+        ("Adam", "AdamW", "NAdam", "RAdam"),
+        "betas",
+    ),
+    Reader(
+        "rmsprop_v",
+        "square_avg",
+        _mean("square_avg", lambda group: group["alpha"]),
+        ("alpha", "centered", "weight_decay"),
+        ("RMSprop",),
+        "alpha",
+    ),
+    Reader(
+        "adagrad_v",
+        "sum",
+        _sum("sum", "initial_accumulator_value"),
+        ("initial_accumulator_value", "weight_decay"),
+        ("Adagrad",),
+        "lr_decay",
+    ),
+)
+SECOND = Reader(
+    "adam_v",
+    "hess",
+    _mean("hess", lambda group: 0.0 if group["hess_init"] else group["beta2"]),
+    ("beta1", "beta2", "weight_decay"),
+)
 ROWS: dict[str, Reader] = {
-    "IVON": IVON,
-    "VOGN": replace(IVON, kind="vogn"),
-    "OGN": replace(IVON, kind="ogn"),
-    "Vadam": replace(IVON, kind="vadam"),
-    "Vprop": replace(IVON, kind="vprop"),
+    **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
-    "Adam": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
-    "AdamW": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
     "diagonal Newton": replace(IVON, kind="diagonal_newton"),
-    "AdaGrad": Reader("adagrad_v", "hess", _summed, ("hess_init", "weight_decay")),
-    "AdaDelta": Reader("adadelta_v", "hess", _second_moment, ("beta2", "weight_decay")),
-    "RMSprop": Reader("rmsprop_v", "hess", _second_moment, ("beta2", "weight_decay")),
+    "Adam": SECOND,
+    "AdamW": SECOND,
+    "AdaDelta": replace(SECOND, kind="adadelta_v", settings=("beta2", "weight_decay")),
+    "RMSprop": replace(SECOND, kind="rmsprop_v", settings=("beta2", "weight_decay")),
+    "AdaGrad": Reader(
+        "adagrad_v", "hess", _sum("hess", "hess_init"), ("hess_init", "weight_decay")
+    ),
 }
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""
 
@@ -127,44 +133,16 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     Raises:
         OptimizerError: the optimizer keeps no precision, or none that is known here.
     """
-    if isinstance(optimizer, torch.optim.SGD):
-        raise OptimizerError(f"SGD keeps no precision, at most a momentum. {ADVICE}")
-    if (reader := _reader_of_row(optimizer.param_groups)) is not None:
+    if (reader := _of_row(optimizer.param_groups)) is not None:
         return reader
-    for base in type(optimizer).__mro__:
-        if base.__name__ in READERS:
-            reader = READERS[base.__name__]
-            break
-    else:
-        raise OptimizerError(f"no precision can be read from {type(optimizer).__name__}. {ADVICE}")
-    entries = sorted(
-        {key for state in optimizer.state.values() if is_state(state) for key in state}
-    )
-    if entries and reader.key not in entries:
-        said = f"the state of this {type(optimizer).__name__} has the entries {entries}"
-        raise OptimizerError(f"{said} and not {reader.key!r}. {ADVICE}")
-    return reader
-
-
-def _reader_of_row(groups: Sequence[State]) -> Reader | None:
-    """The row that the groups name; None where they name none."""
-    names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
-    if not names:
-        return None
-    other = sorted(names - set(ROWS))
-    if other and other[0].startswith(("STE", "BayesBiNN")):
-        raise OptimizerError(
-            f"{other[0]} learns weights of ±1, no Gaussian: draw networks with "
-            "`optimizer.sampled_params()`, or freeze these weights and call fit_laplace."
-        )
-    if other and other[0].startswith("dropout"):
-        raise OptimizerError(
-            f"{other[0]} learns a spike and slab, no Gaussian: draw with "
-            "`optimizer.sampled_params()`, or call fit_laplace on `optimizer.mean_params()`."
-        )
-    if len(names) > 1 or other:
-        raise OptimizerError(f"{', '.join(sorted(names))} keeps no diagonal precision. {ADVICE}")
-    return ROWS[names.pop()]
+    name, states = type(optimizer).__name__, optimizer.state.values()
+    bases = {base.__name__ for base in type(optimizer).__mro__}
+    for reader in READERS:
+        entries = _entries(states)
+        if bases & set(reader.classes) and (not entries or reader.key in entries):
+            return reader
+    held = f" (state: {sorted(_entries(states))})" * bool(states)
+    raise OptimizerError(f"no precision can be read from {name}{held}. {ADVICE}")
 
 
 def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
@@ -173,26 +151,35 @@ def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
     Raises:
         OptimizerError: the state is empty, or its entries are of no known optimizer.
     """
-    entries = {key for state in states if is_state(state) for key in state}
-    options = {key for group in groups for key in group}
-    if entries and (reader := _reader_of_row(groups)) is not None:
+    entries, options = _entries(states), {key for group in groups for key in group}
+    if entries and (reader := _of_row(groups)) is not None:
         return reader
-    if "hess" in entries | options and {"ess", "weight_decay"} <= options:
-        return IVON
-    if "exp_avg_sq" in entries and "betas" in options:
-        return ADAM
-    if "square_avg" in entries and "alpha" in options:
-        return RMSPROP
-    if "sum" in entries and "lr_decay" in options:
-        return ADAGRAD
+    for reader in READERS:  # ivon-opt's h is in its groups
+        held = entries | options if reader.scaled else entries
+        if reader.key in held and reader.option in options:
+            return reader
     if "nesterov" in options:
         raise OptimizerError(f"this is a saved SGD, which keeps no precision. {ADVICE}")
     if not entries:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    raise OptimizerError(
-        f"the saved optimizer (state: {sorted(entries)}; settings: {sorted(options)}) holds no "
-        f"known second moment. {ADVICE}"
-    )
+    said = f"(state: {sorted(entries)}; settings: {sorted(options)})"
+    raise OptimizerError(f"the saved optimizer {said} holds no known second moment. {ADVICE}")
+
+
+def _entries(states: Iterable[State]) -> set[str]:
+    return {key for state in states if is_state(state) for key in state}
+
+
+def _of_row(groups: Sequence[State]) -> Reader | None:
+    """The row that the groups name; None where they name none."""
+    names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
+    if len(names) == 1 and (reader := ROWS.get(*names)) is not None:
+        return reader
+    if names:
+        advice = "draw networks with `optimizer.sampled_params()`, or call fit_laplace."
+        said = f"{', '.join(sorted(names))} keeps no diagonal precision: {advice}"
+        raise OptimizerError(f"{said} {ADVICE}")
+    return None
 
 
 def is_state(state: object) -> bool:
