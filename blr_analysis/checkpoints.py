@@ -7,6 +7,7 @@ back to, some are near 1/8, 1/4 and 1/2 of the steps up to the weights that were
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import after
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, state_of, thinned
 from blr_analysis.task import unwrapped
@@ -29,19 +30,46 @@ from blr_analysis.task import unwrapped
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
 EVERY = 5  # passes for each whose Kronecker factors are recorded
 LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
+NUMBERS = "blr_analysis.checkpoint"  # what is no tensor, in a file's metadata
+LEARNED = ("optimizer", "recorder")  # before the places of what is no weight and no buffer
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step: its weights and buffers (or the file that holds them), and what was learned."""
+    """One step: weights and buffers by name, and by its place, such as "optimizer/NAME/exp_avg",
+    what was learned; or the file that holds them."""
 
     step: int
-    weights: State | Path
-    optimizer: Mapping[str, Any]
-    recorded: Mapping[str, Any]
+    held: Mapping[str, Any] | Path
 
     def read(self) -> State:
-        return load_file(self.weights) if isinstance(self.weights, Path) else self.weights
+        held = load_file(self.held) if isinstance(self.held, Path) else self.held
+        return {n: t for n, t in held.items() if not n.startswith(LEARNED)}
+
+    def learned(self) -> dict[str, Any]:
+        """The states of the optimizer, by parameter, and of the recorder."""
+        held = self.held
+        if isinstance(held, Path):
+            with safe_open(held, "pt") as file:
+                held = {**load_file(held), **json.loads(file.metadata()[NUMBERS])}
+        nested: dict[str, Any] = {}
+        for place, value in held.items():
+            *above, last = place.split("/")
+            at = nested
+            for name in above:
+                at = at.setdefault(name, {})
+            at[last] = value
+        return {name: nested.get(name, {}) for name in LEARNED}
+
+
+def _places(tree: Any, head: str) -> dict[str, Any]:
+    """The leaves of nested dicts by their places, tensors on the CPU and copied."""
+    if isinstance(tree, Mapping) and tree:
+        parts = (_places(value, f"{head}/{name}") for name, value in tree.items())
+        return {place: leaf for part in parts for place, leaf in part.items()}
+    if isinstance(tree, Tensor):
+        return {head: tree.detach().cpu().clone(memory_format=torch.contiguous_format)}
+    return {head: tree}
 
 
 class Checkpoints:
@@ -53,7 +81,8 @@ class Checkpoints:
     Args:
         model: what is trained.
         steps: how many steps there will be at most; None: powers of two are kept.
-        folder: where snapshots are written (safetensors); None: they stay in memory.
+        folder: where snapshots are written, with all that was learned until then (safetensors);
+            None: they stay in memory.
         optimizer: one of the package's own, Adam or the like, which learns a posterior meanwhile.
         structure: "kron": Kronecker factors are recorded while it trains.
 
@@ -118,21 +147,23 @@ class Checkpoints:
         return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
 
     def _snapshot(self) -> Snapshot:
-        weights = {n: t.detach().cpu().clone() for n, t in state_of(self.model).items()}
-        place: State | Path = weights
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            place = self.folder / f"step-{self.done:08d}.safetensors"
-            draft = place.with_suffix(".draft")
-            save_file(weights, draft)
-            draft.replace(place)
-        learned: dict[str, Any] = {}
+        held = {n: leaf for n, t in state_of(self.model).items() for leaf in _places(t, n).values()}
         if self.optimizer is not None:
             state = self.optimizer.state
-            own = self.model.named_parameters()
-            learned = {n: copy.deepcopy(state[p]) for n, p in own if p in state}
-        recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
-        return Snapshot(self.done, place, learned, recorded)
+            for name, p in self.model.named_parameters():
+                held |= _places(state.get(p, {}), f"optimizer/{name}")
+        if self.recorder is not None:
+            held |= _places(self.recorder.state_dict(), "recorder")
+        if self.folder is None:
+            return Snapshot(self.done, held)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = self.folder / f"step-{self.done:08d}.safetensors"
+        draft = place.with_suffix(".draft")
+        tensors = {n: t for n, t in held.items() if isinstance(t, Tensor)}
+        numbers = {n: x for n, x in held.items() if n not in tensors}
+        save_file(tensors, draft, {NUMBERS: json.dumps(numbers)})
+        draft.replace(place)
+        return Snapshot(self.done, place)
 
     def states(self, model: nn.Module) -> list[Callable[[], State]]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
@@ -170,39 +201,35 @@ class Checkpoints:
                 q = Posterior.from_recorder(self.recorder, self.model, **asked)
             else:
                 q = Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
-            mean = {n: m.clone() for n, m in q.mean.items()}
-            about = {"prior_precision": q.prior, "n_data": q.n_data, "record": q.record}
-            return Posterior(mean, q.form, **about, buffers=q.buffers)
+            return q.changed(buffers={n: b.clone() for n, b in q.buffers.items()})
 
         earlier = []
-        for k, snapshot in enumerate(self._thinned(self.model)):
+        for number, snapshot in enumerate(self._thinned(self.model), 1):
             with self._back_at(snapshot):
-                earlier.append(now())
-            earlier[-1].record["checkpoint"] = k + 1
-        return after(now(), earlier)
+                q = now()
+            earlier.append(q.changed(record={**q.record, "checkpoint": number}))
+        return now().changed(earlier=tuple(earlier))
 
     @contextmanager
     def _back_at(self, snapshot: Snapshot) -> Iterator[None]:
         """Model, optimizer and recorder as they were at a step."""
-        own = dict(self.model.named_parameters())
         present = {n: t.detach().clone() for n, t in state_of(self.model).items()}
-        states = (
-            {n: self.optimizer.state.get(own[n]) for n in snapshot.optimizer}
-            if (self.optimizer is not None)
-            else {}
-        )
+        held = {} if self.optimizer is None else dict(self.optimizer.state)
         recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
+        learned = snapshot.learned()
         try:
             _write(self.model, snapshot.read())
-            for name in states:
-                self.optimizer.state[own[name]] = snapshot.optimizer[name]  # type: ignore[union-attr]
+            if self.optimizer is not None:
+                for name, p in self.model.named_parameters():
+                    if name in learned["optimizer"]:
+                        self.optimizer.state[p] = learned["optimizer"][name]
             if self.recorder is not None:
-                self.recorder.load_state_dict(snapshot.recorded)
+                self.recorder.load_state_dict(learned["recorder"])
             yield
         finally:
             _write(self.model, present)
-            for name, state in states.items():
-                self.optimizer.state[own[name]] = state  # type: ignore[union-attr]
+            if self.optimizer is not None:
+                self.optimizer.state.update(held)
             if self.recorder is not None:
                 self.recorder.load_state_dict(recorded)
 

@@ -370,14 +370,10 @@ def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPre
         tensors = {n: given.precision(n) for n in given.mean}
         source = Loaded(label, tensors)
         tied = given.record.get("tied")
-        prior = given.prior
-        if prior.tensors:
-            source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
-            prior = Prior({None: 0.0})
         return StoredPrecision(
             source,
             _stored(source, list(tensors), tied),
-            prior.numbers(tensors),
+            given.prior.numbers(tensors),
             frozen=_frozen(given.record),
             mean=given.mean,
             n_data=int(given.n_data),

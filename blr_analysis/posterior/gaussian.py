@@ -17,7 +17,8 @@ from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorEr
 from blr_analysis.files import storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed
-from blr_analysis.posterior import capture, stored
+from blr_analysis.posterior import capture
+from blr_analysis.posterior import precision_files as stored
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior, differences, n_data_of, real_tensors
@@ -48,7 +49,7 @@ class Posterior:
             each is made in float32 when it is asked for, so that writing into it changes nothing.
         precision: the diagonal of S by name, or a structure of
             :mod:`blr_analysis.posterior.structures`.
-        prior_precision: δ: one number, or a number or tensor per name.
+        prior_precision: δ: one number, or one per name.
         n_data: N, the number of examples behind S.
         record: where it came from; kept in saved files.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
@@ -87,7 +88,7 @@ class Posterior:
         self.mean: Tree = real_tensors("mean", mean)
         given = isinstance(precision, Structure)
         self.form = precision if given else Diagonal(real_tensors("precision", precision))
-        self.prior = Prior.of_any(prior_precision).around(initial, self.mean)
+        prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
         instance("record", record or {}, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
@@ -99,32 +100,28 @@ class Posterior:
         if shapes != self.form.shapes:
             said = differences(shapes, self.form.shapes, ("mean", "precision"))
             raise PosteriorError(f"mean and precision disagree: {said}")
-        for name, tensor in self.mean.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise PosteriorError(f"the mean of {name!r} holds NaN or inf; was training stable?")
-        Prior.read(self.prior, shapes)
+        if bad := [n for n, m in self.mean.items() if not bool(torch.isfinite(m).all())]:
+            raise PosteriorError(f"the mean of {bad[0]!r} holds NaN or inf; was training stable?")
+        self.prior = Prior.read(prior, shapes)
         self.form.check()
 
     def __repr__(self) -> str:
-        size = sum(t.numel() for t in self.mean.values())
-        known = self.record
+        known, size = self.record, sum(t.numel() for t in self.mean.values())
         choice, share = known.get("prior_choice"), known.get("initial_share")
-        kept = f"{self.prior.given:.3g}" if None in self.prior.entries else "by name"
-        said = [
-            f"{self.structure!r}, {len(self.mean)} tensors, {size:,} parameters",
-            f"n_data={self.n_data}",
-            f"kind={known.get('kind', 'given')!r}",
-            f"prior_precision={in_words(choice) if choice else kept}",
-            "" if share is None else f"initial_share={share:.2g}",
-            {None: "", True: "at its minimum", False: "off its minimum"}[self.at_minimum],
-            f"temperature={self.temperature:.3g}"
-            if self.temperature_error or self._guessed
-            else "",
-            f"{len(self.earlier)} earlier" if self.earlier else "",
-        ]
-        if (explained := known.get("explained", 1.0)) < ENOUGH:
-            said.append(f"rank explains {explained:.0%}: too low for influence")
-        return f"Posterior({', '.join(filter(None, said))}{'; ' * bool(self.note)}{self.note})"
+        delta = f"{self.prior.given:.3g}" if None in self.prior.entries else "by name"
+        explained = known.get("explained", 1.0)
+        said = {
+            f"{self.structure!r}, {len(self.mean)} tensors, {size:,} parameters": True,
+            f"n_data={self.n_data}, kind={known.get('kind', 'given')!r}": True,
+            f"prior_precision={in_words(choice) if choice else delta}": True,
+            f"initial_share={share or 0.0:.2g}": share is not None,
+            f"{'at' if self.at_minimum else 'off'} its minimum": self.at_minimum is not None,
+            f"temperature={self.temperature:.3g}": True,
+            f"{len(self.earlier)} earlier": self.earlier,
+            f"rank explains {explained:.0%}: too low for influence": explained < ENOUGH,
+        }
+        shown = ", ".join(words for words, wanted in said.items() if wanted)
+        return f"Posterior({shown}{'; ' * bool(self.note)}{self.note})"
 
     @property
     def run(self) -> tuple[Posterior, ...]:
@@ -141,16 +138,13 @@ class Posterior:
         """τ, which multiplies V in sensitivity, leave-one-out and influence: measured by
         :func:`blr_analysis.calibrate`; else .15, a guess, for Kronecker fits of classifiers off
         their minimum, and 1."""
-        measured = self.record.get("calibration")
-        if measured is not None:
-            return float(measured["temperature"])
-        return GUESSED if self._guessed else 1.0
+        guess = GUESSED if self._guessed else 1.0
+        return float(self.record.get("calibration", {}).get("temperature", guess))
 
     @property
     def temperature_error(self) -> float | None:
         """The standard error of log τ; None where it was not measured."""
-        measured = self.record.get("calibration")
-        return None if measured is None else measured["error"]
+        return self.record.get("calibration", {}).get("error")
 
     @property
     def _guessed(self) -> bool:
@@ -161,15 +155,13 @@ class Posterior:
     @property
     def note(self) -> str:
         """How far its scale is to be trusted, in one line; "" where it is."""
-        if self.at_minimum:
-            return self.stationarity.caveat if self.stationarity else ""
-        if "calibration" in self.record:
+        if self.stationarity is None or "calibration" in self.record:
             return ""
+        if self.at_minimum:
+            return self.stationarity.caveat
         if self._guessed:
             return f"off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
-        if self.at_minimum is False:
-            return "off the minimum, uncalibrated: a ranking, no scale"
-        return ""
+        return "off the minimum, uncalibrated: a ranking, no scale"
 
     @property
     def structure(self) -> str:
@@ -178,7 +170,7 @@ class Posterior:
 
     @property
     def prior_precision(self) -> Any:
-        """δ: one number, or a dict with a number or tensor by name."""
+        """δ: one number, or a dict by name."""
         return self.prior.given
 
     @property
@@ -206,16 +198,14 @@ class Posterior:
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         initial: Mapping[str, Tensor] | None = None,
-        scaling: str = "sqrt",
-        batch_size: int | None = None,
-        tokens: int | None = None,
+        **how: Any,
     ) -> Posterior:
         """The diagonal posterior that an optimizer learned while it trained.
 
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
-        formulas, the arguments and the errors.
+        formulas, the arguments (``scaling``, ``batch_size``, ``tokens`` too) and the errors.
         """
-        told = capture.Told(n_data, prior_precision, scaling, batch_size, tokens, initial)
+        told = capture.Told(n_data, prior_precision, initial, **how)
         return cls._captured(capture.from_optimizer, optimizer, model, told)
 
     @classmethod
@@ -227,16 +217,14 @@ class Posterior:
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         initial: Mapping[str, Tensor] | None = None,
-        scaling: str = "sqrt",
-        batch_size: int | None = None,
-        tokens: int | None = None,
         names: Sequence[str] | None = None,
+        **how: Any,
     ) -> Posterior:
         """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        told = capture.Told(n_data, prior_precision, scaling, batch_size, tokens, initial)
+        told = capture.Told(n_data, prior_precision, initial, **how)
         return cls._captured(capture.from_checkpoint, path_of(path), model, told, names=names)
 
     @classmethod
@@ -269,7 +257,7 @@ class Posterior:
         Example: see :class:`blr_analysis.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
-        told = capture.Told(n_data, prior_precision, initial=initial)
+        told = capture.Told(n_data, prior_precision, initial)
         return cls._captured(capture.from_recorder, recorder, model, told)
 
     @classmethod
@@ -407,12 +395,7 @@ class Posterior:
             return self
         form = self.form.to(target, kind)
         if torch.finfo(kind).max < torch.finfo(before).max:
-            try:
-                form.check()
-            except PosteriorError as error:
-                name = str(kind).removeprefix("torch.")
-                said = f"{error}, as {name}: keep the posterior in float32"
-                raise PosteriorError(said) from error
+            form.check()
         return self.changed(
             mean=mean,
             form=form,
@@ -446,18 +429,15 @@ class Posterior:
             if n in mine or (p.requires_grad and n not in fixed)
         }
         if mine != theirs:
-            raise PosteriorError(
-                "the posterior belongs to another model: "
-                + differences(mine, theirs, ("posterior", "model"))
-                + "; pass the model that it was captured from or fitted to"
-            )
+            said = differences(mine, theirs, ("posterior", "model"))
+            remedy = "pass the model that it was captured from or fitted to"
+            raise PosteriorError(f"the posterior belongs to another model: {said}; {remedy}")
         if same_data and self.n_data != task.n_data:
-            raise PosteriorError(
-                f"the posterior was learned from n_data={self.n_data} examples, the task has "
-                f"{task.n_data}; use the training data"
-                + (", or capture it with n_data= the sequences, tokens= the tokens that count")
-                * task.likelihood.is_sequence
-            )
+            said = f"n_data={self.n_data} examples, the task has {task.n_data}"
+            remedy = "use the training data"
+            if task.likelihood.is_sequence:
+                remedy += ", or capture it with n_data= the sequences, tokens= those that count"
+            raise PosteriorError(f"the posterior was learned from {said}; {remedy}")
         return self.to(task.device, task.check_parameters(mine))
 
     def _renamed(self, names: Mapping[str, str]) -> Posterior:
@@ -511,8 +491,8 @@ class Posterior:
         elif beside:
             raise InputError("mean=False would lose the prior's mean: leave mean out")
         elif set(tensors) != set(self.mean):
-            what = f"{self.structure!r} and for a prior precision per weight"
-            raise InputError(f"mean=False writes one precision per weight: leave it out for {what}")
+            said = f"one precision per weight: leave it out for {self.structure!r}"
+            raise InputError(f"mean=False writes {said}")
         if clash := sorted(set(beside) & set(tensors)):
             raise InputError(
                 f"parameters are called {clash[:4]}, as means are: save with mean=False"
@@ -569,24 +549,12 @@ def _vector(v: Any) -> Tree:
     return dict(v)
 
 
-def made_of(
-    q: Posterior,
-    mean: Tree | None = None,
-    form: Structure | None = None,
-    *,
-    n_data: int | None = None,
-    **record: Any,
-) -> Posterior:
-    """Another posterior under the same prior, as ``q`` where nothing is given; ``record`` joins
-    what ``q``'s says, but for what was measured of it and its data."""
-    return Posterior(
-        q.mean if mean is None else mean,
-        q.form if form is None else form,
-        prior_precision=q.prior,
-        n_data=q.n_data if n_data is None else n_data,
-        record={k: v for k, v in q.record.items() if k not in MEASURED} | record,
-        buffers=q.buffers,
-    )
+def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, **record: Any) -> Posterior:
+    """Another posterior under the same prior; ``record`` joins what ``q``'s says, but for what was
+    measured of it and its data."""
+    known = {k: v for k, v in q.record.items() if k not in MEASURED}
+    about = {"prior_precision": q.prior, "n_data": n_data, "record": known | record}
+    return Posterior(mean, form, **about, buffers=q.buffers)
 
 
 @torch.inference_mode(False)  # also where the caller switched it on

@@ -18,7 +18,7 @@ Off a minimum the same is done at each of the task's checkpoints, which become `
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
-from blr_analysis.backprop.inputs import input_moments
+from blr_analysis.backprop.inputs import InputMoments, input_moments
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.record import shared
@@ -42,7 +42,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.stationarity import fingerprint, measured
-from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
+from blr_analysis.posterior.structures import KINDS, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import unit_rows
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
@@ -79,7 +79,7 @@ def fit_laplace(
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
             merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
-        prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
+        prior_precision: δ > 0, a number, or one per parameter name. None: the
             task's own, where an estimator named it, else found from the weights and the data, see
             :mod:`blr_analysis.posterior.prior_choice`, with the Kronecker eigenvalues (one
             Kronecker fit more for other structures); ``record["prior_choice"]`` says how.
@@ -153,34 +153,19 @@ def fit_kept(
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
     _check(task, params, kind, curvature, samples, rank)
     shapes = {n: tuple(p.shape) for n, p in params.items()}
-    prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True).placed(params)
     if initial is None and task.recipe is not None:
         initial = task.recipe.initial
-    prior, kept = prior.around(initial, params), kept or {}
+    prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True)
+    prior = prior.around(initial, params)
     measures = not kind.of_inputs and (stated is None or not (task.likelihood.is_sequence or kept))
-    sweep = Sweep(task, params, curvature, samples, seed, measures)
-    fit = Fit(
-        params,
-        sweep.passes,
-        prior,
-        label=curvature,
-        inputs=lambda: input_moments(task, params, kept=kept.get("inputs")),
-        n_data=task.n_data,
-        gradients=lambda: task.n_data * sweep.count(),
-        padded=task.likelihood.is_sequence,
-        rank=rank,
-        vocabulary=vocabulary_of(task, params),
-        sample=sampled_examples(task),
-        kept=kept,
-    )
+    fit = Fit(task, params, prior, curvature, samples, seed, rank, kept or {}, measures)
     form, more = None, dict[str, Any]()
     if stated is None and not kind.of_inputs:
         form, _ = Kronecker.fitted(fit)
-        delta, about = chosen_prior(form, prior.gap(params), sweep.slope)
+        delta, about = chosen_prior(form, prior.gap(params), fit.slope)
         prior, more = Prior({None: delta}, prior.mean), {"prior_choice": {"delta": delta, **about}}
     if curvature == "exact":
-        form, share = _exact(task, params, kind, prior)
-        more["floored"] = share
+        form, more["floored"] = _exact(task, params, kind, prior)
     else:
         if form is None or structure != "kron":
             form, about = kind.fitted(replace(fit, prior=prior))
@@ -189,45 +174,58 @@ def fit_kept(
             sums = [float(d.double().sum()) for d in form.diagonal().values()]
             prior = Prior({None: TINY * sum(sums) / sum(map(Tensor.numel, params.values()))})
         form = form.plus_prior(prior)
+    if prior_precision is not None:
+        more["prior_named"] = True
     q = Posterior(
         widened({n: p.clone() for n, p in narrow(params).items()}),
         form,
         prior_precision=prior,
         n_data=task.n_data,
-        record={**_record(task, params, kind, curvature, samples), **more}
-        | ({} if prior_precision is None else {"prior_named": True}),
+        record={**_record(task, params, kind, curvature, samples), **more},
         buffers=buffers_of(task.model),
     )
     if measures:
-        slope = sweep.slope or loss_and_gradient(task, params)[0]
+        slope = fit.slope or loss_and_gradient(task, params)[0]
         check_connected(task, params, slope)
         measured(task, q, slope)
     return q
 
 
 @dataclass
-class Sweep:
-    """Sweeps over a task's data, whose first over all of it sums the gradient too (``measures``),
-    from one column more.
+class Fit:
+    """What a structure is fitted to: sweeps over a task's data at some weights.
 
     Attributes:
+        task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
+        measures: whether the first sweep over all data sums the gradient too, from one column more.
         slope: Σ_i ∇ℓ_i, once it is known.
+        sample: examples whose gradients tell the directions; None: all.
+        vocabulary: words that a language model tells apart; 0 for other models.
     """
 
     task: Task
-    params: Mapping[str, Tensor]
+    params: dict[str, Tensor]
+    prior: Prior
     curvature: str
     samples: int
     seed: int
+    rank: int | None
+    kept: Mapping[str, Unfinished]
     measures: bool
     slope: Tree = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         source = torch.Generator().manual_seed(self.seed)
         self.seeds = torch.randint(2**31, (self.task.n_data,), generator=source)
+        self.sample = sampled_examples(self.task)
+        self.vocabulary = vocabulary_of(self.task, self.params)
 
-    def count(self, counted: Any = n_outputs) -> int:
-        """Columns of an example."""
+    def inputs(self) -> InputMoments:
+        """What the layers see, over one sweep of forward passes."""
+        return input_moments(self.task, self.params, kept=self.kept.get("inputs"))
+
+    def columns(self, counted: Callable[..., int] = n_outputs) -> int:
+        """How many G_i an example has."""
         drawn = {"empirical_fisher": 1, "mc_fisher": self.samples}
         return drawn.get(self.curvature) or counted(self.task, self.params)
 
@@ -244,14 +242,13 @@ class Sweep:
         first = self.measures and not self.slope and indices is None
         more = int(first and self.curvature != "empirical_fisher")  # whose own column it is
         apart = apart and self.curvature == "ggn" and not task.likelihood.is_sequence
-        own, asked = shared(task, params, indices), self.count(n_columns if apart else n_outputs)
+        asked = self.columns(n_columns if apart else n_outputs) + more
         if first:
-            self.slope = {n: torch.zeros_like(p) for n, p in params.items()}
-        for chunk in chunks(
-            task, params, columns=asked + more, indices=own, label=label, kept=kept
-        ):
+            self.slope.update({n: torch.zeros_like(p) for n, p in params.items()})
+        own = {"indices": shared(task, params, indices), "label": label, "kept": kept}
+        for chunk in chunks(task, params, columns=asked, **own):
             few = chunk.few_columns() if apart else None
-            cotangents = self._columns(chunk) if few is None or few[0] is None else few[0]
+            cotangents = self._cotangents(chunk) if few is None or few[0] is None else few[0]
             if more:
                 error = chunk.likelihood.error(chunk.outputs, chunk.targets)
                 cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
@@ -264,7 +261,7 @@ class Sweep:
         if first:
             ranks.total(self.slope.values())
 
-    def _columns(self, chunk: Chunk) -> Tensor:
+    def _cotangents(self, chunk: Chunk) -> Tensor:
         if self.curvature in ("ggn", "exact"):
             return curvature_root(chunk)
         f, y, likelihood = chunk.outputs, chunk.targets, chunk.likelihood

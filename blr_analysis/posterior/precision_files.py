@@ -1,8 +1,9 @@
-"""Precisions beside a model, for merging: diagonals by the model's own tensor names, no means.
+"""A posterior as named tensors and a record, and back: with its mean, or as a precision beside a
+model, for merging. The format is :mod:`~blr_analysis.files.storage`'s.
 
-The format is the package's one (:mod:`~blr_analysis.files.storage`): a folder ``precision/``
-or one ``.safetensors`` file, the tensor ``<name>`` holding the diagonal of a precision that is a
-SUM over ``n_data`` examples, never a mean, and a record (``precision_config.json``) that says
+A precision beside a model is a folder ``precision/`` or one ``.safetensors`` file, the tensor
+``<name>`` holding the diagonal of a precision that is a SUM over ``n_data`` examples, never a mean.
+Its record (``precision_config.json``) says
 
 ======================  ==========================================================================
 ``kind``                one of :data:`KINDS`
@@ -17,27 +18,32 @@ SUM over ``n_data`` examples, never a mean, and a record (``precision_config.jso
 ``sample_sha256``       the same of every tensor's first 1,024 numbers, which a merge compares
 ======================  ==========================================================================
 
-so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas).
+so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas). In a narrow
+dtype it is H that is stored: rounding S itself would lose H wherever it is small beside δ (bfloat16
+keeps 8 bits: H = 0.01 beside δ = 10 would be 0 or negative).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blr_analysis.checks import one_of, path_of
-from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.checks import one_of, path_of, some
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
-from blr_analysis.posterior.capture import Captured
-from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.prior import Prior, n_data_of, real_tensors
-from blr_analysis.posterior.stored import encode, renamed
-from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.posterior.prior import Given, Prior, Shapes, n_data_of, real_tensors, take_off
+from blr_analysis.posterior.structures import KINDS as STRUCTURES
+from blr_analysis.posterior.structures import Diagonal, Structure
+from blr_analysis.task import unwrapped
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.capture import Captured
+    from blr_analysis.posterior.gaussian import Posterior
 
 KINDS = (
     "ivon",
@@ -51,7 +57,182 @@ KINDS = (
     "squared_minibatch",
 )
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
-ScalarPrior = float | Mapping[str, float]
+Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
+Encoded = tuple[dict[str, Tensor], dict[str, Any]]
+
+DTYPES = (None, torch.float32, torch.bfloat16)
+OWN_KEYS = {"structure", "prior_precision", "prior_outside", "rounded", "n_data", "parameters"}
+OWN_KEYS |= {"format", "version"}
+
+
+def check_dtype(dtype: Any) -> torch.dtype | None:
+    """None, float32 or bfloat16, or :class:`InputError`.
+
+    Float16 ends at 65,504 and at 6e-8, which precisions pass on both sides.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be torch.float32, torch.bfloat16 or None, got {dtype!r}")
+    return dtype
+
+
+def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> Encoded:
+    """Tensors by name and suffix, and the record that :func:`parts_of` needs; the precision in
+    ``dtype`` (None: as it is).
+
+    Raises:
+        InputError: a dtype for a structure that is not diagonal, or one not in ``DTYPES``.
+    """
+    values = form.per_weight
+    if check_dtype(dtype) is not None and values is None:
+        raise InputError(
+            f"dtype={dtype} rounds a diagonal precision, this one is {form.kind!r}: leave dtype out"
+        )
+    record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
+    tensors = form.tensors()
+    if dtype is None or values is None:
+        return tensors, record
+    record["rounded"] = True
+    narrower = any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values())
+    if narrower and (parts := _data_part(values, prior, dtype)) is not None:
+        return parts, {**record, "prior_precision": 0.0, "prior_outside": prior.given}
+    return {n: t.to(dtype) if n in values else t for n, t in tensors.items()}, record
+
+
+def _data_part(
+    values: Mapping[str, Tensor], prior: Prior, dtype: torch.dtype
+) -> dict[str, Tensor] | None:
+    """H = S − δ rounded; None where H is negative somewhere, as IVON allows: then S itself is to be
+    rounded."""
+    parts = {}
+    for name, s in values.items():
+        h = take_off(s.to(torch.float64, copy=True), prior.of(name), s.dtype)
+        if bool((h < 0).any()):
+            return None
+        parts[name] = h.to(dtype)
+    return parts
+
+
+def parts_of(
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    path: str,
+    model: Model | None = None,
+    prior_precision: Given | None = None,
+) -> Parts:
+    """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`.
+
+    Raises:
+        StorageError: a tensor or an entry of the record that a posterior needs is missing.
+        PosteriorError: as :meth:`Posterior.load`.
+    """
+    try:
+        names: list[str] = list(record["parameters"])
+        bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
+        form = STRUCTURES[record["structure"]].read(tensors, record, names)
+        mean = {} if bare else {n: tensors[f"{n}.mean"] for n in names}
+        initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
+        prior = Prior(Prior.of_any(record["prior_precision"]).entries, initial or None)
+        n_data = int(record["n_data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
+    if bare:
+        mean = _mean_of(model, form.shapes, record, path)
+    elif model is not None:
+        raise PosteriorError(f"{path!r} holds its own mean: leave model out")
+    if form.per_weight is not None:
+        wide = bare or bool(record.get("rounded"))
+        form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
+    form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
+    rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
+    return mean, form, prior, n_data, rest
+
+
+def _beside(s: Tensor, mean: Tensor, wide: bool) -> Tensor:
+    """On the mean's device; ``wide``: in float32, or in the mean's dtype where that is wider."""
+    return s.to(mean.device, torch.promote_types(torch.float32, mean.dtype) if wide else s.dtype)
+
+
+def _with_prior(
+    form: Structure, inside: Prior, outside: Any, given: Given | None, path: str
+) -> tuple[Structure, Prior]:
+    """S with the prior that stands outside of what was stored, or that is given for it."""
+    bare = form.per_weight is not None and not any(inside.entries.values())
+    if given is not None:
+        told = Prior.read(given, form.shapes)
+        if bare:
+            outside = told.entries
+        elif told.numbers(form.shapes) != inside.numbers(form.shapes):
+            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
+    if outside is not None:
+        inside = Prior(Prior.of_any(outside).entries, inside.mean)
+        form = form.plus_prior(inside)
+    for name, s in (form.per_weight or {}).items() if not any(inside.entries.values()) else ():
+        if empty := int((s == 0).sum()):
+            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
+            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
+    return form, inside
+
+
+def _mean_of(
+    model: Model | None, shapes: Shapes, record: Mapping[str, Any], path: str
+) -> dict[str, Tensor]:
+    """One tensor per name of ``shapes``; tied tensors may have any of their names in the model.
+
+    Raises:
+        InputError: ``model`` is none, or holds no numbers.
+        StorageError: the folder cannot be read.
+        PosteriorError: names or shapes are missing, or the weights are not those whose
+            fingerprint was recorded. A module or a state dict is taken as it is.
+    """
+    source = _opened(model, record.get("model_sha256"), path)
+    tied = record.get("tied") or {}
+    keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
+    held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
+    wrong = [
+        f"{n}: {f'{held[n]}, not {tuple(shape)}' if n in held else 'not there'}"
+        for n, shape in shapes.items()
+        if held.get(n) != tuple(shape)
+    ]
+    if wrong:
+        said = f"the model is not the one whose precision {path!r} holds: {some(wrong)}"
+        raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
+    return {n: source.tensor(key) for n, key in keys.items()}
+
+
+def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
+    if model is None:
+        raise PosteriorError(f"{path!r} holds precisions without a mean: pass model=")
+    if isinstance(model, nn.Module):
+        model = dict(unwrapped(model).named_parameters(remove_duplicate=False))
+    if isinstance(model, Mapping):
+        return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
+    if not isinstance(model, (str, os.PathLike)):
+        got = type(model).__name__
+        raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {got}")
+    source = Folder.open(model)
+    if sha256 is not None and fingerprint(source, progress=False) != sha256:
+        said = f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256)"
+        raise PosteriorError(f"{said}: name the right folder, or pass the module")
+    return source
+
+
+def renamed(tensors: Mapping[str, Tensor], record: Any, names: Mapping[str, str]) -> Encoded:
+    """The same with other names for the parameters."""
+    longest = sorted(names, key=len, reverse=True)
+
+    def place(stored: str) -> str:
+        own = next((n for n in longest if stored == n or stored.startswith(f"{n}.")), None)
+        return stored if own is None else names[own] + stored.removeprefix(own)
+
+    def entry(said: Any) -> Any:
+        if isinstance(said, Mapping):
+            return {names.get(k, k): entry(v) for k, v in said.items()}
+        if isinstance(said, list | tuple):
+            return [entry(v) for v in said]
+        return names.get(said, said) if isinstance(said, str) else said
+
+    return {place(k): t for k, t in tensors.items()}, entry(record)
 
 
 def write_precision(
@@ -61,8 +242,8 @@ def write_precision(
     kind: str,
     definition: str,
     n_data: int,
-    prior_precision: ScalarPrior = 0.0,
-    prior_outside: ScalarPrior | None = None,
+    prior_precision: Given = 0.0,
+    prior_outside: Given | None = None,
     model: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = torch.float32,
     **record: Any,
@@ -108,13 +289,12 @@ def write_precision(
     _check_values(held)
     shapes = {name: tuple(t.shape) for name, t in held.items()}
     inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))
-    plain = [inside.numbers(shapes), outside.numbers(shapes)]
-    if all(any(numbers.values()) for numbers in plain):
+    if all(any(prior.entries.values()) for prior in (inside, outside)):
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
     stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
     if prior_outside is not None:
-        about = {"prior_outside": outside.record, **about}
+        about = {"prior_outside": outside.given, **about}
     more = {"kind": kind, "definition": definition, "n_data": n, "parameters": list(held)}
     storage.write(
         place, stored, {**dict.fromkeys(FIELDS), **record, **_hashes(model), **about, **more}
@@ -166,7 +346,7 @@ def write_factors(
         block["inputs"] *= scale
     about |= {
         "structure": posterior.structure,
-        "prior_precision": scale * float(posterior.prior_precision),
+        "prior_precision": scale * posterior.prior_precision,
         "n_data": n_data_of(n_data),
         "parameters": [names[n] for n in posterior.mean],
     }

@@ -29,7 +29,7 @@ from blr_analysis.backprop.layers import Axis, Call
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, counted, warn_of_uncounted
-from blr_analysis.backprop.terms import Term, Tree, merged
+from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
@@ -38,7 +38,6 @@ from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
-APART = 0.05  # between a parameter's gradient and that of its layers: bfloat16 rounds by less
 
 
 class KroneckerRecorder:
@@ -110,8 +109,6 @@ class KroneckerRecorder:
         self._warned = False
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._watched = False
-        self._gradients: Tree = {}  # of the first recorded pass, to check the layers' against
-        self._checks: list[Any] = []
         hooks = [
             u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
         ]
@@ -148,11 +145,6 @@ class KroneckerRecorder:
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
         self._watched = (record or after) and not self.accumulates
-        if record and not self._recorded and not self._checks:
-            self._checks = [  # copies: clipping overwrites gradients in place
-                p.register_hook(lambda g, name=name: self._gradients.update({name: g.clone()}))
-                for name, p in self._parameters.items()
-            ]
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -228,7 +220,6 @@ class KroneckerRecorder:
             return
         terms = self._terms()
         self._recorded += 1
-        self._check(terms)
         for term in terms:
             factors = term.factors()
             b = term.n_examples
@@ -241,26 +232,6 @@ class KroneckerRecorder:
             self._average(f"{joint.key}.input", right.div_(b))
             self._average(f"{joint.key}.output", left.div_(b))
             self._positions[joint.key] = float(getattr(term, "positions", 1))
-
-    def _check(self, terms: list[Term]) -> None:
-        """Warn of parameters whose gradient is more than that of their layers, once."""
-        if not self._checks:
-            return
-        for handle in self._checks:
-            handle.remove()
-        self._checks, odd = [], []
-        for name, read in (entry for term in terms for entry in term.sum().items()):
-            each = (terms[0].n_examples if self.reduction == "mean" else 1) / self.scale
-            true = self._gradients.get(name, torch.zeros_like(read)).to(read) * each
-            if float((read - true).norm()) > APART * float(true.norm()):
-                odd.append(name)
-        self._gradients = {}
-        if odd:
-            warnings.warn(
-                f"the gradient of {some(odd)} is not that of its layer alone: a penalty in the "
-                "loss, or a weight that is used elsewhere; only the layer's is recorded",
-                stacklevel=3,
-            )
 
     def _average(self, key: str, new: Tensor) -> None:
         """The mean of all, or one that forgets, without the bias of its start."""

@@ -174,14 +174,9 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
     said = differs(known, seen)
     if not said and own_weights and _distance(task, q) > APART:
-        said = (
-            "the model's weights are not the posterior's mean, where the analysis runs: load the "
-            "weights that it was learned at, or fit the posterior to these"
-        )
-    if said:
-        warnings.warn(said, PosteriorWarning, stacklevel=5)
-    if said := _too_few_terms(task, posterior):
-        warnings.warn(said, PosteriorWarning, stacklevel=5)
+        said = "the model's weights are not the posterior's mean: load those that it was learned at"
+    for words in filter(None, (said, _too_few_terms(task, posterior))):
+        warnings.warn(words, PosteriorWarning, stacklevel=5)
 
 
 def met(task: Task, *posteriors: Posterior) -> None:
@@ -194,10 +189,8 @@ def differs(known: Any, seen: dict[str, list[float]]) -> str:
     for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
         count, tried = apart(known, seen, what), len(seen[what])
         if 2 * count > tried:
-            return (
-                f"the posterior was learned with {words}: {count} of {tried} examples differ; "
-                "pass the task that it was fitted to"
-            )
+            said = f"the posterior was learned with {words}: {count} of {tried} examples differ"
+            return f"{said}; pass the task that it was fitted to"
     return ""
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from blr_analysis.errors import ModelError, OptimizerError, PosteriorError, StorageError
+from blr_analysis.errors import ModelError, OptimizerError, StorageError
 from blr_analysis.learning_rule.optim import IVON
 from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 
@@ -141,9 +141,7 @@ def test_frozen_parameters_of_a_trainer_folder(tmp_path: Path) -> None:
     step(optimizer, model)
     folder = save_trainer(tmp_path / "c", model, optimizer)
     assert_like_live(read(folder, model), optimizer, model)
-    with pytest.raises(
-        OptimizerError, match=r"groups of \[3, 7\].*not fit.*groups of \[5, 12\].*'embed\.weight'"
-    ):
+    with pytest.raises(OptimizerError, match=r"groups of \[3, 7\].*not fit.*groups of \[5, 12\]"):
         read(folder, Tiny())  # nothing frozen here
 
 
@@ -174,31 +172,6 @@ def test_weights_in_every_layout_of_hugging_face(tmp_path: Path, layout: str) ->
             weight_map |= dict.fromkeys(part, f"{stem}-{k}.{suffix}")
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert_like_live(read(folder, Tiny()), optimizer, model)
-
-
-def test_a_custom_optimizer_with_one_group_in_a_trainer_folder(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Tiny()
-    optimizer = IVON(model.parameters(), lr=0.1, ess=N, beta2=0.9)
-    for _ in range(2):
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            sum(
-                (p * torch.arange(p.numel()).view_as(p)).sum() for p in model.parameters()
-            ).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    folder = save_trainer(tmp_path / "c", model, optimizer)
-    assert_like_live(from_checkpoint(folder, Tiny()), optimizer, model)
-
-
-def test_a_group_that_must_not_decay_but_does(tmp_path: Path) -> None:
-    model = Tiny()
-    parameter_groups = groups(model, ALL_NORMS)
-    parameter_groups[1]["weight_decay"] = 0.1
-    optimizer = torch.optim.AdamW(parameter_groups)
-    step(optimizer, model)
-    with pytest.raises(OptimizerError, match=r"must not decay, but has 0\.1"):
-        read(save_trainer(tmp_path / "c", model, optimizer), model)
 
 
 def test_a_checkpoint_of_another_model_lists_the_shapes(tmp_path: Path) -> None:
@@ -232,44 +205,6 @@ def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_p
         read(folder, model, names=["layernorm.gain", "nonsense"])
     with pytest.raises(OptimizerError, match="a name occurs twice"):
         read(folder, model, names=["scale.weight", "scale.weight"])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_states_are_refused_with_the_reason(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    model = Tiny().to(dtype)
-    optimizer = torch.optim.AdamW(groups(model, ALL_NORMS), eps=1e-4)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(OptimizerError, match="cannot fall"):
-        read(save_trainer(tmp_path / "c", model, optimizer), model)
-
-
-def test_folders_that_miss_something_say_what(tmp_path: Path) -> None:
-    model = Tiny()
-    optimizer = torch.optim.AdamW(groups(model, ALL_NORMS))
-    step(optimizer, model)
-    folder = save_trainer(tmp_path / "checkpoint-3", model, optimizer)
-    with pytest.raises(StorageError, match=r"no optimizer\.pt.*'checkpoint-3'"):
-        read(tmp_path, model)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(StorageError, match="holds no weights"):
-        read(folder, model)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"final.bias": "model-1.safetensors"}}))
-    with pytest.raises(StorageError, match=r"'model-1\.safetensors', not there"):
-        read(folder, model)
-    index.write_text("[]")
-    with pytest.raises(StorageError, match="no JSON document"):
-        read(folder, model)
-    index.unlink()
-    (folder / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(StorageError, match="truncated"):
-        read(folder, model)
-    with pytest.raises(StorageError, match="nothing is stored"):
-        read(tmp_path / "nowhere", model)
 
 
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
@@ -388,48 +323,6 @@ def test_names_in_the_file_are_believed(tmp_path: Path) -> None:
     assert captured.record["order"] == "param_names in the file"
 
 
-def test_contiguous_groups_of_ones_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Tiny()
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [*model.embed.parameters(), *model.blocks[0].parameters()]},
-            {"params": [*model.blocks[1].parameters(), *model.final.parameters()], "lr": 0.1},
-        ]
-    )
-    step(optimizer, model)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    assert_like_live(read(tmp_path / "state.pt", model), optimizer, model)
-
-
-@pytest.mark.parametrize("kind", [ivon.IVON, IVON])
-@pytest.mark.parametrize("two", [False, True])
-def test_saved_ivon_of_both_kinds(tmp_path: Path, kind: Any, two: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    parameter_groups: Any = model.parameters()
-    if two:
-        parameter_groups = [
-            {"params": list(model[0].parameters()), "weight_decay": 0.3},
-            {"params": list(model[2].parameters())},
-        ]
-    optimizer = kind(parameter_groups, lr=0.1, ess=N, beta2=0.9, weight_decay=0.2)
-    torch.save(optimizer.state_dict(), tmp_path / "new.pt")
-    for _ in range(3):
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            model(torch.randn(8, 3)).square().mean().backward()
-        optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    captured = from_checkpoint(tmp_path / "state.pt", model)
-    assert_like_live(captured, optimizer, model)
-    live = from_optimizer(optimizer, model).record["initial_share"]
-    known = live if kind is IVON else None  # ivon-opt does not save its count
-    assert live >= 0.9**3 and captured.record["initial_share"] == known
-    with pytest.raises(OptimizerError, match=r"not stepped|no state"):
-        from_checkpoint(tmp_path / "new.pt", model)
-
-
 # ------------------------------------------------------------- torch.distributed.checkpoint
 
 UNINITIALISED = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -499,27 +392,6 @@ def test_the_data_part_of_a_saved_state(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("make", "steps", "message"),
-    [
-        (lambda p: torch.optim.Adam(p), 0, "no state"),
-        (lambda p: torch.optim.Adagrad(p), 0, "has not stepped"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), 3, "saved SGD.*fit_laplace"),
-        (lambda p: torch.optim.Adadelta(p), 3, "'square_avg'.*fit_laplace"),
-        (lambda p: torch.optim.Adafactor(p), 3, "fit_laplace"),
-    ],
-)
-def test_states_without_a_precision(
-    tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer], steps: int, message: str
-) -> None:
-    model = Tiny()
-    optimizer = make(model.parameters())
-    step(optimizer, model, steps)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    with pytest.raises(OptimizerError, match=message):
-        read(tmp_path / "state.pt", model)
-
-
 class Surprise:
     """A pickle that would run code."""
 
@@ -542,27 +414,6 @@ def test_a_truncated_state(tmp_path: Path, content: bytes | None) -> None:
     (tmp_path / "state.pt").write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(StorageError, match="truncated"):
         read(tmp_path / "state.pt", model)
-
-
-@pytest.mark.parametrize(
-    "content", [[1, 2], {"w": torch.ones(2)}, {"state": {}, "param_groups": []}]
-)
-def test_a_file_that_holds_no_optimizer(tmp_path: Path, content: Any) -> None:
-    torch.save(content, tmp_path / "state.pt")
-    with pytest.raises(StorageError, match="no optimizer's state_dict"):
-        read(tmp_path / "state.pt", Tiny())
-
-
-def test_numbers_are_checked_as_for_a_live_optimizer(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.Adam)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    with pytest.raises(OptimizerError, match="n_data is missing"):
-        from_checkpoint(tmp_path / "state.pt", model, prior_precision=1.0)
-    state = optimizer.state_dict()
-    state["state"][0]["exp_avg_sq"][0, 0] = -1.0
-    torch.save(state, tmp_path / "damaged.pt")
-    with pytest.raises(PosteriorError, match=r"'embed\.weight' is negative"):
-        read(tmp_path / "damaged.pt", model)
 
 
 def test_a_model_without_values_needs_weights_in_the_checkpoint(tmp_path: Path) -> None:

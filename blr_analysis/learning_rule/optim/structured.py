@@ -397,7 +397,6 @@ class GradientRows(KroneckerRecorder):
     def _settle(self) -> None:
         if self._seen:
             self._over([self._terms()])
-            self._check(self.columns[0])
 
     def _over(self, columns: list[list[Term]]) -> None:
         self._seen, self.columns, self.examples = [], columns, columns[0][0].n_examples
@@ -442,7 +441,6 @@ class JacobianRows(GradientRows):
             for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
                 torch.autograd.grad(f, params, column, retain_graph=True, allow_unused=True)
                 columns.append(self._terms())
-                self._check(columns[-1])  # once, against its parameters' own gradient
         finally:
             self._reading, self._seen = False, []
         self._over(columns)

@@ -4,14 +4,14 @@ examples, which prior, and how they enter S."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import one_of, positive_int, some
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
 from blr_analysis.half import working
 from blr_analysis.posterior.capture.readers import Reader, State, steps
@@ -33,10 +33,10 @@ class Told:
 
     n_data: int | None = None
     prior_precision: Given | None = None
+    initial: Mapping[str, Tensor] | None = None
     scaling: str = "sqrt"
     batch_size: int | None = None
     tokens: int | None = None
-    initial: Mapping[str, Tensor] | None = None
     bare: bool = False
 
 
@@ -70,25 +70,6 @@ class Slot:
     group: State
 
 
-@dataclass(frozen=True)
-class Scale:
-    """What turns an estimate (h or v̂) into the data's part of S, and the prior's part.
-
-    Attributes:
-        n_data: N.
-        prior: δ by parameter name; None: nobody knows it.
-        data_part: (estimate, group) → S − δ.
-        definition: the formula, as text.
-        record: the choices made, JSON-able.
-    """
-
-    n_data: int
-    prior: dict[str, float] | None
-    data_part: Callable[[Tensor, State], Tensor]
-    definition: str
-    record: dict[str, Any] = field(default_factory=dict)
-
-
 def assemble(
     slots: Sequence[Slot], reader: Reader, model: nn.Module, told: Told, record: dict[str, Any]
 ) -> Captured:
@@ -98,14 +79,11 @@ def assemble(
     out of S, which may then be 0 where no gradient ever came; a given one is recorded as
     ``prior_outside``.
     """
-    by_name = {slot.name: slot for slot in slots}
-    slots = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
+    order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+    slots = sorted(slots, key=lambda slot: order[slot.name])
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
         raise OptimizerError("the optimizer has not stepped, or its parameters are frozen")
-    if reader.scaled and told.initial is not None:
-        raise OptimizerError(f"{reader.kind} learned with its prior around 0: leave initial out")
-    bare = told.bare and not reader.scaled
     groups = {s.name: s.group for s in slots}
     scale = (own_scale if reader.scaled else given_scale)(groups, told)
     mean = {slot.name: _mean(slot) for slot in slots}
@@ -115,64 +93,56 @@ def assemble(
         else torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
         for slot in slots
     }
-    known = reader.scaled or told.prior_precision is not None
-    definition, more = scale.definition, dict[str, Any]()
-    if bare:  # H alone; δ stands beside
-        prior: dict[str, float] = dict.fromkeys(data, 0.0)
-        definition = definition.replace("S = ", "H = ", 1).removesuffix(" + delta")
-        if told.prior_precision is not None:
-            more["prior_outside"] = Prior.of_any(told.prior_precision).record
-        precision = data
-    else:
-        prior, more = _prior(scale, data, mean, told.initial, known=known)
-        precision = {n: _positive(n, h + prior[n]) for n, h in data.items()}
+    more: dict[str, Any] = {}
     if reader.scaled:
         more["initial_share"] = initial_share(slots, data)
+    if told.bare and not reader.scaled:  # H alone; δ stands beside
+        prior = dict.fromkeys(data, 0.0)
+        more["definition"] = scale.definition.replace("S = ", "H = ").removesuffix(" + delta")
+        if told.prior_precision is not None:
+            more["prior_outside"] = Prior.of_any(told.prior_precision).given
+    else:
+        prior, choice = _prior(scale, data, mean, told)
+        more |= choice
+        data = {n: h + prior[n] for n, h in data.items()}
+        for name, s in data.items():
+            remedy = "pass a positive prior_precision, or freeze it"
+            _check(f"the precision of {name!r}", s > 0, "not positive and finite", remedy, s)
     counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
-    dtypes = {str(s.state[reader.key].dtype) for s in slots if s.name in learned}
-    return Captured(
-        mean,
-        precision,
-        prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
-        scale.n_data,
-        {
-            "kind": reader.kind,
-            "definition": definition,
-            "n_data": scale.n_data,
-            **scale.record,
-            **record,
-            **more,
-            "step": max(counts) if counts else None,
-            "beta2": _beta2(slots),
-            "state_dtypes": sorted(dtypes),
-            "groups": _settings(slots, reader),
-            "never_updated": [s.name for s in slots if s.name not in learned],
-            "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-            "tied": tied_names(model),
-        },
-    )
+    about = {
+        "kind": reader.kind,
+        "definition": scale.definition,
+        "n_data": scale.n_data,
+        **scale.record,
+        **record,
+        **more,
+        "step": max(counts) if counts else None,
+        "beta2": _beta2(slots[0].group),
+        "never_updated": [s.name for s in slots if s.name not in learned],
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "tied": tied_names(model),
+    }
+    return Captured(mean, data, _alike(prior), scale.n_data, about)
+
+
+def _alike(prior: Mapping[str, float]) -> float | dict[str, float]:
+    """One number where they are the same for all."""
+    return dict(prior) if len(set(prior.values())) > 1 else next(iter(prior.values()))
 
 
 def _prior(
-    scale: Scale,
-    data: Mapping[str, Tensor],
-    mean: Mapping[str, Tensor],
-    initial: Mapping[str, Tensor] | None,
-    *,
-    known: bool,
+    scale: Scale, data: Mapping[str, Tensor], mean: Mapping[str, Tensor], told: Told
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """δ by name, and how it was chosen where nobody gave it.
 
     The L2 penalty of the training, where there was one around 0; else by the evidence.
     """
-    if scale.prior is None or (initial is not None and not known):
-        delta, choice = by_evidence(Diagonal(dict(data)), mean, initial)
+    known = told.prior_precision is not None or "ess" in scale.record
+    if scale.prior is None or (told.initial is not None and not known):
+        delta, choice = by_evidence(Diagonal(dict(data)), mean, told.initial)
         return dict.fromkeys(data, delta), choice
-    if known:
-        return scale.prior, {}
-    several = set(scale.prior.values())
-    said = several.pop() if len(several) == 1 else scale.prior
-    return scale.prior, {"prior_choice": {"delta": said, "rule": "weight_decay"}}
+    choice = {"delta": _alike(scale.prior), "rule": "weight_decay"}
+    return scale.prior, {} if known else {"prior_choice": choice}
 
 
 def by_evidence(
@@ -193,6 +163,17 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return tied
 
 
+def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
+    """Trainable parameters that an optimizer does not hold."""
+    return [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
+
+
+def _check(what: str, fine: Tensor, wrong: str, remedy: str, values: Tensor) -> None:
+    if bad := int((~(fine & values.isfinite())).sum()):
+        said = f"{what} is {wrong} in {bad} of {fine.numel()} entries"
+        raise PosteriorError(f"{said}: {remedy}")
+
+
 def _mean(slot: Slot) -> Tensor:
     if slot.value.is_meta:
         raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
@@ -202,53 +183,21 @@ def _mean(slot: Slot) -> Tensor:
 
 
 def _estimate(slot: Slot, reader: Reader) -> Tensor:
-    held = slot.state[reader.key]
+    held, what = slot.state[reader.key], f"the optimizer's {reader.key!r} for {slot.name!r}"
     if held.shape != slot.value.shape:
-        raise OptimizerError(
-            f"the optimizer's {reader.key!r} for {slot.name!r} is {tuple(held.shape)}, the "
-            f"parameter {tuple(slot.value.shape)}: it was saved for another model."
-        )
+        sizes = f"{tuple(held.shape)}, the parameter {tuple(slot.value.shape)}"
+        raise OptimizerError(f"{what} is {sizes}: it was saved for another model.")
     wide = {**slot.state, reader.key: held.detach().to(slot.value.device, working(held.dtype))}
     estimate = reader.estimate(wide, slot.group)
-    fine = estimate.isfinite() & (reader.scaled | (estimate >= 0))
-    if bad := int((~fine).sum()):
-        raise PosteriorError(
-            f"the optimizer's {reader.key!r} for parameter {slot.name!r} is negative or not finite "
-            f"in {bad} of {fine.numel()} entries: use an earlier checkpoint."
-        )
+    fine = (estimate >= 0) | reader.scaled
+    _check(what, fine, "negative or not finite", "use an earlier checkpoint", estimate)
     return estimate
 
 
-def _positive(name: str, precision: Tensor) -> Tensor:
-    if bad := int((~(precision.isfinite() & (precision > 0))).sum()):
-        raise PosteriorError(
-            f"the precision of parameter {name!r} is not positive and finite in {bad} "
-            f"of {precision.numel()} entries: pass a positive prior_precision, or freeze it"
-        )
-    return precision
-
-
-def _settings(slots: Sequence[Slot], reader: Reader) -> list[dict[str, Any]]:
-    groups = {id(slot.group): slot.group for slot in slots}
-    return [
-        {key: _plain(group[key]) for key in reader.settings if key in group}
-        for group in groups.values()
-    ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _beta2(slots: Sequence[Slot]) -> float | list[float] | None:
-    """How slowly the second moment forgets: one number, or one per distinct setting."""
-    betas = set()
-    for group in (slot.group for slot in slots):
-        held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
-        betas |= set() if held is None else {float(held)}
-    return min(betas) if len(betas) == 1 else sorted(betas) or None
+def _beta2(group: State) -> float | None:
+    """How slowly the second moment forgets."""
+    held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
+    return None if held is None else float(held)
 
 
 def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float | None:
@@ -275,6 +224,25 @@ def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float | 
     return max(share, weight / sum(slot.value.numel() for slot in slots))
 
 
+@dataclass(frozen=True)
+class Scale:
+    """What turns an estimate (h or v̂) into the data's part of S, and the prior's part.
+
+    Attributes:
+        n_data: N.
+        prior: δ by parameter name; None: nobody knows it.
+        data_part: (estimate, group) → S − δ.
+        definition: the formula, as text.
+        record: the choices made, JSON-able.
+    """
+
+    n_data: int
+    prior: dict[str, float] | None
+    data_part: Callable[[Tensor, State], Tensor]
+    definition: str
+    record: dict[str, Any]
+
+
 def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
     """For optimizers that learn a posterior: ess and weight_decay are in the groups.
 
@@ -282,41 +250,33 @@ def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
         groups: the optimizer's group by parameter name.
     """
     one_of("scaling", told.scaling, ("sqrt", "ess"))
+    if told.initial is not None:
+        raise OptimizerError("this optimizer learned with its prior around 0: leave initial out")
     sizes = sorted({float(group["ess"]) for group in groups.values()})
-    prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
-    given = prior if told.prior_precision is None else _by_name(told.prior_precision, groups)
-    for name, own in prior.items():
-        if not math.isclose(given[name], own, rel_tol=1e-6):
-            said = f"prior_precision={given[name]:g} contradicts the optimizer's {own:g}"
-            raise OptimizerError(f"{said} for {some([name])}: leave it out")
-    return Scale(
-        n_data=_examples(sizes, told),
-        prior=prior,
-        data_part=lambda hess, group: hess * float(group["ess"]),
-        definition="S = ess*(h + weight_decay)",
-        record={"scaling": "ess", "ess": sizes, **_counted(told)},
-    )
-
-
-def _examples(sizes: Sequence[float], told: Told) -> int:
-    """N, which the optimizer's ess is, unless tokens were counted or it was set apart."""
-    n = None if told.n_data is None else n_data_of(told.n_data)
     if not all(math.isfinite(ess) and ess > 0 for ess in sizes):
         raise OptimizerError(f"the optimizer's ess must be positive and finite, not {sizes}.")
-    if told.scaling == "ess":
-        return n or max(1, round(sizes[0]))
-    if n is None and (told.tokens is not None or len(sizes) > 1):
-        said = f"n_data is missing: the optimizer's ess ({sizes}) is no number of examples"
-        raise OptimizerError(f"{said}. Pass n_data=len(dataset) beside tokens= or scaling='ess'.")
-    n = n or max(1, round(sizes[0]))
-    terms = n if told.tokens is None else told.tokens
-    if not all(math.isclose(ess, terms, rel_tol=1e-6) for ess in sizes):
-        name = "n_data" if told.tokens is None else "tokens"
-        said = f"{name}={terms} is inconsistent with the optimizer's ess={sizes}: leave it out"
-        raise OptimizerError(
-            f"{said}, or pass tokens={round(sizes[0])}, or scaling='ess' if tempered"
-        )
-    return n
+    prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
+    for name, given in ({} if told.prior_precision is None else _by_name(told, groups)).items():
+        if not math.isclose(given, prior[name], rel_tol=1e-6):
+            said = f"prior_precision={given:g} contradicts the optimizer's {prior[name]:g}"
+            raise OptimizerError(f"{said} for {name!r}: leave it out")
+    n, counted = max(1, round(sizes[0])), _counted(told)
+    n = n if told.n_data is None else n_data_of(told.n_data)
+    if told.scaling != "ess":  # set apart from N on purpose
+        terms = counted.get("tokens", n)
+        if told.n_data is None and (counted or len(sizes) > 1):
+            said = f"n_data is missing: the optimizer's ess={sizes} is no number of examples"
+            raise OptimizerError(f"{said}; pass it beside tokens=, or with scaling='ess'")
+        if not all(math.isclose(ess, terms, rel_tol=1e-6) for ess in sizes):
+            said = f"{terms} is inconsistent with the optimizer's ess={sizes}: leave n_data out"
+            raise OptimizerError(f"{said}, pass tokens={sizes[0]:.0f}, or scaling='ess' (tempered)")
+    return Scale(
+        n,
+        prior,
+        lambda hess, group: hess * float(group["ess"]),
+        "S = ess*(h + weight_decay)",
+        {"scaling": "ess", "ess": sizes, **counted},
+    )
 
 
 def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
@@ -332,29 +292,20 @@ def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
     n, counted = n_data_of(told.n_data), _counted(told)
     terms = float(counted.get("tokens", n))  # of the loss, which is their mean
     factor = terms if root else terms * positive_int("batch_size", told.batch_size)
-    given = told.prior_precision
+    penalty = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
+    known = all(penalty.values()) and all(map(is_penalty, groups.values()))
+    about = {"scaling": told.scaling, "batch_size": told.batch_size, "bias_corrected": True}
     return Scale(
-        n_data=n,
-        prior=_trained_with(groups, terms) if given is None else _by_name(given, groups),
-        data_part=lambda v, _: factor * (v.sqrt() if root else v),
-        definition=f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
-        record={
-            "scaling": told.scaling,
-            "batch_size": told.batch_size,
-            "bias_corrected": True,
-            **counted,
-        },
+        n,
+        (penalty if known else None) if told.prior_precision is None else _by_name(told, groups),
+        lambda v, _: factor * (v.sqrt() if root else v),
+        f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
+        {**about, **counted},
     )
 
 
 def _counted(told: Told) -> dict[str, int]:
     return {} if told.tokens is None else {"tokens": positive_int("tokens", told.tokens)}
-
-
-def _trained_with(groups: Mapping[str, State], terms: float) -> dict[str, float] | None:
-    """δ of the L2 penalty that all parameters were trained with; None where they were not."""
-    prior = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
-    return prior if all(map(is_penalty, groups.values())) and all(prior.values()) else None
 
 
 def is_penalty(group: State) -> bool:
@@ -365,5 +316,5 @@ def is_penalty(group: State) -> bool:
     return not group.get("decoupled_weight_decay", "betas" in group)
 
 
-def _by_name(given: Given, names: Mapping[str, Any]) -> dict[str, float]:
-    return Prior.read(given, dict.fromkeys(names, ())).numbers(names)
+def _by_name(told: Told, names: Mapping[str, Any]) -> dict[str, float]:
+    return Prior.read(told.prior_precision, dict.fromkeys(names, ())).numbers(names)

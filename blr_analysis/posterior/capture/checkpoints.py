@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -34,16 +34,14 @@ from blr_analysis.posterior.capture.assemble import (
     Slot,
     Told,
     assemble,
+    left_out,
     tied_names,
 )
-from blr_analysis.posterior.capture.live import left_out
 from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
 
 EXPORT = (
-    "its .metadata is a pickle, which can run code when it is read. Export the state where the "
-    "training runs: torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, "
-    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every process, then "
-    "torch.save({'model': model_state, 'optimizer': optimizer_state}, 'state.pt') on the first"
+    "whose .metadata is a pickle, which can run code: export it with torch.distributed.checkpoint."
+    "state_dict.get_state_dict(..., StateDictOptions(full_state_dict=True)) and torch.save"
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -54,17 +52,15 @@ LAYOUTS = {
     "short pair": ("model", "optimizer"),
 }
 TRAINER = "Trainer's groups"
-NORMS = r"(?i)bias|layernorm|rmsnorm"
-SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
-    # What each generation of Trainer spares from weight decay: names that match the pattern,
-    # and everything inside such a layer.
-    "LayerNorm, bias": ("bias", lambda layer: isinstance(layer, nn.LayerNorm)),
-    "LayerNorm, bias, layernorm, rmsnorm": (NORMS, lambda layer: isinstance(layer, nn.LayerNorm)),
+SPARED = {
+    # What each generation of Trainer spares from weight decay: names that match the pattern, and
+    # everything inside a LayerNorm, in the last a layer whose class is called …Norm.
+    "LayerNorm, bias": "bias",
+    "LayerNorm, bias, layernorm, rmsnorm": r"(?i)bias|layernorm|rmsnorm",
     "LayerNorm, bias, layernorm, rmsnorm, norm": (
-        NORMS + r"|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)",
-        lambda layer: isinstance(layer, nn.LayerNorm),
+        r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
     ),
-    "classes called …Norm, bias": ("bias", lambda layer: type(layer).__name__.endswith("Norm")),
+    "classes called …Norm, bias": "bias",
 }
 BY_NAME = "Pass names=[...], in the order in which the optimizer got them."
 
@@ -137,12 +133,9 @@ def from_checkpoint(
             if parameters[name].requires_grad:
                 state = states.get(number, {}) if flat is None else flat[k][i]
                 slots.append(Slot(name, values[name].detach(), state, group))
-    for slot in slots:
-        if reader.key in slot.state and slot.state[reader.key].dtype in HALF:
-            raise OptimizerError(
-                f"{str(path)!r} keeps the second moment of {slot.name!r} in "
-                f"{slot.state[reader.key].dtype}: {HALF_REASON}. Use fit_laplace."
-            )
+    if half := [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]:
+        said = f"{str(path)!r} keeps the second moment of {half[0]!r} in half precision"
+        raise OptimizerError(f"{said}: {HALF_REASON}. Use fit_laplace.")
     about = {
         "source": saved.source,
         "path": os.fspath(path),
@@ -154,65 +147,41 @@ def from_checkpoint(
 
 
 def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The mean by parameter name: from the weights saved, under any of a tied tensor's names."""
+    """The mean by parameter name: from the weights saved, under any of a tied tensor's names, after
+    what the checkpoint puts before all (``model.``, ``_orig_mod.``); of several such networks the
+    one whose weights the model has, else that with nothing before its names."""
     parameters, tied = dict(model.named_parameters()), tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
-    found = _named(aliases, weights, _prefix(aliases, parameters, weights))
-    wrong = [
-        f"{n}: {f'{tuple(found[n].shape)}, not {tuple(p.shape)}' if n in found else 'not there'}"
-        for n, p in parameters.items()
-        if n not in found or found[n].shape != p.shape
-    ]
-    if wrong:
-        raise ModelError(
-            f"the checkpoint's weights are not this model's: {some(wrong)}. Its tensors are "
-            f"called {some(list(weights))}."
-        )
-    return {n: found[n] if p.is_meta else found[n].to(p.device) for n, p in parameters.items()}
+    first = next(iter(aliases.values()))
+    heads = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
 
+    def named(head: str) -> dict[str, Tensor]:
+        keys = {n: [head + a for a in own if head + a in weights] for n, own in aliases.items()}
+        return {n: weights[found[0]] for n, found in keys.items() if found}
 
-def _named(
-    aliases: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor], prefix: str
-) -> dict[str, Tensor]:
-    """Those that are there, by parameter name."""
-    keys = {n: next((prefix + a for a in own if prefix + a in weights), "")
-            for n, own in aliases.items()}  # fmt: skip
-    return {n: weights[key] for n, key in keys.items() if key}
+    def wrong(held: Mapping[str, Tensor]) -> list[str]:
+        shapes = {n: tuple(t.shape) for n, t in held.items()}
+        return [
+            f"{n}: {f'{shapes[n]}, not {tuple(p.shape)}' if n in shapes else 'not there'}"
+            for n, p in parameters.items()
+            if shapes.get(n) != tuple(p.shape)
+        ]
 
-
-def _prefix(
-    aliases: Mapping[str, Sequence[str]],
-    parameters: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-) -> str:
-    """What the checkpoint puts before every name, such as ``model.`` or ``_orig_mod.``; of several
-    networks with these names and shapes, before the one whose weights the model has, else nothing.
-
-    Raises:
-        ModelError: several, none of them has, and all have something before their names.
-    """
-    first, *_ = aliases.values()
-    ends = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
-    held = {prefix: _named(aliases, weights, prefix) for prefix in sorted(ends)}
-    held = {prefix: tensors for prefix, tensors in held.items() if len(tensors) == len(aliases)}
-
-    def fits(tensors: Mapping[str, Tensor]) -> bool:
-        return all(tensors[n].shape == p.shape for n, p in parameters.items())
-
-    def same(tensors: Mapping[str, Tensor]) -> bool:
-        pairs = ((p.detach(), tensors[n]) for n, p in parameters.items())
+    def own(held: Mapping[str, Tensor]) -> bool:
+        pairs = ((p.detach(), held[n]) for n, p in parameters.items())
         return all(not p.is_meta and torch.equal(p, w.to(p)) for p, w in pairs)
 
-    alike = [prefix for prefix in held if fits(held[prefix])] or list(held)
-    if len(alike) < 2:
-        return alike[0] if alike else ""
-    own = [prefix for prefix in alike if fits(held[prefix]) and same(held[prefix])]
-    if not own and "" not in alike:
-        raise ModelError(
-            f"the checkpoint holds several such networks, {some(alike)}: load the weights of the "
-            "trained one into the model"
-        )
-    return own[0] if own else ""
+    networks = {head: held for head in sorted(heads) if not wrong(held := named(head))}
+    if not networks:
+        best = max(map(named, sorted(heads) or [""]), key=len)
+        said = f"the checkpoint's weights are not this model's: {some(wrong(best))}"
+        raise ModelError(f"{said}. Its tensors are called {some(list(weights))}.")
+    chosen = [head for head, held in networks.items() if own(held)] or [*networks]
+    if len(chosen) > 1 and "" not in chosen and not own(networks[chosen[0]]):
+        said = f"the checkpoint holds several such networks, {some(chosen)}"
+        raise ModelError(f"{said}: load the weights of the trained one into the model")
+    held = networks["" if "" in chosen else chosen[0]]
+    return {n: held[n] if p.is_meta else held[n].to(p.device) for n, p in parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -236,7 +205,7 @@ def load_saved(path: Path) -> Saved:
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
     if path.name == ".metadata" or path.suffix == ".distcp":
-        raise StorageError(f"{str(path)!r} is of a torch.distributed.checkpoint: {EXPORT}")
+        raise StorageError(f"{str(path)!r} is of a distributed checkpoint, {EXPORT}")
     content = _torch_load(path)
     for source, (weights, optimizer) in LAYOUTS.items():
         if isinstance(content, Mapping) and weights in content and optimizer in content:
@@ -254,8 +223,7 @@ def _load_folder(folder: Path) -> Saved:
     if file is not None:
         return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
     if distributed := [*folder.glob(".metadata"), *folder.glob("*/.metadata")]:
-        where = str(distributed[0].parent)
-        raise StorageError(f"{where!r} is a torch.distributed.checkpoint: {EXPORT}")
+        raise StorageError(f"{str(distributed[0].parent)!r} is a distributed checkpoint, {EXPORT}")
     held = sorted(p.name for p in folder.iterdir())
     raise StorageError(
         f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
@@ -337,23 +305,21 @@ def name_states(
     Raises:
         OptimizerError: no rule agrees with the file, or several do that name tensors differently.
     """
-    sizes = [len(group["params"]) for group in saved["param_groups"]]
-    orders = _candidates(model, saved["param_groups"], sizes, names, trainer)
+    groups = saved["param_groups"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    checked = [(order, _complaint(order, saved, key, shapes)) for order in orders]
-    different = {tuple(order.names): order for order, text in reversed(checked) if not text}
-    if len(different) == 1:
-        return next(iter(different.values()))
-    if different:
-        one, two, *_ = different.values()
-        pairs = list(zip(one.names, two.names, strict=True))
-        k = next(k for k, (a, b) in enumerate(pairs) if a != b)
-        raise OptimizerError(
-            f"the saved optimizer's parameters can be named in {len(different)} ways; number {k} "
-            f"is {pairs[k][0]!r} by {one.rule!r} and {pairs[k][1]!r} by {two.rule!r}. {BY_NAME}"
-        )
-    complaints = {text: order.rule for order, text in reversed(checked)}
-    listed = "; ".join(f"by {rule!r}: {text}" for text, rule in complaints.items())
+    orders = _candidates(model, groups, names, trainer)
+    against = {order.rule: _complaint(order, saved, key, shapes) for order in orders}
+    fitting = {tuple(order.names): order for order in reversed(orders) if not against[order.rule]}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    if fitting:
+        one, two, *_ = fitting.values()
+        a, b = next(pair for pair in zip(one.names, two.names, strict=True) if len({*pair}) > 1)
+        said = f"a parameter is {a!r} by {one.rule!r} and {b!r} by {two.rule!r}"
+        ways = f"the saved optimizer's parameters can be named in {len(fitting)} ways"
+        raise OptimizerError(f"{ways}: {said}. {BY_NAME}")
+    sizes = [len(group["params"]) for group in groups]
+    listed = "; ".join(f"by {rule!r}: {text}" for rule, text in against.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
         f"({len(shapes)} parameters): {listed}. Freeze what was frozen. {BY_NAME}"
@@ -361,38 +327,36 @@ def name_states(
 
 
 def _candidates(
-    model: nn.Module,
-    groups: Sequence[State],
-    sizes: Sequence[int],
-    names: Sequence[str] | None,
-    trainer: bool,
+    model: nn.Module, groups: Sequence[State], names: Sequence[str] | None, trainer: bool
 ) -> list[Order]:
+    ends = list(accumulate(len(group["params"]) for group in groups))
+
+    def cut(names: Sequence[str]) -> list[list[str]]:  # what is too many shows in the last run
+        return [list(names[a:b]) for a, b in pairwise([0, *ends[:-1], None])]
+
     if names is not None:
-        return [Order("names as given", _cut(names, sizes))]
+        return [Order("names as given", cut(names))]
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return [Order("names in the file", [list(group["params"]) for group in groups])]
     if all("param_names" in group for group in groups):
         return [Order("param_names in the file", [list(group["param_names"]) for group in groups])]
-    every = [name for name, _ in model.named_parameters()]
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     orders = []
-    if not (trainer and len(sizes) == 2):
-        orders.append(Order("the model's parameters in turn", _cut(every, sizes)))
-        orders.append(Order("the model's trainable parameters in turn", _cut(trainable, sizes)))
-    if len(sizes) == 2:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        for rule, (pattern, is_norm) in SPARED.items():
-            norms = tuple(f"{path}." for path, m in modules.items() if path and is_norm(m))
-            spared = {n: bool(re.search(pattern, n)) or n.startswith(norms) for n in trainable}
-            runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
-            orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
+    if not (trainer and len(ends) == 2):
+        every = [name for name, _ in model.named_parameters()]
+        orders.append(Order("the model's parameters in turn", cut(every)))
+        orders.append(Order("the model's trainable parameters in turn", cut(trainable)))
+    for rule, pattern in SPARED.items() if len(ends) == 2 else ():
+        apart = tuple(f"{path}." for path, m in model.named_modules() if path and _norm(m, rule))
+        spared = {n: bool(re.search(pattern, n)) or n.startswith(apart) for n in trainable}
+        runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
+        orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
     return orders
 
 
-def _cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    """Runs of the given sizes; what is left over, or missing, shows in the last run."""
-    ends = list(accumulate(sizes[:-1], initial=0))
-    return [list(names[a:b]) for a, b in pairwise([*ends, None])]
+def _norm(layer: nn.Module, rule: str) -> bool:
+    called = type(layer).__name__.endswith("Norm")
+    return called if rule.startswith("classes") else isinstance(layer, nn.LayerNorm)
 
 
 def _complaint(
@@ -400,17 +364,15 @@ def _complaint(
 ) -> str:
     """What speaks against an order; nothing if all agrees."""
     groups = saved["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
     if unknown := [name for name in order.names if name not in shapes]:
         return f"the model has no parameters {some(unknown)}"
-    counts, sizes = ([len(x) for x in xs] for xs in (order.groups, [g["params"] for g in groups]))
-    if counts != sizes:
-        k = next((k for k, (a, b) in enumerate(zip(counts, sizes, strict=False)) if a != b), 0)
-        return f"groups of {counts} parameters (group {k}: {some(order.groups[k])})"
-    if len(set(order.names)) != sum(sizes):
+    if [*map(len, order.groups)] != [len(group["params"]) for group in groups]:
+        return f"groups of {[*map(len, order.groups)]} parameters"
+    if len(set(order.names)) != len(numbers):
         return "a name occurs twice"
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
         return f"the second group must not decay, but has {groups[1]['weight_decay']}"
-    numbers = [number for group in groups for number in group["params"]]
     held = [saved["state"].get(number, {}).get(key) for number in numbers]
     wrong = [
         f"{name} {tuple(shapes[name])} with a state of {tuple(state.shape)}"

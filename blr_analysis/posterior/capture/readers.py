@@ -58,7 +58,6 @@ class Reader:
         kind: recorded in the posterior, e.g. ``"adam_v"``.
         key: the entry of the parameter's state that holds h or v.
         estimate: (state, group) → h or v̂, shaped as the parameter.
-        settings: the groups' settings that the record keeps.
         classes: names of the optimizers, or of their base classes.
         option: of a group, by which a saved state, which does not name its optimizer, is known.
         scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
@@ -67,7 +66,6 @@ class Reader:
     kind: str
     key: str
     estimate: Callable[[State, State], Tensor]
-    settings: tuple[str, ...]
     classes: tuple[str, ...] = ()
     option: str = ""
     scaled: bool = False
@@ -77,15 +75,13 @@ class Reader:
         return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
 
 
-LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
-IVON = Reader("ivon", "hess", lambda state, _: state["hess"], LEARNED, ("IVON",), "ess", True)
+IVON = Reader("ivon", "hess", lambda state, _: state["hess"], ("IVON",), "ess", True)
 READERS = (
     IVON,
     Reader(
         "adam_v",
         "exp_avg_sq",
         _mean("exp_avg_sq", lambda group: group["betas"][1]),
-        ("betas", "weight_decay", "amsgrad"),
         ("Adam", "AdamW", "NAdam", "RAdam"),
         "betas",
     ),
@@ -93,7 +89,6 @@ READERS = (
         "rmsprop_v",
         "square_avg",
         _mean("square_avg", lambda group: group["alpha"]),
-        ("alpha", "centered", "weight_decay"),
         ("RMSprop",),
         "alpha",
     ),
@@ -101,7 +96,6 @@ READERS = (
         "adagrad_v",
         "sum",
         _sum("sum", "initial_accumulator_value"),
-        ("initial_accumulator_value", "weight_decay"),
         ("Adagrad",),
         "lr_decay",
     ),
@@ -110,7 +104,6 @@ SECOND = Reader(
     "adam_v",
     "hess",
     _mean("hess", lambda group: 0.0 if group["hess_init"] else group["beta2"]),
-    ("beta1", "beta2", "weight_decay"),
 )
 ROWS: dict[str, Reader] = {
     **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
@@ -118,11 +111,9 @@ ROWS: dict[str, Reader] = {
     "diagonal Newton": replace(IVON, kind="diagonal_newton"),
     "Adam": SECOND,
     "AdamW": SECOND,
-    "AdaDelta": replace(SECOND, kind="adadelta_v", settings=("beta2", "weight_decay")),
-    "RMSprop": replace(SECOND, kind="rmsprop_v", settings=("beta2", "weight_decay")),
-    "AdaGrad": Reader(
-        "adagrad_v", "hess", _sum("hess", "hess_init"), ("hess_init", "weight_decay")
-    ),
+    "AdaDelta": replace(SECOND, kind="adadelta_v"),
+    "RMSprop": replace(SECOND, kind="rmsprop_v"),
+    "AdaGrad": Reader("adagrad_v", "hess", _sum("hess", "hess_init")),
 }
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""
 
@@ -133,41 +124,32 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     Raises:
         OptimizerError: the optimizer keeps no precision, or none that is known here.
     """
-    if (reader := _of_row(optimizer.param_groups)) is not None:
-        return reader
-    name, states = type(optimizer).__name__, optimizer.state.values()
-    bases = {base.__name__ for base in type(optimizer).__mro__}
-    for reader in READERS:
-        entries = _entries(states)
-        if bases & set(reader.classes) and (not entries or reader.key in entries):
-            return reader
-    held = f" (state: {sorted(_entries(states))})" * bool(states)
-    raise OptimizerError(f"no precision can be read from {name}{held}. {ADVICE}")
+    return reader_of_saved(optimizer.state.values(), optimizer.param_groups, type(optimizer))
 
 
-def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
+def reader_of_saved(
+    states: Iterable[State], groups: Sequence[State], kind: type | None = None
+) -> Reader:
     """The row for a saved state, which does not name its optimizer: by the entries it holds.
 
     Raises:
         OptimizerError: the state is empty, or its entries are of no known optimizer.
     """
-    entries, options = _entries(states), {key for group in groups for key in group}
-    if entries and (reader := _of_row(groups)) is not None:
+    entries = {key for state in states if is_state(state) for key in state}
+    options = {key for group in groups for key in group}
+    if (entries or kind) and (reader := _of_row(groups)) is not None:
         return reader
-    for reader in READERS:  # ivon-opt's h is in its groups
-        held = entries | options if reader.scaled else entries
-        if reader.key in held and reader.option in options:
+    bases = {base.__name__ for base in (kind.__mro__ if kind else ())}
+    for reader in READERS:
+        known = bases & set(reader.classes) if kind else reader.option in options
+        held = entries | options if reader.scaled else entries  # ivon-opt's h is in its groups
+        if known and (reader.key in held or (kind and not entries)):
             return reader
-    if "nesterov" in options:
-        raise OptimizerError(f"this is a saved SGD, which keeps no precision. {ADVICE}")
-    if not entries:
+    if not entries and not kind and "nesterov" not in options:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    said = f"(state: {sorted(entries)}; settings: {sorted(options)})"
-    raise OptimizerError(f"the saved optimizer {said} holds no known second moment. {ADVICE}")
-
-
-def _entries(states: Iterable[State]) -> set[str]:
-    return {key for state in states if is_state(state) for key in state}
+    name = kind.__name__ if kind else "SGD" if "nesterov" in options else "the saved optimizer"
+    said = f"(state: {sorted(entries)}; settings: {sorted(options - {'params'})})"
+    raise OptimizerError(f"no precision can be read from {name} {said}. {ADVICE}")
 
 
 def _of_row(groups: Sequence[State]) -> Reader | None:

@@ -18,58 +18,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.inputs import InputMoments
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.files import Unfinished
 from blr_analysis.posterior.prior import Given, Prior
 
+if TYPE_CHECKING:
+    from blr_analysis.posterior.laplace import Fit
+
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
-Passes = Callable[..., Iterator[list[Term]]]
 HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a structure is fitted to.
-
-    Attributes:
-        params: the weights, by name.
-        passes: label, indices=None, kept=None → one sweep over the data (or ``indices`` of it): per
-            chunk the terms of the columns G_i.
-        prior: δ.
-        label: of the sweeps.
-        inputs: what the layers see, over one sweep of forward passes.
-        gradients: how many G_ic there are.
-        n_data: the number of examples.
-        padded: whether some positions are padding.
-        vocabulary: words that a language model tells apart; 0 for other models.
-        sample: examples whose gradients tell the directions; None: all.
-        rank: of low rank.
-        kept: by the sweep, where "factors" and "values" of layers with factors are kept meanwhile.
-    """
-
-    params: Tree
-    passes: Passes
-    prior: Prior
-    label: str
-    inputs: Callable[[], InputMoments]
-    gradients: Callable[[], int]
-    n_data: int
-    padded: bool
-    rank: int | None
-    vocabulary: int = 0
-    sample: Tensor | None = None
-    kept: Mapping[str, Unfinished] = field(default_factory=dict)
 
 
 class Structure(ABC):
@@ -91,7 +56,7 @@ class Structure(ABC):
     def summed(self, fit: Fit) -> Self:
         """S + Σ_i G_iᵀ G_i over one sweep of this rank's examples."""
         form = self
-        for terms in fit.passes(f"{self.kind} {fit.label}"):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}"):
             form = form.add(terms)
         return form
 
@@ -234,7 +199,7 @@ class Spectral(Structure):
         """The same basis with other eigenvalues."""
 
     @abstractmethod
-    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
+    def prior_values(self, prior: Prior | Given) -> dict[str, float]:
         """δ in this basis."""
 
     def _power(self, v: Tree, power: float) -> Tree:
@@ -246,7 +211,7 @@ class Spectral(Structure):
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
         kept = fit.kept.get("values")
-        for terms in fit.passes(f"{self.kind} {fit.label}", kept=kept, apart=True):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept, apart=True):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
             if kept is not None:
@@ -307,9 +272,8 @@ class Spectral(Structure):
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
         delta, below, raised = self.prior_values(prior), 0, {}
         for k, s in self.values.items():
-            floor = torch.as_tensor(delta[k], dtype=s.dtype, device=s.device)
-            below += int((s < floor * (1 - 1e-6)).sum())
-            raised[k] = torch.maximum(s, floor)
+            below += int((s < delta[k] * (1 - 1e-6)).sum())
+            raised[k] = s.clamp_min(delta[k])
         return self.with_values(raised), below / sum(s.numel() for s in self.values.values())
 
     def check(self) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Spectral, Tree
+from blr_analysis.posterior.structures.contract import Spectral, Tree
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.laplace import Fit
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,8 @@ class Diagonal(Spectral):
     def with_values(self, values: dict[str, Tensor]) -> Diagonal:
         return Diagonal(values)
 
-    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
-        delta = Prior.of_any(prior)
-        return {n: delta.of(n) for n in self.values}
+    def prior_values(self, prior: Prior | Given) -> dict[str, float]:
+        return Prior.of_any(prior).numbers(self.values)
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}

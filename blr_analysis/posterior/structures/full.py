@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
+from blr_analysis.posterior.structures.contract import Structure, Tree
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.laplace import Fit
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
@@ -132,7 +135,7 @@ class Full(Structure):
 
     def _prior_vector(self, prior: Prior | Given) -> Tensor:
         delta = Prior.of_any(prior)
-        parts = [delta.like(n, self.matrix).expand(s).flatten() for n, s in self.shapes.items()]
+        parts = [self.matrix.new_full(s, delta.of(n)).flatten() for n, s in self.shapes.items()]
         return torch.cat(parts)
 
     def floored(self, prior: Prior | Given) -> tuple[Full, float]:

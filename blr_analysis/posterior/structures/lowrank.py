@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Structure, Tree
+from blr_analysis.posterior.structures.contract import Structure, Tree
 from blr_analysis.posterior.structures.sketch import sketch
+
+if TYPE_CHECKING:
+    from blr_analysis.posterior.laplace import Fit
 
 HELD = 2**22  # numbers of an intermediate result
 RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
@@ -74,7 +77,7 @@ class LowRank(Structure):
         """The leading directions, what the data have in them, and the rest's diagonal."""
         size = sum(p.numel() for p in fit.params.values())
         most = max(1, min(RANK_LIMIT, BASIS_LIMIT // size))
-        largest = min(size, fit.gradients())
+        largest = min(size, fit.task.n_data * fit.columns())
         found = sketch(fit.passes, fit.params, fit.prior, rank=fit.rank, most=most, size=largest)
         kept = len(next(iter(found.basis.values())))
         if found.share < ENOUGH:
@@ -219,13 +222,13 @@ class LowRank(Structure):
 
     def plus_prior(self, prior: Prior | Given) -> LowRank:
         delta = Prior.of_any(prior)
-        base = {n: d + delta.like(n, d) for n, d in self.base.items()}
+        base = {n: d + delta.of(n) for n, d in self.base.items()}
         return LowRank(base, self.basis, self.core)
 
     def floored(self, prior: Prior | Given) -> tuple[LowRank, float]:
         """D raised to δ and C to its positive part, where they are below."""
         delta = Prior.of_any(prior)
-        base = {n: torch.maximum(d, delta.like(n, d)) for n, d in self.base.items()}
+        base = {n: d.clamp_min(delta.of(n)) for n, d in self.base.items()}
         below = sum(int((base[n] * (1 - 1e-6) > d).sum()) for n, d in self.base.items())
         values, turn = torch.linalg.eigh(self.core)
         negative = int((values < -1e-6 * delta.smallest).sum())

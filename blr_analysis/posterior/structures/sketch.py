@@ -100,8 +100,9 @@ class _WhitenedCurvature:
 
     def __init__(self, passes: Passes, params: Mapping[str, Tensor], prior: Prior) -> None:
         self._passes, self._params = passes, params
-        self._prior = {n: prior.like(n, p).expand_as(p) for n, p in params.items()}
-        self.scale = torch.cat([d.flatten() for d in self._prior.values()]).rsqrt()
+        self._prior = prior.numbers(params)
+        each = [torch.full_like(p, prior.of(n) ** -0.5).flatten() for n, p in params.items()]
+        self.scale = torch.cat(each)
         self.diagonal: Tree = {}
         self.trace = 0.0
 
@@ -128,7 +129,7 @@ class _WhitenedCurvature:
         ranks.total([*into.values(), *squares.values()])
         if first:
             self.diagonal = squares
-            self.trace = sum(float((d / self._prior[n].double()).sum()) for n, d in squares.items())
+            self.trace = sum(float(d.sum()) / self._prior[n] for n, d in squares.items())
         return torch.cat([u.reshape(len(v), -1) for u in into.values()], dim=1) * self.scale
 
     def unwhitened(self, q: Tensor) -> Tree:
