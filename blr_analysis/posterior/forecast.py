@@ -18,7 +18,7 @@ import torch
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
+from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import SAMPLE
 from blr_analysis.task import Task

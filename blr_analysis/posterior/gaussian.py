@@ -198,14 +198,16 @@ class Posterior:
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         initial: Mapping[str, Tensor] | None = None,
-        **how: Any,
+        scaling: str = "sqrt",
+        batch_size: int | None = None,
+        tokens: int | None = None,
     ) -> Posterior:
         """The diagonal posterior that an optimizer learned while it trained.
 
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
-        formulas, the arguments (``scaling``, ``batch_size``, ``tokens`` too) and the errors.
+        formulas, the arguments and the errors.
         """
-        told = capture.Told(n_data, prior_precision, initial, **how)
+        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
         return cls._captured(capture.from_optimizer, optimizer, model, told)
 
     @classmethod
@@ -217,14 +219,16 @@ class Posterior:
         n_data: int | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        scaling: str = "sqrt",
+        batch_size: int | None = None,
+        tokens: int | None = None,
         names: Sequence[str] | None = None,
-        **how: Any,
     ) -> Posterior:
         """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        told = capture.Told(n_data, prior_precision, initial, **how)
+        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
         return cls._captured(capture.from_checkpoint, path_of(path), model, told, names=names)
 
     @classmethod
@@ -555,6 +559,44 @@ def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, **record: An
     known = {k: v for k, v in q.record.items() if k not in MEASURED}
     about = {"prior_precision": q.prior, "n_data": n_data, "record": known | record}
     return Posterior(mean, form, **about, buffers=q.buffers)
+
+
+def write_factors(
+    path: str | os.PathLike[str],
+    posterior: Posterior,
+    *,
+    names: Mapping[str, str],
+    n_data: int,
+    scale: float = 1.0,
+    model: str | os.PathLike[str] | None = None,
+    **record: Any,
+) -> None:
+    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
+
+    Args:
+        path: as of :func:`write_precision`.
+        posterior: of structure "gram" or "kron".
+        names: the model's own names by the posterior's.
+        n_data: N, the examples that the scaled sum stands for.
+        scale: of the whole precision.
+        model: the model's folder, whose sha256 is recorded.
+        record: what else is known, JSON-able.
+
+    Raises:
+        StorageError: the place cannot be written; what was there before stays.
+    """
+    form = posterior.form.zeros().plus(posterior.form, scale)
+    tensors, about = stored.renamed(form.tensors(), form.record(), names)
+    for block in about["blocks"]:
+        block["inputs"] *= scale
+    about |= {
+        "structure": posterior.structure,
+        "prior_precision": scale * posterior.prior_precision,
+        "n_data": n_data_of(n_data),
+        "parameters": [names[n] for n in posterior.mean],
+    }
+    known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
+    storage.write(path_of(path), tensors, {**known, **record, **stored.hashes(model), **about})
 
 
 @torch.inference_mode(False)  # also where the caller switched it on

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,6 @@ from blr_analysis.posterior.prior import Given, Prior, Shapes, n_data_of, real_t
 from blr_analysis.posterior.structures import KINDS as STRUCTURES
 from blr_analysis.posterior.structures import Diagonal, Structure
 from blr_analysis.task import unwrapped
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.capture import Captured
-    from blr_analysis.posterior.gaussian import Posterior
 
 KINDS = (
     "ivon",
@@ -297,64 +293,11 @@ def write_precision(
         about = {"prior_outside": outside.given, **about}
     more = {"kind": kind, "definition": definition, "n_data": n, "parameters": list(held)}
     storage.write(
-        place, stored, {**dict.fromkeys(FIELDS), **record, **_hashes(model), **about, **more}
+        place, stored, {**dict.fromkeys(FIELDS), **record, **hashes(model), **about, **more}
     )
 
 
-def write_captured(
-    path: str | os.PathLike[str],
-    captured: Captured,
-    *,
-    model: str | os.PathLike[str] | None = None,
-    dtype: torch.dtype | None = torch.float32,
-    **record: Any,
-) -> None:
-    """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
-    about = {**captured.record, **record}
-    about.pop("path", None)  # a place on this machine; the file is made to be published
-    told = {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
-    write_precision(path, captured.precision, model=model, dtype=dtype, **{**about, **told})
-
-
-def write_factors(
-    path: str | os.PathLike[str],
-    posterior: Posterior,
-    *,
-    names: Mapping[str, str],
-    n_data: int,
-    scale: float = 1.0,
-    model: str | os.PathLike[str] | None = None,
-    **record: Any,
-) -> None:
-    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
-
-    Args:
-        path: as of :func:`write_precision`.
-        posterior: of structure "gram" or "kron".
-        names: the model's own names by the posterior's.
-        n_data: N, the examples that the scaled sum stands for.
-        scale: of the whole precision.
-        model: the model's folder, whose sha256 is recorded.
-        record: what else is known, JSON-able.
-
-    Raises:
-        StorageError: the place cannot be written; what was there before stays.
-    """
-    form = posterior.form.zeros().plus(posterior.form, scale)
-    tensors, about = renamed(form.tensors(), form.record(), names)
-    for block in about["blocks"]:
-        block["inputs"] *= scale
-    about |= {
-        "structure": posterior.structure,
-        "prior_precision": scale * posterior.prior_precision,
-        "n_data": n_data_of(n_data),
-        "parameters": [names[n] for n in posterior.mean],
-    }
-    known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
-    storage.write(path_of(path), tensors, {**known, **record, **_hashes(model), **about})
-
-
-def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
+def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
     if model is None:
         return {}
     weights = Folder.open(path_of(model))

@@ -63,19 +63,20 @@ class Prior:
                 names.
         """
         prior, entries = cls.of_any(given), dict[str | None, float]()
-        if None not in prior.entries and (odd := set(prior.entries) ^ set(shapes)):
-            said = f"missing or unknown {some(sorted(map(str, odd)), MOST)}"
+        if None not in prior.entries and set(prior.entries) != set(shapes):
+            absent = sorted(set(shapes) - set(prior.entries))[:MOST]
+            strange = sorted(map(str, set(prior.entries) - set(shapes)))[:MOST]
+            said = f"missing {absent or 'none'}, unknown {strange or 'none'}"
             raise PosteriorError(f"prior_precision must have one entry per parameter: {said}")
         for name, value in prior.entries.items():
-            where = "" if name is None else f" of {name!r}"
+            what = "prior_precision" + ("" if name is None else f" of {name!r}")
             try:
-                delta = math.nan if isinstance(value, bool | str) else float(value)
-            except (TypeError, ValueError, RuntimeError):
-                delta = math.nan
+                delta = float("" if isinstance(value, bool | str) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise PosteriorError(f"{what} must be a number, got {value!r}") from error
             if not (0 < delta < math.inf or (delta == 0 and not positive)):
-                least = "above" if positive else "at least"
-                said = f"must be one finite number, {least} 0, got {value!r}"
-                raise PosteriorError(f"prior_precision{where} {said}")
+                bound = f"finite and {'above' if positive else 'at least'} 0"
+                raise PosteriorError(f"{what} must be {bound}, got {value!r}")
             entries[name] = delta
         return cls(entries, prior.mean)
 

@@ -398,24 +398,6 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
         assert relative(ours.form.matrix, theirs.posterior_precision) < EXACT
 
 
-@pytest.mark.usefixtures("double")
-def test_functional_variance_equals_laplace_torch() -> None:
-    """V_i = J_i Σ J_iᵀ, which laplace-torch forms from its own Jacobians."""
-    x, y = normal(9, 4), torch.arange(9) % 3
-    model = mlp()
-    theirs = Laplace(
-        model, "classification", subset_of_weights="all", hessian_structure="full",
-        prior_precision=0.5, backend=CurvlinopsGGN,
-    )  # fmt: skip
-    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=9))
-    task = Task(model, (x, y))
-    ours = fit_laplace(task, structure="full", prior_precision=0.5)
-    parts = chunks(task, ours.mean, Chunking(chunk_size=4, progress=False))
-    variance = torch.cat([ours.form.gram(chunk.jacobian_terms()) for chunk in parts])
-    jacobian, _ = theirs.backend.jacobians(x)
-    assert relative(variance, theirs.functional_variance(jacobian)) < EXACT
-
-
 def test_inputs_too_large_for_their_dtype_are_told() -> None:
     task = Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
     with pytest.raises(ModelError, match="overflow"):

@@ -17,13 +17,9 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.posterior import read_precision_record, write_captured, write_precision
 from blr_analysis.posterior.capture import from_optimizer
-from blr_analysis.posterior.precision_files import (
-    KINDS,
-    read_precision_record,
-    write_captured,
-    write_precision,
-)
+from blr_analysis.posterior.precision_files import KINDS
 
 N = 50
 ABOUT: dict[str, Any] = {"kind": "fisher_emp", "definition": "sum_i g_i^2", "n_data": N}

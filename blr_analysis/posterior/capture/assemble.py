@@ -4,6 +4,7 @@ examples, which prior, and how they enter S."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
 from blr_analysis.half import working
 from blr_analysis.posterior.capture.readers import Reader, State, steps
+from blr_analysis.posterior.precision_files import write_precision
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.structures import Diagonal, Structure
@@ -318,3 +320,18 @@ def is_penalty(group: State) -> bool:
 
 def _by_name(told: Told, names: Mapping[str, Any]) -> dict[str, float]:
     return Prior.read(told.prior_precision, dict.fromkeys(names, ())).numbers(names)
+
+
+def write_captured(
+    path: str | os.PathLike[str],
+    captured: Captured,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    **record: Any,
+) -> None:
+    """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
+    about = {**captured.record, **record}
+    about.pop("path", None)  # a place on this machine; the file is made to be published
+    told = {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
+    write_precision(path, captured.precision, model=model, dtype=dtype, **{**about, **told})

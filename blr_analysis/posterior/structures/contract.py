@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,10 +28,8 @@ from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.laplace import Fit
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
 HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Spectral, Tree
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.laplace import Fit
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.laplace import Fit
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 

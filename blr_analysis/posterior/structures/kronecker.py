@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Spectral
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.laplace import Fit
 
 ROWS = ".row_eigenvalues"  # beside one row of eigenvalues: what each row has on top of it
 LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a head, has a diagonal

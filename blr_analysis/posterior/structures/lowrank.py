@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from blr_analysis.backprop.single import product
 from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree
 from blr_analysis.posterior.structures.sketch import sketch
-
-if TYPE_CHECKING:
-    from blr_analysis.posterior.laplace import Fit
 
 HELD = 2**22  # numbers of an intermediate result
 RANK_LIMIT = 4_000  # for a rank that is grown: its r × r problems take a minute
