@@ -7,8 +7,8 @@ back to, some are near 1/8, 1/4 and 1/2 of the steps up to the weights that were
 from __future__ import annotations
 
 import copy
-import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, path_of, positive_int
-from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
+from blr_analysis.files import drafted
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, state_of, thinned
@@ -30,46 +30,32 @@ from blr_analysis.task import unwrapped
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
 EVERY = 5  # passes for each whose Kronecker factors are recorded
 LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
-NUMBERS = "blr_analysis.checkpoint"  # what is no tensor, in a file's metadata
-LEARNED = ("optimizer", "recorder")  # before the places of what is no weight and no buffer
+OPTIMIZER, RECORDER = "optimizer/", "recorder/"  # before what is theirs
+MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
+COUNTS = ("passes", "recorded")  # of the recorder, beside its means
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step: weights and buffers by name, and by its place, such as "optimizer/NAME/exp_avg",
-    what was learned; or the file that holds them."""
+    """One step: weights, buffers and what was learned, or the file that holds them."""
 
     step: int
-    held: Mapping[str, Any] | Path
+    held: State | Path
 
-    def read(self) -> State:
+    def read(self, head: str = "") -> State:
+        """What stands behind ``head``; the weights and buffers behind none."""
         held = load_file(self.held) if isinstance(self.held, Path) else self.held
-        return {n: t for n, t in held.items() if not n.startswith(LEARNED)}
+        if not head:
+            return {n: t for n, t in held.items() if not n.startswith((OPTIMIZER, RECORDER))}
+        return {n.removeprefix(head): t for n, t in held.items() if n.startswith(head)}
 
-    def learned(self) -> dict[str, Any]:
-        """The states of the optimizer, by parameter, and of the recorder."""
-        held = self.held
-        if isinstance(held, Path):
-            with safe_open(held, "pt") as file:
-                held = {**load_file(held), **json.loads(file.metadata()[NUMBERS])}
-        nested: dict[str, Any] = {}
-        for place, value in held.items():
-            *above, last = place.split("/")
-            at = nested
-            for name in above:
-                at = at.setdefault(name, {})
-            at[last] = value
-        return {name: nested.get(name, {}) for name in LEARNED}
-
-
-def _places(tree: Any, head: str) -> dict[str, Any]:
-    """The leaves of nested dicts by their places, tensors on the CPU and copied."""
-    if isinstance(tree, Mapping) and tree:
-        parts = (_places(value, f"{head}/{name}") for name, value in tree.items())
-        return {place: leaf for part in parts for place, leaf in part.items()}
-    if isinstance(tree, Tensor):
-        return {head: tree.detach().cpu().clone(memory_format=torch.contiguous_format)}
-    return {head: tree}
+    def learned(self) -> dict[str, State]:
+        """The optimizer's state by the parameter's name."""
+        learned: dict[str, State] = {}
+        for name, value in self.read(OPTIMIZER).items():
+            parameter, _, key = name.rpartition("/")
+            learned.setdefault(parameter, {})[key] = value
+        return learned
 
 
 class Checkpoints:
@@ -81,8 +67,8 @@ class Checkpoints:
     Args:
         model: what is trained.
         steps: how many steps there will be at most; None: powers of two are kept.
-        folder: where snapshots are written, with all that was learned until then (safetensors);
-            None: they stay in memory.
+        folder: where snapshots are written, with what was learned until then (safetensors); None:
+            they stay in memory.
         optimizer: one of the package's own, Adam or the like, which learns a posterior meanwhile.
         structure: "kron": Kronecker factors are recorded while it trains.
 
@@ -147,23 +133,53 @@ class Checkpoints:
         return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
 
     def _snapshot(self) -> Snapshot:
-        held = {n: leaf for n, t in state_of(self.model).items() for leaf in _places(t, n).values()}
-        if self.optimizer is not None:
-            state = self.optimizer.state
-            for name, p in self.model.named_parameters():
-                held |= _places(state.get(p, {}), f"optimizer/{name}")
+        held = state_of(self.model)
+        for name, p in self.model.named_parameters():
+            state = {} if self.optimizer is None else self.optimizer.state.get(p, {})
+            kept = {k: v for k, v in state.items() if k not in MOMENTA}
+            held |= {
+                f"{OPTIMIZER}{name}/{k}": torch.as_tensor(v)
+                for k, v in kept.items()
+                if isinstance(v, Tensor | int | float)
+            }
         if self.recorder is not None:
-            held |= _places(self.recorder.state_dict(), "recorder")
+            state = self.recorder.state_dict()
+            counts = {f"{RECORDER}{n}/": torch.tensor(state[n]) for n in COUNTS}
+            held |= counts | {f"{RECORDER}{n}": mean for n, mean in state["means"].items()}
+        held = {n: t.detach().cpu().clone() for n, t in held.items()}
         if self.folder is None:
             return Snapshot(self.done, held)
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / f"step-{self.done:08d}.safetensors"
-        draft = place.with_suffix(".draft")
-        tensors = {n: t for n, t in held.items() if isinstance(t, Tensor)}
-        numbers = {n: x for n, x in held.items() if n not in tensors}
-        save_file(tensors, draft, {NUMBERS: json.dumps(numbers)})
-        draft.replace(place)
+        with drafted(place) as draft:
+            save_file({n: t.contiguous() for n, t in held.items()}, draft)
         return Snapshot(self.done, place)
+
+    def begin(self, step: int = 0) -> None:
+        """Before the first step, whose weights are kept too; or after this many, where a training
+        is resumed, with what the folder holds of them."""
+        self.done, self.snapshots, self._steps_by_look = step, [], {}
+        for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
+            taken = int(place.stem.removeprefix("step-"))
+            if step and taken <= step:
+                self.snapshots.append(Snapshot(taken, place))
+            else:
+                place.unlink()  # of another training
+        if step == 0:
+            self.snapshots.append(self._snapshot())
+
+    @property
+    def first(self) -> State | None:
+        """The weights and buffers that training began with, where they were kept."""
+        return next((s.read() for s in self.snapshots if s.step == 0), None)
+
+    def settle(self) -> None:
+        """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
+        kept = [s for s in self.snapshots if s.step == 0] + self._thinned(self.model)
+        for snapshot in self.snapshots:
+            if snapshot not in kept and isinstance(snapshot.held, Path):
+                snapshot.held.unlink(missing_ok=True)
+        self.snapshots = kept
 
     def states(self, model: nn.Module) -> list[Callable[[], State]]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
@@ -198,38 +214,44 @@ class Checkpoints:
 
         def now() -> Posterior:
             if self.recorder is not None:
-                q = Posterior.from_recorder(self.recorder, self.model, **asked)
-            else:
-                q = Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
-            return q.changed(buffers={n: b.clone() for n, b in q.buffers.items()})
+                return Posterior.from_recorder(self.recorder, self.model, **asked)
+            return Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
 
-        earlier = []
-        for number, snapshot in enumerate(self._thinned(self.model), 1):
-            with self._back_at(snapshot):
+        return self.before(now(), now)
+
+    def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:
+        """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
+        as they were at the snapshots."""
+        found = []
+        for k, snapshot in enumerate(self._thinned(self.model)):
+            with self._back_at(snapshot), warnings.catch_warnings():
+                warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
                 q = now()
-            earlier.append(q.changed(record={**q.record, "checkpoint": number}))
-        return now().changed(earlier=tuple(earlier))
+            found.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+        return last.changed(earlier=tuple(found))
 
     @contextmanager
     def _back_at(self, snapshot: Snapshot) -> Iterator[None]:
         """Model, optimizer and recorder as they were at a step."""
+        own = dict(self.model.named_parameters())
         present = {n: t.detach().clone() for n, t in state_of(self.model).items()}
-        held = {} if self.optimizer is None else dict(self.optimizer.state)
+        learned = {} if self.optimizer is None else snapshot.learned()
+        states = {n: self.optimizer.state.get(own[n]) for n in learned}  # type: ignore[union-attr]
         recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
-        learned = snapshot.learned()
         try:
             _write(self.model, snapshot.read())
-            if self.optimizer is not None:
-                for name, p in self.model.named_parameters():
-                    if name in learned["optimizer"]:
-                        self.optimizer.state[p] = learned["optimizer"][name]
+            for name, state in learned.items():
+                placed = {k: t.to(own[name].device) for k, t in state.items()}
+                self.optimizer.state[own[name]] = placed  # type: ignore[union-attr]
             if self.recorder is not None:
-                self.recorder.load_state_dict(learned["recorder"])
+                means = snapshot.read(RECORDER)
+                counts = {n: int(means.pop(f"{n}/")) for n in COUNTS}
+                self.recorder.load_state_dict({**recorded, **counts, "means": means})
             yield
         finally:
             _write(self.model, present)
-            if self.optimizer is not None:
-                self.optimizer.state.update(held)
+            for name, state in states.items():
+                self.optimizer.state[own[name]] = state  # type: ignore[union-attr]
             if self.recorder is not None:
                 self.recorder.load_state_dict(recorded)
 

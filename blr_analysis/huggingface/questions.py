@@ -15,6 +15,7 @@ from typing import Any
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
+from blr_analysis.huggingface.recording import training_of
 from blr_analysis.huggingface.tokens import IGNORED, Tokens, check_known, read_length
 from blr_analysis.task import Task
 
@@ -63,7 +64,8 @@ def language_task(
         raise DataError(f"{where} holds no examples")
     columns, tokens, words = read_tokens(loaded, table, where, text, max_length)
     shown = [" ".join(each.split())[:SHOWN] for each in words]
-    return tokens.task(loaded, {"text": shown, **_others(table, {*columns, "text"})})
+    about = {"text": shown, **_others(table, {*columns, "text"})}
+    return tokens.task(loaded, metadata=about, **training_of(loaded.folder))
 
 
 def read_tokens(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,11 @@ class Tokens:
 
         return {name: column(name) for name in rows[0]}
 
-    def task(self, loaded: Pretrained, metadata: Mapping[str, Any] | None = None) -> Task:
-        """These examples under their model."""
+    def task(self, loaded: Pretrained, **about: Any) -> Task:
+        """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
         how: Any = {"batch_size": BATCH, "collate_fn": self.collate}
         loader = DataLoader(self, **how)  # type: ignore[arg-type]
-        return Task(
-            loaded.model, loader, likelihood=loaded.likelihood, batch_size=BATCH, metadata=metadata
-        )
+        return Task(loaded.model, loader, likelihood=loaded.likelihood, batch_size=BATCH, **about)
 
 
 def ids_known_by(

@@ -29,10 +29,7 @@ from blr_analysis.posterior.structures.lowrank import ENOUGH
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
-STILL_INITIAL = (
-    "more than half of the optimizer's hess is still hess_init, not the data's (record"
-    "['initial_share']): train longer, with a smaller beta2 or hess_init, or with IVON(..., steps=)"
-)
+STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field --only loo
 MEASURED = ("fingerprint", "stationarity", "calibration")  # of one posterior and its data
@@ -274,7 +271,8 @@ class Posterior:
         captured = read(source, model, told=told, **more)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
-            warnings.warn(STILL_INITIAL, InitialPrecisionWarning, stacklevel=4)  # of from_…
+            said = f"{STILL_INITIAL} (record['initial_share'])"
+            warnings.warn(said, InitialPrecisionWarning, stacklevel=4)  # of from_…
         return cls(
             captured.mean,
             captured.precision,
@@ -295,9 +293,8 @@ class Posterior:
 
     def _entry(self, tree: Tree, name: str) -> Tensor:
         if not isinstance(name, str) or name not in tree:
-            raise InputError(
-                f"the posterior has no parameter {name!r}; it covers {sorted(tree)[:12]}"
-            )
+            said = f"the posterior has no parameter {name!r}"
+            raise InputError(f"{said}; it covers {sorted(tree)[:12]}")
         return tree[name]
 
     def sample(self, *, generator: torch.Generator | None = None, n: int | None = None) -> Tree:
@@ -498,9 +495,7 @@ class Posterior:
             said = f"one precision per weight: leave it out for {self.structure!r}"
             raise InputError(f"mean=False writes {said}")
         if clash := sorted(set(beside) & set(tensors)):
-            raise InputError(
-                f"parameters are called {clash[:4]}, as means are: save with mean=False"
-            )
+            raise InputError(f"parameters are called {clash[:4]}, as means are: give mean=False")
         beside_model = {} if mean else dict.fromkeys(FIELDS)
         known = {"n_data": self.n_data, "parameters": list(self.mean)}
         return {**tensors, **beside}, {**beside_model, **self.record, **record, **known}

@@ -107,14 +107,7 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    how: dict[str, Any] = {
-        "structure": structure,
-        "prior_precision": prior_precision,
-        "initial": initial,
-        "curvature": curvature,
-        "samples": samples,
-        "rank": rank,
-    }
+    how = {name: value for name, value in locals().items() if name != "task"}
     last = fit_kept(task, **how)
     if last.at_minimum or last.structure == "gram":
         return last
@@ -234,10 +227,8 @@ def _check(
     if kind.of_inputs and curvature != "ggn":
         raise InputError(f"structure={kind.kind!r} has no curvature: leave curvature out")
     if task.likelihood.is_sequence and curvature == "ggn" and not kind.of_inputs:
-        raise InputError(
-            'curvature="ggn" needs all T·C outputs of a sequence, too many under '
-            f'{task.likelihood.name}; use "empirical_fisher" or "mc_fisher"'
-        )
+        said = f'curvature="ggn" is too much for sequences ({task.likelihood.name})'
+        raise InputError(f'{said}; use "empirical_fisher" or "mc_fisher"')
     if not params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
     task.check_parameters(params)

@@ -82,7 +82,7 @@ def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> E
     values = form.per_weight
     if check_dtype(dtype) is not None and values is None:
         raise InputError(
-            f"dtype={dtype} rounds a diagonal precision, this one is {form.kind!r}: leave dtype out"
+            f"dtype={dtype} is for diagonals, not {form.kind!r}: leave dtype out"
         )
     record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
     tensors = form.tensors()
@@ -280,8 +280,6 @@ def write_precision(
     if not isinstance(definition, str) or not definition:
         raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
     held = real_tensors("precision", tensors)
-    if not held:
-        raise InputError("there is no precision to write: tensors is empty")
     _check_values(held)
     shapes = {name: tuple(t.shape) for name, t in held.items()}
     inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))

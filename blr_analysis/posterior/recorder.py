@@ -273,9 +273,8 @@ class KroneckerRecorder:
         names = {n for j in self._joints.values() for n in j.names} | set(self._means)
         if missing := [n for n in own if n not in names]:
             raise PosteriorError(f"{some(missing)} took no part in recorded passes: freeze them")
-        for key, mean in self._means.items():
-            if not bool(torch.isfinite(mean).all()):
-                raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")
+        if odd := [k for k, m in self._means.items() if not bool(m.isfinite().all())]:
+            raise PosteriorError(f"the recorded {odd[0]!r} is not finite; was training stable?")
         blocks = eigenbases(
             {k: (self._joints[k], *pair) for k, pair in factors.items()}, own, n_data
         )

@@ -300,20 +300,6 @@ def flat_ivon() -> tuple[Net, Any]:
     return model, optimizer
 
 
-def test_ours_and_ivon_opt_give_the_same_posterior() -> None:
-    learned = []
-    for kind in (ivon.IVON, IVON):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = kind(two_groups(model), lr=0.1, ess=N, beta2=0.9, hess_init=0.1)
-        torch.manual_seed(1)
-        learn(optimizer, model)
-        learned.append(Posterior.from_optimizer(optimizer, model))
-    for name in learned[0].mean:
-        one, two = (q.precision(name) for q in learned)
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=0)
-
-
 def test_a_hessian_below_zero_is_allowed_and_a_precision_is_not(
     flat_ivon: tuple[Net, Any],
 ) -> None:

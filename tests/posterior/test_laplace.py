@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from contracts import kept
-from curvlinops import EFLinearOperator, EKFACLinearOperator, GGNLinearOperator
+from curvlinops import EKFACLinearOperator
 from laplace import Laplace
 from laplace.curvature import CurvlinopsGGN
 from models import HFConv1D, example_models, mlp, randomised, seeded
@@ -188,20 +187,6 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
     assert q.record["floored"] == pytest.approx(float(share.double().mean()))
 
 
-def test_exact_curvature_of_a_linear_model_is_the_ggn() -> None:
-    """f is linear in θ, so ∇²f = 0; by hand the Hessian is Σ_i p_i (1 − p_i) x_i x_iᵀ."""
-    x, y = normal(20, 3), torch.arange(20) % 2
-    model = randomised(nn.Linear(3, 1, bias=False))
-    task = Task(model, (x, y), likelihood="bernoulli")
-    p = (x @ model.weight.detach().mT).sigmoid()
-    truth = x.mT @ (p * (1 - p) * x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing to raise
-        assert relative(curvature_of(task, "full", curvature="exact"), truth) < EXACT
-        diagonal = curvature_of(task, "diag", curvature="exact")
-    assert relative(diagonal, truth.diagonal().diag()) < EXACT
-
-
 def test_an_indefinite_hessian_is_raised_to_the_prior_and_says_so() -> None:
     """ℓ = ½ (θ₁θ₂ − y)² at θ = (1, 1), y = 9 has the Hessian [[1, −7], [−7, 1]]."""
 
@@ -293,41 +278,6 @@ def test_monte_carlo_fisher_is_reproducible(structure: str) -> None:
     assert torch.equal(one, two) and relative(other, one) > 0.01
     trace = float(curvature_of(task, "full", seed=1, **how).trace())
     assert float(one.trace()) == pytest.approx(trace, rel=1e-10)
-
-
-@pytest.mark.parametrize("make", [small, convolutional])
-def test_ggn_and_empirical_fisher_equal_curvlinops(make) -> None:
-    task = make()
-    data = [task.dataset.tensors]
-    params = list(task.model.parameters())
-    eye = torch.eye(sum(p.numel() for p in params), dtype=torch.float64)
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    ggn = GGNLinearOperator(task.model, loss, params, data) @ eye
-    assert relative(curvature_of(task, "full"), ggn) < EXACT
-    assert relative(curvature_of(task, "diag"), ggn.diagonal().diag()) < EXACT
-    fisher = EFLinearOperator(task.model, loss, params, data) @ eye
-    assert relative(curvature_of(task, "full", curvature="empirical_fisher"), fisher) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [
-        (Gaussian(0.5), nn.MSELoss(reduction="sum")),  # Σ (f − y)² has the Hessian 2 = 1/σ²
-        ("bernoulli", nn.BCEWithLogitsLoss(reduction="sum")),
-    ],
-)
-def test_other_losses_equal_curvlinops(kind, loss: nn.Module) -> None:
-    y = normal(9, 3, seed=1) if isinstance(kind, Gaussian) else torch.arange(27).view(9, 3) % 2
-    task = Task(mlp(), (normal(9, 4), y), likelihood=kind)
-    params = list(task.model.parameters())
-    eye = torch.eye(sum(p.numel() for p in params), dtype=torch.float64)
-    data = [(task.dataset.tensors[0], y.double())]
-    assert (
-        relative(
-            curvature_of(task, "full"), GGNLinearOperator(task.model, loss, params, data) @ eye
-        )
-        < EXACT
-    )
 
 
 @pytest.mark.parametrize("make", [small, convolutional, many_outputs])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blr_analysis import Posterior, Task, fit_laplace
+from blr_analysis import Posterior
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.storage import FIELDS
@@ -259,22 +259,6 @@ def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     stored, _ = storage.read(tmp_path / "precision")
     assert all(torch.equal(stored[n], inside[n]) for n in data)
     assert Folder.open(tmp_path / "precision", stem="precision").specs.keys() == data.keys()
-
-
-@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])
-def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvature: str) -> None:
-    X, y = torch.randn(20, 3), torch.randn(20)
-    model = nn.Linear(3, 1)
-    model.bias.requires_grad_(False)
-    q = fit_laplace(
-        Task(model, (X, y), likelihood="gaussian"), structure="diag", prior_precision=1.0,
-        curvature=curvature,
-    )  # fmt: skip
-    q.save(tmp_path / "precision", mean=False)
-    record = read_precision_record(tmp_path / "precision")
-    assert record["kind"] in KINDS and record["frozen"] == ["bias"]
-    kinds = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}
-    assert record["kind"] == kinds[curvature]
 
 
 # -------------------------------------------------------------- what optimizers leave behind

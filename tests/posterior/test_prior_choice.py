@@ -88,22 +88,6 @@ def test_without_a_pull_of_the_prior_the_evidence_decides() -> None:
     assert delta == chosen_prior(Diagonal({"w": h}), {"w": d}, None)[0] == about["evidence"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_network_stopped_early_gets_a_prior_between_the_extremes(seed: int) -> None:
-    x, y = classes(seed, torch.float32)
-    model = mlp(seed=seed).float()
-    first = {n: p.clone() for n, p in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    q = blr.fit_laplace(blr.Task(model, (x, y)), initial=first)
-    about = q.record["prior_choice"]
-    assert 1e-3 < q.prior_precision < 1e3 and q.prior_precision == about[about["rule"]]
-    assert about["rule"] in repr(q)
-
-
 def test_rules_far_apart_are_both_said() -> None:
     choice = {"delta": 2.0, "rule": "stationarity", "evidence": 30.0, "apart": 15.0}
     assert in_words({**choice, "explained": 0.1}) == "2 by stationarity (30 by evidence)"
@@ -218,18 +202,3 @@ def test_the_prior_of_ivon_is_its_own() -> None:
     assert q.prior_precision == pytest.approx(0.1 * N) and "prior_choice" not in q.record
     with pytest.raises(OptimizerError, match="around 0"):
         blr.Posterior.from_optimizer(optimizer, model, initial=first)
-
-
-def test_a_grid_is_made_around_the_prior_that_is_found() -> None:
-    x, y = classes(1)
-    start = {"weight": torch.full((3, 4), 0.3), "bias": torch.full((3,), 0.3)}
-    start = {n: p.double() for n, p in start.items()}
-    task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 3.0, start), (x, y))
-    chosen = blr.select_prior_precision(task, initial=start)
-    grid = [row["prior_precision"] for row in chosen.rows]
-    assert len(grid) == 9 and grid[4] == pytest.approx(3.0, rel=1e-3)
-    assert grid[-1] / grid[0] == pytest.approx(1e4)
-    again = blr.select_prior_precision(task, [grid[4]], initial=start)
-    for name, p in task.parameters().items():  # already at that minimum
-        torch.testing.assert_close(again.posterior.mean[name], p, atol=1e-4, rtol=0)
-    torch.testing.assert_close(again.posterior.initial, start)

@@ -166,7 +166,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: given(n_data=2.5), PosteriorError, "n_data"),
     (lambda p: given(prior_precision=-1.0), PosteriorError, "prior_precision"),
     (lambda p: given(prior_precision={"v": 1.0}), PosteriorError, "one entry per parameter"),
-    (lambda p: given(prior_precision=torch.ones(2)), PosteriorError, "one finite number"),
+    (lambda p: given(prior_precision=torch.ones(2)), PosteriorError, "must be a number"),
     (lambda p: given().variance("v"), InputError, "no parameter 'v'"),
     (lambda p: given().sample(n=0), InputError, "n must be"),
     (lambda p: given().on(task_of()), PosteriorError, "another model"),

@@ -225,25 +225,3 @@ def test_tied_weights_are_held_and_saved_once(tmp_path) -> None:
     back = Posterior.load(tmp_path / "q")
     assert relative(flatten(back.mean), flatten(q.mean)) == 0
     assert back.on(task) is back
-
-
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
-def test_models_with_a_scalar_parameter(tmp_path, structure: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-            self.gain = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-        def forward(self, x):
-            return self.gain * self.inner(x)
-
-    task = task_for(Scaled())
-    q = fit_laplace(task, structure=structure, prior_precision=1.0)
-    assert q.variance("gain").shape == ()
-    assert q.sample()["gain"].shape == ()
-    assert q.sample(n=2)["gain"].shape == (2,)
-    q.save(tmp_path / "q.safetensors")
-    back = Posterior.load(tmp_path / "q.safetensors")
-    assert torch.equal(back.mean["gain"], q.mean["gain"])
-    assert back.variance("gain").shape == ()

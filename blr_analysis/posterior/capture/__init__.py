@@ -39,11 +39,6 @@ from blr_analysis.posterior.prior import Prior, n_data_of
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.ranks import divided, whole
 
-HALF_WARNING = (
-    "the optimizer keeps {name!r}'s second moment in half precision: " + HALF_REASON + ". Keep "
-    "the parameters in float32 (autocast) while training for a posterior that can be trusted."
-)
-
 
 def from_optimizer(
     optimizer: torch.optim.Optimizer,
@@ -132,7 +127,8 @@ def from_optimizer(
                 slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
     half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
     if half:
-        warnings.warn(HALF_WARNING.format(name=half[0]), stacklevel=2)
+        said = f"the optimizer keeps {half[0]!r}'s second moment in half precision: {HALF_REASON}"
+        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=2)
     kind, held = type(optimizer), {name for run in order for name in run}
     about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
     return assemble(slots, reader, model, told, about | {"not_in_optimizer": left_out(model, held)})

@@ -23,10 +23,7 @@ from blr_analysis.posterior.structures import Diagonal, Structure
 from blr_analysis.posterior.structures.contract import Spectral
 
 UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
-HALF_REASON = (
-    "in bfloat16 or float16 a running mean with beta near 1 cannot fall (each decrement is "
-    "rounded away) and small squares vanish, so that the second moment is not the gradients'"
-)
+HALF_REASON = "in half precision a running mean cannot fall, and small squares vanish"
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,6 @@ def assemble(
         prior, choice = _prior(scale, data, mean, told)
         more |= choice
         data = {n: h + prior[n] for n, h in data.items()}
-        for name, s in data.items():
-            remedy = "pass a positive prior_precision, or freeze it"
-            _check(f"the precision of {name!r}", s > 0, "not positive and finite", remedy, s)
     counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
     about = {
         "kind": reader.kind,
@@ -170,17 +164,9 @@ def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
     return [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
 
 
-def _check(what: str, fine: Tensor, wrong: str, remedy: str, values: Tensor) -> None:
-    if bad := int((~(fine & values.isfinite())).sum()):
-        said = f"{what} is {wrong} in {bad} of {fine.numel()} entries"
-        raise PosteriorError(f"{said}: {remedy}")
-
-
 def _mean(slot: Slot) -> Tensor:
     if slot.value.is_meta:
         raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
-    if bad := int((~slot.value.isfinite()).sum()):
-        raise ModelError(f"{slot.name!r} has {bad} entries not finite: use an earlier checkpoint")
     return slot.value.detach().clone()
 
 
@@ -191,8 +177,10 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
         raise OptimizerError(f"{what} is {sizes}: it was saved for another model.")
     wide = {**slot.state, reader.key: held.detach().to(slot.value.device, working(held.dtype))}
     estimate = reader.estimate(wide, slot.group)
-    fine = (estimate >= 0) | reader.scaled
-    _check(what, fine, "negative or not finite", "use an earlier checkpoint", estimate)
+    bad = int((~(estimate.isfinite() & ((estimate >= 0) | reader.scaled))).sum())
+    if bad:
+        said = f"{what} is negative or not finite in {bad} of {held.numel()} entries"
+        raise PosteriorError(f"{said}: use an earlier checkpoint")
     return estimate
 
 

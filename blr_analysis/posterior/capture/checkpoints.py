@@ -27,6 +27,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.folder import read_index
+from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
 from blr_analysis.posterior.capture.assemble import (
     HALF_REASON,
@@ -45,6 +46,7 @@ EXPORT = (
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+RECIPE = "recipe.json"  # that a callback of the package left there
 LAYOUTS = {
     # A checkpoint in one file, as (weights, optimizer); Lightning's first.
     "lightning": ("state_dict", "optimizer_states"),
@@ -142,6 +144,7 @@ def from_checkpoint(
         "order": order.rule,
         "mean_from": "model" if saved.weights is None else "checkpoint",
         "not_in_optimizer": left_out(model, order.names),
+        **({} if saved.recipe is None else {"recipe": saved.recipe}),
     }
     return assemble(slots, reader, model, told or Told(**options), about)
 
@@ -191,6 +194,7 @@ class Saved:
     source: str
     optimizer: Mapping[str, Any]
     weights: Mapping[str, Tensor] | None
+    recipe: dict[str, Any] | None = None
 
 
 def load_saved(path: Path) -> Saved:
@@ -221,7 +225,9 @@ def load_saved(path: Path) -> Saved:
 def _load_folder(folder: Path) -> Saved:
     file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
     if file is not None:
-        return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
+        told = folder / RECIPE
+        recipe = read_json(told) if told.is_file() else None
+        return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder), recipe)
     if distributed := [*folder.glob(".metadata"), *folder.glob("*/.metadata")]:
         raise StorageError(f"{str(distributed[0].parent)!r} is a distributed checkpoint, {EXPORT}")
     held = sorted(p.name for p in folder.iterdir())

@@ -19,11 +19,7 @@ from blr_analysis.errors import OptimizerError
 
 State = Mapping[str, Any]
 
-ADVICE = (
-    "Supported: IVON (blr_analysis and ivon-opt), VOGN, OGN, Vadam, Vprop, BSAM, torch's Adam, "
-    "AdamW, NAdam, RAdam, RMSprop and Adagrad. For a model trained with anything else, "
-    "blr_analysis.fit_laplace fits a posterior after training."
-)
+ADVICE = "fit_laplace fits a posterior after any training"
 
 
 def steps(state: State, group: State) -> float | None:
@@ -36,7 +32,7 @@ def _counted(state: State, group: State) -> float:
     count = steps(state, group)
     if count is None:
         said = f"the optimizer's state (entries {sorted(state)}) counts no steps"
-        raise OptimizerError(f"{said}, which its bias correction needs. {ADVICE}")
+        raise OptimizerError(f"{said}: {ADVICE}")
     return count
 
 
@@ -149,7 +145,7 @@ def reader_of_saved(
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
     name = kind.__name__ if kind else "SGD" if "nesterov" in options else "the saved optimizer"
     said = f"(state: {sorted(entries)}; settings: {sorted(options - {'params'})})"
-    raise OptimizerError(f"no precision can be read from {name} {said}. {ADVICE}")
+    raise OptimizerError(f"{name} keeps no precision that can be read {said}: {ADVICE}")
 
 
 def _of_row(groups: Sequence[State]) -> Reader | None:
@@ -158,9 +154,8 @@ def _of_row(groups: Sequence[State]) -> Reader | None:
     if len(names) == 1 and (reader := ROWS.get(*names)) is not None:
         return reader
     if names:
-        advice = "draw networks with `optimizer.sampled_params()`, or call fit_laplace."
-        said = f"{', '.join(sorted(names))} keeps no diagonal precision: {advice}"
-        raise OptimizerError(f"{said} {ADVICE}")
+        said = f"{', '.join(sorted(names))} keeps no diagonal precision"
+        raise OptimizerError(f"{said}: draw from sampled_params(), or {ADVICE}")
     return None
 
 
@@ -191,11 +186,9 @@ def split_flat(
     result = []
     for k, (group, sizes) in enumerate(zip(groups, shapes, strict=True)):
         numels = [size.numel() for size in sizes]
-        if group["hess"].numel() != sum(numels):
-            raise OptimizerError(
-                f"group {k}'s Hessian has {group['hess'].numel()} entries, but its parameters "
-                f"{[tuple(size) for size in sizes]} have {sum(numels)}."
-            )
+        if (held := group["hess"].numel()) != sum(numels):
+            said = f"group {k}'s Hessian has {held} entries, its parameters {sum(numels)}"
+            raise OptimizerError(f"{said}: it was saved for another model")
         pieces = zip(torch.split(group["hess"], numels), sizes, strict=True)
         result.append(
             [{"hess": piece.view(size), "step": step} if touched else {} for piece, size in pieces]

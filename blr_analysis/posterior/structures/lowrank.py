@@ -18,6 +18,7 @@ from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.diagonal import Diagonal
 from blr_analysis.posterior.structures.sketch import sketch
 
 HELD = 2**22  # numbers of an intermediate result
@@ -248,15 +249,8 @@ class LowRank(Structure):
         return LowRank(base, basis, self.core.to(device))
 
     def check(self) -> None:
-        for name, d in self.base.items():
-            if not bool(torch.isfinite(d).all() and torch.isfinite(self.basis[name]).all()):
-                raise PosteriorError(f"the low-rank precision of {name!r} holds NaN or inf")
-            if not bool((d > 0).all()):
-                raise PosteriorError(
-                    f"the diagonal part of the precision of {name!r} must be positive, its "
-                    f"smallest value is {float(d.min()):.3g}; give a prior_precision above 0"
-                )
-        if not bool(torch.isfinite(self.core).all()):
-            raise PosteriorError("the low-rank precision's core holds NaN or inf")
+        Diagonal(self.base).check()
+        if not all(bool(torch.isfinite(t).all()) for t in (*self.basis.values(), self.core)):
+            raise PosteriorError("the low-rank precision holds NaN or inf")
         if self.rank and not bool((self._spectrum[1] > -1).all()):
-            raise PosteriorError("the matrix is not positive definite; raise prior_precision")
+            raise PosteriorError("the precision is not positive definite; raise prior_precision")
