@@ -3,9 +3,9 @@
     python -m benchmarks.field [CASE ...] [--truths DIR]
     python -m benchmarks.field --widening [--truths DIR]
 
-Truth is retraining by the same recipe from two other seeds (of the converged model a descent from
-its weights), kept in DIR (``$BLR_CACHE`` or ``~/.cache/blr_analysis``, in ``field``). 4 % of the
-training targets are wrong. Printed of each case:
+Truth is retraining by the same recipe from other seeds, three for the halves and two else (of the
+converged model a descent from its weights), kept in DIR (``field`` in ``$BLR_CACHE`` or
+``~/.cache/blr_analysis``). 4 % of the training targets are wrong. Printed of each case:
 
 * linear datamodeling score: over 32 random halves, of 150 test examples; by four checkpoints, two
   runs, Kronecker factors recorded while it trained, and the end alone.
@@ -35,7 +35,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from benchmarks.agreement.cases import retrained
-from benchmarks.agreement.metrics import linear_datamodeling, pearson, spearman
+from benchmarks.agreement.metrics import ceiling, linear_datamodeling, pearson, spearman
 from benchmarks.field.cases import CASES, Data, losses, trained
 from benchmarks.field.truth import ASKED, Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
@@ -99,6 +99,9 @@ class Field:
     def influence(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
         kept, true = halves(len(self.data.x)), self.truths.halves.mean(0)
         asked = self.test.subset(range(ASKED))
+        if len(self.truths.halves) > 1:
+            other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
+            self.row("influence, one seed of the others", str(other))
         for name, (task, q) in fits.items():
             start = time.process_time()
             matrix = blr.influence(task, q, asked).as_subclass(Tensor).double()

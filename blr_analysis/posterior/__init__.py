@@ -1,15 +1,12 @@
 """What was learned: the posterior, where it comes from, and how it is kept."""
 
 from blr_analysis.posterior.capture.assemble import write_captured as write_captured
-from blr_analysis.posterior.fit import curvature_root as curvature_root
-from blr_analysis.posterior.fit import drawn_labels as drawn_labels
 from blr_analysis.posterior.forecast import Forecast as Forecast
 from blr_analysis.posterior.forecast import Stage as Stage
 from blr_analysis.posterior.forecast import fit_stages as fit_stages
 from blr_analysis.posterior.gaussian import Posterior as Posterior
 from blr_analysis.posterior.gaussian import predict as predict
 from blr_analysis.posterior.gaussian import write_factors as write_factors
-from blr_analysis.posterior.laplace import check_finite as check_finite
 from blr_analysis.posterior.laplace import fit_kept as fit_kept
 from blr_analysis.posterior.laplace import fit_laplace as fit_laplace
 from blr_analysis.posterior.precision_files import FACTORED as FACTORED

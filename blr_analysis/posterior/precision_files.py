@@ -50,7 +50,6 @@ KINDS = (
     "fisher_mc",
     "fisher_emp",
     "ggn",
-    "squared_minibatch",
 )
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
@@ -81,9 +80,7 @@ def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> E
     """
     values = form.per_weight
     if check_dtype(dtype) is not None and values is None:
-        raise InputError(
-            f"dtype={dtype} is for diagonals, not {form.kind!r}: leave dtype out"
-        )
+        raise InputError(f"dtype={dtype} is for diagonals, not {form.kind!r}: leave dtype out")
     record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
     tensors = form.tensors()
     if dtype is None or values is None:

@@ -198,7 +198,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
      PosteriorError, "0.bias"),
     (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core - 1e6 * torch.eye(3))),
      PosteriorError, "positive definite"),
-    (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core * NAN)), PosteriorError, "core"),
+    (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core * NAN)), PosteriorError, "NaN"),
     (lambda p: fit(structure="lowrank", rank=3).form.plus(
         blr.fit_laplace(task_of(spoilt(9.0)), structure="lowrank", rank=3).form),
      InputError, "one basis"),
@@ -265,7 +265,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: precision(p, {"w": torch.tensor([1e300]).double()}), PosteriorError, "not finite"),
     (lambda p: precision(p, {"w": torch.tensor([1, 2])}), PosteriorError, "real numbers"),
     (lambda p: precision(p, {"w": torch.ones(2, device="meta")}), PosteriorError, "meta"),
-    (lambda p: precision(p, {}), InputError, "empty"),
+    (lambda p: precision(p, {}), InputError, "no tensors"),
     (lambda p: precision(p, kind="hessian"), InputError, "kind"),
     (lambda p: precision(p, n_data=0), PosteriorError, "n_data"),
     (lambda p: precision(p, definition=""), InputError, "definition"),

@@ -143,9 +143,10 @@ def reader_of_saved(
             return reader
     if not entries and not kind and "nesterov" not in options:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    name = kind.__name__ if kind else "SGD" if "nesterov" in options else "the saved optimizer"
-    said = f"(state: {sorted(entries)}; settings: {sorted(options - {'params'})})"
-    raise OptimizerError(f"{name} keeps no precision that can be read {said}: {ADVICE}")
+    if "nesterov" in options:
+        raise OptimizerError(f"SGD keeps no precision: {ADVICE}")
+    said = f"{kind.__name__ if kind else 'the saved optimizer'} (state: {sorted(entries)})"
+    raise OptimizerError(f"no precision can be read from {said}: {ADVICE}")
 
 
 def _of_row(groups: Sequence[State]) -> Reader | None:
