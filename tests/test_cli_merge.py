@@ -21,7 +21,8 @@ from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import read_size
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD
+from blr_analysis.merging.folders import SHARD
+from blr_analysis.merging.plan import MAX_MEMORY
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """

@@ -10,9 +10,9 @@ from typing import Any
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Source, Spec
-from blr_analysis.merging.job import MergeSettings, Weight
-from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
+from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.precisions import StoredPrecision
+from blr_analysis.merging.sources import MERGEABLE, Reads, same_bytes
 
 MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
 # What stands for the precision of one task in one tensor.
@@ -73,7 +73,7 @@ def fates(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[Reads],
-    settings: MergeSettings,
+    job: Job,
     *,
     based: bool,
     base_precision: StoredPrecision | None = None,
@@ -86,10 +86,10 @@ def fates(
         PosteriorError: precisions are missing and ``missing_precision`` is "error".
     """
     items = tuple(
-        _item(name, reference, parts, [r[name] for r in reads], settings, based)
+        _item(name, reference, parts, [r[name] for r in reads], job, based)
         for name in reference.specs
     )
-    method, missing = settings.row, settings.missing_precision
+    method, missing = job.row, job.missing_precision
     if method.uses_precisions and missing == "error":
         _refuse_missing(items, parts)
     stand_in = BASE if missing == "base" and method.uses_base_precision else ZERO
@@ -133,10 +133,10 @@ def _item(
     reference: Source,
     parts: Sequence[OpenModel],
     reads: Sequence[str],
-    settings: MergeSettings,
+    job: Job,
     based: bool,
 ) -> Item:
-    spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype
+    spec, method, out_dtype = reference.specs[name], job.row, job.out_dtype
     alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
     notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
     notes = [note for note in notes if note]
@@ -159,8 +159,8 @@ def _item(
         shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
         if not all(0 < share <= 1 for share in shares):
             raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
-        thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
-    elif settings.divides or method.divides_by_precisions:
+        thin = {"densities": tuple(shares), "scale": number(job.scale, name, "scale")}
+    elif job.divides or method.divides_by_precisions:
         total = sum(alphas)
         if not abs(total) > 1e-12:
             raise InputError(
@@ -168,10 +168,10 @@ def _item(
             )
         # The Fisher average does not change with a factor of all weights; without a base the
         # average must stand where nobody has a precision.
-        divided = settings.divides or (method.uses_precisions and not based)
+        divided = job.divides or (method.uses_precisions and not based)
         alphas = [a / total for a in alphas] if divided else alphas
     if method.takes("scale") and not method.thinned:
-        factor = number(settings.scale, name, "scale")
+        factor = number(job.scale, name, "scale")
         alphas = [a * factor for a in alphas]
     return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
 

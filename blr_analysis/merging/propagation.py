@@ -14,10 +14,8 @@ from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, S
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
-from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.layers import NOISE, Moments, dense
-from blr_analysis.merging.methods import METHODS, Method
-from blr_analysis.merging.plan import MergePlan, plan_folders
+from blr_analysis.merging.plan import MergePlan
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -30,7 +28,6 @@ def propagated(
     weights: Sequence[float],
     *,
     shrink: float | None,
-    progress: bool | None,
 ) -> dict[str, Tensor]:
     """RegMean++: the inputs of every layer are taken after the layers below it were merged.
 
@@ -47,24 +44,19 @@ def propagated(
         weights: α_t ≥ 0, not all 0.
         shrink: of the off-diagonals of A; None: 1 less the part of them that is chance, which
             moments of few examples have most of (:meth:`InputMoments.noise`).
-        progress: of the layers.
 
     Raises:
-        InputError: not one task per model, weights below 0.
         ModelError: two tasks run other layers.
 
     Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
     for model merging", 2025.
     """
-    if len(tasks) != len(models):
-        raise InputError(f"{len(tasks)} tasks for {len(models)} models: give one each")
-    check_weights(weights)
     orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
     repeated = {key for order in orders for key in order.repeated}
     groups, noise = _groups(orders, repeated), 0.0
     joined = {n for group in groups for layer in group for n in layer.names}
     merged = {n: value for n, value in start.items() if n not in joined}
-    for group in track(groups, total=len(groups), label="layers", show=progress):
+    for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
         keys = frozenset(layer.key for layer in group)
         moments = []
         for t, (task, model) in enumerate(zip(tasks, models, strict=True), 1):
@@ -74,16 +66,7 @@ def propagated(
                 left = min(keys - sums.moments.keys())
                 raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
             noise = max(noise, *(sums.noise(key, whole=True) for key in keys))
-            moments.append(
-                {
-                    key: Moments(
-                        a.cpu(),
-                        1 - sums.noise(key) if shrink is None else shrink,
-                        sums.looked_up(joint),
-                    )
-                    for key, (joint, a) in sums.moments.items()
-                }
-            )
+            moments.append(_moments(sums, shrink))
         for layer in group:
             own = zip(weights, moments, strict=True)
             parts = [(float(alpha), part[layer.key], False) for alpha, part in own]
@@ -100,46 +83,31 @@ def propagated(
     return {n: merged[n] for n in start}
 
 
-def check_propagates(method: str, precisions: object, weights: Sequence[Weight]) -> None:
-    """Raise :class:`InputError` where tasks cannot stand for precisions."""
-    if method != "fisher" or precisions is not None:
-        raise InputError('tasks= stands for precisions, with method="fisher"')
-    plain = [w for w in weights if not callable(w)]
-    if len(plain) < len(weights):
-        raise InputError("propagated statistics take one weight a model, none by layer")
-    check_weights(plain)
+def _moments(sums: InputMoments, shrink: float | None) -> dict[str, Moments]:
+    return {
+        key: Moments(
+            a.cpu(), 1 - sums.noise(key) if shrink is None else shrink, sums.looked_up(joint)
+        )
+        for key, (joint, a) in sums.moments.items()
+    }
 
 
-def check_weights(weights: Sequence[float]) -> None:
-    """Raise :class:`InputError` unless they are those of a mean."""
-    if min(weights) < 0 or not sum(weights) > 0:
-        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
+def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
+    """Layers that are always given the same tensor together, in the order in which they run."""
+    apart = {key for order in orders for key in order.apart} | set(repeated)
+    if any(list(order.layers) != list(orders[0].layers) for order in orders):
+        apart |= set(orders[0].layers)
+    groups: list[list[Joint]] = []
+    for key, layer in orders[0].layers.items():
+        if key in apart:
+            groups.append([])
+        groups[-1].append(layer)
+    return groups
 
 
-def in_dtypes(made: State, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The numbers of a merge in the dtypes that are asked for.
-
-    Raises:
-        ModelError: they do not fit.
-    """
-    cast = {n: t.to(dtypes.get(n, t.dtype)) for n, t in made.items()}
-    for n, t in cast.items():
-        if t.is_floating_point() and not bool(t.isfinite().all()):
-            raise ModelError(
-                f"the merge of {n!r} does not fit into {t.dtype}: give a wider out_dtype"
-            )
-    return cast
-
-
-@dataclass(frozen=True, kw_only=True)
-class PropagatedJob(Job):
-    """A merge of folders by statistics that are taken on the way."""
-
-    @property
-    def row(self) -> Method:
-        """The average, but for the layers."""
-        formula = "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t"
-        return replace(METHODS["linear"], name="fisher", formula=f"{formula} / Σ α_t")
+def _at(task: Task, state: State, sums: Sums, only: Collection[str] | None = None) -> Sums:
+    with at_weights(task, state, "a model") as params:
+        return swept(task, params, sums, only=only)
 
 
 @dataclass(frozen=True)
@@ -163,42 +131,39 @@ class Stored(Mapping[str, Tensor]):
         return len(self._reads)
 
 
-@torch.inference_mode(False)
-def stream_propagated(
-    plan: MergePlan,
-    sink: Sink,
-    tell: Callable[[int], object],
-    *,
-    tasks: Sequence[Task],
-    progress: bool | None,
-) -> Outcome:
+def check_propagates(plan: MergePlan) -> list[float]:
+    """The weights of a merge by the models' data.
+
+    Raises:
+        InputError: weights by layer, below 0, or all 0; not one task per model.
+    """
+    weights = [m.weight for m in plan.job.members]
+    plain = [float(w) for w in weights if not callable(w)]
+    if len(plain) < len(weights) or min(plain) < 0 or not sum(plain) > 0:
+        raise InputError(f"propagated statistics take one weight ≥ 0 a model, got {weights}")
+    tasks = plan.job.tasks or ()
+    if len(tasks) != len(weights):
+        raise InputError(f"{len(tasks)} tasks for {len(weights)} models: give one each")
+    return plain
+
+
+def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
     """:func:`propagated` in the place of :func:`blr_analysis.merging.stream.stream`: one model at a
     time, and the merged one, are in memory."""
-    first = plan_folders(replace(plan.job, out_dtype=None))
-    start = Memory(first.items, dict.fromkeys((i.name for i in first.items), torch.device("cpu")))
+    weights = check_propagates(plan)
+    stored = plan.reference.specs
+    items = tuple(replace(i, spec=replace(i.spec, dtype=stored[i.name].dtype)) for i in plan.items)
+    first = replace(plan, items=items)
+    start = Memory(items, dict.fromkeys(stored, torch.device("cpu")))
     met = stream(first, start, tell)
     models = [Stored(first, k) for k in range(len(first.parts))]
-    shrink = plan.settings.shrink
-    alphas = [float(m.weight) for m in plan.job.members if not callable(m.weight)]  # as checked
-    made = propagated(start.tensors, models, tasks, alphas, shrink=shrink, progress=progress)
-    for name, values in in_dtypes(made, {i.name: i.spec.dtype for i in plan.items}).items():
-        sink.put(name, 0, values.cpu().reshape(-1))
+    made = propagated(start.tensors, models, plan.job.tasks or (), weights, shrink=plan.job.shrink)
+    for item in plan.items:
+        values = made[item.name].to(item.spec.dtype)
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise ModelError(
+                f"the merge of {item.name!r} does not fit into {values.dtype}: give a wider "
+                "out_dtype"
+            )
+        sink.put(item.name, 0, values.cpu().reshape(-1))
     return met
-
-
-def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
-    """Layers that are always given the same tensor together, in the order in which they run."""
-    apart = {key for order in orders for key in order.apart} | set(repeated)
-    if any(list(order.layers) != list(orders[0].layers) for order in orders):
-        apart |= set(orders[0].layers)
-    groups: list[list[Joint]] = []
-    for key, layer in orders[0].layers.items():
-        if key in apart:
-            groups.append([])
-        groups[-1].append(layer)
-    return groups
-
-
-def _at(task: Task, state: State, sums: Sums, only: Collection[str] | None = None) -> Sums:
-    with at_weights(task, state, "a model") as params:
-        return swept(task, params, sums, only=only)

@@ -18,7 +18,7 @@ import blr_analysis as blr
 from blr_analysis.cli import main
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.merging.card import size
-from blr_analysis.merging.lora.adapters import low_rank
+from blr_analysis.merging.adapters import low_rank
 from blr_analysis.merging.recipe import read_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,7 +125,7 @@ def test_a_share_chooses_ranks_that_load_again(tmp_path: Path) -> None:
         "models: [{model: 0/adapter}, {model: 1/adapter}]\n"
     )
     (tmp_path / "r.yml").write_text(text)
-    assert read_recipe(tmp_path / "r.yml").adapter_rank == 0.8
+    assert read_recipe(tmp_path / "r.yml").job.rank == 0.8
     report = blr.merge(
         folders[0].base, [f.adapter for f in folders], method="linear", rank=0.8,
         out=tmp_path / "out",

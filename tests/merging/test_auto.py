@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from blr_analysis.backprop.loss import SequenceEvaluation
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder
-from blr_analysis.merging.auto import chosen_job
+from blr_analysis.merging.auto import chosen
 from blr_analysis.merging.card import model_card
-from blr_analysis.merging.curve import Trial, merge_curve
+from blr_analysis.merging.curve import merge_curve
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
-from blr_analysis.merging.plan import plan_folders
-from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.plan import make_plan as plan_folders
+from blr_analysis.merging.precisions import open_precision
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
@@ -156,7 +156,7 @@ def test_the_sizes_of_precisions_do_not_count(family: dict[str, Any]) -> None:
 
     def gaps_of(state: Any) -> list[float]:
         pairs = zip(roots, models, strict=True)
-        return [precision_in_memory("q", h, None).gap(state, m) for h, m in pairs]
+        return [open_precision(h).gap(state, m) for h, m in pairs]
 
     gaps = gaps_of(merge(None, models, method="linear"))
     merged = [merge(None, models, precisions=p, method="auto") for p in (fitted, small)]
@@ -223,7 +223,7 @@ def test_a_job_of_folders_writes_what_was_validated(
         method="gradient_matching", members=members, base=tmp_path / "base", delta=30.0,
         normalize=normalize, damping=damping,
     )  # fmt: skip
-    job, choice = chosen_job(job, family["validate"])
+    job, choice = chosen(job, family["validate"])
     report = execute(plan_folders(job), tmp_path / "out", progress=False)
     written = load_file(report.folder / "model.safetensors")
     for task, nll in zip(family["validate"], choice.best.nlls, strict=True):
@@ -420,22 +420,6 @@ def test_bad_input(family: dict[str, Any]) -> None:
     other = Task(Other().double(), tasks[1].fetch(torch.arange(5)))
     with pytest.raises(ModelError, match=r"2\.weight"):
         merge(base, models, tasks=[tasks[0], other], method="fisher")
-
-
-def test_of_texts_tokens_count_in_what_is_gained() -> None:
-    """As in the accuracy that is compared; the error by drawing texts again."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.tensor([100] * 100 + [5] * 400)
-    behind = 0.5 + 0.02 * torch.rand(500, generator=generator)
-    ahead = torch.where(tokens > 50, 0.6, 0.45) + 0.02 * torch.rand(500, generator=generator)
-    own, other = (SequenceEvaluation(torch.ones(500), x, tokens) for x in (ahead, behind))
-    trial = Trial({}, [], {"a": None}, {}, {"best": [own], "average": [other]})  # type: ignore
-    gain, error = trial.gain("best", "average", "accuracy")
-    assert own.accuracy is not None and other.accuracy is not None
-    assert gain == pytest.approx(own.accuracy - other.accuracy, abs=1e-6) and gain > 0
-    drawn = torch.randint(500, (2000, 500), generator=generator)
-    gains = ((ahead - behind) * tokens)[drawn].sum(1) / tokens[drawn].sum(1)
-    assert error == pytest.approx(float(gains.std()), rel=0.1)
 
 
 def test_an_accuracy_that_no_task_has() -> None:

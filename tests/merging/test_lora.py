@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from blr_analysis.errors import BLRError, ModelError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec
 from blr_analysis.merging.lora import is_adapter, open_adapter
-from blr_analysis.merging.lora import source as adapter_source
-from blr_analysis.merging.lora.changes import translate
+from blr_analysis.merging import lora as adapter_source
+from blr_analysis.merging.lora import translate
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
 

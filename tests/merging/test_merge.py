@@ -35,8 +35,8 @@ from blr_analysis.merging.card import documents, markdown, model_card, shown, si
 from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.methods import METHODS
-from blr_analysis.merging.plan import plan_folders
-from blr_analysis.merging.precisions import precision_in_memory
+from blr_analysis.merging.plan import make_plan as plan_folders
+from blr_analysis.merging.precisions import open_precision
 from blr_analysis.merging.recipe import Recipe, read_recipe
 from blr_analysis.posterior import write_precision
 
@@ -291,7 +291,7 @@ def test_both_names_of_a_tied_tensor_have_its_precision_without_the_prior(
         task = blr.Task(model, (torch.randn(20, 3), torch.randint(3, (20,))))
         q = blr.fit_laplace(task, structure="diag", prior_precision=5.0)
         h = q.precision("one.weight") - 5.0
-        held = precision_in_memory("H", q, None)
+        held = open_precision(q)
         moved = {n: t + 0.1 for n, t in q.mean.items()}
         both = [{n: t["one.weight"] for n in ("one.weight", "two.weight")} for t in (moved, q.mean)]
         assert held.gap(*both) == pytest.approx(float(0.5 * 0.01 * h.sum()), rel=1e-4)
@@ -497,7 +497,7 @@ def run(tmp_path: Path) -> Run:
         report = execute(
             plan_folders(recipe.job),
             tmp_path / out,
-            documents=lambda report: documents(report, recipe),
+            documents=lambda report: documents(report, recipe.text),
         )
         return report, recipe
 

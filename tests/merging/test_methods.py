@@ -21,7 +21,7 @@ from blr_analysis.merging import stream as streaming
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.formula import BLOCK, combine, combine_into
 from blr_analysis.merging.methods import METHODS
-from blr_analysis.merging.plan import plan_folders
+from blr_analysis.merging.plan import make_plan as plan_folders
 from blr_analysis.merging.recipe import read_recipe
 
 BASE = state(0, torch.float64)

@@ -17,9 +17,9 @@ from merging.models_on_disk import curved, near, state, write_family, write_mode
 
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.merging.job import Job, Member
-from blr_analysis.merging.plan import plan_folders
+from blr_analysis.merging.plan import make_plan as plan_folders
 from blr_analysis.merging.recipe import Recipe, read_recipe
-from blr_analysis.merging.recipe.layer_weights import (
+from blr_analysis.merging.layer_weights import (
     LayerWeights,
     Rule,
     depth_of,

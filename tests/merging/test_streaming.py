@@ -33,7 +33,7 @@ from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder, fingerprint, shards
 from blr_analysis.merging.folders import execute
 from blr_analysis.merging.job import Job, Member
-from blr_analysis.merging.plan import plan_folders
+from blr_analysis.merging.plan import make_plan as plan_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 

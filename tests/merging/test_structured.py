@@ -22,7 +22,7 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.card import model_card, outcome, report_json
 from blr_analysis.merging.formula import combine
 from blr_analysis.merging.merge import merge
-from blr_analysis.merging.recipe.layer_weights import LayerWeights, Rule
+from blr_analysis.merging.layer_weights import LayerWeights, Rule
 from blr_analysis.posterior import Posterior, fit_laplace, write_precision
 from blr_analysis.task import Task
 

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder
 from blr_analysis.merging.folders import execute
-from blr_analysis.merging.plan import plan_folders
+from blr_analysis.merging.plan import make_plan as plan_folders
 from blr_analysis.merging.recipe import read_recipe
-from blr_analysis.merging.recipe.places import renumbered, vocabulary
+from blr_analysis.merging.recipe import vocabulary
 from blr_analysis.posterior import write_precision
 
 WORDS = ["the", "a", "cat"]

@@ -16,7 +16,7 @@ that every model can be merged. Outside the layers everything, before them (embe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,12 +28,11 @@ from blr_analysis.merging.job import Weight
 class Rule:
     """A number, or a gradient over the depth, for the tensors whose name contains ``part``.
 
-    Every name contains the empty ``part``. ``place`` is where the recipe says so.
+    Every name contains the empty ``part``.
     """
 
     values: tuple[float, ...]
     part: str = ""
-    place: str = field(default="", compare=False)
 
     def at(self, depth: float) -> float:
         """The value at a depth in [0, 1]."""
@@ -78,7 +77,7 @@ class LayerWeights:
             return rule.at(depth_of(name, self.depths))
         if self.default is None:
             raise InputError(
-                f"{self.rules[-1].place}: no rule for {name!r}: end with {{value: …}} for the rest."
+                f"no rule of a weight speaks of {name!r}: end with {{value: …}} for the rest"
             )
         return self.default
 
