@@ -98,8 +98,8 @@ def merge(
 
     Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
     weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
-    and the fate of every tensor (merge_report.csv, merge_report.json). The recipes that mergekit
-    has for linear and task_arithmetic run unchanged.
+    and the fate of every tensor (merge_report.csv). The recipes that mergekit has for linear and
+    task_arithmetic run unchanged.
     """
     from dataclasses import replace
 
@@ -133,7 +133,7 @@ def merge(
         job, choice = _chosen(job, validate or [], say)
         say(f"auto: {choice!r}")
         by = sorted(choice.points, key=lambda point: point.nll)
-        tried = {"merge": [p.method for p in by], choice.by: [f"{p.nll:.4g}" for p in by]}
+        tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
     if job.rank is not None and shard != SHARD:

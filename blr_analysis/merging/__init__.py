@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve, simplex_grid
 from blr_analysis.merging.folders import MergeReport, execute
-from blr_analysis.merging.formula import combine
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
 from blr_analysis.merging.methods import METHODS, Method, default_weights
@@ -20,7 +19,6 @@ __all__ = [
     "MergePoint",
     "MergeReport",
     "Method",
-    "combine",
     "default_weights",
     "execute",
     "gradient_mismatch",

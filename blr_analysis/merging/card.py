@@ -12,30 +12,24 @@ import io
 import json
 import os
 import re
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.folders import MergeReport
-from blr_analysis.merging.job import Job, Member
+from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_place
 
 CARD, RECIPE = "README.md", "merge_recipe.yml"
-REPORT_CSV, REPORT_JSON = "merge_report.csv", "merge_report.json"
+REPORT = "merge_report.csv"
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
-SECRET = ("members", "base", "base_precision", "tasks", "tokenizer_source", "vocabulary")
 
 
 def documents(report: MergeReport, recipe: str | None = None) -> dict[str, str]:
     """The texts to be saved beside the weights, by file name; ``recipe``: its text."""
-    texts = {
-        CARD: model_card(report, recipe),
-        REPORT_CSV: report_csv(report),
-        REPORT_JSON: report_json(report),
-    }
+    texts = {CARD: model_card(report, recipe), REPORT: report_csv(report)}
     if recipe is not None:
         texts[RECIPE] = AS_RUN.format(version=package_version()) + recipe
     return texts
@@ -62,7 +56,7 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
     if job.base is not None:
         lines += ["", f"The base is {markdown(shown(job.base))}."]
     lines += ["", "## What came of it", "", *(f"* {text}" for text in outcome(report)), ""]
-    lines += [f"The fate of every tensor is in `{REPORT_CSV}`, the figures are in `{REPORT_JSON}`."]
+    lines += [f"The fate of every tensor is in `{REPORT}`."]
     if recipe is not None:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
         lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
@@ -115,52 +109,11 @@ def report_csv(report: MergeReport) -> str:
         shape, weights = "x".join(map(str, item.spec.shape)), (f"{a:.9g}" for a in item.weights)
         curved = item.curved if plan.method.uses_precisions else ()
         writer.writerow([
-            item.name, item.fate, shape, _word(item.spec.dtype), plan.bytes_for(item),
+            item.name, item.fate, shape, str(item.spec.dtype)[6:], plan.bytes_for(item),
             " ".join(weights), " ".join(curved), report.fallback.get(item.name, 0),
             _public(item.note, report),
         ])  # fmt: skip
     return text.getvalue()
-
-
-def report_json(report: MergeReport) -> str:
-    """The figures of a merge, its settings and the fate of its files."""
-    job, plan = report.plan.job, report.plan
-    figures = {
-        "blr_analysis": package_version(),
-        "formula": plan.method.formula,
-        "base": None if job.base is None else shown(job.base),
-        "models": [_figures(member) for member in job.members],
-        **{f.name: _word(getattr(job, f.name)) for f in fields(Job) if f.name not in SECRET},
-        "layers": {name: asdict(solved) for name, solved in report.solves.items()},
-        "tensors_merged": report.merged,
-        "tensors_copied": report.copied,
-        "entries": sum(item.spec.numel for item in plan.items),
-        "entries_by_task_arithmetic": report.fallback_total,
-        "bytes_read": report.bytes_read,
-        "bytes_written": report.bytes_written,
-        "seconds": report.seconds,
-        "shards": list(report.shards),
-        "files": {name: fate.partition(" from ")[0] for name, fate in report.files.items()},
-    }
-    return json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
-
-
-def _figures(member: Member) -> dict[str, Any]:
-    return {
-        "model": shown(member.model),
-        "weight": _word(member.weight),
-        "precision": None if member.precision is None else shown(member.precision),
-        "n_data": member.n_data,
-        "density": _word(member.density),
-        "data": None if member.data is None else member.data.name,
-    }
-
-
-def _word(value: Any) -> Any:
-    """A setting as JSON has it."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return repr(value).removeprefix("torch.")
 
 
 def hub_name(place: Path) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from blr_analysis.merging.at_weights import (
     state_of,
 )
 from blr_analysis.merging.folders import collect
-from blr_analysis.merging.job import job_of, refuse_idle
-from blr_analysis.merging.methods import default_weights, method_of
+from blr_analysis.merging.job import Job, job_of, refuse_idle
+from blr_analysis.merging.methods import Method, default_weights, method_of
 from blr_analysis.merging.plan import make_plan
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -33,7 +33,6 @@ from blr_analysis.views import Plottable, Tabular
 CRITERIA = ("nll", "accuracy")
 STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
 Weights = tuple[float, ...]
-Maker = Callable[..., Any]  # (base, models, weights=[α, …]) → a state dict
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,7 @@ def merge_curve(
         tasks: validation tasks, a list or a dict by name, with the names that tables shall show.
             Held-out data: on training data, the largest α wins too often. They may be as many as
             one likes, and share one model; the model gives the architecture, not the weights.
-        method: the name of a merge method, or a list of several, compared in one call; or a dict
-            name → method or function ``(base, models, weights=[α, …]) -> state dict`` of your own.
+        method: the name of a merge method, or a list of several, compared in one call.
         weights: which α are tried.
 
             * numbers: one α for all models, each in turn;
@@ -273,15 +271,18 @@ def merge_curve(
     shape, rows = _grid(weights, names)
     curved = None if precisions is None else in_order(precisions, names)
     inputs = {"precisions": curved, "base_precision": base_precision, **options}
-    makers = _makers(method, inputs, options)
+    methods = _methods(method, options)
     found = evaluations(judges, start, "base")  # so that what fails below is the merge's fault
     if criterion == "accuracy" and all(e.accuracy is None for e in found):
         raise InputError('no task has an accuracy: take criterion="nll"')
     points: list[MergePoint] = []
-    for name, (make, usual) in makers.items():
-        tried = rows if weights is not None else sorted({*rows, tuple(usual(len(names)))})
+    for name, row in methods.items():
+        own = {k: v for k, v in inputs.items() if row.takes(k)}
+        usual = tuple(default_weights(name, len(names)))
+        tried = rows if weights is not None else sorted({*rows, usual})
         for alphas in track(tried, total=len(tried), label=f"merges: {name}", show=progress):
-            points.append(_tried(name, alphas, partial(make, start, many), judges))
+            job = job_of(start, many, name, weights=list(alphas), **own)
+            points.append(_tried(job, alphas, judges))
     if all(p.failure for p in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
@@ -289,42 +290,23 @@ def merge_curve(
     return MergeCurve(tuple(points), names, tuple(judges), criterion, shape)
 
 
-def _makers(
-    method: Any, inputs: Mapping[str, Any], options: Mapping[str, Any]
-) -> dict[str, tuple[Maker, Callable[[int], list[float]]]]:
-    """The methods to compare, by name, each with those of merge's arguments that it uses, and the
-    weights that it has before anything is tried."""
-    given = method if isinstance(method, list | tuple | Mapping) else [method]
-    pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]
-    makers: dict[str, Any] = {}
-    rows = [method_of(kind) for _, kind in pairs if not callable(kind)]
-    refuse_idle(rows, options) if rows else None
-    for name, kind in pairs:
-        if callable(kind):
-            label = name if isinstance(name, str) else getattr(kind, "__name__", "own")
-            makers[label] = kind, lambda count: [1 / count] * count
-            continue
-        own = {k: v for k, v in inputs.items() if method_of(kind).takes(k)}
-        makers[str(name)] = partial(_by_name, kind, own), partial(default_weights, kind)
-    if not makers or len(makers) != len(given):
+def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
+    """The methods to compare, by name; every option must be for one of them."""
+    names = method if isinstance(method, list | tuple) else [method]
+    rows = {name: method_of(name) for name in names}
+    if not rows or len(rows) != len(names):
         raise InputError("method must name at least one merge method, each once")
-    return makers
+    refuse_idle(list(rows.values()), options)
+    return rows
 
 
-def _by_name(kind: str, own: Mapping[str, Any], base: State, models: Any, weights: Any) -> State:
-    job = job_of(base, models, kind, weights=weights, **own)
-    if (job.divides or job.row.divides_by_precisions) and abs(sum(weights)) <= 1e-12:
-        raise ModelError(f"the weights sum to {sum(weights):g}")
-    return collect(make_plan(job), False)
-
-
-def _tried(name: str, alphas: Weights, make: Maker, judges: Mapping[str, Task]) -> MergePoint:
+def _tried(job: Job, alphas: Weights, judges: Mapping[str, Task]) -> MergePoint:
     """One merge: made, run on every task, and forgotten."""
+    name, total = job.method, sum(alphas)
     try:
-        state = state_of(make(weights=list(alphas)), f"what {name!r} returns")
-        wild = next((n for n, t in state.items() if not bool(torch.isfinite(t).all())), None)
-        if wild is not None:
-            raise ModelError(f"{wild!r} of the merge holds NaN or inf")
+        if (job.divides or job.row.divides_by_precisions) and abs(total) <= 1e-12:
+            raise ModelError(f"the weights sum to {total:g}")
+        state = collect(make_plan(job), False)
         return point_of(name, alphas, evaluations(judges, state, name))
     except ModelError as error:
         count = len(judges)

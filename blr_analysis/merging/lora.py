@@ -125,11 +125,15 @@ def open_adapter(
         raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")
     entries = read_entries(folder)
     file = Folder.open(folder, stem="adapter_model")
-    products = products_of(entries, file, base, str(folder))
-    if products is None:
-        made = Materialised(str(folder), base, merge_and_unload(folder, entries, base, file), dtype)
-    else:
-        made = Streamed(str(folder), base, file, products, dtype)
+    odd = [n for n, spec in file.specs.items() if not spec.dtype.is_floating_point]
+    if odd:
+        raise ModelError(
+            f"{some(odd)} of {str(path)!r} are of {file.specs[odd[0]].dtype}: no numbers"
+        )
+    changed: Any = products_of(entries, file, base, str(folder))
+    if changed is None:
+        changed = merge_and_unload(folder, entries, base, file)
+    made = Adapted(str(folder), base, file, changed, dtype)
     trained, here = str(entries.get("base_model_name_or_path") or ""), Path(base.name).expanduser()
     if Path(trained).name not in ("", here.resolve().name) and here.exists():
         made.notes = (
@@ -153,8 +157,8 @@ def read_entries(folder: Path) -> dict[str, Any]:
         odd.append(f"init_lora_weights={start}")
     if odd:
         raise ModelError(
-            f"{str(folder / CONFIG)!r} sets {some(odd)}: the base alone does not say what it does: save "
-            "it with path_initial_model_for_weight_conversion, or name what merge_and_unload() gives"
+            f"{str(folder / CONFIG)!r} sets {some(odd)}: no weights of this base say that; save it "
+            "with path_initial_model_for_weight_conversion, or name what merge_and_unload() gives"
         )
     return entries
 
@@ -179,7 +183,7 @@ def pairs_of(file: Source) -> dict[str, dict[str, str]] | None:
     pairs: dict[str, dict[str, str]] = {}
     for key, spec in file.specs.items():
         part = PAIR.fullmatch(key)
-        if part is None or len(spec.shape) != 2 or not spec.dtype.is_floating_point:
+        if part is None or len(spec.shape) != 2:
             return None
         pairs.setdefault(part["module"].removeprefix(PREFIX), {})[part["letter"]] = key
     tables = any(module.rpartition(".")[2] in TABLES for module in pairs)
@@ -298,62 +302,48 @@ class Adapted(Source):
     Attributes:
         changes: by the base's names, what happens to a tensor, in words; those not named are the
             base's.
+        products: of a plain adapter, what is added to each.
     """
 
     def __init__(
-        self, name: str, base: Source, changes: Mapping[str, str], dtype: torch.dtype | None
-    ) -> None:
-        self.name, self.base, self.changes = name, base, changes
-        self.specs: Mapping[str, Spec] = {
-            n: Spec(spec.shape, torch.promote_types(dtype or spec.dtype, spec.dtype))
-            if n in changes
-            else spec
-            for n, spec in base.specs.items()
+        self, name: str, base: Source, file: Source, changed: Mapping[str, Product | Tensor],
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.name, self.base, self.origin, self._changed = name, base, file, changed
+        self.products = {n: p for n, p in changed.items() if isinstance(p, Product)}
+        self.changes = {
+            n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" if isinstance(p, Product) else "by PEFT"
+            for n, p in changed.items()
         }
+        own = {n: base.specs[n] for n in changed}
+        wide = {n: torch.promote_types(dtype or s.dtype, s.dtype) for n, s in own.items()}
+        self.specs = {**base.specs, **{n: Spec(s.shape, wide[n]) for n, s in own.items()}}
 
     def words(self, name: str) -> str:
         return self.changes.get(name, "")
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        spec = self.piece(name, start, stop)
-        if name not in self.changes:
+        spec, change = self.piece(name, start, stop), self._changed.get(name)
+        if change is None:
             return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
         piece = scratch.array((self, "piece"), stop - start, spec.dtype)
-        self.fill(name, start, piece, scratch)
+        if isinstance(change, Tensor):
+            return piece.copy_(change.view(-1)[start:stop])
+        self._add(name, change, start, piece, scratch)
         return piece
 
-    def fill(self, name: str, start: int, piece: Tensor, scratch: Scratch) -> None:
-        """Write the elements of a changed tensor from ``start`` on into ``piece``."""
-        raise NotImplementedError
-
-
-class Streamed(Adapted):
-    """A plain adapter, added as it is read, in blocks of whole rows whose edges do not depend on
-    what is asked for: W_0 + s·B·A in float32 (float64 where the base is), rounded once."""
-
-    def __init__(
-        self,
-        name: str,
-        base: Source,
-        file: Source,
-        products: Mapping[str, Product],
-        dtype: torch.dtype | None,
-    ) -> None:
-        words = {n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" for n, p in products.items()}
-        super().__init__(name, base, words, dtype)
-        self.origin = self.file = file
-        self.products = products
-
-    def fill(self, name: str, start: int, piece: Tensor, scratch: Scratch) -> None:
-        p, stop = self.products[name], start + len(piece)
+    def _add(self, name: str, p: Product, start: int, piece: Tensor, scratch: Scratch) -> None:
+        """W_0 + s·B·A in float32 (float64 where the base is), rounded once, in blocks of whole rows
+        whose edges do not depend on what is asked for."""
+        stop = start + len(piece)
         if start == stop:
             return
         real = torch.promote_types(torch.float32, self.base.specs[name].dtype)
         step = max(1, BLOCK // p.cols)
         top, last = start // p.cols // step * step, min(p.rows, -(-stop // p.cols))
         edges = range(top, last, step)
-        left = self._left(p, top, min(p.rows, edges[-1] + step), scratch, real)
-        right = self.file.tensor(p.b).T if p.turned else self.file.tensor(p.a)
+        left = self._left(p, top, min(p.rows, edges[-1] + step), scratch).to(real, copy=True)
+        right = self.origin.tensor(p.b).T if p.turned else self.origin.tensor(p.a)
         right = right.to(real).contiguous()
         for row in edges:
             part = left[row - top : row - top + step].clone()  # placed alike for all pieces
@@ -364,28 +354,12 @@ class Streamed(Adapted):
             low, high = max(start, first), min(stop, end)
             piece[low - start : high - start] = flat[low - first : high - first]
 
-    def _left(
-        self, p: Product, first: int, last: int, scratch: Scratch, real: torch.dtype
-    ) -> Tensor:
+    def _left(self, p: Product, first: int, last: int, scratch: Scratch) -> Tensor:
         """[rows, r]: rows of B, or columns of A where the base is stored turned."""
         if p.turned:
-            return self.file.tensor(p.a)[:, first:last].T.to(real).contiguous()
+            return self.origin.tensor(p.a)[:, first:last].T.contiguous()
         own = Owned(scratch, (self, "file"))
-        rows = self.file.read(p.b, first * p.rank, last * p.rank, own)
-        return rows.view(-1, p.rank).to(real, copy=True)
-
-
-class Materialised(Adapted):
-    """What PEFT makes of the tensors that an adapter changes, and the base's others."""
-
-    def __init__(
-        self, name: str, base: Source, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-    ) -> None:
-        super().__init__(name, base, dict.fromkeys(tensors, "merged by PEFT"), dtype)
-        self._tensors = tensors
-
-    def fill(self, name: str, start: int, piece: Tensor, scratch: Scratch) -> None:
-        piece.copy_(self._tensors[name].view(-1)[start : start + len(piece)])
+        return self.origin.read(p.b, first * p.rank, last * p.rank, own).view(-1, p.rank)
 
 
 def merge_and_unload(

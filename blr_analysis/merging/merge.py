@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from blr_analysis.errors import InputError
 from blr_analysis.merging.auto import Choice, chosen
@@ -18,14 +19,14 @@ from blr_analysis.merging.methods import method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.task import Task
 
-State = Mapping[str, Tensor]
+State = Mapping[str, torch.Tensor]
 LIMITS: dict[str, Any] = {
     **{"max_memory": MAX_MEMORY, "threads": None},
     **{"max_shard_bytes": SHARD, "progress": None},
 }
 
 
-class Merged(dict[str, Tensor]):
+class Merged(dict[str, torch.Tensor]):
     """A merged state dict that knows how it was chosen."""
 
     choice: Choice

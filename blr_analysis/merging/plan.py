@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +15,10 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
-from blr_analysis.merging.adapters import bytes_of, check_unbiased, open_products
+from blr_analysis.merging.adapters import bytes_of, open_products
 from blr_analysis.merging.fates import COPIED, MERGED, OWN, Item, OpenModel, fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job, Member
-from blr_analysis.merging.layers import NOISE
 from blr_analysis.merging.lora import Product, is_adapter, is_place, open_model
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import (
@@ -119,12 +117,6 @@ class MergePlan(Tabular):
         kinds = sorted({p.kind for p in self.used if p.kind})
         if len(kinds) > 1:
             notes.append(f"precisions of different kinds, in other units: {', '.join(kinds)}")
-        notes += [
-            f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is chance: take "
-            "more, or shrink"
-            for p in self.used
-            if p.noise > NOISE
-        ]
         names = [p.name for p in self.used]
         twice = sorted({n for n in names if names.count(n) > 1})
         return notes + [f"the precision {name!r} stands for several models" for name in twice]
@@ -179,115 +171,77 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     """
     _check_settings(job)
     _compare_configs(job)
-    base, parts, first, products = _opened(job)
-    if base is not None and not job.row.uses_base:
-        match(base, parts[0].source)  # which gives configuration and tokenizer all the same
-        base = None
-    reference = parts[0].source if base is None else base
-    if not reference.specs:
-        raise ModelError(f"{reference.name!r} holds no tensors")
-    reads = [match(reference, part.source) for part in parts]
-    for part, names in zip(parts, reads, strict=True):
-        if base is not None and not differs_somewhere(base, part.source, names):
+    members = list(job.members)
+    if job.base is not None:
+        first = job.base_precision if job.row.uses_base_precision else None
+        members.insert(0, Member(job.base, first))
+    models, products = _models(job)
+    precisions = [_precision(job, m, s) for m, s in zip(members, models, strict=True)]
+    if job.vocabulary is not None:
+        rows, known = job.vocabulary.rows, [job.vocabulary.known[m.model] for m in members]
+        every = list(zip(models, known, strict=True))
+        models = [Lengthened(rows, own, *every) for own in every]
+        precisions = [
+            p and replace(p, source=Lengthened(rows, (p.source, count), empty=p.prior))
+            for p, count in zip(precisions, known, strict=True)
+        ]
+    based = job.base is not None and job.row.uses_base
+    reference = models[0] if based or job.base is None else models[1]
+    parts = [
+        OpenModel(s, p, m.weight, m.density, _buffers(m), match(reference, s))
+        for s, p, m in zip(models, precisions, members, strict=True)
+    ]
+    base = parts.pop(0) if job.base is not None else None  # else only of files
+    plan = MergePlan(
+        job, base.source if based and base else None, tuple(parts),
+        base.precision if based and base else None, (), products,
+    )  # fmt: skip
+    _check_parts(plan)
+    return _within(replace(plan, items=fates(plan)), max_memory, threads)
+
+
+def _models(job: Job) -> tuple[list[Source], dict[str, Product]]:
+    """The base, where there is one, and the models; where the products of adapters lie."""
+    base = [] if job.base is None else [open_model(job.base, "base")]
+    if job.rank is not None:
+        return open_products(job, base[0] if base else None)
+    named = ((f"models[{t}]", m.model) for t, m in enumerate(job.members))
+    return [*base, *(open_model(model, name, *base) for name, model in named)], {}
+
+
+def _check_parts(plan: MergePlan) -> None:
+    """Raise where a model is no fine-tuned one, or a precision belongs to another model."""
+    base, job = plan.base, plan.job
+    for part in plan.parts:
+        if base is not None and not differs_somewhere(base, part.source, part.reads):
             raise ModelError(
                 f"every weight of {part.source.name!r} equals its base {base.name!r}: is it the "
                 "fine-tuned model?"
             )
-        _check_filters(part, reference)
-    if job.row.uses_precisions:
-        _check_precisions(job, reference, base, parts, first)
-    items = fates(reference, parts, reads, job, based=base is not None, base_precision=first)
-    plan = MergePlan(job, base, tuple(parts), first, items, products)
-    return _within(plan, max_memory, threads)
+        _check_filters(part, plan.reference)
+    pairs = [(plan.base_precision, base), *((p.precision, p.source) for p in plan.parts)]
+    for precision, model in pairs:
+        if precision is not None:
+            check_fits(precision, plan.reference)
+        if precision is not None and model is not None and not job.trust:
+            check_belongs(precision, model)
+    plain = plan.held and not any(p.layers for p in plan.held)
+    for name, given in {"damping": job.damping, "shrink": job.shrink not in (None, 1)}.items():
+        if given and plain:
+            raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
 
 
-def _opened(
-    job: Job,
-) -> tuple[Source | None, list[OpenModel], StoredPrecision | None, dict[str, Product]]:
-    """The base, the models, the base's precision, and the products of adapters that stay some."""
-    base = None if job.base is None else open_model(job.base, "base")
-    products: dict[str, Product] = {}
-    if job.rank is not None:
-        if base is None:
-            raise InputError("adapters are merged on a base: name base_model")
-        base, models, products = open_products(job, base)
-    else:
-        models = [open_model(m.model, f"models[{t}]", base) for t, m in enumerate(job.members)]
-    precisions = [
-        _precision(job, m.precision, f"precisions[{t}]", m.n_data, products)
-        for t, m in enumerate(job.members)
-    ]
-    first = None
-    if job.row.uses_base_precision:
-        first = _precision(job, job.base_precision, "base_precision", None, products)
-    if job.vocabulary is not None:
-        base, models, precisions, first = _lengthened(job, base, models, precisions, first)
-    parts = [
-        OpenModel(s, p, m.weight, m.density, _buffers(m))
-        for s, p, m in zip(models, precisions, job.members, strict=True)
-    ]
-    return base, parts, first, products
-
-
-def _precision(
-    job: Job, given: Any, label: str, n_data: int | None, products: Mapping[str, Product]
-) -> StoredPrecision | None:
-    if given is None or not job.row.uses_precisions:
+def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | None:
+    if member.precision is None or not job.row.uses_precisions:
         return None
-    opened = open_precision(given, n_data, label=label).raised(job.power)
-    if not products:
-        return opened
-    check_unbiased({k: joint.names for k, (joint, _) in opened.layers.items()}, products)
-    return opened.of(products)
-
-
-def _lengthened(
-    job: Job,
-    base: Source | None,
-    models: Sequence[Source],
-    precisions: Sequence[StoredPrecision | None],
-    first: StoredPrecision | None,
-) -> Any:
-    """The same with as many rows for tokens in all; H = 0 for those that a model has not."""
-    assert job.vocabulary is not None
-    rows, known = job.vocabulary.rows, job.vocabulary.known
-    counts = [known[m.model] for m in job.members]
-    others = list(zip(models, counts, strict=True))
-    lent = [] if base is None else [(base, known[job.base])]
-
-    def curved(p: StoredPrecision | None, count: int) -> StoredPrecision | None:
-        return p and replace(p, source=Lengthened(rows, (p.source, count), empty=p.prior))
-
-    longer = [Lengthened(rows, own, lent, others) for own in others]
-    own = [curved(p, count) for p, count in zip(precisions, counts, strict=True)]
-    if base is None:
-        return None, longer, own, first
-    return Lengthened(rows, lent[0], (), others), longer, own, curved(first, known[job.base])
+    label = f"the precision of {model.name}"
+    return open_precision(member.precision, member.n_data, label=label).raised(job.power)
 
 
 def _buffers(member: Member) -> frozenset[str]:
     """The tensors that are known to be no parameters."""
     own = unwrapped(member.model) if isinstance(member.model, nn.Module) else None
     return frozenset() if own is None else frozenset(n for n, _ in own.named_buffers())
-
-
-def _check_precisions(
-    job: Job,
-    reference: Source,
-    base: Source | None,
-    parts: Sequence[OpenModel],
-    first: StoredPrecision | None,
-) -> None:
-    pairs = [(first, base), *((p.precision, p.source) for p in parts)]
-    held = [(p, model) for p, model in pairs if p is not None]
-    for precision, model in held:
-        check_fits(precision, reference)
-        if model is not None and not job.trust:
-            check_belongs(precision, model)
-    plain = held and not any(p.layers for p, _ in held)
-    for name, given in {"damping": job.damping, "shrink": job.shrink not in (None, 1)}.items():
-        if given and plain:
-            raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
 
 
 def _check_filters(part: OpenModel, reference: Source) -> None:

@@ -8,7 +8,7 @@ it) is multiplied by the n_data that the user names.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class StoredPrecision:
         mean: the weights that it belongs to, where they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
-        noise: the largest part of a layer's moments, of "gram", that is chance.
-        chance: that of their off-diagonals, by layer, where there were fewer rows than inputs.
+        chance: by layer of "gram", the part of the off-diagonals of its moments that is chance,
+            where there were fewer rows than inputs.
     """
 
     source: Source
@@ -62,7 +62,6 @@ class StoredPrecision:
     mean: Mapping[str, Tensor] | None = None
     adapter: bool = False
     power: float = 1.0
-    noise: float = 0.0
     chance: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -92,25 +91,6 @@ class StoredPrecision:
     def raised(self, power: float) -> StoredPrecision:
         """Hᵖ where it has no factors, whose power is their own matter."""
         return self if self.layers else replace(self, power=power)
-
-    def of(self, names: Collection[str]) -> StoredPrecision:
-        """The same of some parameters alone."""
-        layers = {k: v for k, v in self.layers.items() if k in names}
-        stored = {n: key for n, key in self.stored.items() if n in names}
-        return replace(self, stored=stored, layers=layers)
-
-    def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
-        """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
-        total, scratch = 0.0, Scratch()
-        once = {self.stored[n]: n for n in state if n in self.stored}  # tied tensors have one H
-        for name in once.values():
-            step = (state[name] - own[name]).double().flatten()
-            h = self.read(name, 0, step.numel(), scratch, torch.float64)
-            total += 0.5 * float((h.to(step) * step.square()).sum())
-        for key, (joint, _) in self.layers.items():
-            step = joint.join({n: (state[n] - own[n]).double().cpu() for n in joint.names})
-            total += 0.5 * float((step * self.factors(key).times(step)).sum())
-        return total
 
     def measured(self, key: str) -> float:
         """The shrinkage of a layer's off-diagonals: 1 less the part of them that is chance."""
@@ -271,7 +251,6 @@ def _recorded(
         layers=layers,
         sha256=_sha256(record),
         adapter=bool(record.get("adapter")),
-        noise=float(record.get("noise") or 0.0),
         chance=chance,
     )
 
@@ -315,18 +294,14 @@ def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None
     for key, (joint, _) in layers.items():
         g, o = joint.layout.groups, joint.layout.rows
         i = (0 if joint.weight is None else joint.layout.columns) + (joint.bias is not None)
-        wanted = {VECTORS[0]: {(g, i, i)}, VALUES: {(g, o, i), (g, 1, i)}}
-        if key + VECTORS[1] in source.specs:
-            wanted[VECTORS[1]] = {(g, o, o)}
-        if key + ROWS in source.specs:
-            wanted[ROWS] = {(g, o, 1)}
-        for part, shapes in wanted.items():
-            spec = source.specs.get(key + part)
-            if spec is None or spec.shape not in shapes:
+        shapes = {VECTORS[0]: (g, i, i), VECTORS[1]: (g, o, o), ROWS: (g, o, 1), VALUES: (g, o, i)}
+        for part, wanted in shapes.items():
+            spec, needed = source.specs.get(key + part), part in (VALUES, VECTORS[0])
+            alike = spec is not None and spec.shape in (wanted, (g, 1, i) if part == VALUES else ())
+            if not alike and (needed or spec is not None):
                 raise PosteriorError(
-                    f"{key + part!r} of {source.name!r} is "
-                    f"{'missing' if spec is None else list(spec.shape)}, not {list(min(shapes))}: "
-                    "factors of another layer?"
+                    f"{key + part!r} of {source.name!r} is not {list(wanted)}: factors of another "
+                    "layer?"
                 )
 
 
@@ -345,30 +320,23 @@ def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
 
 def check_fits(precision: StoredPrecision, reference: Source) -> None:
     """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
-    ours = {precision.stored[n] for n in precision.stored if n in reference.specs}
-    foreign = [n for n in precision.stored.values() if n not in ours]
     shapes = {n: s for joint, _ in precision.layers.values() for n, s in joint.shapes.items()}
-    foreign += [n for n in shapes if n not in reference.specs]
+    stored = {n: precision.source.specs[key] for n, key in precision.stored.items()}
+    ours = {key for n, key in precision.stored.items() if n in reference.specs}
+    foreign = [n for n in shapes if n not in reference.specs]
+    foreign += [n for n, key in precision.stored.items() if key not in ours]
     if foreign:
         raise PosteriorError(
             f"the precision {precision.name!r} belongs to another model than {reference.name!r}, "
             f"which has no {some(sorted(set(foreign)))}"
         )
+    shapes |= {n: spec.shape for n, spec in stored.items() if n in reference.specs}
     for name, shape in shapes.items():
         if reference.specs[name].shape != shape:
             raise PosteriorError(
-                f"the factors of {name!r} in {precision.name!r} are of a {list(shape)}, the weight "
-                f"is {list(reference.specs[name].shape)}"
+                f"the precision of {name!r} in {precision.name!r} is {list(shape)}, the weight "
+                f"{list(reference.specs[name].shape)}"
             )
-    for name, spec in reference.specs.items():
-        own = precision.spec(name)
-        if own is not None and own.shape != spec.shape:
-            raise PosteriorError(
-                f"the precision of {name!r} in {precision.name!r} is {list(own.shape)}, the "
-                f"weight {list(spec.shape)}"
-            )
-        if own is not None and not own.dtype.is_floating_point:
-            raise PosteriorError(
-                f"the precision of {name!r} in {precision.name!r} is of {own.dtype}: expected "
-                "floating-point numbers"
-            )
+    for name, spec in stored.items():
+        if not spec.dtype.is_floating_point:
+            raise PosteriorError(f"the precision of {name!r} in {precision.name!r} is {spec.dtype}")

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,12 +36,13 @@ from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, Member, Vocabulary, Weight
-from blr_analysis.merging.layer_weights import Rule, depths, rest, varies, weight_by_layer
+from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
 from blr_analysis.merging.lora import is_adapter
-from blr_analysis.merging.methods import CURVED, Method, default_weights, method_of, widest
+from blr_analysis.merging.methods import default_weights, method_of, widest
 from blr_analysis.merging.sources import TABLES, layer_of
 
 AUTO = "auto"
+SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
 MOST_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MERGEKIT = {  # which keys and methods of it are not of this package
@@ -227,10 +229,9 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         raise InputError(f"{place.name}: {_complaints(fault)}") from fault
     try:
         reader = _Reader(written, Path(os.path.abspath(place)).parent)
-        job = reader.job()
+        return Recipe(place, text, reader.job(), tuple(reader.notes), reader.auto)
     except BLRError as fault:
         raise type(fault)(f"{place.name}: {fault}") from fault
-    return Recipe(place, text, job, tuple(reader.notes), written.merge_method == AUTO)
 
 
 def _complaints(fault: ValidationError) -> str:
@@ -243,71 +244,47 @@ def _complaints(fault: ValidationError) -> str:
     return "; ".join(said)
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """One entry of the recipe, with its folder."""
-
-    at: int
-    entry: Entry
-    model: Path
-
-
 class _Reader:
     """What the parts of one recipe mean."""
 
     def __init__(self, text: RecipeText, folder: Path) -> None:
         self.text, self.folder, self.all = text, folder, text.parameters
         self.notes: list[str] = []
-        self.method = self._method()
-        self.base = None if text.base_model is None else self._place(text.base_model)
-        if self.method.needs_base and self.base is None:
-            raise InputError(f"{self.method.name} needs base_model")
-        self.listed = self._models()
+        self.auto = text.merge_method == AUTO  # read as the method that takes most
+        if text.merge_method in MERGEKIT:
+            raise InputError(f"merge_method: {text.merge_method}: mergekit does this")
+        based = text.base_model is not None
+        self.method = widest(based=based) if self.auto else method_of(text.merge_method)
+        self.base = None
+        if text.base_model is not None:
+            self.base = self._model(text.base_model)
+        self.models = self._models()
 
     def job(self) -> Job:
         """The merge that the recipe describes."""
         text, method, told = self.text, self.method, self.all
         self._note_idle()
-        tokenizer, vocabulary = self._tokenizer()
         out_dtype = text.out_dtype or text.dtype
         if text.dtype in ("bfloat16", "float16"):
             self.notes.append(f"dtype: computed in float32, rounded once to {out_dtype}")
-        own = {name: getattr(told, name) for name in ("missing_precision", "power", "seed")}
-        own |= {"rescale": told.rescale, "delta": told.delta if method.takes("delta") else None}
-        scale = self._by_layer("lambda_", None, 1.0) if method.takes("scale") else 1.0
+        tokenizer, vocabulary = self._tokenizer()
+        given = {
+            "delta": told.delta if method.takes("delta") else None,
+            "out_dtype": None if out_dtype is None else getattr(torch, out_dtype),
+            "dtype": torch.float64 if text.dtype == "float64" else None,
+            "scale": self._by_layer("lambda_", None, 1.0) if method.takes("scale") else None,
+            **{name: getattr(told, name) for name in SETTINGS},
+        }
         return Job(
-            method=method.name,
-            members=tuple(self._member(one) for one in self.listed),
-            base=self.base,
-            base_precision=self._base_precision(),
-            normalize=told.normalize,
-            shrink=told.shrink,
-            damping=told.damping,
-            dtype=torch.float64 if text.dtype == "float64" else torch.float32,
-            out_dtype=None if out_dtype is None else getattr(torch, out_dtype),
-            scale=scale,
+            method.name,
+            tuple(self._member(model, entry) for model, entry in self.models.items()),
+            self.base,
+            self._base_precision(),
             rank=text.adapter_rank,
             tokenizer_source=tokenizer,
             vocabulary=vocabulary,
-            **{name: value for name, value in own.items() if value is not None},
+            **{name: value for name, value in given.items() if value is not None},
         )
-
-    def _method(self) -> Method:
-        name = self.text.merge_method
-        if name in MERGEKIT:
-            raise InputError(f"merge_method: {name}: mergekit does this")
-        if name == AUTO:  # read as the method that takes most
-            return widest(based=bool(self.text.base_model))
-        return method_of(name)
-
-    def _place(self, text: str) -> Path:
-        """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
-        model, plus, adapter = text.partition("+")
-        if not plus or self._existing(text):
-            return self._located(text)
-        if self.base is None or self._located(model).resolve() != self.base.resolve():
-            raise InputError(f"adapters are applied to base_model: write base_model: {model}")
-        return self._located(adapter)
 
     def _existing(self, text: str) -> Path | None:
         with told_as(InputError, f"{text!r:.80} names no file"):
@@ -317,11 +294,14 @@ class _Reader:
             except OSError:  # a name longer than the file system takes
                 return None
 
-    def _located(self, text: str) -> Path:
-        place = self._existing(text)
-        name, _, revision = text.partition("@")
-        if place is None and HUB_NAME.fullmatch(name):
-            place = _snapshot(name, revision or None)
+    def _model(self, text: str) -> Path:
+        """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
+        place, (model, plus, adapter) = self._existing(text), text.partition("+")
+        if place is None and plus:
+            if self.base is None or self._model(model).resolve() != self.base.resolve():
+                raise InputError(f"adapters are applied to base_model: write base_model: {model}")
+            return self._model(adapter)
+        place = place or _snapshot(text)
         if place is None:
             raise InputError(
                 f"there is no {text!r}: paths start at the folder of the recipe, and names on the "
@@ -329,7 +309,62 @@ class _Reader:
             )
         return place
 
-    def _stored(self, what: str, text: str | None, beside: Path | None = None) -> Path | None:
+    def _models(self) -> dict[Path, Entry]:
+        """The models that take part, each once; the base only where it is averaged like them."""
+        own = None if self.base is None else self.base.resolve()
+        seen: dict[Path, tuple[Path, Entry]] = {}
+        for at, entry in enumerate(self.text.models):
+            model = self._model(entry.model)
+            if model.resolve() in seen:
+                raise InputError(f"models.{at}: {entry.model!r} is there twice: add up the weights")
+            seen[model.resolve()] = model, entry
+        if own is not None and own in seen and self.method.uses_base:  # whose step is 0
+            _, entry = seen.pop(own)
+            if self.method.uses_precisions and (entry.precision or entry.parameters.weight):
+                raise InputError(f"models: {entry.model!r} is base_model itself: take it out")
+        elif own in seen and self.method.name == "slerp" and own is not None:
+            seen = {own: seen.pop(own), **seen}
+        elif (
+            own is not None and self.method.name == "linear" and self.all.weight and own not in seen
+        ):
+            self.notes.append("base_model is averaged in with the weight of all, as in mergekit")
+            seen[own] = own, Entry(model=str(own))
+        if not seen:
+            raise InputError("there is no model beside the base to merge")
+        return dict(seen.values())
+
+    def _member(self, model: Path, entry: Entry) -> Member:
+        method = self.method
+        key = "t" if method.name == "slerp" else "weight"
+        told = [bool(self._rules(key, other)) for other in self.models.values()]
+        if not all(told) and (key == "t" or (any(told) and not method.uses_precisions)):
+            raise InputError(f"{entry.model!r} or another has no {key}, which {method.name} needs")
+        usual = 1.0 if method.normalize else default_weights(method.name, len(told))[0]
+        weight = self._by_layer(key, entry, usual)
+        if key == "t" and model == self.base:
+            weight = self._by_layer(key, entry, usual, rest=True)
+        density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
+        data = self._data(entry)
+        return Member(model, self._precision(model, entry), weight, entry.n_data, density, data)
+
+    def _rules(self, name: str, entry: Entry | None) -> tuple[Rule, ...]:
+        """The rules of a parameter, what decides first: a model's own, then those of all."""
+        parts = [self.all] if entry is None else [entry.parameters, self.all]
+        return tuple(rule for part in parts for rule in _read(getattr(part, name)))
+
+    def _by_layer(
+        self, name: str, entry: Entry | None, usual: float, *, rest: bool = False
+    ) -> Weight:
+        """A parameter as a function of the tensor's name; of no model: what is said of all."""
+        rules = self._rules(name, entry)
+        if rest:
+            rules = tuple(replace(r, values=tuple(1 - v for v in r.values)) for r in rules)
+        if not any(rule.varies for rule in rules[:1]):
+            return rules[0].values[0] if rules else usual
+        place = self.base or next(iter(self.models))
+        return LayerWeights(rules, depths(Folder.open(place).specs), usual)
+
+    def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:
         """A file that must be there where it is named; else the one beside a model."""
         if text is None:
             place = None if beside is None else beside / "precision"
@@ -339,84 +374,25 @@ class _Reader:
             raise InputError(f"{what}: there is no {text!r} beside the recipe")
         return place
 
-    def _models(self) -> list[_Listed]:
-        """The models that take part, each once; the base only where it is averaged like them."""
-        seen: dict[str, _Listed] = {}
-        for at, entry in enumerate(self.text.models):
-            one = _Listed(at, entry, self._place(entry.model))
-            if seen.setdefault(os.path.realpath(one.model), one) is not one:
-                raise InputError(f"models.{at}: {entry.model!r} is there twice: add up the weights")
-        own = None if self.base is None else os.path.realpath(self.base)
-        if self.method.uses_base and own in seen:
-            base = seen.pop(own).entry  # whose step is 0
-            if self.method.uses_precisions and (base.precision or base.parameters.weight):
-                raise InputError(f"models: {base.model!r} is base_model itself: take it out")
-        elif own is not None and own not in seen and self.method.name == "linear":
-            if self.all.weight is not None:  # as mergekit does
-                self.notes.append("base_model is averaged in with the weight of all")
-                seen[own] = _Listed(len(seen), Entry(model=str(self.base)), Path(own))
-        elif self.method.name == "slerp" and own in seen:
-            seen = {own: seen.pop(own), **seen}
-        if not seen:
-            raise InputError("there is no model beside the base to merge")
-        return list(seen.values())
-
-    def _member(self, one: _Listed) -> Member:
-        method, entry = self.method, one.entry
-        key = "t" if method.name == "slerp" else "weight"
-        told = [bool(self._rules(key, other)) for other in self.listed]
-        if not all(told) and (key == "t" or (any(told) and not method.uses_precisions)):
-            raise InputError(f"models.{told.index(False)}: no {key}, which {method.name} needs")
-        usual = 1.0
-        if not method.normalize:
-            usual = default_weights(method.name, len(self.listed))[0]
-        if not any(told) and method.name == "task_arithmetic" and one is self.listed[0]:
-            self.notes.append(f"no weights: {usual:g} for each model, one over their number")
-        density = self._by_layer("density", one, 1.0) if method.thinned else 1.0
-        weight = self._by_layer(key, one, usual)
-        return Member(
-            one.model, self._precision(one), weight, entry.n_data, density, self._data(one)
-        )
-
-    def _rules(self, name: str, one: _Listed | None) -> tuple[Rule, ...]:
-        """The rules of a parameter, what decides first: a model's own, then those of all."""
-        parts = [self.all] if one is None else [one.entry.parameters, self.all]
-        return tuple(rule for part in parts for rule in _read(getattr(part, name)))
-
-    def _by_layer(self, name: str, one: _Listed | None, usual: float) -> Weight:
-        """A parameter as a function of the tensor's name; of no model: what is said of all."""
-        rules = self._rules(name, one)
-        if name == "t" and one is not None and one.model == self.base:
-            rules = rest(rules)
-        around: Mapping[str, int] = {}
-        if varies(rules):
-            around = depths(Folder.open(self.base or self.listed[0].model).specs)
-        for_all = name in ("weight", "t") and not self.method.uses_precisions
-        return weight_by_layer(rules, around, usual, for_all=for_all)
-
-    def _data(self, one: _Listed) -> Path | None:
+    def _data(self, entry: Entry) -> Path | None:
         """The examples that statistics are taken of on the way, of all models or of none."""
-        told, name = [o.entry.data is not None for o in self.listed], self.text.merge_method
-        if not any(told):
-            return None
-        if not all(told) or name not in ("fisher", AUTO):
+        told, name = [e.data is not None for e in self.models.values()], self.text.merge_method
+        if any(told) and (not all(told) or name not in ("fisher", AUTO)):
             raise InputError("data: stand for precisions of fisher and auto, at every model")
-        if name == "fisher" and (one.entry.precision or one.entry.n_data):
-            raise InputError(f"models.{one.at}: precision and n_data beside data: one of them")
-        return self._stored("data", one.entry.data)
+        if any(told) and name == "fisher" and (entry.precision or entry.n_data):
+            raise InputError(f"{entry.model!r}: precision or n_data beside data: one of them")
+        return self._stored("data", entry.data, None)
 
-    def _precision(self, one: _Listed) -> Path | None:
+    def _precision(self, model: Path, entry: Entry) -> Path | None:
         """H_t: as named, or the folder ``precision`` of the model."""
-        auto, entry = self.text.merge_method == AUTO, one.entry
-        if not self.method.uses_precisions or (entry.data is not None and not auto):
+        if not self.method.uses_precisions or (entry.data is not None and not self.auto):
             return None
-        beside = one.model if "precision" not in entry.model_fields_set else None
+        beside = model if "precision" not in entry.model_fields_set else None
         place = self._stored("precision", entry.precision, beside)
-        needed = self.all.missing_precision in (None, "error") and not auto
-        if place is None and needed:
+        if place is None and self.all.missing_precision in (None, "error") and not self.auto:
             raise InputError(
-                f"models.{one.at}: {entry.model!r} has no precision: run `blr-analysis fisher`, or "
-                "set missing_precision"
+                f"{entry.model!r} has no precision: run `blr-analysis fisher`, or set "
+                "missing_precision"
             )
         return place
 
@@ -432,67 +408,49 @@ class _Reader:
 
     def _note_idle(self) -> None:
         """Parameters without effect, which mergekit ignores too."""
-        method = self.method
-        idle = {
-            "lambda_": not method.takes("scale"),
-            "t": method.name != "slerp",
-            "weight": method.name in ("slerp", "model_stock"),
-            **{
-                key: not method.takes(key)
-                for key in ("delta", "density", "seed", "rescale", *CURVED)
-            },
-        }
-        for part in (self.all, *(one.entry.parameters for one in self.listed)):
-            without = sorted(key.rstrip("_") for key in part.model_fields_set if idle.get(key))
-            self.notes += [f"{key} has no effect on {method.name}" for key in without]
-        told = self.text.base_precision or any(one.entry.precision for one in self.listed)
-        if told and not method.uses_precisions:
+        method, told = self.method, self.text.base_precision
+        idle = {name for name in (*SETTINGS, "delta", "density") if not method.takes(name)}
+        idle |= {"lambda_"} if not method.takes("scale") else set()
+        idle |= {"weight"} if method.name in ("slerp", "model_stock") else {"-"}
+        idle |= {"t"} if method.name != "slerp" else set()
+        for part in (self.all, *(entry.parameters for entry in self.models.values())):
+            without = sorted(part.model_fields_set & idle)
+            self.notes += [f"{name.rstrip('_')} has no effect on {method.name}" for name in without]
+        if not method.uses_precisions and (told or any(e.precision for e in self.models.values())):
             self.notes.append(f"{method.name} takes no precisions: they are not read")
 
     def _tokenizer(self) -> tuple[str | Path, Vocabulary | None]:
         """Where the tokenizer comes from, and how many tokens there are where models differ."""
-        source = self.text.tokenizer_source
-        if self.text.tokenizer is not None:
-            source = source or self.text.tokenizer.source
-        if source == "base" and self.base is None:
-            raise InputError("tokenizer_source: 'base', but the recipe has no base_model")
-        models = [self.base, *(one.model for one in self.listed)]
-        folders = list(dict.fromkeys(m for m in models if m is not None and not is_adapter(m)))
-        own = {m: vocabulary(m) for m in folders}
-        first = folders[0]
-        if source in ("base", "union", None):
-            place = first if source != "union" else max(folders, key=lambda m: len(own[m]))
-        else:
-            place = self._place(source.removeprefix("model:"))
+        said = self.text.tokenizer
+        source = self.text.tokenizer_source or (said and said.source)
+        folders = [m for m in dict.fromkeys([self.base, *self.models]) if m and not is_adapter(m)]
+        first, own = folders[0], {m: vocabulary(m) for m in folders}
+        place = first
+        if source == "union":
+            place = max(folders, key=lambda m: len(own[m]))
+        elif source not in ("base", None):
+            place = self._model(source.removeprefix("model:"))
         tokens = vocabulary(place)
         for model, known in own.items():
-            self._check_numbers(place, tokens, model, known)
-        here: str | Path = "base" if place == first else place
-        lengths = {m: _table_lengths(m) for m in folders} if source is not None else {}
-        if len({tuple(each) for each in lengths.values()}) < 2:
-            return here, None
-        if self.text.merge_method == AUTO or not all(own.values()) or not tokens:
-            raise InputError("tokenizer_source: models of other lengths need a tokenizer.json each")
-        for model, known in own.items():
-            beyond = {n: t for t, n in tokens.items()}
-            odd = [t for t, n in known.items() if beyond.get(n, t) != t]
+            odd = [t for t, n in known.items() if tokens.get(t, n) != n]
             if odd:
                 raise InputError(
-                    f"{str(model)!r} has another token than {odd[0]!r}: mergekit does this"
+                    f"{model.name!r} and {place.name!r} number {len(odd):,} tokens differently, "
+                    f"such as {odd[0]!r}: mergekit does this"
                 )
-        counts = {m: 1 + max(own.get(m, own[first]).values()) for m in models if m is not None}
-        return here, Vocabulary(1 + max(tokens.values()), counts)
-
-    def _check_numbers(
-        self, place: Path, tokens: Mapping[str, int], model: Path, known: Mapping[str, int]
-    ) -> None:
-        """Raise where two models number their tokens differently: their rows are other words."""
-        odd = {t: (n, tokens[t]) for t, n in known.items() if tokens.get(t, n) != n}
-        for token, (mine, theirs) in odd.items():
+        here: str | Path = "base" if place == first else place
+        lengths = {tuple(_table_lengths(m)) for m in folders} if source is not None else ()
+        if len(lengths) < 2:
+            return here, None
+        at = {n: t for t, n in tokens.items()}
+        if not all(own.values()) or any(
+            at.get(n, t) != t for o in own.values() for t, n in o.items()
+        ):
             raise InputError(
-                f"{model.name!r} and {place.name!r} number {len(odd):,} tokens differently "
-                f"({token!r} is {mine} and {theirs}): mergekit does this"
+                "tokenizer_source: one number stands for two tokens: mergekit does this"
             )
+        counts = {m: 1 + max(own.get(m, own[first]).values()) for m in (first, *self.models)}
+        return here, Vocabulary(1 + max(tokens.values()), counts)
 
 
 def _read(written: WrittenWeight | None) -> list[Rule]:
@@ -503,19 +461,18 @@ def _read(written: WrittenWeight | None) -> list[Rule]:
     return [Rule(r.value, "" if r.filter in (None, "*") else str(r.filter)) for r in rules]
 
 
-def _snapshot(name: str, revision: str | None) -> Path | None:
-    """A model's folder in the Hugging Face cache of this machine."""
+def _snapshot(text: str) -> Path | None:
+    """A model's folder in the Hugging Face cache of this machine, ``org/model`` or with ``@``."""
+    name, _, revision = text.partition("@")
+    if not HUB_NAME.fullmatch(name):
+        return None
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError as fault:
-        raise InputError(
-            f"{name!r} is no folder; for the Hugging Face cache, {install('hf')}"
-        ) from fault
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
+        raise InputError(f"{name!r} is no folder; for names on the hub {install('hf')}") from fault
+    with suppress(OSError, ValueError):  # not there, or no such name
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    return None
 
 
 def vocabulary(model: Path) -> dict[str, int]:

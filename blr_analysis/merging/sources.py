@@ -6,7 +6,8 @@ bytes as another tensor of that model, which the others have), and refused other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -110,51 +111,35 @@ Known = tuple[Source, int]  # a model, and how many rows of its tables stand for
 
 
 class Lengthened(Source):
-    """A model whose tables have the rows that others appended: its own, else the base's, else the
-    mean of those that have them; ``empty``: by tensor, what stands where nobody has any."""
+    """A model whose tables have the rows that others appended: its own, else those of the first
+    lender that has them; ``empty``: by tensor, what stands where nobody has any."""
 
     def __init__(
-        self,
-        rows: int,
-        own: Known,
-        base: Sequence[Known] = (),
-        others: Sequence[Known] = (),
-        empty: Mapping[str, float] | None = None,
+        self, rows: int, own: Known, *lenders: Known, empty: Mapping[str, float] | None = None
     ) -> None:
         model = self._own = own[0]
         self.name, self.notes, self.origin = model.name, model.notes, model.origin
         self.whole, self._empty = model.whole or model, empty or {}
-        tables = [n for n, s in model.specs.items() if s.shape and layer_of(n) in TABLES]
-        lengths = {n: (rows, *model.specs[n].shape[1:]) for n in tables}
-        changed = {n: Spec(shape, model.specs[n].dtype) for n, shape in lengths.items()}
-        self.specs = {**model.specs, **changed}
-        self._held = {
-            n: [[(s, _end(s.specs[n], k)) for s, k in g if n in s.specs] for g in (  # by who lends
-                [own], base, others
-            )]
-            for n in tables
-        }  # fmt: skip
+        self.specs = dict(model.specs)
+        self._held: dict[str, list[Known]] = {}
+        for n, spec in model.specs.items():
+            if spec.shape and layer_of(n) in TABLES:
+                self.specs[n] = Spec((rows, *spec.shape[1:]), spec.dtype)
+                width, having = math.prod(spec.shape[1:]), [own, *lenders]
+                ends = [(s, min(k, s.specs[n].shape[0]) * width) for s, k in having if n in s.specs]
+                self._held[n] = ends
 
     def words(self, name: str) -> str:
         return self._own.words(name)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        """Stretches that the same models have are read together."""
         if name not in self._held:
             return self._own.read(name, start, stop, scratch)
         spec, scratch, at = self.piece(name, start, stop), Owned(scratch, self), start
-        out = scratch.array("rows", stop - start, spec.dtype)
-        while at < stop:
-            having = ([(s, end) for s, end in group if end > at] for group in self._held[name])
-            lend = next(filter(None, having), [])
-            until = min([stop, *(end for _, end in lend)])
-            parts = [s.read(name, at, until, scratch).float() for s, _ in lend]
-            mean = torch.stack(parts).mean(0) if parts else self._empty.get(name, 0.0)
-            out[at - start : until - start] = mean
-            at = until
+        out = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
+        for source, end in self._held[name]:
+            until = min(stop, end)
+            if at < until:
+                out[at - start : until - start] = source.read(name, at, until, scratch)
+                at = until
         return out
-
-
-def _end(table: Spec, known: int) -> int:
-    """The entries of a table's rows that stand for tokens."""
-    return min(known, table.shape[0]) * (table.numel // max(table.shape[0], 1))

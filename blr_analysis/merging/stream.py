@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,54 +70,29 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         PosteriorError: NaN, inf or negative numbers in a precision.
         StorageError: a file that cannot be read or written.
     """
-    pieces, lock = _pieces(plan), threading.Lock()
-    sizes = {item.name: plan.bytes_of(item) for item in plan.items}
-    met = Outcome()
-    failed: list[BaseException] = []
+    own, met, threads = threading.local(), Outcome(), torch.get_num_threads()
 
-    def work() -> None:
-        scratch = Scratch()
-        try:
-            while not failed:
-                with lock:
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                item, start, stop = piece
-                if item.layer:
-                    solved = _merge_layer(plan, item.layer, sink, scratch)
-                    undefined, met.solves[item.layer] = solved.undefined, solved
-                else:
-                    known = _measured(plan, item, scratch)
-                    undefined = sum(
-                        _merge(plan, item, low, min(low + plan.chunk, stop), sink, scratch, known)
-                        for low in range(start, stop, plan.chunk)
-                    )
-                with lock:
-                    if undefined:
-                        met.fallback[item.name] += undefined
-                    tell(sizes[item.name] * (stop - start) // max(item.spec.numel, 1))
-        except BaseException as error:
-            failed.append(error)
+    def work(piece: Piece) -> tuple[Piece, int, Solved | None]:
+        own.scratch = scratch = getattr(own, "scratch", None) or Scratch()
+        item, start, stop = piece
+        if item.layer:
+            solved = _merge_layer(plan, item.layer, sink, scratch)
+            return piece, solved.undefined, solved
+        known = _measured(plan, item, scratch)
+        cuts = ((low, min(low + plan.chunk, stop)) for low in range(start, stop, plan.chunk))
+        undefined = sum(_merge(plan, item, *cut, sink, scratch, known) for cut in cuts)
+        return piece, undefined, None
 
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # pieces run side by side already
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(plan.workers - 1)]
+    pool = ThreadPoolExecutor(plan.workers)
     try:
-        for helper in helpers:
-            helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
-    except BaseException as error:  # such as Ctrl-C while the others finish
-        failed.append(error)
+        for (item, start, stop), undefined, solved in pool.map(work, _pieces(plan)):
+            met.fallback += Counter({item.name: undefined})
+            met.solves |= {} if solved is None else {item.layer: solved}
+            tell(plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1))
     finally:
-        for helper in helpers:
-            if helper.ident is not None:
-                helper.join()
+        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-    if failed:
-        raise failed[0]
     return met
 
 
