@@ -19,11 +19,12 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist wor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test docs notebooks bench fidelity peers lint format parity-deps clean
+.PHONY: help demo test test-slow docs notebooks bench fidelity peers lint format parity-deps clean
 
 help:
 	@echo 'make demo     train a small network with IVON and audit its data'
-	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
+	@echo 'make test     run the fast tests      (ARGS="-k posterior" for some of them)'
+	@echo 'make test-slow  run the others'
 	@echo 'make docs     build the site: docs/_build/index.html'
 	@echo 'make notebooks  write the tutorials as notebooks, beside them'
 	@echo 'make bench    measure side by side with other packages'
@@ -34,8 +35,11 @@ help:
 demo: $(VENV)/.demo
 	$(VENV)/bin/blr-analysis demo $(ARGS)
 
-test: parity-deps $(VENV)/.chromium
-	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) $(ARGS)
+test: parity-deps
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: parity-deps $(VENV)/.chromium
+	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) -m slow $(ARGS)
 
 # A warning, a broken link among them, is an error.
 docs: $(VENV)/.test
@@ -44,16 +48,15 @@ docs: $(VENV)/.test
 notebooks: $(VENV)/.test
 	$(RUN) -m jupytext --to ipynb tutorials/0*.py
 
-# `make peers bench` measures every other package in the same run.
-bench: parity-deps $(VENV)-peers/kronfluence/.done
-	$(RUN) -m benchmarks --peers $(VENV)-peers $(ARGS)
+bench: parity-deps
+	$(RUN) -m benchmarks $(ARGS)
 
 # laplace-torch is there already, among the packages that the tests compare with.
 fidelity: parity-deps peers
 	$(RUN) -m benchmarks.fidelity --peers $(VENV)-peers $(ARGS)
-	$(RUN) -m benchmarks.run
+	$(RUN) -m benchmarks.field
 
-peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit bergson dattri-llm,$(VENV)-peers/$(peer)/.done)
+peers: $(foreach peer,kronfluence dattri traker captum pydvl mergekit,$(VENV)-peers/$(peer)/.done)
 
 lint: parity-deps
 	$(RUN) -m ruff check .

@@ -1,9 +1,8 @@
 """Run every benchmark of costs; write benchmarks/results/ and the table of benchmarks/README.md.
 
-    python -m benchmarks [--peers .venv-peers] [--quick] [--device cuda]
+    python -m benchmarks [--quick] [--device cuda]
 
-Other packages run in the same run, those that have an environment below ``--peers`` (``make peers``
-makes them all). Of a GPU the tables are named after it, and the page stays as it is.
+Of a GPU the tables are named after it, and the page stays as it is.
 """
 
 from __future__ import annotations
@@ -26,14 +25,18 @@ from benchmarks import results
 HERE = Path(__file__).parent
 START, END = "<!-- table: written by `make bench` -->", "<!-- end of table -->"
 Result = dict[str, dict[str, float]]
-PROBLEMS = {"mlp": "MLP 784-32-16-10, 2,000 images", "lenet": "LeNet-5, 1,000 images"}
+PROBLEMS = {
+    "mlp": "MLP 784-32-16-10, 2,000 images",
+    "lenet": "LeNet-5, 1,000 images",
+    "large": "MLP 784-500-300-10, 60,000 images",
+}
 
 
 def run(script: str, folder: Path, *extra: str) -> Any:
     """The JSON that one benchmark writes."""
     out = folder / f"{script}.json"
     command = [sys.executable, "-W", "ignore", str(HERE / f"{script}.py")]
-    command += ["--json" if script == "ivon_step" else "--out", str(out), *extra]
+    command += ["--out", str(out), *extra]
     subprocess.run(command, check=True)
     return json.loads(out.read_text())
 
@@ -55,29 +58,14 @@ def costs(variance: dict[str, Result]) -> pd.DataFrame:
     )
 
 
-def end_to_end(rows: list[dict[str, float]]) -> pd.DataFrame:
-    """End to end against N."""
+def steps(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Training steps with each optimizer beside torch's Adam."""
     return pd.DataFrame(
         {
-            "N": f"{row['n']:,}",
-            "seconds": f"{row['seconds']:.2f}",
-            "floor": f"{row['floor']:.2f}",
-            "× floor": f"{row['seconds'] / row['floor']:.2f}",
-            "peak MB": f"{row['peak_mb']:.0f}",
-            "of which results": f"{row['results_mb']:.0f}",
-        }
-        for row in rows
-    )
-
-
-def ivon_step(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """IVON's step beside AdamW's, by what becomes of freed memory."""
-    return pd.DataFrame(
-        {
-            "freed memory": row["memory"],
-            "what": row["what"],
+            "model": row["model"],
+            "optimizer": row["what"],
             "milliseconds": f"{1e3 * row['seconds']:.1f}",
-            "× AdamW (foreach)": f"{row['ratio']:.2f}",
+            "× Adam": f"{row['ratio']:.2f}",
         }
         for row in rows
     )
@@ -101,44 +89,24 @@ def compared(measured: Result) -> dict[str, str]:
     share = measured["V diag"]["peak_mb"] / measured["published"]["peak_mb"]
     row["V diag: of the published way's peak memory"] = f"{share:.2f}"
     faster("V kron: faster than laplace-torch", "V kron", "laplace-torch")
-    faster(
-        "V kron (C × C numbers): faster than kronfluence's self-influence (one)",
-        *("V kron", "kronfluence", 1),
-    )
-    ours = "self-influence kron"
-    faster("self-influence kron: faster than kronfluence's", ours, "kronfluence", 1)
     return row
 
 
-def summary(variance: dict[str, Result]) -> list[str]:
-    """The table of the page."""
-    columns = {PROBLEMS[name]: compared(measured) for name, measured in variance.items()}
+def summary(variance: dict[str, Result], rows: list[dict[str, Any]]) -> list[str]:
+    """The table of the page, a line on whole calls, and one on IVON's step."""
+    columns = {PROBLEMS[n]: compared(m) for n, m in variance.items() if n != "large"}
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for what in next(iter(columns.values())):
         lines.append(f"| {what} | {' | '.join(c[what] for c in columns.values())} |")
-    return lines
-
-
-def in_words(images: list[dict[str, float]], steps: list[dict[str, Any]]) -> list[str]:
-    """A line on whole calls, and one on IVON's step."""
-    most = images[-1]
-    of = {(row["memory"], row["what"]): f"{row['ratio']:.2f}" for row in steps}
-    step, drawn = (
-        ", ".join(of[way, what] for way in ("default", "kept", "afresh"))
-        for what in ("IVON, step", "IVON, draw + step")
-    )
+    most = variance["large"]["sensitivity diag"]
+    ratios = [f"{row['ratio']:.2f} ({row['model']})" for row in rows if row["what"] == "IVON"]
     return [
-        f"`sensitivity` of {most['n']:,} images, 784-500-300-10: {most['seconds']:.2f} s, "
-        f"{most['seconds'] / most['floor']:.2f} floors. A step of",
-        f"IVON, in steps of torch's AdamW (foreach): {step}, with its draw {drawn}, with glibc as",
-        "it is, with freed memory kept, and with every large tensor's faulted in afresh.",
+        *lines,
+        "",
+        f"`sensitivity` of 60,000 images, 784-500-300-10: {most['seconds']:.2f} s, "
+        f"{most['seconds'] / most['floor']:.2f} floors.",
+        f"A training step of IVON, in steps of torch's Adam: {', '.join(ratios)}.",
     ]
-
-
-def beside_peers(folder: Path, *extra: str) -> list[str]:
-    """What ``peers/speed.py`` prints: tables of influence by every package that is there."""
-    command = [sys.executable, str(HERE / "peers" / "speed.py"), "--peers", str(folder), *extra]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split("\n")
 
 
 def machine() -> str:
@@ -158,41 +126,26 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--peers", type=Path, default=Path(".venv-peers"))
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller sizes")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     quick = ["--quick"] if args.quick else []
     on = ["--device", args.device]
-    python = args.peers / "kronfluence" / "bin" / "python"
-    peer = ["--kronfluence", str(python)] if python.exists() else []
-    ways = ("default", "kept", "afresh") if args.device == "cpu" else ("default",)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        steps = [
-            {"memory": way, **row}
-            for way in ways
-            for row in run("ivon_step", folder, "--memory", way, *on)["rows"]
-        ]
-        variance = run("variance", folder, *peer, *quick, *on)
-        images = run("end_to_end", folder, *quick, *on)
-        tables = {
-            "costs": costs(variance),
-            "end_to_end": end_to_end(images),
-            "ivon_step": ivon_step(steps),
-        }
-    others: list[str] = []
-    if args.device == "cpu":
-        others = beside_peers(args.peers, *(["--rounds", "1", "--case", "mlp"] if quick else []))
-        (tables["peers"],) = results.frames(others)
+        rows = run("rule_step", folder, *on)["rows"]
+        variance = run("variance", folder, *quick, *on)
+    tables = {
+        "costs": costs(variance),
+        "rule_step": steps(rows),
+    }
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
-    lines = [machine(), "", *summary(variance)]
+    lines = [machine(), "", *summary(variance, rows)]
     print(*lines, sep="\n")
     if args.device != "cpu":
         return
-    lines += ["", *in_words(images, steps), "", "Processor seconds of two threads:", *others[:-1]]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     readme.write_text("\n".join([before + START, "", *lines, "", END + rest.partition(END)[2]]))

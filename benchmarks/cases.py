@@ -1,4 +1,4 @@
-"""The two trial problems, shaped like Fashion-MNIST; the pixels' values do not change the cost."""
+"""The trial problems, shaped like Fashion-MNIST; the pixels' values do not change the cost."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ def mlp(*widths: int) -> nn.Module:
 
 
 def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """Model, images, labels: "mlp" (784-32-16-10, 2,000 images) or "lenet" (LeNet-5, 1,000)."""
+    """Model, images, labels: "mlp" (784-32-16-10, 2,000 images), "lenet" (LeNet-5, 1,000) or
+    "large" (784-500-300-10, 60,000)."""
     torch.manual_seed(0)
+    if name == "large":
+        x, y = torch.rand(60_000, 784), torch.randint(CLASSES, (60_000,))
+        return mlp(784, 500, 300, CLASSES), x, y
     if name == "mlp":
         return mlp(784, 32, 16, CLASSES), torch.rand(2000, 784), torch.randint(CLASSES, (2000,))
     return LeNet(), torch.rand(1000, 1, 28, 28), torch.randint(CLASSES, (1000,))

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
-import os
-import platform
 import resource
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-
-MEMORY = {
-    "default": {},
-    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)},
-    "afresh": {"MALLOC_MMAP_THRESHOLD_": str(2**16)},
-}
-"""What glibc does with freed memory: by its own measure, kept for the next tensor, or given back,
-so that every large tensor's pages are faulted in when it is written."""
 
 
 def threads(n: int = 2) -> None:
@@ -38,18 +24,6 @@ def clock() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def seconds(call: Callable[[], object], repeats: int = 7, warm: int = 2) -> float:
-    """The median of ``repeats`` calls after ``warm`` unmeasured ones."""
-    for _ in range(warm):
-        call()
-    taken = []
-    for _ in range(repeats):
-        start = clock()
-        call()
-        taken.append(clock() - start)
-    return statistics.median(taken)
 
 
 def interleaved(
@@ -95,35 +69,3 @@ def peak_above(call: Callable[[], object]) -> int:
     done.set()
     watcher.join()
     return max(0, highest - before)
-
-
-def arguments(doc: str | None, repeats: int, n: int) -> argparse.Namespace:
-    """Of a script about optimizers' steps; threads are set, and what becomes of freed memory, for
-    which the script starts again with glibc's settings in its environment."""
-    parser = argparse.ArgumentParser(description=(doc or "").split("\n", 1)[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--threads", type=int, default=n)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", choices=MEMORY, default="default", help="freed memory of a CPU")
-    given = parser.parse_args()
-    settings = MEMORY[given.memory]
-    if any(os.environ.get(name) != value for name, value in settings.items()):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **settings})
-    threads(given.threads)
-    return given
-
-
-def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """The rows, and on what they were measured, where ``--json`` says."""
-    if given.json is None:
-        return
-    about = {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "device": given.device,
-        "threads": given.threads,
-        "memory": given.memory,
-        "repeats": given.repeats,
-    }
-    given.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")

@@ -1,7 +1,6 @@
 """Seconds of a training step with each optimizer of the rule, against torch's Adam.
 
-    python benchmarks/rule_step.py [--json FILE] [--repeats 30] [--threads 1] [--device cuda]
-        [--memory kept|afresh]
+    python benchmarks/rule_step.py [--out FILE] [--repeats 30] [--device cuda]
 
 A training step is everything that a loop pays for one minibatch of 128: forward and backward pass,
 the draw of the weights where there is one, per-example gradients where they are needed, and the
@@ -15,13 +14,16 @@ to torch.optim.Adam.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import arguments, clock, write
+from measure import clock, threads
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, RowOptimizer, Vadam
@@ -127,7 +129,12 @@ def measure(
 
 
 def main() -> None:
-    given = arguments(__doc__, repeats=30, n=1)
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    threads(1)
     rows = []
     for name, build in MODELS.items():
         seconds = measure(build, given.repeats, given.device)
@@ -137,7 +144,8 @@ def main() -> None:
             ratio = value / seconds["torch Adam"]
             print(f"{what:<48}{1e3 * value:>8.1f}{ratio:>8.2f}")
             rows.append({"model": name, "what": what, "seconds": value, "ratio": ratio})
-    write(given, rows)
+    if given.out is not None:
+        given.out.write_text(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

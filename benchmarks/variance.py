@@ -1,20 +1,17 @@
 """Prediction variances V_i and self-influence: ours, the floor, the published way, the peers.
 
-    python benchmarks/variance.py [--out FILE.json] [--kronfluence PYTHON] [--quick] [--device cuda]
+    python benchmarks/variance.py [--out FILE.json] [--quick] [--device cuda]
 
 Every method runs in a process of its own with two threads, next to the floor (C backward passes
 that stop at the layers' outputs, written without this package) in the same process, so that each
-ratio comes from one run. kronfluence needs an environment of its own; name its python.
+ratio comes from one run. "large" is 60,000 images of an MLP 784-500-300-10.
 
 * floor: for self-influence an ordinary forward and backward pass.
 * V diag, V kron: the whole C × C prediction variance of every example.
 * sensitivity: `blr.sensitivity` end to end: V, errors, deviations, losses, self-influence.
 * self-influence: `blr.sensitivity(..., variance=False)`, one backward pass.
-* inputs turned: what a linear layer sees times a square matrix, of all of them. The kron rows
-  cannot do without it where inputs are dense.
 * published: `vmap(jacrev)` and an einsum over P × C Jacobians, 100 images at a time.
 * laplace-torch: its functional variance with Kronecker factors, curvlinops backend.
-* kronfluence: EK-FAC self-influence, one number per example; fitting not counted.
 """
 
 from __future__ import annotations
@@ -35,14 +32,13 @@ from measure import interleaved, peak_above, threads
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-HERE = Path(__file__).parent
 CHUNK = 100  # images per chunk of the floor and of the published way
 
 
 def floor(model: nn.Module, x: Tensor, classes: int = CLASSES) -> Callable[[], None]:
     """A forward pass and C backward passes that stop at the layers' outputs; nothing else."""
     layers = layer_modules(model)
-    size = len(x) if x.ndim == 2 else CHUNK
+    size = min(len(x), 2000) if x.ndim == 2 else CHUNK
 
     def run() -> None:
         caught: list[Tensor] = []
@@ -79,19 +75,6 @@ def forward_backward(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Non
         F.cross_entropy(model(x), y, reduction="sum").backward()
 
     return run
-
-
-def turned(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    """The inputs of all linear layers in another basis: one matrix product each."""
-    linear = [layer for layer in layer_modules(model) if isinstance(layer, nn.Linear)]
-    seen: list[Tensor] = []
-    handles = [m.register_forward_hook(lambda _, given, z: seen.append(given[0])) for m in linear]
-    with torch.no_grad():
-        model(x)
-    for handle in handles:
-        handle.remove()
-    pairs = [(a, torch.rand(a.shape[1], a.shape[1], device=a.device)) for a in seen]
-    return lambda: [a @ basis for a, basis in pairs]
 
 
 def published(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
@@ -178,8 +161,6 @@ def worker(method: str, name: str, quick: bool, device: str) -> dict[str, float]
         images = 200 if name == "mlp" else 20
         scale = len(x) / images
         call = laplace_torch(model, x, y, images)
-    elif method == "inputs turned":
-        call = turned(model, x)
     elif method.startswith("V "):
         call = v_only(method.removeprefix("V "), model, x, y)
     elif method.startswith("self-influence "):
@@ -191,7 +172,7 @@ def worker(method: str, name: str, quick: bool, device: str) -> dict[str, float]
     peak = peak_above(call)
     rounds = 1 if method in ("published", "laplace-torch") and quick else 3
     if method not in ("published", "laplace-torch"):
-        rounds = (21 if name == "mlp" else 7) // (3 if quick else 1)
+        rounds = {"mlp": 21, "lenet": 7, "large": 3}[name] // (3 if quick else 1)
     taken = interleaved({"floor": bottom, "method": call}, rounds=rounds, warm=1)
     return {
         "seconds": taken["method"] * scale,
@@ -205,7 +186,6 @@ METHODS = [
     "V diag",
     "sensitivity diag",
     "published",
-    "inputs turned",
     "V kron",
     "sensitivity kron",
     "self-influence diag",
@@ -217,7 +197,6 @@ METHODS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--kronfluence", help="the python of an environment with kronfluence")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--worker", nargs=2, metavar=("METHOD", "CASE"), help=argparse.SUPPRESS)
@@ -227,18 +206,13 @@ def main() -> None:
         return
     results: dict[str, dict[str, dict[str, float]]] = {}
     methods = [m for m in METHODS if m != "laplace-torch" or find_spec("laplace")]
-    for name in ("mlp", "lenet"):
+    for name in ("mlp", "lenet", "large"):
         results[name] = {}
-        for method in methods:
+        for method in methods if name != "large" else ["sensitivity diag"]:
             command = [sys.executable, "-W", "ignore", __file__, "--worker", method, name]
             command += ["--device", args.device]
             results[name][method] = run(command + (["--quick"] if args.quick else []))
             print(name, method, results[name][method], flush=True)
-        if args.kronfluence:
-            command = [args.kronfluence, "-W", "ignore", str(HERE / "peer_kronfluence.py"), name]
-            command.append(args.device)
-            results[name]["kronfluence"] = run(command)
-            print(name, "kronfluence", results[name]["kronfluence"], flush=True)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))
 

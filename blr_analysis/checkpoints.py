@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, path_of, positive_int
-from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
+from blr_analysis.files import drafted
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import after
 from blr_analysis.posterior.recorder import KroneckerRecorder
@@ -29,19 +31,30 @@ from blr_analysis.task import unwrapped
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
 EVERY = 5  # passes for each whose Kronecker factors are recorded
 LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
+LEARNED = "optimizer/"  # before what is the optimizer's
+MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step: its weights and buffers (or the file that holds them), and what was learned."""
+    """One step: weights, buffers and the optimizer's state, or the file that holds them."""
 
     step: int
-    weights: State | Path
-    optimizer: Mapping[str, Any]
+    held: State | Path
     recorded: Mapping[str, Any]
 
     def read(self) -> State:
-        return load_file(self.weights) if isinstance(self.weights, Path) else self.weights
+        held = load_file(self.held) if isinstance(self.held, Path) else self.held
+        return {n: t for n, t in held.items() if not n.startswith(LEARNED)}
+
+    def learned(self) -> dict[str, State]:
+        """The optimizer's state by the parameter's name."""
+        held = load_file(self.held) if isinstance(self.held, Path) else self.held
+        learned: dict[str, State] = {}
+        for name in (n for n in held if n.startswith(LEARNED)):
+            parameter, _, key = name.removeprefix(LEARNED).rpartition("/")
+            learned.setdefault(parameter, {})[key] = held[name]
+        return learned
 
 
 class Checkpoints:
@@ -118,21 +131,50 @@ class Checkpoints:
         return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
 
     def _snapshot(self) -> Snapshot:
-        weights = {n: t.detach().cpu().clone() for n, t in state_of(self.model).items()}
-        place: State | Path = weights
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            place = self.folder / f"step-{self.done:08d}.safetensors"
-            draft = place.with_suffix(".draft")
-            save_file(weights, draft)
-            draft.replace(place)
-        learned: dict[str, Any] = {}
-        if self.optimizer is not None:
-            state = self.optimizer.state
-            own = self.model.named_parameters()
-            learned = {n: copy.deepcopy(state[p]) for n, p in own if p in state}
+        held = state_of(self.model)
+        for name, p in self.model.named_parameters():
+            state = {} if self.optimizer is None else self.optimizer.state.get(p, {})
+            kept = {k: v for k, v in state.items() if k not in MOMENTA}
+            held |= {
+                f"{LEARNED}{name}/{k}": torch.as_tensor(v)
+                for k, v in kept.items()
+                if isinstance(v, Tensor | int | float)
+            }
+        held = {n: t.detach().cpu().clone() for n, t in held.items()}
         recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
-        return Snapshot(self.done, place, learned, recorded)
+        if self.folder is None:
+            return Snapshot(self.done, held, recorded)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = self.folder / f"step-{self.done:08d}.safetensors"
+        with drafted(place) as draft:
+            save_file({n: t.contiguous() for n, t in held.items()}, draft)
+        return Snapshot(self.done, place, recorded)
+
+    def begin(self, step: int = 0) -> None:
+        """Before the first step, whose weights are kept too; or after this many, where a training
+        is resumed, with what the folder holds of them."""
+        self.done, self.snapshots, self._steps_by_look = step, [], {}
+        for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
+            taken = int(place.stem.removeprefix("step-"))
+            if step and taken <= step:
+                self.snapshots.append(Snapshot(taken, place, {}))
+            else:
+                place.unlink()  # of another training
+        if step == 0:
+            self.snapshots.append(self._snapshot())
+
+    @property
+    def first(self) -> State | None:
+        """The weights and buffers that training began with, where they were kept."""
+        return next((s.read() for s in self.snapshots if s.step == 0), None)
+
+    def settle(self) -> None:
+        """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
+        kept = [s for s in self.snapshots if s.step == 0] + self._thinned(self.model)
+        for snapshot in self.snapshots:
+            if snapshot not in kept and isinstance(snapshot.held, Path):
+                snapshot.held.unlink(missing_ok=True)
+        self.snapshots = kept
 
     def states(self, model: nn.Module) -> list[Callable[[], State]]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
@@ -167,35 +209,38 @@ class Checkpoints:
 
         def now() -> Posterior:
             if self.recorder is not None:
-                q = Posterior.from_recorder(self.recorder, self.model, **asked)
-            else:
-                q = Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
-            mean = {n: m.clone() for n, m in q.mean.items()}
-            about = {"prior_precision": q.prior, "n_data": q.n_data, "record": q.record}
-            return Posterior(mean, q.form, **about, buffers=q.buffers)
+                return Posterior.from_recorder(self.recorder, self.model, **asked)
+            return Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
 
-        earlier = []
+        return self.before(now(), now)
+
+    def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:
+        """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
+        as they were at the snapshots."""
+        found = []
         for k, snapshot in enumerate(self._thinned(self.model)):
-            with self._back_at(snapshot):
-                earlier.append(now())
-            earlier[-1].record["checkpoint"] = k + 1
-        return after(now(), earlier)
+            with self._back_at(snapshot), warnings.catch_warnings():
+                warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
+                q = now()
+                mean = {n: m.clone() for n, m in q.mean.items()}
+                about = {"prior_precision": q.prior, "n_data": q.n_data, "buffers": q.buffers}
+                found.append(Posterior(mean, q.form, record=q.record, **about))
+            found[-1].record["checkpoint"] = k + 1
+        return after(last, found)
 
     @contextmanager
     def _back_at(self, snapshot: Snapshot) -> Iterator[None]:
         """Model, optimizer and recorder as they were at a step."""
         own = dict(self.model.named_parameters())
         present = {n: t.detach().clone() for n, t in state_of(self.model).items()}
-        states = (
-            {n: self.optimizer.state.get(own[n]) for n in snapshot.optimizer}
-            if (self.optimizer is not None)
-            else {}
-        )
+        learned = {} if self.optimizer is None else snapshot.learned()
+        states = {n: self.optimizer.state.get(own[n]) for n in learned}  # type: ignore[union-attr]
         recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
         try:
             _write(self.model, snapshot.read())
-            for name in states:
-                self.optimizer.state[own[name]] = snapshot.optimizer[name]  # type: ignore[union-attr]
+            for name, state in learned.items():
+                placed = {k: t.to(own[name].device) for k, t in state.items()}
+                self.optimizer.state[own[name]] = placed  # type: ignore[union-attr]
             if self.recorder is not None:
                 self.recorder.load_state_dict(snapshot.recorded)
             yield

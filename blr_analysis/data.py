@@ -8,9 +8,8 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +35,6 @@ from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
-LEVELS = 256  # steps of a dtype that a column must span
 WORDS = (
     "string",
     "large_string",
@@ -54,8 +52,7 @@ REPEATS = 8  # examples that are read twice to find out whether the data stand s
 @dataclass(frozen=True)
 class Examples:
     """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
-    names of its inputs and the words of its classes too, in the order of their numbers. ``table``
-    are the inputs of the whole dataset by column as somebody reads them, where the model's differ;
+    names of its inputs and the words of its classes too, in the order of their numbers;
     ``labels`` are the rows' own, where pandas brought them.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
@@ -67,7 +64,6 @@ class Examples:
     collate: Callable[[list[Any]], Any] = default_collate
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
-    table: Mapping[str, Any] | None = field(default=None, compare=False)
     labels: tuple[Any, ...] | None = None
 
     def __len__(self) -> int:
@@ -86,19 +82,12 @@ class Examples:
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
         items: list[Any] = []
-        with told_as(
-            DataError,
-            lambda: f"the dataset failed on example {int(indices[len(items)])} of {len(self)}",
-            f"each index 0 … {len(self) - 1} must give an example",
-        ):
-            for i in indices.tolist():
+        for i in indices.tolist():
+            failed = f"the dataset failed on example {i} of {len(self)}"
+            with told_as(DataError, failed, f"each index 0 … {len(self) - 1} must give an example"):
                 items.append(self.dataset[i])
-        failed = "the collate function failed on examples"
-        with told_as(
-            DataError,
-            lambda: f"{failed} {some(indices.tolist())}",
-            "pass a DataLoader with its collate_fn",
-        ):
+        failed = f"the collate function failed on examples {some(indices.tolist())}"
+        with told_as(DataError, failed, "pass a DataLoader with its collate_fn"):
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
@@ -129,8 +118,6 @@ class Examples:
             return {}
         whole, rows = self._tensors
         place = index if rows is None else int(rows[index])
-        if self.table is not None:
-            return {name: column[place] for name, column in self.table.items()}
         x = whole.tensors[0]
         few = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
         if self.columns is None and not few:
@@ -182,9 +169,6 @@ def opened(
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
     numbers of a DataFrame in the model's ``dtype``.
 
-    Warns:
-        UserWarning: values of a column of the DataFrame that differ are one number in it.
-
     Raises:
         DataError: a DataFrame without target=, no column of numbers, a row without a label,
             several splits at once.
@@ -204,14 +188,6 @@ def opened(
     return _from_frame(data, target, dtype) if framed else (data, None)
 
 
-def by_column(X: Any) -> dict[str, Any]:
-    """A DataFrame, or a matrix of not too many columns, by column; empty of anything else."""
-    if hasattr(X, "columns") and hasattr(X, "to_numpy"):
-        return {str(name): X[name].to_numpy() for name in X.columns}
-    few = isinstance(X, np.ndarray) and X.ndim == 2 and X.shape[1] <= MOST_UNNAMED
-    return {f"input {k}": X[:, k] for k in range(X.shape[1])} if few else {}
-
-
 def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Examples, Any]:
     if target is None:
         raise DataError("a DataFrame needs target=, the column to predict")
@@ -226,11 +202,6 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     real = np.float64 if dtype == torch.float64 else np.float32
     x = torch.from_numpy(frame[numbers].to_numpy(dtype=real, copy=True))
     y, classes = _labels(frame[target], real)
-    for name in numbers if classes or not y.is_floating_point() else [*numbers, target]:
-        column = frame[name]
-        own = {"i": np.int64, "u": np.uint64}.get(column.dtype.kind, np.float64)
-        own = np.float64 if column.isna().any() else own
-        _check_told_apart(name, column.to_numpy(dtype=own, na_value=np.nan), real)
     examples = replace(
         read_data((x, y)),
         columns=tuple(map(str, numbers)),
@@ -240,22 +211,6 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     return examples, frame[[name for name in rest if name not in numbers]]
 
 
-def _check_told_apart(name: Any, values: Any, real: Any) -> None:
-    """Warn of values far from 0 whose differences are lost in rounding."""
-    if not len(values) or not np.isfinite(values).all():
-        return
-    step = float(np.spacing(real(np.abs(values).max())))
-    if np.ptp(values) > LEVELS * step:
-        return
-    before, after = (len(np.unique(v)) for v in (values, values.astype(real)))
-    if after < before:
-        warnings.warn(
-            f"{before} values of the column {name!r} become {after} in {real.__name__}; subtract "
-            "their mean, or take model.double()",
-            stacklevel=4,
-        )
-
-
 def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     """A column to predict, words as the numbers of their classes, and the words."""
     missing = column.index[column.isna()]
@@ -263,22 +218,10 @@ def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
         raise DataError(f"row {missing[0]!r} has no {column.name}; drop it")
     kind, classes = column.dtype.kind, ()
     if kind not in "biuf":
-        _check_spelled_apart(column)
         coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
         column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
     y = column.to_numpy(dtype=real if kind == "f" else np.int64, copy=True)
     return torch.from_numpy(y), classes
-
-
-def _check_spelled_apart(column: Any) -> None:
-    """Refuse labels that are one word and two values: 1 and "1"."""
-    known: dict[str, Any] = {}
-    for value in column.unique() if hasattr(column, "cat") else column:
-        first = known.setdefault(str(value), value)
-        if isinstance(first, str) != isinstance(value, str):
-            raise DataError(
-                f"{column.name}: {first!r} and {value!r} read alike; make them one type"
-            )
 
 
 def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[Any]]]:
@@ -312,10 +255,9 @@ def _of_numbers(feature: Any) -> bool:
 
 def _examples(data: Any) -> Examples:
     if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset):
-            raise _not_indexed(data.dataset)
+        inside = _examples(data.dataset).dataset
         _check_sampler(data)
-        return Examples(_examples(data.dataset).dataset, data.collate_fn)
+        return Examples(inside, data.collate_fn)
     several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
     if several and any(hasattr(part, "__array__") for part in data):
         pair = _pair(data)
@@ -329,21 +271,13 @@ def _examples(data: Any) -> Examples:
             raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
         inner = inner.dataset
     unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
-    if unfit or not hasattr(data, "__getitem__"):
-        raise _not_indexed(data)
-    try:
-        len(data)
-    except (TypeError, NotImplementedError) as error:
-        raise _not_indexed(data) from error
+    if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise DataError(
+            "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
+            f"{type(data).__name__}; examples are addressed by index, so list an iterable first, "
+            "and take one split of a dictionary of datasets"
+        )
     return Examples(data)
-
-
-def _not_indexed(data: Any) -> DataError:
-    return DataError(
-        "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
-        f"{type(data).__name__}; examples are addressed by index, so list an iterable first, and "
-        "take one split of a dictionary of datasets"
-    )
 
 
 def _pair(data: Sequence[Any]) -> TensorDataset:
@@ -432,10 +366,8 @@ def row_labels(
 def _digest(digest: Any, part: Any) -> None:
     """Add what can be told of a batch without knowing it: numbers, texts, their names."""
     if isinstance(part, Mapping):
-        for name in sorted(part, key=str):
-            digest.update(f"{name}:".encode())
-            _digest(digest, part[name])
-    elif isinstance(part, (list, tuple)):
+        part = [(str(name), part[name]) for name in sorted(part, key=str)]
+    if isinstance(part, (list, tuple)):
         digest.update(f"{len(part)};".encode())
         for each in part:
             _digest(digest, each)
@@ -461,19 +393,18 @@ def chosen_indices(
     """
     if hasattr(indices, "get_indexer"):
         return _labelled(indices, name, labels)
-    masked = hasattr(indices, "reindex") and indices.dtype.kind == "b"
-    if masked:
-        indices = _by_label(indices, n_data, name, labels)
+    if hasattr(indices, "reindex") and indices.dtype.kind == "b":
+        indices = _by_label(indices, n_data, name, labels).to_numpy(dtype=bool)
+    elif isinstance(indices, (range, set)):
+        indices = list(indices)
+    elif hasattr(indices, "to_numpy"):
+        indices = indices.to_numpy()
     try:
-        if hasattr(indices, "to_numpy"):
-            indices = indices.to_numpy(dtype=bool) if masked else indices.to_numpy()
-        if isinstance(indices, np.ndarray):
-            indices = np.require(indices, requirements="W")
-        values = torch.as_tensor(list(indices) if isinstance(indices, (range, set)) else indices)
+        values = indices if isinstance(indices, Tensor) else torch.tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{name} must be a boolean mask or integer indices, got {type(indices).__name__}"
-        ) from error
+        got = type(indices).__name__
+        said = f"{name} must be a boolean mask or integer indices, got {got}"
+        raise InputError(said) from error
     values = values.reshape(1) if values.ndim == 0 else values
     if values.ndim != 1:
         raise InputError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
@@ -484,9 +415,8 @@ def chosen_indices(
     if len(values) and (values.is_floating_point() or values.is_complex()):
         raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
     chosen = [int(i) for i in values.tolist()]
-    bad = next((i for i in chosen if not 0 <= i < n_data), None)
-    if bad is not None:
-        raise InputError(f"{name} names example {bad}, but the examples are 0 … {n_data - 1}")
+    if bad := [i for i in chosen if not 0 <= i < n_data]:
+        raise InputError(f"{name} names example {bad[0]}, but the examples are 0 … {n_data - 1}")
     return chosen
 
 
@@ -520,15 +450,11 @@ def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
     """The places of a pandas Index of labels."""
-    if labels is None:
-        raise InputError(
-            f"{name} holds row labels, the task has none; pass mask.to_numpy(), or places"
-        )
-    places = {label: i for i, label in enumerate(labels)}
-    if len(places) < len(labels):
-        raise InputError(f"{name} holds row labels, which repeat here; pass a mask")
-    strange = [label for label in chosen if label not in places]
-    if strange:
+    places = {label: i for i, label in enumerate(labels or ())}
+    if labels is None or len(places) < len(labels):
+        what = "the task has none" if labels is None else "which repeat here"
+        raise InputError(f"{name} holds row labels, {what}; pass mask.to_numpy(), or places")
+    if strange := [label for label in chosen if label not in places]:
         raise InputError(f"{name} holds {strange[0]!r}, the label of no example; pass a mask")
     return [places[label] for label in chosen]
 
@@ -538,21 +464,15 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     try:
         given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
     except (TypeError, KeyError, IndexError) as error:
-        raise InputError(
-            f"metadata must be columns by name, {{'source': [...]}}, got {type(metadata).__name__}"
-        ) from error
+        said = "metadata must be columns by name, {'source': [...]}, got"
+        raise InputError(f"{said} {type(metadata).__name__}") from error
     columns: dict[str, list[Any]] = {}
     for name, column in given.items():
-        whole = isinstance(column, str) or getattr(column, "ndim", 1) == 0
-        if whole or not hasattr(column, "__iter__"):
-            raise InputError(
-                f"metadata column {name!r} must be one value per example, got {column!r}"
-            )
+        if isinstance(column, str) or not getattr(column, "ndim", hasattr(column, "__iter__")):
+            raise InputError(f"metadata column {name!r} must be one value per example")
         columns[name] = column.tolist() if isinstance(column, Tensor) else list(column)
-        if len(columns[name]) != n_data:
-            raise InputError(
-                f"metadata column {name!r} has {len(columns[name])} values for {n_data} examples"
-            )
+        if (count := len(columns[name])) != n_data:
+            raise InputError(f"metadata column {name!r} has {count} values for {n_data} examples")
     return columns
 
 

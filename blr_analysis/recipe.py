@@ -95,7 +95,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             raise InputError("a recipe needs lr=, the rate of its optimizer")
         if initial is not None and not isinstance(initial, Mapping):
             raise InputError("initial must be the state dict before training")
-        self.made(nn.Linear(1, 1), n_data=1, steps=1)
+        with torch.random.fork_rng(devices=[]):  # what is drawn here is not missed in training
+            self.made(nn.Linear(1, 1), n_data=1, steps=1)
 
     def __repr__(self) -> str:
         if self.train is not None:

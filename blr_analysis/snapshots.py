@@ -110,11 +110,12 @@ def _source(one: Any) -> Any:
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
-    """Those of a trainer's ``checkpoint-*`` that are nearest 1/8, 1/4 and 1/2 of the run."""
+    """Those of a trainer's ``checkpoint-*``, or of the files that :class:`blr_analysis.Checkpoints`
+    writes, that are nearest 1/8, 1/4 and 1/2 of the run."""
     numbered = {
-        int(found.group(1)): one
-        for one in path.glob("checkpoint-*")
-        if (found := re.fullmatch(r"checkpoint-(\d+)", one.name))
+        int(found.group(1) or found.group(2)): one
+        for one in path.glob("*-*")
+        if (found := re.fullmatch(r"checkpoint-(\d+)|step-(\d+)\.safetensors", one.name))
     }
     if not numbered:
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
@@ -124,7 +125,9 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
     def kept(step: int) -> bool:
         return _equal(checked_state(sources[step](), model, f"checkpoint-{step}"), last)
 
-    end = next((step for step in reversed(sources) if kept(step)), max(sources) + 1)
+    most = max(sources)
+    after = 2 * most if numbered[most].is_file() else most + 1  # whose half is the last file
+    end = next((step for step in reversed(sources) if kept(step)), after)
     return [sources[step] for step in thinned(list(sources), end)]
 
 

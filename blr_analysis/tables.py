@@ -27,18 +27,16 @@ change            of a token, first-order rise of its loss without its sequence 
 
 What was not computed is NaN, or not there.
 
-    >>> each_table([dict(group=3, n=10, nll_before=0.2, nll_after=0.5)]).nll_change.tolist()
+    >>> groups = [dict(nll_before=0.2, nll_after=0.5, accuracy_before=0.9, accuracy_after=0.8)]
+    >>> make_table(GroupRows(groups)).nll_change.tolist()
     [0.3]
 """
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,7 @@ import torch
 from pandas.api.types import is_object_dtype
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError, StorageError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.files import drafted
 from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.learning_rule.inference.lda import TopicWords
@@ -68,7 +66,7 @@ from blr_analysis.sensitivity.influence.results import (
     Matches,
 )
 from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
-from blr_analysis.sensitivity.monitor import COLUMNS, Histories, Monitor
+from blr_analysis.sensitivity.monitor import COLUMNS, Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection
 from blr_analysis.sensitivity.scores import Scores
 from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
@@ -385,89 +383,42 @@ def group_influence_table(influence: Any) -> pd.DataFrame:
 @make_table.register(WhatIf)
 @make_table.register(ByClass)
 def what_if_table(result: Any) -> pd.DataFrame:
-    """The evaluation set of a what-if, class by class; see :func:`class_table`."""
-    before, after = result.before, result.after
-    return class_table(result.targets, before.losses, after.losses, before.correct, after.correct)
-
-
-def class_table(
-    targets: Tensor,
-    losses_before: Tensor,
-    losses_after: Tensor,
-    correct_before: Tensor | None = None,
-    correct_after: Tensor | None = None,
-) -> pd.DataFrame:
-    """Mean loss and accuracy per class, before and after a perturbation.
-
-    Columns: class, n, nll_before, nll_after (nats per example), accuracy_before,
-    accuracy_after (NaN without ``correct_*``). All arguments are [M].
+    """The evaluation set of a what-if, one row per class: class, n, nll_before, nll_after (nats
+    per example), accuracy_before and accuracy_after.
 
     Raises:
         InputError: the targets are not classes: several per example, or not whole numbers.
     """
-    classes = _array(targets)
+    classes = _array(result.targets)
     if classes.ndim == 2 and classes.shape[1] == 1:
         classes = classes[:, 0]
     if classes.ndim != 1 or not np.array_equal(classes, np.round(classes)):
-        raise InputError(
-            "a table by class needs one whole-number target per example, not "
-            f"{classes.shape} of {classes.dtype}; use what_if_each(by=a metadata column)"
-        )
+        said = "a table by class needs one whole-number target per example"
+        raise InputError(f"{said}; use what_if_each(by=a metadata column)")
     labels, member, n = np.unique(classes, return_inverse=True, return_counts=True)
-
-    def mean(values: Any) -> np.ndarray | None:
-        if values is None:
-            return None
-        return np.bincount(member, _array(values).astype(np.float64), len(labels)) / n
-
-    columns = {
-        "class": labels.astype(np.int64),
-        "n": n,
-        "nll_before": mean(losses_before),
-        "nll_after": mean(losses_after),
-        "accuracy_before": mean(correct_before),
-        "accuracy_after": mean(correct_after),
-    }
-    if columns["nll_after"] is not None and correct_after is not None:
-        # a replay's difference can lead below 0, where no loss of a class lies
+    columns: dict[str, Any] = {"class": labels.astype(np.int64), "n": n}
+    for measure, field in (("nll", "losses"), ("accuracy", "correct")):
+        for when in ("before", "after"):
+            values = getattr(getattr(result, when), field)
+            columns[f"{measure}_{when}"] = (
+                None if values is None else np.bincount(member, _array(values), len(labels)) / n
+            )
+    if columns["accuracy_after"] is not None:  # a difference of trainings can lead below 0
         columns["nll_after"] = np.maximum(columns["nll_after"], 0.0)
     return _frame(columns)
 
 
-def each_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per group that was taken out, in the order given.
-
-    Args:
-        rows: mappings with group, n (examples in the group), nll_before, nll_after and, for
-            classification, accuracy_before, accuracy_after; the changes are worked out here,
-            further keys are kept, last.
-
-    Returns:
-        Columns: group, n, nll_before, nll_after, nll_change, accuracy_before,
-        accuracy_after, accuracy_change. Changes are after − before: a positive nll_change
-        means that the model is worse off without the group.
-
-    Raises:
-        InputError: a row lacks one of the first four keys.
-    """
-    derived = ("nll_change", "accuracy_change")
-    rows = [{k: v for k, v in row.items() if k not in derived} for row in rows]
-    order = ["group", "n", "nll_before", "nll_after", "accuracy_before", "accuracy_after"]
-    for row in rows:
-        missing = [key for key in order[:4] if key not in row]
-        if missing:
-            raise InputError(f"a row of what_if_each lacks {', '.join(missing)}; got {list(row)}")
-    table = pd.DataFrame(rows, columns=order + sorted({k for r in rows for k in r} - {*order}))
-    for column in [*order[2:], *({"error"} & {*table.columns})]:
-        table[column] = table[column].astype(np.float64)
-    table.insert(4, "nll_change", table["nll_after"] - table["nll_before"])
-    table.insert(7, "accuracy_change", table["accuracy_after"] - table["accuracy_before"])
-    return table
-
-
 @make_table.register(GroupRows)
-def _(groups: GroupRows) -> pd.DataFrame:
-    return each_table(groups.rows)
+def groups_table(groups: GroupRows) -> pd.DataFrame:
+    """One row per group that was taken out, as given, with nll_change and accuracy_change (after −
+    before) behind what they change: positive where the model is worse off, or better."""
+    table = pd.DataFrame(list(groups.rows))
+    for measure in ("nll", "accuracy"):
+        before, after = (table[f"{measure}_{w}"].astype(np.float64) for w in ("before", "after"))
+        table = table.assign(**{f"{measure}_before": before, f"{measure}_after": after})
+        place = list(table).index(f"{measure}_after") + 1
+        table.insert(place, f"{measure}_change", after - before)
+    return table
 
 
 # One row per epoch, or per setting that was tried
@@ -495,18 +446,6 @@ def monitor_table(monitor: Any) -> pd.DataFrame:
     =================== ====================================================== ==============
     """
     return pd.DataFrame(monitor.rows, columns=list(COLUMNS)).astype({"epoch": np.int64})
-
-
-@make_table.register(Histories)
-def histories_table(histories: Any) -> pd.DataFrame:
-    """Epoch × watched example: epoch, index, the measures that were kept, the user's metadata."""
-    epochs, n = len(histories.epochs), len(histories.indices)
-    columns = {
-        "epoch": np.repeat(np.asarray(histories.epochs, dtype=np.int64), n),
-        "index": np.tile(_array(histories.indices), epochs),
-        **{name: values.reshape(-1) for name, values in histories.kept.items()},
-    }
-    return _frame(columns, {k: list(v) * epochs for k, v in histories.metadata.items()})
 
 
 @make_table.register(PriorSelection)
@@ -629,24 +568,6 @@ def report_table(report: MergeReport) -> pd.DataFrame:
 # The rule, and the words of topics
 
 
-class _WrappedTable(pd.DataFrame):
-    """A DataFrame that prints its first five columns, wrapped to the terminal."""
-
-    @property
-    def _constructor(self) -> type[pd.DataFrame]:
-        return pd.DataFrame
-
-    def __repr__(self) -> str:
-        shown, rest = list(self)[:5], list(self)[5:]
-        width = min(max(80, shutil.get_terminal_size().columns), 130) // len(shown) - 2
-        lines = []
-        for cells in [shown, ["─" * width] * len(shown), *self[shown].to_numpy()]:
-            wrapped = (textwrap.wrap(cell, width) for cell in cells)
-            parts = zip_longest(*wrapped, fillvalue="")
-            lines += ["  ".join(part.ljust(width) for part in line).rstrip() for line in parts]
-        return "\n".join([*lines, f"[{len(self)} rows, and columns {', '.join(rest)}]"])
-
-
 @make_table.register(Table1)
 def rule_table(table: Any) -> pd.DataFrame:
     """The rows of :data:`blr_analysis.learning_rule.table.ROWS`; see :func:`blr_analysis.table1`.
@@ -681,7 +602,7 @@ def rule_table(table: Any) -> pd.DataFrame:
         }
         for row in table.rows
     ]
-    return _WrappedTable(rows)
+    return pd.DataFrame(rows)
 
 
 @make_table.register(TopicWords)
@@ -724,24 +645,6 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
         table.to_csv(one, index=False)
         storable.to_parquet(two, index=False)
     return csv, parquet
-
-
-def read_table(path: str | Path) -> pd.DataFrame:
-    """Read a table back, from ``.parquet`` (every dtype kept) or ``.csv`` (dtypes guessed).
-
-    Raises:
-        StorageError: no such file, not readable as its suffix says, or another suffix.
-    """
-    path = Path(path)
-    try:
-        if path.suffix == ".parquet":
-            return pd.read_parquet(path)
-        if path.suffix == ".csv":
-            # Python's own parser reads back the very float that was written.
-            return pd.read_csv(path, engine="python", keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as fault:  # pandas' and pyarrow's parse errors are ValueErrors
-        raise StorageError(f"{path} cannot be read as a table: {fault}") from fault
-    raise StorageError(f"{path} is no table of this package: expected .parquet or .csv")
 
 
 def _storable(table: pd.DataFrame) -> pd.DataFrame:

@@ -27,13 +27,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import TensorDataset, default_collate
 
 from blr_analysis.checks import bare_name as bare_name
-from blr_analysis.checks import instance, positive_int, some
+from blr_analysis.checks import instance, positive_int
 from blr_analysis.data import (
     Forward,
-    by_column,
     check_inputs,
     checked,
     chosen_indices,
@@ -208,7 +206,6 @@ class Task:
             replace(
                 data,
                 labels=row_labels({"X": X, "y": y}, len(data)),
-                table=by_column(X),
                 classes=read.classes,
             ),
             likelihood=likelihood or read.likelihood,
@@ -307,55 +304,6 @@ class Task:
         """These examples, read as they are here, under another model on that device."""
         return self._made(model=model, device=device)
 
-    @torch.no_grad()
-    def on_features(self, head: str | None = None) -> Task:
-        """The last linear layer as a model of its own, on features that are computed once.
-
-        What the layers before it make of each example is held, ``[N, D]``: for embeddings that are
-        frozen every analysis is that of the whole model, at the cost of a linear one. A posterior
-        over the head alone, ``structure="full"`` where it is small, belongs to the new task.
-
-        Args:
-            head: the layer's name; None: the last ``nn.Linear`` of the model.
-
-        Raises:
-            InputError: no such layer; a task of sequences.
-            ModelError: what the layer answers is not what the model answers.
-
-        Example:
-            >>> from torch import nn
-            >>> embed, head = nn.Sequential(nn.Linear(5, 3), nn.Tanh()), nn.Linear(3, 2)
-            >>> task = Task(nn.Sequential(embed, head), (torch.randn(8, 5), torch.arange(8) % 2))
-            >>> features = task.on_features("1")
-            >>> features.model is head, features.dataset[0][0].shape
-            (True, torch.Size([3]))
-        """
-        if self.likelihood.is_sequence:
-            raise InputError("on_features takes one row of features per example, not sequences")
-        layers = dict(self.model.named_modules())
-        linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-        name = head if head is not None else (linear or [""])[-1]
-        if name not in linear:
-            raise InputError(f"{name!r} is no linear layer of the model; it has {some(linear)}")
-        layer = layers[name]
-        held: list[Any] = []
-        listener = layer.register_forward_hook(lambda _, args, out: held.append((args[0], out)))
-        features, targets = [], []
-        try:
-            with self.evaluation():
-                for chosen, batch in self.batches():
-                    outputs, y = self.run(batch, {}, chosen)
-                    seen, answer = held.pop() if held else (outputs[:0], outputs[:0])
-                    if held or not torch.equal(answer.flatten(1), outputs):
-                        raise ModelError(f"the model's outputs are not those of its layer {name!r}")
-                    features.append(seen)
-                    targets.append(y)
-        finally:
-            listener.remove()
-        held_data = TensorDataset(torch.cat(features), torch.cat(targets))
-        examples = replace(self.examples, dataset=held_data, collate=default_collate)
-        return self._made(model=layer, data=examples, forward=None)
-
     def plan_with(self, task: Task) -> None:
         """Read the model as another task does, where both run it alike on batches of one form."""
         first = torch.zeros(1, dtype=torch.long)
@@ -452,10 +400,8 @@ class Task:
         except (BLRError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own code
-            unfit = _unfit(self.model, batch) if self.forward is default_forward else None
             raise ModelError(
-                unfit
-                or f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
+                f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
                 f"{error}; do data, forward= and posterior belong to it?"
             ) from error
         self._overwrites = versions(batch) != before
@@ -545,9 +491,9 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         if p is not None
     ]
     buffers = [
-        (part._buffers, attribute, part._buffers[attribute], params[name])
+        (part._buffers, attribute, own, params[name])
         for path, part in model.named_modules()
-        for attribute in part._buffers
+        for attribute, own in part.named_buffers(recurse=False)
         if (name := f"{path}.{attribute}" if path else attribute) in params
     ]
     values: dict[int, Tensor] = {}
@@ -595,25 +541,6 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
         for attribute, p in part._parameters.items()
         if p is not None
     }
-
-
-def _unfit(model: nn.Module, batch: Any) -> str | None:
-    """What a linear first layer, which failed, could not take of ``(x, y)``; and what a model of
-    two halves needs."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return (
-            "an encoder-decoder needs its decoder's tokens: give forward=, which calls "
-            "model(input_ids=..., decoder_input_ids=...) and returns (logits, targets)"
-        )
-    x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
-    layer = next(m for m in model.modules() if not list(m.children()))
-    if not isinstance(x, Tensor) or not isinstance(layer, nn.Linear):
-        return None
-    if x.ndim and x.shape[-1] != layer.in_features:
-        return f"the first layer takes {layer.in_features} features, X has {x.shape[-1]}"
-    if not x.is_floating_point():
-        return f"the first layer takes real numbers, X is {x.dtype}; give X.float()"
-    return None
 
 
 def _form(batch: Any) -> Any:

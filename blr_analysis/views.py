@@ -120,7 +120,7 @@ class GroupRows(Tabular):
     For code that must know nothing of pandas and yet hand out a table.
 
     Attributes:
-        rows: mappings; :func:`blr_analysis.tables.each_table` says with which keys.
+        rows: mappings; nll_before, nll_after, accuracy_before, accuracy_after and others.
     """
 
     rows: Sequence[Mapping[str, Any]]

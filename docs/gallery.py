@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import blr_analysis as blr
-from benchmarks.figures import FIGURES
+from benchmarks.papers import posterior_approximation, segmentation, theorem_1, two_wells
 
 N, TEST = 400, 200
 
@@ -28,7 +28,7 @@ def world() -> dict[str, object]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
     task = blr.Task(model, (images[:N], y))
     test_task = blr.Task(model, (images[-TEST:], labels[-TEST:]))
-    monitor = blr.Monitor(task, test=test_task, examples=100, every=2, progress=False)
+    monitor = blr.Monitor(task, test=test_task, examples=100, every=2)
     optimizer = blr.IVON(model.parameters(), lr=0.2, ess=N, weight_decay=3 / N, steps=160)
     for epoch in range(1, 17):
         for batch in torch.randperm(N).split(40):
@@ -118,6 +118,7 @@ PICTURES: tuple[Callable[..., Axes], ...] = (
     memory_map, deviations, suspicious, influence, leave_one_out, sensitivities, what_if, prior,
     merge_curve, mismatch,
 )  # fmt: skip
+PAPERS = (posterior_approximation, theorem_1, two_wells, segmentation)
 
 
 def make(folder: Path) -> None:
@@ -136,11 +137,11 @@ def make(folder: Path) -> None:
             f"![{picture.__doc__}](_made/{picture.__name__}.png)\n"
         )
     head = "## Figures of the papers"
-    parts.append(f"{head}\n\n`python -m benchmarks.figures NAME --out DIR`, here small.\n")
-    for name, draw in FIGURES.items():
-        draw(True)[0].savefig(folder / f"{name}.png", dpi=80)
-        said = str(draw.__doc__).strip()
-        parts.append(f"`{name}`: {said}\n\n![{name}](_made/{name}.png)\n")
+    parts.append(f"{head}\n\n`python -m benchmarks.papers.NAME --out DIR`, here small.\n")
+    for paper in PAPERS:
+        name = paper.__name__.rpartition(".")[2]
+        paper.draw(True)[0].savefig(folder / f"{name}.png", dpi=80)
+        parts.append(f"`{name}`: {paper.draw.__doc__}\n\n![{name}](_made/{name}.png)\n")
     (folder / "gallery.md").write_text("\n".join(parts), encoding="utf-8")
     rows = blr.table1()[["algorithm", "family", "loss", "hessian", "departures", "section"]]
     lines = [rows.columns, ["---"] * len(rows.columns), *rows.itertuples(index=False)]

@@ -25,7 +25,6 @@ from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
 from blr_analysis.errors import InputError, ModelError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.diagonals import fisher_diagonal
 from blr_analysis.huggingface.recording import Recorder
 from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
@@ -34,7 +33,6 @@ from blr_analysis.sensitivity.influence import index as indexing
 
 checkpoint: Any = dcp  # whose names torch does not declare
 N = 23  # which neither two nor four divide
-REST: dict[str, Any] = {"progress": False}
 indexing.SHARD = 5  # of which two ranks share the last
 
 
@@ -54,51 +52,41 @@ def answers(folder: Path) -> dict[str, Any]:
     qs: dict[str, blr.Posterior] = {}
     for structure in ("diag", "kron", "lowrank", "full"):
         more: dict[str, Any] = {"rank": 6} if structure == "lowrank" else {}
-        q = blr.fit_laplace(task, structure=structure, prior_precision=2.0, **more, **REST)
+        q = blr.fit_laplace(task, structure=structure, prior_precision=2.0, **more)
         qs[structure], v = q, {n: m.sin() for n, m in q.mean.items()}
         found[f"fit {structure}"] = q.form.times(v)
-    gram = blr.fit_laplace(task, structure="gram", **REST)
+    gram = blr.fit_laplace(task, structure="gram")
     found["gram"] = gram.form.diagonal()
-    exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher", **REST)
+    exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher")
     found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
-    found["moments"] = [m for _, m in input_moments(task, params, progress=False).moments.values()]
+    found["moments"] = [m for _, m in input_moments(task, params).moments.values()]
     found["loss"] = loss_and_gradient(task, params)
     found["two losses"] = loss_and_gradient(task, params, torch.tensor([3, 1, 7]))
     found["one loss"] = loss_and_gradient(task, params, torch.tensor([3]))
     curvature = Curvature(task, params)
-    found["product"] = [curvature.product(params, progress=False), curvature.passes]
-    scores = blr.sensitivity(task, q, **REST)
+    found["product"] = [curvature.product(params), curvature.passes]
+    scores = blr.sensitivity(task, q)
     found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
-    found["self-influence"] = blr.sensitivity(task, q, variance=False, **REST).self_influence
-    loo = blr.leave_one_out(task, q, refine=1, **REST)
+    found["self-influence"] = blr.sensitivity(task, q, variance=False).self_influence
+    loo = blr.leave_one_out(task, q, refine=1)
     found["leave one out"] = [loo.logits, loo.losses, loo.leverage]
     test = task.subset(range(3))
-    for name, options in {
-        "influence": {},
-        "normalized": {"normalize": "cosine"},
-        "cg": {"solver": "cg"},
-        "expected": {"expected": True},
-        "projected": {"projection": 8},
-    }.items():
-        found[name] = torch.as_tensor(blr.influence(task, q, test, **options, **REST))
-    best = blr.influence(task, q, test, k=9, **REST)
+    found["influence"] = torch.as_tensor(blr.influence(task, q, test))
+    found["normalized"] = torch.as_tensor(blr.influence(task, q, test, normalize="cosine"))
+    best = blr.influence(task, q, test, k=9)
     found["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
-    found["several"] = torch.as_tensor(blr.influence(task, [qs["diag"], q], test, **REST))
-    kept: dict[str, Any] = {"dtype": "float64", "rank": 43, "memory_budget": 1000}  # small chunks
-    index = blr.Index.build(task, q, folder / "index", **kept, **REST)
+    found["several"] = torch.as_tensor(blr.influence(task, [qs["diag"], q], test))
+    index = blr.Index.build(task, q, folder / "index", dtype="float64", rank=43)
     found["index"] = [index.influence(test), index.self_influence]
-    for kind in ("ggn", "fisher_mc", "squared_minibatch"):
-        size = 5 if kind == "squared_minibatch" else None
-        found[kind] = fisher_diagonal(task, kind=kind, batch_size=size, **REST)
     words = task_of(tiny_lm(tied=True), sequences(9))
-    p = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0, **REST)
+    p = blr.fit_laplace(words, structure="kron", curvature="mc_fisher", prior_precision=1.0)
     found["words"] = p.form.diagonal()
-    seen = blr.sensitivity(words, p, **REST)
+    seen = blr.sensitivity(words, p)
     found["words' scores"] = [seen.losses, seen.self_influence, seen.tokens]
-    found["words' loss"] = blr.leave_one_out(words, p, **REST).losses
-    found["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1]), **REST))
+    found["words' loss"] = blr.leave_one_out(words, p).losses
+    found["words' influence"] = torch.as_tensor(blr.influence(words, p, words.subset([1])))
     return found
 
 
@@ -130,19 +118,19 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     found["read"] = storage.read(folder / "pieces")[0]
     found["loaded"] = {n: whole(h) for n, h in loaded.items()}
     task = blr.Task(model, data)
-    found["of captured"] = blr.sensitivity(task, q, **REST).variance
-    q = blr.fit_laplace(task, structure="kron", prior_precision=2.0, **REST)
+    found["of captured"] = blr.sensitivity(task, q).variance
+    q = blr.fit_laplace(task, structure="kron", prior_precision=2.0)
     found["fit"] = [q.mean, q.form.diagonal()]
-    found["loo"] = blr.leave_one_out(task, q, refine=1, **REST).losses
-    found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3)), **REST))
-    moved = blr.what_if(task, q, remove=[0], evaluate=task, solver="posterior", **REST)
+    found["loo"] = blr.leave_one_out(task, q, refine=1).losses
+    found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3))))
+    moved = blr.what_if(task, q, remove=[0], evaluate=task, solver="posterior")
     found["applied"] = [whole(p).detach() for p in moved.apply(model).parameters()]
     words = sharded(tiny_lm(tied=True))
     with torch.no_grad():
         words(sequences(9)[0].unsqueeze(0))
     words = task_of(words, sequences(9))
-    p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0, **REST)
-    found["words"] = [p.form.diagonal(), blr.sensitivity(words, p, **REST).self_influence]
+    p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0)
+    found["words"] = [p.form.diagonal(), blr.sensitivity(words, p).self_influence]
     found["after"] = model(X).detach()
     return found
 
@@ -168,7 +156,7 @@ def refusals() -> list[str]:
             words.append(str(error))
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
         try:
-            blr.fit_laplace(task, structure="diag", prior_precision=1.0, **REST)
+            blr.fit_laplace(task, structure="diag", prior_precision=1.0)
         except InputError as error:
             words.append(str(error))
     return words
@@ -198,7 +186,7 @@ def dies(folder: Path) -> None:
 
     indexing._write_shard = written
     q = blr.Posterior.load(folder / "q.safetensors")
-    blr.Index.build(network(), q, folder / "begun", **REST)
+    blr.Index.build(network(), q, folder / "begun")
 
 
 def as_rank(rank: int, count: int, port: int, folder: Path) -> None:

@@ -63,28 +63,29 @@ def fitted(task: blr.Task, structure: str = "diag") -> blr.Posterior:
     return blr.fit_laplace(task, structure=structure, prior_precision=1.0)
 
 
-def every_analysis(task: blr.Task, q: blr.Posterior | None = None):
-    """Each public analysis of a task as a function without arguments, by name."""
-    posterior = q if q is not None else fitted(task_of())
-    found = {
-        "sensitivity": lambda: blr.sensitivity(task, posterior),
-        "leave_one_out": lambda: blr.leave_one_out(task, posterior),
-        "what_if": lambda: blr.what_if(task, posterior, remove=[0]),
-        "what_if_each": lambda: blr.what_if_each(task, posterior),
-    }
-    if q is None:
-        for s in ("diag", "kron", "full"):
-            found[f"fit_laplace {s}"] = lambda s=s: fitted(task, s)
-    return found
+def posterior_for(n: int, model: nn.Module | None = None, precision: float = 1.0) -> blr.Posterior:
+    mean = {name: p.detach() for name, p in (model or mlp()).named_parameters()}
+    held = {name: torch.full_like(p, precision) for name, p in mean.items()}
+    return blr.Posterior(mean, held, prior_precision=precision, n_data=n)
 
 
-def refused(task: blr.Task, error: type[BLRError], message: str, q=None) -> None:
+def refused(task: blr.Task, error: type[BLRError], message: str, q: blr.Posterior) -> None:
     """Every analysis refuses the task with this message, and leaves the model alone."""
-    for name, analysis in every_analysis(task, q).items():
-        with untouched(task.model), pytest.raises(error, match=message) as caught:
+    for analysis in (
+        lambda: blr.sensitivity(task, q),
+        lambda: blr.leave_one_out(task, q),
+        lambda: blr.what_if(task, q, remove=[0]),
+        lambda: blr.what_if_each(task, q),
+    ):
+        with untouched(task.model), pytest.raises(error, match=message):
             analysis()
-            pytest.fail(f"{name} accepted it")
-        assert isinstance(caught.value, BLRError), name
+
+
+def unfitted(task: blr.Task, error: type[BLRError], message: str) -> None:
+    """No structure is fitted to the task, which is left alone."""
+    for structure in ("diag", "kron", "full"):
+        with untouched(task.model), pytest.raises(error, match=message):
+            fitted(task, structure)
 
 
 # What a task is built from.
@@ -95,9 +96,17 @@ class Stream(IterableDataset):
         return iter([(torch.zeros(4), 0)] * N)
 
 
-class Unsized(Dataset):
+class Items(Dataset):
+    """As many as are asked for, each made by a function of its index."""
+
+    def __init__(self, size: int, item) -> None:
+        self.size, self.item = size, item
+
+    def __len__(self) -> int:
+        return self.size
+
     def __getitem__(self, i: int):
-        return torch.zeros(4), 0
+        return self.item(i), i % 3
 
 
 class Backwards(torch.utils.data.Sampler):
@@ -108,11 +117,19 @@ class Backwards(torch.utils.data.Sampler):
         return N
 
 
-def loader(**options) -> DataLoader:
-    return DataLoader(TensorDataset(*data()), **options)
+def failing(bad: int):
+    """Rows, but for one index."""
+
+    def row(i: int) -> Tensor:
+        if i == bad:
+            raise FileNotFoundError("no such image: cat.png")
+        return torch.full((4,), float(i), dtype=torch.float64)
+
+    return Items(50, row)
 
 
 WHOLE = TensorDataset(*data())
+DRAWN = r"draws its examples through .*; pass the dataset itself"
 SAMPLERS = {
     "subset": {"sampler": SubsetRandomSampler(range(5))},
     "replacement": {"sampler": RandomSampler(WHOLE, replacement=True)},
@@ -123,32 +140,23 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samplers_that_change_the_training_set(sampler: str) -> None:
-    with pytest.raises(DataError, match=r"draws its examples through .*; pass the dataset itself"):
-        task_of(data=loader(**SAMPLERS[sampler]))
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (Stream(), "got Stream; examples are addressed by index"),
-        (Unsized(), "got Unsized; examples are addressed by index"),
         ((x for x in range(3)), "got generator"),
-        ("train.csv", "got str"),
         ({"train": WHOLE, "test": WHOLE}, "got dict; .* take one split"),
         ([], "hold no examples"),
-        (Subset(WHOLE, []), "hold no examples"),
         (Subset(WHOLE, torch.ones(10) > 0), r"mask\.nonzero"),
-        (Subset(Subset(WHOLE, [True, False] * 5), [0, 1, 2]), r"mask\.nonzero"),
         ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
-        ((torch.zeros(5, 4), torch.tensor(1)), "same length"),
         ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
         ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
-        ((pd.DataFrame({"a": ["b"]}), torch.zeros(1)), "X of .* cannot become"),
         (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
-        ([[[0.0], [1.0]], [0, 1]], "tensors or arrays"),
-        (loader(batch_size=None), "batch_size=None"),
+        (DataLoader(WHOLE, batch_size=None), "batch_size=None"),
+        ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
+        (Items(30, lambda i: torch.rand(4)), "differ when read again"),
+        (failing(49), "failed on example 49 of 50"),
+        *((DataLoader(WHOLE, **options), DRAWN) for options in SAMPLERS.values()),
     ],
 )
 def test_data_that_cannot_be_addressed(given: Any, message: str) -> None:
@@ -156,63 +164,9 @@ def test_data_that_cannot_be_addressed(given: Any, message: str) -> None:
         task_of(data=given)
 
 
-class Failing(Dataset):
-    """Fails on one index, late."""
-
-    def __init__(self, bad: int = 7) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, i: int):
-        if i == self.bad:
-            raise FileNotFoundError("no such image: cat.png")
-        return torch.full((4,), float(i), dtype=torch.float64), i % 3
-
-
 def test_a_dataset_that_raises_on_an_index() -> None:
     message = r"failed on example 8 of 50: FileNotFoundError: no such image: cat.png; each index"
-    refused(task_of(data=Failing(8)), DataError, message, posterior_for(50))
-    with pytest.raises(DataError, match=r"failed on example 49 of 50"):
-        task_of(data=Failing(49))  # among those that are read twice when the task is built
-
-
-def posterior_for(n: int, model: nn.Module | None = None) -> blr.Posterior:
-    model = mlp() if model is None else model
-    return blr.Posterior(
-        {name: p.detach() for name, p in model.named_parameters()},
-        {name: torch.ones_like(p) for name, p in model.named_parameters()},
-        prior_precision=1.0,
-        n_data=n,
-    )
-
-
-def test_a_collate_function_that_fails() -> None:
-    ragged = [(torch.zeros(3 + i), 0) for i in range(4)]
-    with pytest.raises(DataError, match=r"collate function failed on examples 0, 1, 2, 3: Runt"):
-        task_of(data=ragged)
-
-
-class Augmented(Dataset):
-    """Flips every example at random."""
-
-    def __init__(self, size: int = 30) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, i: int):
-        x = torch.arange(4, dtype=torch.float64) + i
-        return (x if torch.rand(()) < 0.5 else x.flip(0)), i % 3
-
-
-def test_random_augmentation_is_noticed() -> None:
-    torch.manual_seed(0)
-    for _ in range(20):  # a miss in 256
-        with pytest.raises(DataError, match="differ when read again"):
-            task_of(data=Augmented())
+    refused(task_of(data=failing(8)), DataError, message, posterior_for(50))
 
 
 def test_data_with_nan_are_not_taken_for_random() -> None:
@@ -221,62 +175,52 @@ def test_data_with_nan_are_not_taken_for_random() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("model", "options", "error", "message"),
     [
-        ({"likelihood": "softmax"}, InputError, "likelihood must be one of 'categorical'"),
-        ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
-        ({"batch_size": 2.5}, InputError, "batch_size must be a positive integer, got 2.5"),
-        ({"batch_size": True}, InputError, "batch_size must be a positive integer, got True"),
-        ({"device": "gpu"}, DeviceError, "device 'gpu' is unknown"),
-        ({"likelihood": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
-        ({"device": "meta"}, DeviceError, "'0.weight' is on another device"),
-        ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
-        ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' has 2 values for 12 examples"),
-        ({"metadata": {"a": 1}}, InputError, "column 'a' must be one value per"),
-        ({"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
-        ({"metadata": pd.DataFrame({"a": [1]})}, InputError, "'a' has 1 values for 12 examples"),
+        (nn.Linear, {}, InputError, r"model must be a torch\.nn\.Module, got"),
+        ("model.pt", {}, InputError, r"model must be a torch\.nn\.Module, got"),
+        (None, {"likelihood": "softmax"}, InputError, "likelihood must be one of 'categorical'"),
+        (None, {"likelihood": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
+        (None, {"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
+        (None, {"batch_size": True}, InputError, "batch_size must be a positive .*, got True"),
+        (None, {"memory_budget": 2.5}, InputError, "memory_budget must be a positive integer"),
+        (None, {"device": "gpu"}, DeviceError, "device 'gpu' is unknown"),
+        (None, {"device": "meta"}, DeviceError, "'0.weight' is on another device"),
+        (None, {"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
+        (None, {"recipe": "adamw"}, InputError, r"recipe must be a blr_analysis\.Recipe"),
+        (None, {"checkpoints": 3}, InputError, "checkpoints must be a list"),
+        (None, {"metadata": {"a": [1, 2]}}, InputError, "column 'a' has 2 values for 12 examples"),
+        (None, {"metadata": {"a": 1}}, InputError, "column 'a' must be one value per"),
+        (None, {"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
+        (None, {"metadata": pd.DataFrame({"a": [1]})}, InputError, "'a' has 1 values for 12 exa"),
     ],
 )
-def test_bad_arguments_of_a_task(
-    options: dict[str, Any], error: type[BLRError], message: str
-) -> None:
+def test_bad_arguments_of_a_task(model, options, error: type[BLRError], message: str) -> None:
     with pytest.raises(error, match=message):
-        blr.Task(mlp(), data(), **options)
-
-
-@pytest.mark.parametrize("model", [None, lambda x: x, nn.Linear, "model.pt"])
-def test_a_model_that_is_none(model: Any) -> None:
-    with pytest.raises(InputError, match=r"model must be a torch\.nn\.Module, got"):
-        blr.Task(model, data())
+        blr.Task(model or mlp(), data(), **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_cuda_where_there_is_none(tmp_path: Path) -> None:
-    message = r"device 'cuda' cannot be used here .*; use device=\"cpu\""
-    with pytest.raises(DeviceError, match=message):
-        task_of(device="cuda")
-    with pytest.raises(DeviceError, match=message):
-        fitted(task_of()).to("cuda")
+def test_cuda_where_there_is_none() -> None:
+    for call in (lambda: task_of(device="cuda"), lambda: fitted(task_of()).to("cuda")):
+        with pytest.raises(DeviceError, match=r"device 'cuda' cannot be used here .*\"cpu\""):
+            call()
 
 
 # Inputs and targets.
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "value"), [*zip(KINDS, [NAN, INF, -INF, NAN], strict=True)])
 def test_nan_and_inf_in_the_inputs(kind: str, value: float) -> None:
     x, y = data(kind)
     x = x.clone()
     x[5, 1] = value
-    task = task_of(kind, data=(x, y))
-    q = fitted(task_of(kind))
-    refused(task, DataError, "inputs hold NaN or inf in 1 examples, the first at index 5; drop", q)
-    for structure in ("diag", "kron", "full"):
-        with untouched(task.model), pytest.raises(DataError, match="the first at index 5"):
-            fitted(task, structure)
-    test = task_of(kind, model=task.model, data=(x, y))
-    with pytest.raises(DataError, match="the first at index 5"):
-        blr.what_if(task_of(kind, model=task.model), q, remove=[0], evaluate=test)
+    task, q = task_of(kind, data=(x, y)), fitted(task_of(kind))
+    message = "inputs hold NaN or inf in 1 examples, the first at index 5; drop"
+    refused(task, DataError, message, q)
+    unfitted(task, DataError, message)
+    with pytest.raises(DataError, match=message):
+        blr.what_if(task_of(kind, model=task.model), q, remove=[0], evaluate=task)
 
 
 def test_large_inputs_are_not_taken_for_infinite() -> None:
@@ -288,27 +232,20 @@ def test_large_inputs_are_not_taken_for_infinite() -> None:
     assert torch.isfinite(outputs).all()
 
 
-TARGETS = {
-    "categorical": [
-        (torch.arange(N) % 4, r"must lie in 0 … 2 \(the model has 3 logits\), found 3"),
-        (torch.zeros(N, 3), "soft targets"),
-        (torch.zeros(N, 2, dtype=torch.long), "one class index per example"),
-    ],
-    "bernoulli": [(torch.full((N,), NAN), "bernoulli targets contain NaN or inf; drop or mend")],
-    "gaussian": [(torch.zeros(N, 3), "do not fit outputs .* give one target per output")],
-    "poisson": [(torch.full((N,), -1.0), "poisson targets must be counts 0, 1, 2")],
-}  # the rest in test_likelihoods
-
-
 @pytest.mark.parametrize(
-    ("kind", "targets", "message"), [(k, t, m) for k in TARGETS for t, m in TARGETS[k]]
+    ("kind", "targets", "message"),  # the rest in test_likelihoods
+    [
+        ("categorical", torch.arange(N) % 4, r"must lie in 0 … 2 \(the model has 3 logits\)"),
+        ("categorical", torch.zeros(N, 3), "soft targets"),
+        ("bernoulli", torch.full((N,), NAN), "bernoulli targets contain NaN or inf; drop or mend"),
+        ("gaussian", torch.zeros(N, 3), "do not fit outputs .* give one target per output"),
+        ("poisson", torch.full((N,), -1.0), "poisson targets must be counts 0, 1, 2"),
+    ],
 )
 def test_bad_targets(kind: str, targets: Tensor, message: str) -> None:
-    model = mlp(outputs=3 if kind == "categorical" else 1)
-    task = task_of(kind, model, data=(data(kind)[0], targets))
+    task = task_of(kind, data=(data(kind)[0], targets))
     refused(task, DataError, message, fitted(task_of(kind)))
-    with untouched(model), pytest.raises(DataError, match=message):
-        fitted(task)
+    unfitted(task, DataError, message)
 
 
 # Models and what they return.
@@ -331,10 +268,8 @@ class Returns(nn.Module):
     [
         (lambda f: f * NAN, ModelError, "outputs are NaN or inf in .* examples, the first at ind"),
         (lambda f: f.argmax(-1), ModelError, r"must return a tensor of real numbers.* int64"),
-        (lambda f: (f, f), ModelError, r"got \(\(.*, 3\) float64.*"),
         (lambda f: None, ModelError, "must return a tensor of real numbers.* NoneType"),
         (lambda f: f.mean(), DataError, r"outputs of shape \[batch, C\], got \(\)"),
-        (lambda f: f[:, :0], DataError, r"outputs of shape \[batch, C\], got \(.*, 0\)"),
         (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
         (lambda f: f - f.mean(0), ModelError, "changes with its batch"),
         (lambda f: f + torch.randn_like(f), ModelError, "call to call"),
@@ -343,51 +278,28 @@ class Returns(nn.Module):
 )
 def test_models_that_return_something_else(change, error: type[BLRError], message: str) -> None:
     torch.manual_seed(0)
-    model = Returns(change)
-    refused(task_of(model=model), error, message, posterior_for(N, model))
-    with untouched(model), pytest.raises(error, match=message):
-        fitted(task_of(model=model))
+    task = task_of(model=Returns(change))
+    refused(task, error, message, posterior_for(N, task.model))
+    unfitted(task, error, message)
 
 
 @pytest.mark.parametrize(
-    ("forward", "error", "message"),
+    ("options", "error", "message"),
     [
-        (
-            lambda m, b: m(b[0]),
-            InputError,
-            r"forward must return a tuple \(outputs, targets\), got",
-        ),
-        (lambda m, b: [m(b[0]), b[1]], InputError, "forward must return a tuple"),
-        (lambda m, b: (m(b[0]), None), DataError, "targets must be a tensor of numbers, got None"),
-        (lambda m, b: (m(b[0]), ["a"] * len(b[1])), DataError, "targets must be a tensor of num"),
-        (lambda m, b: (m(b[0]), b[1].sum()), DataError, r"targets \(\)"),
-        (lambda m, b: (m(b[0]), b[1][:-1]), DataError, "one each per example"),
-        (lambda m, b: (m(b[0])[:-1], b[1][:-1]), ModelError, "rows of outputs for"),
-        (lambda m, b: (m(b["x"]), b["y"]), ModelError, "failed on a batch of .*: TypeError"),
+        ({"forward": lambda m, b: m(b[0])}, InputError, r"forward must return a tuple .*, got"),
+        ({"forward": lambda m, b: (m(b[0]), None)}, DataError, "must be a tensor of num.*None"),
+        ({"forward": lambda m, b: (m(b[0]), ["a"])}, DataError, "targets must be a tensor of num"),
+        ({"forward": lambda m, b: (m(b[0]), b[1].sum())}, DataError, r"targets \(\)"),
+        ({"forward": lambda m, b: (m(b[0]), b[1][:-1])}, DataError, "one each per example"),
+        ({"forward": lambda m, b: (m(b["x"]), b["y"])}, ModelError, "failed on a batch .*TypeErr"),
+        ({"data": TensorDataset(*data(), data()[0])}, DataError, "cannot read a batch of"),
+        ({"data": [{"x": a} for a in data()[0]]}, DataError, "needs a 'labels' entry"),
+        ({"data": (torch.zeros(N, 5), data()[1])}, ModelError, r"batch of \(\(.*, 5\) float32, "),
+        ({"data": (torch.zeros(N, 4).int(), data()[1])}, ModelError, "failed on a batch"),
     ],
 )
-def test_forward_functions_that_return_something_else(
-    forward, error: type[BLRError], message: str
-) -> None:
-    refused(task_of(forward=forward), error, message)
-
-
-def test_batches_that_the_default_forward_cannot_read() -> None:
-    x, y = data()
-    for given, message in (
-        (TensorDataset(x, x, y), r"cannot read a batch of (tuple|list)"),
-        (x, "cannot read a batch of Tensor"),
-        ([{"x": a, "target": b} for a, b in zip(x, y, strict=True)], "needs a 'labels' entry"),
-    ):
-        with pytest.raises(DataError, match=message):
-            fitted(task_of(data=given))
-
-
-def test_inputs_of_another_shape() -> None:
-    message = r"failed on a batch of \(\(.*, 5\) float32, .* int64\): RuntimeError"
-    model = nn.Sequential(nn.Identity(), mlp())
-    with pytest.raises(ModelError, match=message):
-        fitted(task_of(model=model, data=(torch.zeros(N, 5), torch.zeros(N).long())))
+def test_batches_that_are_not_read(options, error: type[BLRError], message: str) -> None:
+    unfitted(task_of(**options), error, message)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -396,9 +308,7 @@ def test_nan_and_inf_in_the_weights(value: float) -> None:
     q = fitted(task_of(model=model))
     model[2].weight.data[0, 0] = value
     task = task_of(model=model)
-    for structure in ("diag", "kron", "full"):
-        with untouched(model), pytest.raises(ModelError, match=r"the weights of '2.weight' hold"):
-            fitted(task, structure)
+    unfitted(task, ModelError, r"the weights of '2.weight' hold")
     adam = torch.optim.Adam(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -409,9 +319,8 @@ def test_nan_and_inf_in_the_weights(value: float) -> None:
 
 
 def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
-    mixed = mlp()
+    mixed, weird = mlp(), mlp()
     mixed[2].float()
-    weird = mlp()
     weird[0].weight = nn.Parameter(weird[0].weight.to(torch.complex64))
     for model, message in (
         (mixed, r"several dtypes \(float64: 0.weight, float32: 2.weight\)"),
@@ -419,23 +328,9 @@ def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
         (mlp().to("meta"), "'0.weight' is on the meta device; load the weights"),
     ):
         task = blr.Task(model, data())
-        for structure in ("diag", "kron", "full"):
+        for call in (lambda t: fitted(t, "kron"), lambda t: blr.sensitivity(t, posterior_for(N))):
             with pytest.raises(ModelError, match=message):
-                fitted(task, structure)
-        with pytest.raises(ModelError, match=message):
-            blr.sensitivity(task, posterior_for(N))
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.zeros(N, 5), "takes 4 features, X has 5"),
-        (torch.zeros(N, 4, dtype=torch.int), r"X.float\(\)"),
-        (torch.zeros(N, 4, 3), "takes 4 features, X has 3"),
-    ],
-)
-def test_inputs_that_the_first_layer_does_not_take(x: torch.Tensor, message: str) -> None:
-    refused(task_of(data=(x, data()[1])), ModelError, message, posterior_for(N))
+                call(task)
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.long])
@@ -449,19 +344,13 @@ def test_losses_of_one_output_take_flat_targets(loss: nn.Module, dtype: torch.dt
 
 
 def test_a_loss_that_broadcasts_flat_targets_is_told_so() -> None:
-    def squared(f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (f - y).square().sum(-1)
-
-    task = blr.Task(nn.Linear(4, 1).double(), data(), likelihood=squared)
-    with pytest.raises(InputError, match=r"y\[:, None\]"):
-        fitted(task)
+    squared = lambda f, y: (f - y).square().sum(-1)  # noqa: E731
+    unfitted(blr.Task(mlp(outputs=1), data(), likelihood=squared), InputError, r"y\[:, None\]")
 
 
 def test_models_without_parameters() -> None:
-    frozen = mlp().requires_grad_(False)
-    for model in (nn.Flatten(), frozen):
-        with untouched(model), pytest.raises(ModelError, match="has no trainable parameters; set"):
-            fitted(task_of(model=model))
+    for model in (nn.Flatten(), mlp().requires_grad_(False)):
+        unfitted(task_of(model=model), ModelError, "has no trainable parameters; set")
     with pytest.raises(PosteriorError, match=r"0.weight: .* in the posterior, absent in the model"):
         blr.sensitivity(task_of(model=nn.Flatten()), posterior_for(N))
 
@@ -479,15 +368,14 @@ def test_outputs_that_no_parameter_reaches(structure: str) -> None:
 
 
 def test_batch_normalisation() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    message = r"BatchNorm layer '1' is in training mode; call model.eval\(\)"
-    refused(task_of(model=model.train()), ModelError, message, posterior_for(N, model))
-    with untouched(model), pytest.raises(ModelError, match=message):
-        fitted(task_of(model=model))
-    model[1] = nn.BatchNorm1d(5, track_running_stats=False).double()
-    message = "BatchNorm layer '1' uses batch statistics; .*track_running_stats=True .* GroupNorm"
-    for mode in (True, False):
-        refused(task_of(model=model.train(mode)), ModelError, message, posterior_for(N, model))
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().train()
+    for norm, message in (
+        (model[1], r"BatchNorm layer '1' is in training mode; call model.eval\(\)"),
+        (nn.BatchNorm1d(5, track_running_stats=False), "uses batch statistics; .* or use GroupN"),
+    ):
+        model[1] = norm.double()
+        refused(task_of(model=model), ModelError, message, posterior_for(N, model))
+        unfitted(task_of(model=model), ModelError, message)
     for norm in (nn.BatchNorm1d(5), nn.GroupNorm(1, 5)):
         model[1] = norm.double()
         model.train()(data()[0])
@@ -506,22 +394,23 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
     model[1].eval()
     model[0].register_forward_hook(lambda *_: None)
     task = task_of(model=model, data=(x, y), batch_size=10)
-    for analysis in (
-        lambda: blr.sensitivity(task, q),
-        lambda: blr.leave_one_out(task, q),
-        lambda: blr.what_if(task, q, remove=[0, 29]),
-        lambda: blr.what_if(task, q, remove=[0]),
-        lambda: blr.what_if(task, q, relabel={29: 0}),
-        lambda: blr.what_if_each(task, q),
-        lambda: blr.fit_laplace(task, prior_precision=1.0),
-    ):
-        with untouched(model), pytest.raises(DataError, match=r"must lie in 0 … 2 .* found 7"):
-            analysis()
+    message = r"must lie in 0 … 2 .* found 7"
+    refused(task, DataError, message, q)
+    unfitted(task, DataError, message)
+    with untouched(model), pytest.raises(DataError, match=message):
+        blr.what_if(task, q, relabel={29: 0})
     state = snapshot(model)
     assert state["mode of ''"] and not state["mode of '1'"]
 
 
 # Posteriors.
+
+GOOD: dict[str, Any] = {
+    "mean": {"w": torch.zeros(2)},
+    "precision": {"w": torch.ones(2)},
+    "prior_precision": 1.0,
+    "n_data": 5,
+}
 
 
 @pytest.mark.parametrize(
@@ -533,36 +422,19 @@ def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
         ({"mean": [torch.ones(2)]}, "mean must be a dict of tensors by parameter name, got list"),
         ({"precision": {"w": torch.tensor([1.0, NAN])}}, "precision of 'w' holds NaN or inf"),
         ({"precision": {"w": torch.tensor([1.0, -2.0])}}, "'w' must be positive, .* -2; give"),
-        ({"precision": {"w": torch.ones(2) * 1j}}, "precision of 'w' must hold real numbers"),
-        (
-            {"precision": {"w": torch.ones(3)}},
-            r"disagree: w: \(2,\) in the mean, \(3,\) in the precision",
-        ),
-        (
-            {"precision": {"v": torch.ones(2)}},
-            r"w: \(2,\) in the mean, absent in the precision; v: absent in the mean, \(2,\) in",
-        ),
-        ({"precision": torch.ones(2)}, "precision must be a dict of tensors .* got Tensor"),
+        ({"precision": {"w": torch.ones(3)}}, r"w: \(2,\) in the mean, \(3,\) in the precision"),
+        ({"precision": {"v": torch.ones(2)}}, r"absent in the precision; v: absent in the mean"),
         ({"prior_precision": -1.0}, "prior_precision must be finite and at least 0, got -1.0"),
         ({"prior_precision": "1e-3 "}, "prior_precision must be a number"),
         ({"prior_precision": {"v": 1.0}}, r"missing \['w'\], unknown \['v'\]"),
-        ({"prior_precision": {"w": torch.ones(3)}}, "prior_precision of 'w' must be a number"),
         ({"record": "laplace"}, "record must be a dict, got str"),
         ({"n_data": -1}, "n_data must be"),
-        ({"n_data": 1.5}, "n_data must be"),
     ],
 )
 def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {
-        "mean": {"w": torch.zeros(2)},
-        "precision": {"w": torch.ones(2)},
-        "prior_precision": 1.0,
-        "n_data": 5,
-    }
-    assert blr.Posterior(**good).n_data == 5
-    with pytest.raises(InputError, match=message) as caught:
-        blr.Posterior(**{**good, **changes})
-    assert isinstance(caught.value, PosteriorError) or "record" in changes
+    assert blr.Posterior(**GOOD).n_data == 5
+    with pytest.raises(InputError, match=message):
+        blr.Posterior(**{**GOOD, **changes})
 
 
 @pytest.mark.parametrize(
@@ -571,13 +443,9 @@ def test_bad_posteriors(changes: dict[str, Any], message: str) -> None:
         ({"prior_precision": 0.0}, "prior_precision must be finite and above 0, got 0.0"),
         ({"prior_precision": NAN}, "prior_precision must be finite and above 0"),
         ({"prior_precision": "small"}, "prior_precision must be a number"),
-        ({"prior_precision": True}, "prior_precision must be a number"),
         ({"prior_precision": {"0.weight": 1.0}}, r"missing \['0.bias', '2.bias', '2.weight'\]"),
         ({"structure": "diagonal"}, "structure must be one of"),
         ({"curvature": "hessian"}, "curvature must be one of"),
-        ({"samples": 0, "curvature": "mc_fisher"}, "samples must be a positive integer"),
-        ({"generator": 3, "curvature": "mc_fisher"}, r"generator must be a torch\.Generator, got"),
-        ({"memory_budget": -5}, "memory_budget must be a positive integer, got -5"),
     ],
 )
 def test_bad_arguments_of_fit_laplace(options: dict[str, Any], message: str) -> None:
@@ -586,92 +454,59 @@ def test_bad_arguments_of_fit_laplace(options: dict[str, Any], message: str) -> 
         blr.fit_laplace(task, **{"prior_precision": 1.0, **options})
 
 
-def test_a_posterior_of_another_model_lists_names_and_shapes() -> None:
-    q = fitted(task_of(model=mlp(hidden=6)))
-    message = r"another model: 0.weight: \(6, 4\) in the posterior, \(5, 4\) in the model; 0.bias"
-    refused(task_of(), PosteriorError, message, q)
-
-
-def test_a_posterior_whose_model_was_renamed_or_grew() -> None:
-    q = fitted(task_of())
+def test_a_posterior_of_another_model_or_of_other_data() -> None:
     renamed = nn.Sequential()
     for name, layer in zip(("a", "b", "c"), mlp().children(), strict=True):
         renamed.add_module(name, layer)
-    message = r"0.weight: \(5, 4\) in the posterior, absent in the model; .*a.weight: absent in the"
-    refused(task_of(model=renamed), PosteriorError, message, q)
     grown = nn.Sequential(*mlp().children(), nn.Linear(3, 3).double())
-    message = r"another model: 3.weight: absent in the posterior, \(3, 3\) in the model"
-    refused(task_of(model=grown), PosteriorError, message, q)
+    for task, message in (
+        (task_of(model=mlp(hidden=6)), r"0.weight: \(5, 4\) in the posterior, \(6, 4\) in the mo"),
+        (task_of(model=renamed), r"\(5, 4\) in the posterior, absent in the model; .*a.weight: ab"),
+        (task_of(model=grown), r"another model: 3.weight: absent in the posterior, \(3, 3\) in"),
+        (task_of(data=tuple(t[:11] for t in data())), "from n_data=12 examples, the task has 11"),
+    ):
+        refused(task, PosteriorError, message, fitted(task_of()))
 
 
 def test_frozen_parameters_are_not_reported_as_differences() -> None:
     model = mlp()
     model[0].requires_grad_(False)
     q = fitted(task_of(model=model))
-    other = mlp(outputs=2)
-    with pytest.raises(PosteriorError) as caught:
-        blr.sensitivity(task_of(model=other), q)
-    assert "0.weight" not in str(caught.value) and "2.weight: (3, 5)" in str(caught.value)
-    other = mlp()  # nothing frozen here, but the posterior knows what was fixed
-    assert len(blr.sensitivity(task_of(model=other), q)) == N
-
-
-def test_n_data_that_is_not_the_tasks() -> None:
-    q = fitted(task_of())
-    message = "learned from n_data=12 examples, the task has 11"
-    refused(task_of(data=tuple(t[:11] for t in data())), PosteriorError, message, q)
+    with pytest.raises(PosteriorError, match=r"2.weight: \(3, 5\)") as caught:
+        blr.sensitivity(task_of(model=mlp(outputs=2)), q)
+    assert "0.weight" not in str(caught.value)
+    # nothing frozen here, but the posterior knows what was fixed
+    assert len(blr.sensitivity(task_of(model=mlp()), q)) == N
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda t, q: blr.sensitivity(q, t),
-        lambda t, q: blr.sensitivity(t, None),
-        lambda t, q: blr.leave_one_out(t, "posterior.safetensors"),
-        lambda t, q: blr.what_if(t, q.mean, remove=[0]),
-        lambda t, q: blr.what_if_each(t, t),
+        lambda t, q: blr.sensitivity(t, q),
+        lambda t, q: blr.leave_one_out(t, q),
+        lambda t, q: blr.what_if(t, q, remove=[0]),
+        lambda t, q: blr.what_if_each(t, q),
     ],
 )
-def test_something_else_than_a_posterior(call) -> None:
+def test_something_else_than_a_task_or_a_posterior(call) -> None:
     task = task_of()
-    with pytest.raises(InputError, match=r"posterior must be a blr_analysis.Posterior .* got"):
-        call(task, fitted(task))
+    q = fitted(task)
+    for other in (None, "posterior.safetensors", q.mean, task):
+        with pytest.raises(InputError, match=r"posterior must be a blr_analysis.Posterior .* got"):
+            call(task, other)
+    for other in (task.model, data(), "task.py"):
+        with pytest.raises(InputError, match="Task"):
+            call(other, q)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t, q: blr.sensitivity(t.model, q),
-        lambda t, q: blr.leave_one_out(data(), q),
-        lambda t, q: blr.what_if(None, q, remove=[0]),
-        lambda t, q: blr.what_if_each("task.py", q),
-        lambda t, q: blr.fit_laplace(t.model, prior_precision=1.0),
-    ],
-)
-def test_something_else_than_a_task(call) -> None:
-    task = task_of()
-    with pytest.raises(InputError, match=r"task must be a blr_analysis.Task, got"):
-        call(task, fitted(task))
-
-
-def test_variances_that_overflow() -> None:
-    model = mlp().float()
+def test_numbers_that_overflow() -> None:
     x, y = data()
-    wide = blr.Posterior(
-        {n: p.detach() for n, p in model.named_parameters()},
-        {n: torch.full_like(p, 1e-37) for n, p in model.named_parameters()},
-        prior_precision=1e-37,
-        n_data=N,
-    )
-    task = task_of(model=model, data=(x * 100, y))
+    task = task_of(model=mlp().float(), data=(x * 100, y))
+    wide = posterior_for(N, task.model, 1e-37)
     for analysis in (blr.sensitivity, blr.leave_one_out):
         with pytest.raises(ModelError, match=r"variance overflows float32; raise prior_precis"):
-            analysis(task, wide, progress=False)
-
-
-def test_rates_that_overflow() -> None:
-    model = nn.Linear(4, 1).double()
-    x, y = data("poisson")
+            analysis(task, wide)
+    model, (x, y) = nn.Linear(4, 1).double(), data("poisson")
     task = task_of("poisson", model, data=(x * 1e4, y))
     message = r"log-rates reach .*, whose exp overflows torch.float64; check the weights"
     refused(task, ModelError, message, posterior_for(N, model))
@@ -682,22 +517,16 @@ def test_rates_that_overflow() -> None:
     [
         (lambda q: q.variance("weights"), "no parameter 'weights'; it covers"),
         (lambda q: q.sample(n=0), "n must be a positive integer, got 0"),
-        (lambda q: q.sample(generator=3), r"generator must be a torch\.Generator, got int"),
         (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
         (lambda q: q.save(None), "path must be a file or folder name, got None"),
         (lambda q: q.load(3), "path must be a file or folder name, got 3"),
         (lambda q: q.precision_product(3), "expected tensors by parameter name, got int"),
-        (lambda q: q.covariance_root_product({"0.weight": 1.0}), "expected tensors by parameter"),
-        (lambda q: q.log_density({}), "needs '0.weight' of shape"),
     ],
 )
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_bad_questions_to_a_posterior(structure: str, call, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call(fitted(task_of(), structure))
-
-
-# Optimizers.
 
 
 def test_a_sparse_gradient() -> None:
@@ -721,16 +550,14 @@ def test_a_sparse_gradient() -> None:
 
 
 def test_foreign_files(tmp_path: Path) -> None:
-    text = tmp_path / "notes.safetensors"
+    text, weights = tmp_path / "notes.safetensors", tmp_path / "weights.safetensors"
     text.write_text("these are my notes, and they are longer than a header would be")
-    weights = tmp_path / "weights.safetensors"
     save_file({"w": torch.ones(2)}, str(weights))
-    folder = tmp_path / "folder"
-    folder.mkdir()
+    (tmp_path / "folder").mkdir()
     for path, message in (
-        (text, "truncated or is no safetensors file"),
+        (text, "no safetensors file"),
         (weights, "no 'blr_analysis' record"),
-        (folder, "holds no precision_config.json"),
+        (tmp_path / "folder", "holds no 'blr_analysis' record"),
         (tmp_path / "absent.safetensors", "nothing is stored at"),
     ):
         with pytest.raises(StorageError, match=message):
@@ -749,8 +576,9 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for name in ("q.pt", "q.pth", "q.bin", "q.ckpt", "q.pkl", "q.pickle", "q.safetensors"):
         Path(name).write_bytes(PICKLE)
-        with pytest.raises(StorageError):
-            blr.Posterior.load(name)
+        for read in (blr.Posterior.load, lambda name: task_of(checkpoints=[name])):
+            with pytest.raises(StorageError):
+                list(getattr(read(name), "checkpoints", ()))
     with pytest.raises(StorageError, match="has the name of a pickle"):
         fitted(task_of()).save(tmp_path / "mine.pt")
     model = nn.Linear(4, 3)
@@ -769,23 +597,17 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({}, "nothing to change: give remove=, add= or relabel="),
         ({"remove": range(N)}, "remove selects all 12 examples; leave at least one, or add"),
         ({"remove": [0], "solver": "newton"}, "solver must be one of"),
-        ({"remove": [0], "solver": "posterior", "steps": 2}, "steps=2: solver='posterior' makes"),
-        ({"remove": [0], "solver": "posterior", "passes": 5}, "passes= bounds solver='cg'"),
-        ({"remove": [0], "steps": 0}, "steps must be a positive integer, got 0"),
-        ({"remove": [0], "solver": "cg", "passes": 1}, "needs passes of at least 2"),
-        (
-            {"remove": [0], "evaluate": data()},
-            "evaluate must be a blr_analysis.Task with .* got tuple",
-        ),
+        ({"remove": [0], "seeds": 0}, "seeds must be a positive integer"),
+        ({"remove": [0], "passes": 0}, "passes must be a positive integer"),
+        ({"remove": [0], "evaluate": data()}, "evaluate must be a blr_analysis.Task .* got tuple"),
         ({"add": data()}, "add must be a blr_analysis.Task with the new examples, got tuple"),
         ({"relabel": [1, 2]}, "relabel must be a dict from index to new target, got list"),
         ({"relabel": {N: 0}}, "relabel names example 12, but the examples are 0 … 11"),
         ({"relabel": {True: 0}}, "the mask relabel has 1 entries for 12 examples"),
         ({"relabel": {3: 1}, "remove": [2, 3]}, "example 3 is both removed and relabelled"),
-        ({"relabel": {3: 5}}, "relabel must map indices to targets: .* must lie in 0 … 2"),
-        ({"relabel": {3: 0.5}}, "relabel must map .*: categorical targets must be integers"),
+        ({"relabel": {3: 5}}, "must lie in 0 … 2"),
+        ({"relabel": {3: 0.5}}, "categorical targets must be integers"),
         ({"relabel": {3: "cat"}}, "'cat' is no number"),
-        ({"relabel": {3: 0, 4: [0, 1]}}, "relabel must map indices to targets"),
     ],
 )
 def test_bad_what_ifs(options: dict[str, Any], message: str) -> None:
@@ -795,68 +617,35 @@ def test_bad_what_ifs(options: dict[str, Any], message: str) -> None:
         blr.what_if(task, q, **options)
 
 
-def test_added_examples_of_another_likelihood() -> None:
-    task = task_of("gaussian")
-    q = fitted(task)
-    for kind in ("poisson", blr.Gaussian(variance=2.0)):
-        new = blr.Task(task.model, data("gaussian"), likelihood=kind)
-        with pytest.raises(InputError, match=r"have the likelihood .*, the task Gaussian\(varia"):
-            blr.what_if(task, q, add=new)
-
-
-def test_evaluating_on_a_task_of_another_model() -> None:
-    task = task_of()
-    test = task_of(model=mlp(hidden=7))
+def test_other_tasks_than_the_posteriors() -> None:
+    task, regression = task_of(), task_of("gaussian")
+    q, real = fitted(task), fitted(regression)
+    other = task_of(model=mlp(hidden=7))
     for call in (
-        lambda: blr.what_if(task, fitted(task), remove=[0], evaluate=test),
-        lambda: blr.what_if_each(task, fitted(task), evaluate=test),
+        lambda: blr.what_if(task, q, remove=[0], evaluate=other),
+        lambda: blr.what_if_each(task, q, evaluate=other),
     ):
-        with (
-            untouched(task.model),
-            untouched(test.model),
-            pytest.raises(PosteriorError, match=r"another model: 0.weight: \(5, 4\) in the po"),
-        ):
+        with untouched(other.model), pytest.raises(PosteriorError, match=r"another model: 0\.w"):
             call()
+    counts = blr.Task(regression.model, data("gaussian"), likelihood="poisson")
+    with pytest.raises(InputError, match=r"have the likelihood .*, the task Gaussian\(varia"):
+        blr.what_if(regression, real, add=counts)
 
 
 def test_weights_at_which_the_model_breaks_down() -> None:
     """A step so long that the outputs overflow is blamed on the step, not on the model."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 1).double()
-    task = task_of("poisson", model)
-    thin = blr.Posterior(
-        task.parameters(),
-        {n: torch.full_like(p, 1e-8) for n, p in task.parameters().items()},
-        prior_precision=1e-8,
-        n_data=N,
-    )
-    with (
-        untouched(model),
-        pytest.raises(
-            PosteriorError,
-            match=r"at the weights after the change the model.*The step is too long for this",
-        ),
-    ):
+    task = task_of("poisson", nn.Linear(4, 1).double())
+    message = r"at the weights after the change the model.*The step is too long for this"
+    with untouched(task.model), pytest.raises(PosteriorError, match=message):
+        thin = posterior_for(N, task.model, 1e-8)
         blr.what_if(task, thin, remove=[0, 1, 2], solver="posterior")
 
 
-@pytest.mark.parametrize("correction", ["Cavity", "none", None, 1])
-def test_unknown_corrections(correction: Any) -> None:
+def test_bad_arguments_of_single_examples() -> None:
     task = task_of()
-    with pytest.raises(InputError, match="correction must be one of"):
-        blr.leave_one_out(task, fitted(task), correction=correction)
-
-
-@pytest.mark.parametrize("name", ["chunk_size", "memory_budget"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "many", NAN])
-def test_bad_sizes(name: str, value: Any) -> None:
-    task = task_of()
-    for analysis in (blr.sensitivity, blr.leave_one_out):
-        with pytest.raises(InputError, match=f"{name} must be a positive integer, got {value!r}"):
-            analysis(task, fitted(task), **{name: value})
-
-
-def test_variance_is_asked_for_or_not() -> None:
-    task = task_of()
+    for correction in ("Cavity", None, 1):
+        with pytest.raises(InputError, match="correction must be one of"):
+            blr.leave_one_out(task, fitted(task), correction=correction)
     with pytest.raises(InputError, match="variance must be True, False or None, got str"):
         blr.sensitivity(task, fitted(task), variance="full")

@@ -629,7 +629,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(
 
 
 def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), folder_for(tmp_path / "a" / "b"):
+    with pytest.raises(RuntimeError), folder_for(tmp_path / "a"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError), folder_for(tmp_path / "a") as folder:

@@ -72,16 +72,14 @@ def test_the_options_arrive(
 ) -> None:
     columns = ["--text", "premise", "--text", "hypothesis", "--label", "label"]
     data, out = model / "pairs.jsonl", tmp_path / "p"
-    options = ["--kind", "squared-minibatch", "--batch-size", 2, "--examples", 5, "--out", out]
+    options = ["--kind", "emp", "--examples", 5, "--out", out]
     more = ["--max-length", 9, "--dtype", "bfloat16", "--max-memory", "1MB"]
     code, said, _ = run(capsys, "fisher", model, data, *columns, *options, *more)
     assert code == 0
     record = read_precision_record(out)
-    assert record["kind"] == "squared_minibatch"
-    assert (record["batch_size"], record["examples"], record["n_data"]) == (2, 5, N)
+    assert record["kind"] == "fisher_emp"
+    assert (record["examples"], record["n_data"]) == (5, N)
     assert (record["max_length"], record["columns"]) == (9, ["premise", "hypothesis", "label"])
-    assert "not the Fisher" in record["definition"]
-    assert "not the Fisher" in said
     assert "5 used, scaled" in rows(said)["n_data"]
     assert record["truncated"] > 0
     assert f"{record['truncated']} texts were cut to 9 tokens" in rows(said)["n_data"]
@@ -107,7 +105,6 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["nowhere", "data.tsv"], "no folder 'nowhere'"),
         (["{model}", "gone.tsv"], "gone.tsv"),
         (["{model}", "{model}/data.tsv", "--kind", "hessian"], "--kind"),
-        (["{model}", "{model}/data.tsv", "--kind", "squared-minibatch"], "batch_size"),
         (["{model}", "{model}/data.tsv", "--text", "nothing"], "'text', 'label'"),
         (["{model}", "{model}/pairs.jsonl", "--max-memory", "much"], "--max-memory"),
         (["{model}", "{model}/data.tsv", "--device", "abacus"], "abacus"),
@@ -141,7 +138,7 @@ def test_an_interrupt_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blr_analysis.huggingface.diagonals.chunks", interrupt)
+    monkeypatch.setattr("blr_analysis.huggingface.fisher.fit_kept", interrupt)
     code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", tmp_path / "p")
     assert (code, said) == (130, "")
     assert err.endswith("interrupted\n")
@@ -167,8 +164,8 @@ def test_a_dry_run_counts_passes_and_bytes(
         assert run(capsys, "fisher", model, data, *how, "-o", tmp_path / structure)[0] == 0
         size = sum(t.nbytes for t in storage.read(tmp_path / structure)[0].values())
         assert fisher_cost(model, data, structure=structure).disk == size
-    for wrong in (("--kind", "emp", "--samples", 5), ("--kind", "squared-minibatch")):
-        assert run(capsys, "fisher", model, data, *wrong, "--dry-run")[0] == 2
+    wrong = ("--kind", "emp", "--samples", 5)
+    assert run(capsys, "fisher", model, data, *wrong, "--dry-run")[0] == 2
 
 
 @pytest.mark.parametrize(("kind", "task"), [("bert", "classification"), ("gpt2", "causal_lm")])

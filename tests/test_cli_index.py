@@ -22,10 +22,8 @@ from blr_analysis.cli import index as commands
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.files import held
-from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
-from blr_analysis.huggingface.tokens import encode
 
 pytest.importorskip("transformers")
 
@@ -473,8 +471,6 @@ def test_a_tokenizer_of_another_model(model: Path, tmp_path: Path) -> None:
     rows = written(tmp_path, [{"text": "the bright book"}])
     with pytest.raises(DataError, match="tokenizer"):
         language_task(loaded, rows)
-    with pytest.raises(DataError, match="tokenizer"):
-        encode(read_texts(rows), loaded)
 
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:

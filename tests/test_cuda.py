@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import blr_analysis as blr
+from blr_analysis.sensitivity.tokens import token_sensitivity
 
 pytestmark = [
     pytest.mark.cuda,
@@ -134,15 +135,12 @@ ANALYSES: dict[str, Callable[[blr.Task, blr.Posterior], Any]] = {
     "influence normalised": lambda t, q: blr.influence(
         t, q, t, normalize=True
     ).as_subclass(Tensor),
-    "top_influence": lambda t, q: blr.influence(t, q, t, k=3, progress=False).helpful_values,
+    "top_influence": lambda t, q: blr.influence(t, q, t, k=3).helpful_values,
     "suspicious": lambda t, q: blr.suspicious(t, q).unfamiliarity,
     "calibrate": lambda t, q: blr.calibrate(t, q).variance("0.weight"),
     "select_prior_precision": lambda t, q: blr.select_prior_precision(
         t, [0.3, 1.0, 3.0]
     ).table.iloc[:, 1].to_numpy(),
-    "subset_posterior": lambda t, q: blr.subset_posterior(
-        t, q, 0.5, progress=False
-    ).mean["0.weight"],
     "predict": lambda t, q: q.predict(t, draws=3000).nll,
     "memory_map": lambda t, q: blr.memory_map(
         blr.sensitivity(t, q)
@@ -169,7 +167,7 @@ def test_language_models(tied: bool) -> None:
             (
                 blr.sensitivity(task, q).self_influence,
                 blr.influence(task, q, task).as_subclass(Tensor),
-                blr.token_sensitivity(task, q).table.select_dtypes("number").to_numpy(),
+                token_sensitivity(task, q).table.select_dtypes("number").to_numpy(),
             )
         )
     for there, here in zip(*results, strict=True):
@@ -181,7 +179,7 @@ def test_an_index(tmp_path: Path) -> None:
     found = []
     for name, task in (("cuda", there), ("cpu", here)):
         index = blr.Index.build(task, fit(task), tmp_path / name)
-        found.append(index.influence(task, progress=False).as_subclass(Tensor))
+        found.append(index.influence(task).as_subclass(Tensor))
     close(*found, 1e-5)
 
 

@@ -92,7 +92,7 @@ def test_balanced_weights_of_test_data_are_those_of_training(y: np.ndarray) -> N
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             test = blr.Task.from_sklearn(estimator, X[kept], y[kept])
-        told = blr.what_if(task, q, remove=[0], evaluate=test, solver="posterior")
+        told = blr.what_if(task, q, remove=[0], evaluate=test)
         p = estimator.predict_proba(X[kept])[np.arange(kept.sum()), np.searchsorted(seen, y[kept])]
         truth = -np.log(p) * [weight[label] for label in y[kept]]
         assert told.before.nll == pytest.approx(truth.mean(), rel=1e-6)
@@ -115,8 +115,8 @@ def test_test_data_are_judged_by_the_noise_of_the_training_data(tmp_path: Path) 
     test = blr.Task.from_sklearn(estimator, z, far)
     diag = blr.fit_laplace(task, structure="diag")
     blr.Index.build(task, diag, tmp_path / "index", dtype="float64")
-    alone = blr.Index.open(tmp_path / "index").influence(test, progress=False)
-    exact = blr.influence(task, diag, test, solver="posterior").matrix
+    alone = blr.Index.open(tmp_path / "index").influence(test)
+    exact = blr.influence(task, diag, test).matrix
     torch.testing.assert_close(alone, exact)
 
     added = blr.what_if(task, q, add=test, solver="cg").parameters
@@ -230,7 +230,7 @@ def test_labels_that_are_words_come_along() -> None:
 def test_labels_are_changed_by_their_words_and_told_in_a_line() -> None:
     _, _, task = fitted("logistic, 3 classes")
     q = blr.fit_laplace(task, structure="full")
-    ask = {"solver": "posterior", "progress": False}
+    ask = {"solver": "posterior"}
     said, counted = (blr.what_if(task, q, relabel={0: v}, **ask) for v in ("eel", 2))
     assert said.nll == counted.nll
     assert repr(said.before).startswith("Evaluation(48, nll=") and "tensor" not in repr(said.before)

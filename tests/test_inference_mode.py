@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.learning_rule.families import Beta
 from blr_analysis.learning_rule.inference import Conjugate, bernoulli
+from blr_analysis.sensitivity.tokens import token_sensitivity
 from tests.models import mlp
 from tests.snapshots import untouched
 
-QUIET: dict[str, Any] = {"progress": False}
 STATES = [{"w": torch.full((2, 3), float(k))} for k in range(3)]
 ONES = [{"w": torch.ones(2, 3)}] * 2
 
@@ -37,12 +37,12 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.task = blr.Task(self.model, (x, torch.arange(12) % 3))
-        self.q = blr.fit_laplace(self.task, structure="full", prior_precision=1.0, **QUIET)
-        self.scores = blr.sensitivity(self.task, self.q, **QUIET)
+        self.q = blr.fit_laplace(self.task, structure="full", prior_precision=1.0)
+        self.scores = blr.sensitivity(self.task, self.q)
         ids = torch.randint(5, (4, 6), generator=g)
         words = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
         self.text = blr.Task(words, (ids, ids), likelihood="causal_lm")
-        fit: dict[str, Any] = dict(structure="diag", curvature="empirical_fisher", **QUIET)
+        fit: dict[str, Any] = dict(structure="diag", curvature="empirical_fisher")
         self.p = blr.fit_laplace(self.text, prior_precision=1.0, **fit)
         one = torch.ones((), dtype=torch.float64)
         self.fit = Conjugate(Beta(one, one), bernoulli()).fit((x[:, 0] > 0).double())
@@ -51,34 +51,31 @@ class Case:
 
 
 def monitored(c: Case) -> Any:
-    monitor = blr.Monitor(c.task, test=c.task, **QUIET)
+    monitor = blr.Monitor(c.task, test=c.task)
     monitor(c.q, 1)
     return monitor.state_dict()
 
 
 CALLS: dict[str, Callable[[Case], Any]] = {
-    "sensitivity": lambda c: blr.sensitivity(c.task, c.q, **QUIET),
-    "sensitivity without V": lambda c: blr.sensitivity(c.task, c.q, variance=False, **QUIET),
-    "sensitivity of sequences": lambda c: blr.sensitivity(c.text, c.p, **QUIET),
+    "sensitivity": lambda c: blr.sensitivity(c.task, c.q),
+    "sensitivity without V": lambda c: blr.sensitivity(c.task, c.q, variance=False),
+    "sensitivity of sequences": lambda c: blr.sensitivity(c.text, c.p),
     "sensitivity of a fit": lambda c: blr.sensitivity(c.fit),
-    "leverage": lambda c: blr.sensitivity(c.task, c.q, **QUIET).leverage,
-    "leave_one_out": lambda c: blr.leave_one_out(c.task, c.q, **QUIET),
-    "leave_one_out, ready scores": lambda c: blr.leave_one_out(c.task, c.q, scores=c.scores),
-    "leave_one_out, refined": lambda c: blr.leave_one_out(c.task, c.q, refine=1, **QUIET),
-    "leave_one_out of sequences": lambda c: blr.leave_one_out(c.text, c.p, **QUIET),
+    "leverage": lambda c: blr.sensitivity(c.task, c.q).leverage,
+    "leave_one_out": lambda c: blr.leave_one_out(c.task, c.q),
+    "leave_one_out, refined": lambda c: blr.leave_one_out(c.task, c.q, refine=1),
+    "leave_one_out of sequences": lambda c: blr.leave_one_out(c.text, c.p),
     "leave_one_out of a fit": lambda c: blr.leave_one_out(c.fit),
-    "token_sensitivity": lambda c: blr.token_sensitivity(c.text, c.p, sequences=[1], **QUIET),
-    "influence": lambda c: blr.influence(c.task, c.q, c.task, **QUIET),
-    "influence, projected": lambda c: blr.influence(c.task, c.q, c.task, projection=4, **QUIET),
-    "top_influence": lambda c: blr.influence(c.task, c.q, c.task, k=2, **QUIET),
-    "group": lambda c: blr.influence(c.task, c.q, c.task, **QUIET).group(),
-    "suspicious": lambda c: blr.suspicious(c.task, c.q, samples=2, **QUIET),
+    "token_sensitivity": lambda c: token_sensitivity(c.text, c.p, sequences=[1]),
+    "influence": lambda c: blr.influence(c.task, c.q, c.task),
+    "top_influence": lambda c: blr.influence(c.task, c.q, c.task, k=2),
+    "group": lambda c: blr.influence(c.task, c.q, c.task).group(),
+    "suspicious": lambda c: blr.suspicious(c.task, c.q, samples=2),
     "Monitor": monitored,
     "memory_map": lambda c: blr.memory_map(c.scores),
-    "calibrate": lambda c: blr.calibrate(c.task, c.q, 2, **QUIET),
-    "subset_posterior": lambda c: blr.subset_posterior(c.task, c.q, **QUIET),
-    "select_prior_precision": lambda c: blr.select_prior_precision(c.task, [1.0], **QUIET),
-    "what_if": lambda c: blr.what_if(c.task, c.q, remove=[0], relabel={1: 0}, **QUIET),
+    "calibrate": lambda c: blr.calibrate(c.task, c.q, probe=2),
+    "select_prior_precision": lambda c: blr.select_prior_precision(c.task, [1.0]),
+    "what_if": lambda c: blr.what_if(c.task, c.q, remove=[0], relabel={1: 0}),
     "fit_laplace": lambda c: blr.fit_laplace(c.task, structure="kron", prior_precision=1.0),
     "from_optimizer": lambda c: blr.Posterior.from_optimizer(c.optimizer, c.model),
     "load": lambda c: blr.Posterior.load(c.file),

@@ -43,7 +43,7 @@ def language() -> tuple[blr.Task, blr.Posterior]:
 
 def monitor() -> blr.Monitor:
     task, test, q = problem()
-    watching = blr.Monitor(task, test=test, progress=False)
+    watching = blr.Monitor(task, test=test)
     watching(q, 1)
     return watching
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import relative
+from oracles import fit_at_rest, relative
 from parts import normal
 from sklearn import datasets
 from test_likelihoods import focal
@@ -146,71 +146,20 @@ def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
     estimate = loo.losses - loo.losses_before
     assert float(estimate.sum() / rise.sum()) == pytest.approx(1, abs=0.02)
     assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
-    if curved:  # under its mean Hessian, by default; what is linearised alone says so
-        q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
-        default = blr.leave_one_out(task, q)
-        total = (default.losses - default.losses_before).sum() / rise.sum()
-        assert 0.95 < float(total) < 1 and "move far" in default.note  # 18 of 82 are not refined
 
 
 @pytest.mark.parametrize("weight", [[1.0, 1.0], [15.0, 1.0], [1.0, 15.0]])
-def test_high_leverages_are_said_and_refined(weight: list[float]) -> None:
+def test_high_leverages_are_refined(weight: list[float]) -> None:
     """30 features of 100 tumours: leverages up to 0.9, the total within 6 %, refined within 2 %."""
     x, y = (torch.tensor(t[:100]) for t in datasets.load_breast_cancer(return_X_y=True))
     x, w = (x - x.mean(0)) / x.std(0), torch.tensor(weight, dtype=torch.float64)
     model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, w, reduction="none"))
     task = blr.Task(model, (x, y), likelihood=nn.CrossEntropyLoss(w))
     q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
-    for refine, off in ((0, 0.06), (5, 0.02), (None, 0.02)):
+    for refine, off in ((0, 0.06), (5, 0.02)):
         loo = blr.leave_one_out(task, q, refine=refine)
         total = (loo.losses - loo.losses_before).sum()
         assert float(total / rise.sum()) == pytest.approx(1, abs=off)
-        assert ("refine=" in repr(loo)) is (refine is not None)
-
-
-@pytest.mark.parametrize(("first", "columns"), [(200, 10), (400, 4)])
-def test_low_leverages_that_move_far_are_refined(first: int, columns: int) -> None:
-    """120 tumours, hardly penalised: leverages say little where a logit moves by nats."""
-    x, y = (torch.tensor(t[first:][:120]) for t in datasets.load_breast_cancer(return_X_y=True))
-    x = ((x - x.mean(0)) / x.std(0))[:, :columns]
-    model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, reduction="none"), 1e-3)
-    task = blr.Task(model, (x, y))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1e-3)
-    for refine in (0, None):
-        loo = blr.leave_one_out(task, q, refine=refine)
-        off = abs(float((loo.losses - loo.losses_before).sum() / rise.sum()) - 1)
-        assert off > 0.05 if refine == 0 else off < 0.02
-        assert ("move far" in loo.note) is (refine == 0)
-    assert 2 < loo.correction.count("descent") < 15
-
-
-@pytest.mark.parametrize("seed", [2, 3])
-def test_left_out_variances_stay_above_zero(seed: int) -> None:
-    """A mean and a log-variance, linear: a variance moved in a straight line falls below 0."""
-    x, noise = normal(40, 4, seed=seed), normal(40, 1, seed=seed + 100)
-    y = x.sum(1, keepdim=True) + (1.5 * x[:, :1]).exp() * noise
-    loss = iris("learned variances")[1]
-    linear, rise = left_out(x, y, 2, loss, 0.3)
-    task = blr.Task(nn.Sequential(linear, Spread()), (x, y), likelihood=nn.GaussianNLLLoss())
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.3)
-    for refine in (0, None):
-        loo = blr.leave_one_out(task, q, refine=refine)
-        total = float((loo.losses - loo.losses_before).sum() / rise.sum())
-        assert bool((loo.logits[:, 1] > 0).all()) and 0 < total < 1.05
-        assert total > 0.95 if refine is None else "move far" in loo.note
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_total_needs_no_number(name: str) -> None:
-    """Three kinds of wine, 13 features: linearised, the totals are up to a quarter too high."""
-    x, y = (torch.tensor(t[::2]) for t in datasets.load_wine(return_X_y=True))
-    x = (x - x.mean(0)) / x.std(0)
-    likelihood, loss = LOSSES[name]
-    model, rise = left_out(x, y, 3, loss)
-    task = blr.Task(model, (x, y), likelihood=likelihood)  # type: ignore[arg-type]
-    q = blr.fit_laplace(task, structure="full")
-    loo = blr.leave_one_out(task, q)
-    assert float((loo.losses - loo.losses_before).sum() / rise.sum()) == pytest.approx(1, abs=0.02)
 
 
 def twice(weighted: bool) -> tuple[blr.Task, Tensor]:
@@ -231,7 +180,7 @@ def both(**options) -> tuple[tuple[blr.Task, blr.Posterior, Tensor], ...]:
     pairs = []
     for weighted in (True, False):
         task, rows = twice(weighted)
-        q = blr.fit_laplace(task, prior_precision=0.5, **options)
+        q = fit_at_rest(task, prior_precision=0.5, **options)
         pairs.append((task, q, rows))
     return tuple(pairs)
 
@@ -249,7 +198,7 @@ def test_weights_are_copies_to_the_posterior(structure: str, curvature: str) -> 
 
 def test_weights_are_copies_to_drawn_labels() -> None:
     task, _ = twice(True)
-    options = {"structure": "full", "prior_precision": 0.5, "progress": False}
+    options = {"structure": "full", "prior_precision": 0.5}
     exact = blr.fit_laplace(task, **options)
     drawn = blr.fit_laplace(task, curvature="mc_fisher", samples=1000, **options)
     g = {n: torch.ones_like(m) for n, m in exact.mean.items()}
@@ -282,15 +231,14 @@ def test_weights_are_copies_to_influence() -> None:
 
 def test_weighted_examples_are_known_by_their_indices() -> None:
     task, _ = twice(True)
-    q = blr.fit_laplace(task, structure="full", prior_precision=0.5)
+    q = fit_at_rest(task, structure="full", prior_precision=0.5)
     scores = blr.sensitivity(task, q)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     again = blr.sensitivity(task.subset(order), _as_if(q, task.subset(order)))
     for name in ("losses", "self_influence", "leverage", "error"):
         assert relative(getattr(again, name), getattr(scores, name)[order]) < 1e-12
     loo = blr.leave_one_out(task, q)
-    with_scores = blr.leave_one_out(task, q, scores=scores)
-    assert relative(with_scores.losses, loo.losses) < 1e-12
+    assert relative(loo.losses_before, scores.losses) < 1e-12
     w = torch.tensor([1.0, 2, 3, 1, 4, 1, 1, 2, 5, 1, 1, 3])
     plain = cross_entropy(scores.outputs, scores.targets, reduction="none")
     assert relative(scores.losses, w * plain) < 1e-12
@@ -336,21 +284,20 @@ TASKS: dict[str, Callable[[], blr.Task]] = {
 def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     """Left-out outputs against the dense formula; the rest answers with finite numbers."""
     task = TASKS[name]()
-    quiet = {"progress": False}
-    q = blr.fit_laplace(task, structure=structure, prior_precision=3.0, **quiet)
-    scores = blr.sensitivity(task, q, **quiet)
+    q = fit_at_rest(task, structure=structure, prior_precision=3.0)
+    scores = blr.sensitivity(task, q)
     f, y, v = scores.outputs, scores.targets, scores.variance
     assert v is not None
     e, hessian = task.likelihood.error(f, y), task.likelihood.hessian(f, y)
     cavity = torch.linalg.solve(torch.eye(f.shape[1]).to(f) - v @ hessian, v)
-    loo = blr.leave_one_out(task, q, correction="cavity", **quiet)
+    loo = blr.leave_one_out(task, q, correction="cavity")
     told = torch.tensor([word == "cavity" for word in loo.correction])
     after = task.likelihood.moved(f, torch.einsum("bcd,bd->bc", cavity, e))
     assert bool(told.any())
     assert relative(loo.logits[told], after[told]) < 1e-9
-    result = blr.what_if(task, q, remove=[1, 5], **quiet)
-    numbers = [loo.losses, scores.deviation, blr.influence(task, q, task, **quiet)]
-    numbers += [torch.tensor(result.nll), blr.suspicious(task, q, **quiet).gain]
+    result = blr.what_if(task, q, remove=[1, 5])
+    numbers = [loo.losses, scores.deviation, blr.influence(task, q, task)]
+    numbers += [torch.tensor(result.nll), blr.suspicious(task, q).left_out]
     assert all(bool(torch.isfinite(x).all()) for x in numbers if x is not None)
     assert len(scores.table) == len(loo.table) == 12
 
@@ -359,14 +306,13 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     "name", ["class weights", "soft targets", "function", "pos_weight", "variances", "weights"]
 )
 def test_what_needs_a_probe_or_a_fit_takes_the_loss(name: str) -> None:
-    task, quiet = twice(True)[0] if name == "weights" else TASKS[name](), {"progress": False}
-    q = blr.fit_laplace(task, structure="full", prior_precision=3.0, **quiet)
+    task = twice(True)[0] if name == "weights" else TASKS[name]()
+    q = fit_at_rest(task, structure="full", prior_precision=3.0)
     assert q.record["likelihood"] == task.likelihood.recorded
-    blr.calibrate(task, q, probe=4, **quiet)
-    blr.subset_posterior(task, q, 0.5, **quiet)
-    blr.select_prior_precision(task, [3.0], **quiet)
-    loo = blr.leave_one_out(task, q, correction="cavity", **quiet)
-    watched = blr.Monitor(task, correction="cavity", **quiet)(lambda: q, 1)
+    blr.calibrate(task, q, probe=4)
+    blr.select_prior_precision(task, [3.0])
+    loo = blr.leave_one_out(task, q, correction="cavity")
+    watched = blr.Monitor(task, correction="cavity")(lambda: q, 1)
     assert watched["loo_nll"] == pytest.approx(loo.nll)
 
 

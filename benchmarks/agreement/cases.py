@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from benchmarks.peers.problem import build
-from blr_analysis.likelihoods import Gaussian, Likelihood, resolve
+from benchmarks.peers.problem import mlp
+from blr_analysis.likelihoods import Likelihood, resolve
 
 State = dict[str, Tensor]
 STRUCTURES = ("diag", "kron", "lowrank", "full")
@@ -72,7 +71,7 @@ class Case:
     """A trained model in float64, its data, and what retraining gave (what there is of it)."""
 
     name: str
-    architecture: dict[str, Any]
+    widths: list[int]
     likelihood: str
     delta: float
     x: Tensor
@@ -80,9 +79,6 @@ class Case:
     x_test: Tensor
     y_test: Tensor
     checkpoints: list[State]  # the first is the model that is analysed
-    noise: float = 1.0  # variance of a Gaussian likelihood
-    class_weights: list[float] | None = None  # of the loss that was trained
-    smoothing: float = 0.0
     dampings: tuple[float, ...] = ()  # for peers; δ where there are none
     subsets: Subsets | None = None
     left_out: LeftOut | None = None
@@ -93,7 +89,7 @@ class Case:
 
     def model(self, which: int = 0) -> nn.Module:
         """The model with the weights of a checkpoint."""
-        model = build(self.architecture).double()
+        model = mlp(self.widths).double()
         model.load_state_dict(self.checkpoints[which])
         return model.eval()
 
@@ -115,8 +111,7 @@ class Case:
         return blr.Task(task.model, data, likelihood=self.observed())
 
     def observed(self) -> Likelihood:
-        """The likelihood, with its noise."""
-        return Gaussian(self.noise) if self.likelihood == "gaussian" else resolve(self.likelihood)
+        return resolve(self.likelihood)
 
     @property
     def size(self) -> int:
@@ -131,7 +126,7 @@ def retrained(
     parameters = list(model.parameters())
     optimizer = torch.optim.LBFGS(
         parameters,
-        max_iter=400,
+        max_iter=2000,
         history_size=30,
         tolerance_grad=1e-7,
         tolerance_change=0,
@@ -159,11 +154,11 @@ def small(subsets: int = 20, left_out: int = 20) -> Case:
     inputs, targets = torch.from_numpy(images)[order] / 16, torch.from_numpy(labels)[order]
     x, y, x_test, y_test = inputs[:400], targets[:400], inputs[400:], targets[400:]
     likelihood, delta = resolve("categorical"), 1.0
-    architecture = {"kind": "mlp", "widths": [64, 10]}
-    full = retrained(build(architecture).double(), x, y, likelihood, delta)
+    widths = [64, 10]
+    full = retrained(mlp(widths).double(), x, y, likelihood, delta)
 
     def without(kept: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        model = build(architecture).double()
+        model = mlp(widths).double()
         model.load_state_dict(full.state_dict())
         retrained(model, x[kept], y[kept], likelihood, delta)
         return lambda inputs, labels: likelihood.nll(model(inputs), labels).detach()
@@ -182,7 +177,7 @@ def small(subsets: int = 20, left_out: int = 20) -> Case:
     groups = [(y == c).nonzero().flatten() for c in range(10)]
     return Case(
         "small",
-        architecture,
+        widths,
         "categorical",
         delta,
         *(x, y, x_test, y_test),

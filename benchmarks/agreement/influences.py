@@ -10,7 +10,6 @@ from torch import Tensor
 import blr_analysis as blr
 from benchmarks.agreement.cases import Case
 from blr_analysis.backprop.engine import QUIET, chunks
-from blr_analysis.sensitivity.curvature import Precision, cg
 
 Rows = dict[str, Callable[[], Tensor]]
 FULL = 3_000  # parameters of a dense posterior that is worth its time here
@@ -22,56 +21,18 @@ def rows(case: Case, tests: blr.Task) -> Rows:
     found: Rows = {}
     for structure in structures:
         found[structure] = lambda s=structure: fitted(case.task(), tests, s, case.delta)
-    found["exact Hessian"] = lambda: solved(case.task(), tests, case.delta)
+    if case.size <= FULL:
+        found["exact Hessian"] = lambda: fitted(case.task(), tests, "full", case.delta, "exact")
     return found
 
 
-def best(case: Case) -> str:
-    """The structure nearest to the exact curvature that is worth its time."""
-    found = [s for s in case.structures if s != "full" or case.size <= FULL]
-    return found[-1]
-
-
-def fitted(task: blr.Task, tests: blr.Task, structure: str, delta: float) -> Tensor:
+def fitted(
+    task: blr.Task, tests: blr.Task, structure: str, delta: float, curvature: str = "ggn"
+) -> Tensor:
     """∇ℓ_jᵀ Σ ∇ℓ_i with a Laplace posterior of this structure."""
-    q = blr.fit_laplace(task.quiet, structure=structure, prior_precision=delta)
-    return as_tensor(blr.influence(task.quiet, q, tests.with_model(task)))
-
-
-def as_tensor(values: Tensor) -> Tensor:
-    """A plain tensor, whatever subclass came."""
-    return values.as_subclass(Tensor)
-
-
-def solved(task: blr.Task, tests: blr.Task, delta: float) -> Tensor:
-    """∇ℓ_jᵀ H⁻¹ ∇ℓ_i with the exact Hessian, dense or by conjugate gradients."""
-    params = task.parameters()
-    precision = Precision(task, params, delta, kind="hessian")
-    asked, given = gradients(tests.with_model(task), params), gradients(task, params)
-    size = sum(p.numel() for p in params.values())
-    if size <= FULL:
-        unit = torch.eye(size, dtype=next(iter(params.values())).dtype)
-        parts = unit.split([p.numel() for p in params.values()], 1)
-        rows = precision.times(
-            {n: u.view(-1, *p.shape) for u, (n, p) in zip(parts, params.items(), strict=True)}
-        )
-        return flat(given) @ torch.linalg.solve(flat(rows), flat(asked).T)
-    q = blr.fit_laplace(task, structure="kron", prior_precision=delta)
-    x = cg(
-        lambda v: precision.times(v),
-        asked,
-        preconditioner=q,
-        batch_dims=1,
-        tolerance=1e-3,
-        max_iterations=100,
-        progress=False,
-    ).x
-    return flat(given) @ flat(x).T
-
-
-def flat(tree: Mapping[str, Tensor]) -> Tensor:
-    """``[K, P]`` from one ``[K, *shape]`` per parameter."""
-    return torch.cat([t.flatten(1) for t in tree.values()], 1)
+    how = {"structure": structure, "prior_precision": delta, "curvature": curvature}
+    q = blr.fit_laplace(task.quiet, **how)
+    return blr.influence(task.quiet, q, tests.with_model(task)).as_subclass(Tensor)
 
 
 def gradients(task: blr.Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,13 +41,10 @@ def write_problem(case: Case, x: Tensor, y: Tensor, folder: Path) -> None:
     held: Any = {n: t.numpy() for n, t in arrays.items()}
     np.savez(folder / "problem.npz", **held)
     described = {
-        "architecture": case.architecture,
+        "widths": case.widths,
         "likelihood": case.likelihood,
         "delta": case.delta,
         "dampings": case.dampings or (case.delta,),
-        "noise": case.noise,
-        "class_weights": case.class_weights,
-        "smoothing": case.smoothing,
         "checkpoints": len(case.checkpoints),
     }
     (folder / "problem.json").write_text(json.dumps(described))

@@ -1,214 +1,193 @@
-"""What is trained, on what, and how: an ordinary loop; a case is one row of :data:`CASES`."""
+"""What is trained, on what, and by which recipe; a case is one row of :data:`CASES`."""
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
-from benchmarks.merging import sentiment_data
-from benchmarks.peers.problem import build
-from benchmarks.truth import sources, tables
-from benchmarks.truth.recipes import CASES as CONVERGED
+from benchmarks.cases import mlp as smooth
+
+WRONG = 0.04  # of the training targets are another example's
+TRAIN = 700
 
 
 class Data(NamedTuple):
-    """Inputs and targets in float32, to train on and held out, and what is taken out together."""
+    """Inputs and targets to train on and held out, what is taken out together, and the wrong."""
 
     x: Tensor
     y: Tensor
-    test_x: Tensor
-    test_y: Tensor
+    x_test: Tensor
+    y_test: Tensor
     groups: Tensor
+    wrong: Tensor
 
 
-def fashion() -> Data:
-    """2,000 + 1,000 images of Fashion-MNIST, flat."""
-    return _by_class(sources.fashion(CONVERGED["fashion_mlp"]))
-
-
-def fashion_images() -> Data:
-    """1,000 + 1,000 of them, as images."""
-    return _by_class(sources.fashion_images(CONVERGED["fashion_lenet"]))
-
-
-def digits() -> Data:
-    """1,000 + 797 of scikit-learn's digits, flat, 0 … 1."""
-    pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(pixels))
-    x, y = torch.tensor(pixels[order] / 16), torch.tensor(labels[order])
-    return _by_class(sources.Split(x[:1000], y[:1000], x[1000:], y[1000:]))
+def digits(n: int = TRAIN, test: int = TRAIN, shape: tuple[int, ...] = (64,)) -> Data:
+    """scikit-learn's, the rest of them held out; groups are the classes."""
+    x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
+    x, y = ((x[order] - 4.9) / 6).float().view(-1, *shape), y[order]
+    return _spoilt(x[:n], y[:n], x[n : n + test], y[n : n + test], y[:n])
 
 
 def digit_images() -> Data:
-    """The same as images."""
-    flat = digits()
-    return flat._replace(x=flat.x.view(-1, 1, 8, 8), test_x=flat.test_x.view(-1, 1, 8, 8))
+    return digits(shape=(1, 8, 8))
 
 
-def breast_cancer() -> Data:
-    """A table of two classes; the groups are sextiles of its first column, the mean radius."""
-    split = sources.breast_cancer(CONVERGED["breast_cancer"])
-    table = _by_class(split._replace(y=split.y.long(), y_test=split.y_test.long()))
-    rank = table.x[:, 0].argsort().argsort()
-    return table._replace(groups=rank * 6 // len(rank))
+def diabetes() -> Data:
+    """442 patients; groups are fifths of the body mass index."""
+    x, y = (torch.tensor(part).float() for part in load_diabetes(return_X_y=True))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
+    x, y = x[order] / x.std(0), ((y[order] - y.mean()) / y.std())[:, None]
+    fifth = x[:300, 2].argsort().argsort() * 5 // 300
+    return _spoilt(x[:300], y[:300], x[300:], y[300:], fifth)
 
 
-def concrete() -> Data:
-    """A regression; the groups are six ages of concrete."""
-    split = sources.concrete(CONVERGED["concrete"])
-    age = torch.unique(split.x[:, 7], return_inverse=True)[1]
-    x, y, test_x, test_y = (t.float() for t in split)
-    return Data(x, y[:, None], test_x, test_y[:, None], age.clamp(1, 6) - 1)
+def _spoilt(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, groups: Tensor) -> Data:
+    generator = torch.Generator().manual_seed(78)
+    wrong = torch.randperm(len(x), generator=generator)[: round(WRONG * len(x))]
+    own = y.clone()
+    if y.is_floating_point():
+        own[wrong] = -2 * y[wrong].sign()
+    else:
+        own[wrong] = (y[wrong] + torch.randint(1, 10, wrong.shape, generator=generator)) % 10
+    return Data(x, own, x_test, y_test, groups, wrong)
 
 
-def sentiment() -> Data:
-    """300 + 150 texts of each of six domains, positive or negative, as frozen MiniLM features."""
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    splits = [sentiment_data.split(d, 0, 300, 0, 150) for d in sentiment_data.DOMAINS]
-    for texts in ([s.train for s in splits], [s.test for s in splits]):
-        flat = [(text, domain) for domain, some in enumerate(texts) for text in some]
-        features = tables.features([text.text for text, _ in flat])
-        labels = torch.tensor([int(text.positive) for text, _ in flat])
-        parts.append((features, labels, torch.tensor([domain for _, domain in flat])))
-    (x, y, domains), (test_x, test_y, _) = parts
-    mean, scale = x.mean(0), x.std(0)
-    x, test_x = (x - mean) / scale, (test_x - mean) / scale
-    return Data(x.float(), y, test_x.float(), test_y, domains)
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
-def _by_class(split: sources.Split) -> Data:
-    return Data(split.x.float(), split.y, split.x_test.float(), split.y_test, split.y)
+def convolutions() -> nn.Sequential:
+    first = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64, 10))
+
+
+def normalised() -> nn.Sequential:
+    first = nn.Linear(64, 80), nn.BatchNorm1d(80), nn.ReLU(), nn.Dropout(0.15)
+    return nn.Sequential(*first, nn.Linear(80, 40), nn.ReLU(), nn.Linear(40, 10))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe.
+    """One model.
 
     Attributes:
-        data: where they come from.
-        network: as :func:`benchmarks.peers.problem.build` takes it.
-        optimizer: "adamw", "ivon" or "sgd" (momentum 0.9).
-        cosine: whether the learning rate falls to 0; else it stays.
-        hess_init: of IVON, whose β₂ is 0.999.
-        class_weights, smoothing: of the cross-entropy; targets that are no labels: squared error.
+        recipe: how it is trained; with ``patience`` its epochs are the most, and those whose
+            weights did best on 97 other digits for so many epochs are kept.
+        base: epochs of a training on 400 digits a quarter turned, before the recipe.
+        delta: the weights minimise Σ ℓ_i + δ/2 ‖θ‖² in float64, and nothing else is told.
     """
 
     data: Callable[[], Data]
-    network: dict[str, Any]
-    optimizer: str
-    lr: float
-    weight_decay: float
-    epochs: int
-    batch: int = 50
-    cosine: bool = False
-    hess_init: float = 0.5
-    class_weights: tuple[float, ...] = ()
-    smoothing: float = 0.0
-
-    def loss(self) -> nn.Module:
-        """What is trained, and what the package is told."""
-        if self.data is concrete:
-            return nn.MSELoss()
-        weight = torch.tensor(self.class_weights) if self.class_weights else None
-        return nn.CrossEntropyLoss(weight, label_smoothing=self.smoothing)
+    network: Callable[[], nn.Module]
+    recipe: dict[str, Any]
+    likelihood: str = "categorical"
+    patience: int = 0
+    base: int = 0
+    delta: float = 0.0
 
 
-def mlp(*widths: int) -> dict[str, Any]:
-    return {"kind": "mlp", "widths": widths, "activation": "relu"}
-
-
-FASHION = (fashion, mlp(784, 64, 10))
-DIGITS = (digits, mlp(64, 32, 10))
-CONVNET = (digit_images, {"kind": "convnet"})
+IVON = {"lr": 0.2, "weight_decay": 1 / TRAIN, "steps": 1, "schedule": "cosine"}
+NARROW = {"optimizer": "adamw", "lr": 2e-3, "weight_decay": 1e-2}
 CASES = {
-    "digits convnet, AdamW": Case(*CONVNET, "adamw", 3e-3, 1e-2, 25),
-    "digits convnet, IVON": Case(*CONVNET, "ivon", 0.3, 1e-3, 40, 100, True, 0.12),
-    "table, class weights": Case(
-        *(breast_cancer, mlp(30, 16, 2), "adamw", 3e-3, 1e-2, 30, 32), class_weights=(5.0, 1.0)
+    "AdamW MLP": Case(digits, lambda: mlp(64, 64, 10), {**NARROW, "epochs": 25, "batch_size": 32}),
+    "IVON MLP": Case(
+        *(digits, lambda: mlp(64, 64, 10)),
+        {"optimizer": "ivon", "epochs": 30, "batch_size": 32, **IVON},
     ),
-    "digits, SGD, smoothing": Case(*DIGITS, "sgd", 0.05, 0.0, 15, 32, True, smoothing=0.1),
-    "texts, AdamW": Case(sentiment, mlp(384, 2), "adamw", 1e-3, 1e-2, 10, 32),
-    "regression, AdamW": Case(concrete, mlp(8, 32, 1), "adamw", 5e-3, 1e-2, 40, 32),
-    "fashion LeNet, AdamW": Case(
-        fashion_images, {"kind": "lenet"}, "adamw", 2e-3, 1e-2, 12, cosine=True
+    "SGD CNN": Case(
+        *(digit_images, convolutions),
+        {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "epochs": 15, "batch_size": 32,
+         "schedule": "cosine"},
     ),
-    "digits, AdamW": Case(*DIGITS, "adamw", 3e-3, 1e-2, 30, 32),
-    "digits, SGD": Case(*DIGITS, "sgd", 0.05, 0.0, 15, 32, True),
-    "fashion, AdamW": Case(*FASHION, "adamw", 1e-3, 1e-2, 25),
-    "fashion, IVON": Case(*FASHION, "ivon", 0.1, 1e-3, 25),
-    "fashion, SGD": Case(*FASHION, "sgd", 0.05, 1e-3, 20, cosine=True),
-}
+    "BatchNorm": Case(
+        digits, normalised, {**NARROW, "epochs": 60, "batch_size": 40}, patience=8
+    ),
+    "converged": Case(lambda: digits(400), lambda: smooth(64, 16, 10).double(), {}, delta=3.0),
+    "fine-tuned": Case(
+        *(lambda: digits(500), lambda: mlp(64, 64, 10)),
+        {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 1e-2, "epochs": 15, "batch_size": 32,
+         "schedule": "linear"},
+        base=25,
+    ),
+    "regression": Case(
+        *(diabetes, lambda: mlp(10, 32, 1)),
+        {"optimizer": "adamw", "lr": 5e-3, "weight_decay": 1e-2, "epochs": 40, "batch_size": 32},
+        likelihood="gaussian",
+    ),
+}  # fmt: skip
 
 
-SINGLES = ("table, class weights", "regression, AdamW", "digits, AdamW", "digits, SGD")
-EachEpoch = Callable[[int, nn.Module, torch.optim.Optimizer], None]
-
-
-def train(
-    case: Case,
-    x: Tensor,
-    y: Tensor,
-    seed: int,
-    each_epoch: EachEpoch | None = None,
-    without: Tensor | None = None,
-) -> nn.Module:
-    """An ordinary loop; ``each_epoch`` gets the epochs done (from 0), model and optimizer.
-
-    The minibatches of the examples left out (indices) are smaller, the others what they are with
-    them: another order moves the model far more than any example does.
-    """
-    torch.manual_seed(seed)
-    model, loss = build(case.network), case.loss()
-    weights, decay = model.parameters(), case.weight_decay
-    optimizer: torch.optim.Optimizer
-    if case.optimizer == "ivon":
-        optimizer = blr.IVON(
-            *(weights, case.lr, len(x)), hess_init=case.hess_init, beta2=0.999, weight_decay=decay
-        )
-    elif case.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(weights, lr=case.lr, weight_decay=decay)
-    else:
-        optimizer = torch.optim.SGD(weights, lr=case.lr, momentum=0.9, weight_decay=decay)
-    steps, step = case.epochs * math.ceil(len(x) / case.batch), 0
-
-    def backward(chosen: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(model(x[chosen]), y[chosen]).backward()
-
-    look = each_epoch or (lambda *_: None)
-    look(0, model, optimizer)
-    for epoch in range(1, case.epochs + 1):
-        for chosen in torch.randperm(len(x)).split(case.batch):
-            chosen = chosen if without is None else chosen[~torch.isin(chosen, without)]
-            if case.cosine:
-                optimizer.param_groups[0]["lr"] = case.lr * (
-                    0.5 + 0.5 * math.cos(math.pi * step / steps)
-                )
-            if isinstance(optimizer, blr.IVON):
-                with optimizer.sampled_params(train=True):
-                    backward(chosen)
-            else:
-                backward(chosen)
-            optimizer.step()
-            step += 1
-        look(epoch, model, optimizer)
-    optimizer.zero_grad()
-    return model.eval()
-
-
-def test_losses(outputs: Tensor, y: Tensor) -> Tensor:
-    """The plain loss of every test example, ``[..., M]``, however it was trained."""
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of every example; a half of the squared error, or the cross-entropy."""
+    with torch.no_grad():
+        f = model.eval()(x)
     if y.is_floating_point():
-        return (outputs - y).square().sum(-1)
-    flat = outputs.flatten(0, -2)
-    each = cross_entropy(flat, y.repeat(len(flat) // len(y)), reduction="none")
-    return each.view(outputs.shape[:-1])
+        return 0.5 * (f - y).double().square().sum(1)
+    return cross_entropy(f.double(), y, reduction="none")
+
+
+def trained(case: Case, data: Data) -> tuple[nn.Module, blr.Checkpoints, blr.Recipe]:
+    """The model in question, by an ordinary loop, its checkpoints, and what is told of it."""
+    torch.manual_seed(0)
+    model, how, initial = case.network(), case.recipe, None
+    if case.base:
+        model, initial = turned(case, model)
+    recipe = blr.Recipe(**how, initial=initial)
+    n, best, kept = len(data.x), float("inf"), 0
+    each = -(-n // recipe.batch_size)
+    steps = recipe.epochs * each
+    optimizer = recipe.made(model, n_data=n, steps=steps)
+    checkpoints = blr.Checkpoints(model, steps=steps, structure="kron")
+    loss = nn.MSELoss() if case.likelihood == "gaussian" else nn.CrossEntropyLoss()
+    held = digits(TRAIN + 700, 97)
+    for epoch in range(recipe.epochs):
+        for k, batch in enumerate(torch.randperm(n).split(recipe.batch_size)):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(model(data.x[batch]), data.y[batch])
+                value.backward()
+                return value
+
+            model.train()
+            recipe.set_rate(optimizer, (epoch * each + k) / steps)
+            optimizer.step(closure)  # type: ignore[arg-type]
+            checkpoints.step()
+        if case.patience:
+            now = float(losses(model, held.x_test, held.y_test).mean())
+            if now < best:
+                best, kept, state = now, epoch + 1, copy.deepcopy(model.state_dict())
+            if epoch + 1 - kept == case.patience:
+                break
+    if case.patience:
+        model.load_state_dict(state)
+        recipe = blr.Recipe(**how | {"epochs": kept})
+    return model.eval(), checkpoints, recipe
+
+
+def turned(case: Case, model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The base of a fine-tune: 400 other digits, a quarter turned."""
+    other = digits(TRAIN + 700, 397)
+    x = other.x_test.view(-1, 8, 8).rot90(1, (1, 2)).reshape(-1, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
+    for _ in range(case.base):
+        for batch in torch.randperm(len(x)).split(32):
+            optimizer.zero_grad()
+            cross_entropy(model(x[batch]), other.y_test[batch]).backward()
+            optimizer.step()
+    return model, copy.deepcopy(model.state_dict())

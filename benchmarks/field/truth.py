@@ -1,155 +1,124 @@
-"""Retrainings by the case's own recipe, kept on disk: what is there is not trained again."""
+"""Retrainings by a case's own recipe, kept on disk: what is there is not trained again."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.field.cases import CASES, Case, Data, test_losses, train
-from benchmarks.peers.problem import build
+import blr_analysis as blr
+from benchmarks.agreement.cases import retrained
+from benchmarks.field.cases import Case, Data, losses
 from benchmarks.truth import store
+from blr_analysis.likelihoods import resolve
+from blr_analysis.sensitivity.training import trained
 
-HALVES, SINGLES = 32, 48
-# How many of each kind.
-SEEDS = {"models": 5, "groups": 5, "relabelled": 5, "halves": 3, "singles": 5}
+HALVES, FOLDS, ALONE, ASKED = 32, 20, 40, 150  # the last: test examples of the halves
+SEEDS = {"halves": 3, "folds": 2, "groups": 2}  # from 10 on
 
-
-def relabelled(data: Data) -> list[dict[int, Tensor]]:
-    """A tenth of every group with another target: the next label, or one unit more."""
-    generator = torch.Generator().manual_seed(11)
-    number = data.y.is_floating_point()
-    other = data.y + 1 if number else (data.y + 1) % (int(data.y.max()) + 1)
-    changes = []
-    for group in data.groups.unique():
-        members = (data.groups == group).nonzero().flatten()
-        order = torch.randperm(len(members), generator=generator)
-        chosen = members[order[: math.ceil(len(members) / 10)]]
-        changes.append({int(i): other[i] for i in chosen})
-    return changes
+Retrain = Callable[[Tensor, int], nn.Module]  # the examples that stay, the seed
 
 
-def halves(count: int) -> Tensor:
-    """Which examples each random half keeps, bool ``[32, N]``."""
+def by_recipe(case: Case, task: blr.Task) -> Retrain:
+    """A model trained by the recipe on some of a task's examples, minibatches as of all."""
+
+    def retrain(keep: Tensor, seed: int) -> nn.Module:
+        kept = keep.nonzero().flatten()
+        state = trained(task.quiet, [(task, kept, kept)], task.recipe, seed)  # type: ignore[arg-type]
+        model = case.network()
+        model.load_state_dict(state, strict=False)
+        return model
+
+    return retrain
+
+
+def to_the_minimum(case: Case, data: Data, start: dict[str, Tensor]) -> Retrain:
+    """The minimum of Σ ℓ_i + δ/2 ‖θ‖² of some examples that a descent from ``start`` reaches."""
+
+    def retrain(keep: Tensor, seed: int) -> nn.Module:
+        model = case.network()
+        model.load_state_dict(start)
+        likelihood = resolve("categorical")
+        return retrained(model, data.x[keep], data.y[keep], likelihood, case.delta)
+
+    return retrain
+
+
+def halves(n: int) -> Tensor:
+    """Which examples each random half keeps, bool ``[HALVES, N]``."""
     generator = torch.Generator().manual_seed(7)
-    return torch.stack(
-        [torch.randperm(count, generator=generator).argsort() < count // 2 for _ in range(HALVES)]
-    )
+    return torch.stack([torch.randperm(n, generator=generator) < n // 2 for _ in range(HALVES)])
 
 
-def singles(count: int) -> Tensor:
-    """Which examples are left out one at a time, ``[48]``."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(13))[:SINGLES]
+def left_out(n: int, alone: bool) -> list[Tensor]:
+    """The examples of each fold; or single ones, of a model whose retraining has no noise."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(5))
+    return list(order[:ALONE].split(1) if alone else order.chunk(FOLDS))
 
 
-def retrained(case: Case, data: Data, kind: str, seed: int) -> list[nn.Module]:
-    """Every model of a kind."""
-    if kind == "singles":
-        left = singles(len(data.x))
-        return [train(case, data.x, data.y, seed, without=i) for i in left]
-    return [train(case, x, y, seed) for x, y in changed(data, kind)]
-
-
-def asked(data: Data, kind: str) -> tuple[Tensor, Tensor]:
-    """Where losses are measured: the test examples, and behind them those that are left out."""
-    if kind != "singles":
-        return data.test_x, data.test_y
-    left = singles(len(data.x))
-    return torch.cat([data.test_x, data.x[left]]), torch.cat([data.test_y, data.y[left]])
-
-
-def changed(data: Data, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """The training data of every retraining of a kind."""
-    if kind == "models":
-        yield data.x, data.y
-    elif kind == "groups":
-        for group in data.groups.unique():
-            yield data.x[data.groups != group], data.y[data.groups != group]
-    elif kind == "halves":
-        for kept in halves(len(data.x)):
-            yield data.x[kept], data.y[kept]
-    else:
-        for change in relabelled(data):
-            y = data.y.clone()
-            for i, target in change.items():
-                y[i] = target
-            yield data.x, y
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What retraining gave; losses are those of the test examples.
+class Truths:
+    """What retraining gave.
 
     Attributes:
-        recipe: the hash of all that decides it.
-        models: trained on everything, one per seed.
-        losses: kind → ``[seeds, changes, M]``; of "singles" ``[seeds, 48, M + 48]``, those of the
-            examples that are left out behind.
-        seconds: processor time of one training, the median.
+        halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``.
+        folds: the left-out loss of each example, ``[seeds, N]``; NaN where it was not left out.
+        groups: the mean test loss without each group, ``[seeds, G]``.
+        seconds: of one training.
     """
 
-    case: Case
-    data: Data
-    recipe: str
-    models: list[nn.Module]
-    losses: dict[str, Tensor]
-    seconds: float
-
-
-def place(folder: Path, name: str) -> Path:
-    """Where a case is kept."""
-    return folder / name.replace(", ", "_").replace(" ", "_")
-
-
-def of(name: str, folder: Path, seeds: int = 5, kinds: Iterable[str] = SEEDS) -> Truth:
-    """A case's truth, from ``folder`` as far as it is there and of the same recipe."""
-    case, data = CASES[name], CASES[name].data()
-    described = asdict(case) | {"data": case.data.__name__, "halves": HALVES}
-    recipe = _hashed(described)
-    found: dict[str, list[store.Stored]] = {kind: [] for kind in kinds}
-    where = {kind: asked(data, kind) for kind in found}
-    for kind, seed in ((k, s) for k in found for s in range(min(seeds, SEEDS[k]))):
-        path = place(folder, name) / f"{kind}-{seed}.safetensors"
-        made = _hashed(described | {"singles": SINGLES}) if kind == "singles" else recipe
-        kept = store.read(path, made)
-        if kept is None:
-            began = time.process_time()
-            models, (x, y) = retrained(case, data, kind, seed), where[kind]
-            taken = (time.process_time() - began) / len(models)
-            with torch.no_grad():
-                outputs = torch.stack([model(x) for model in models])
-            tensors = {"outputs": outputs} | (models[0].state_dict() if kind == "models" else {})
-            kept = store.Stored(tensors, {"hash": made, "seconds": taken, **described})
-            store.write(path, kept.tensors, kept.record)
-            loss = test_losses(outputs, y).mean(1)
-            print(
-                f"{name}: {kind} {seed}, {taken:.2f} s each, test loss {loss.min():.3f} … "
-                f"{loss.max():.3f}",
-                file=sys.stderr,
-                flush=True,
+    def __init__(self, name: str, case: Case, data: Data, retrain: Retrain, folder: Path) -> None:
+        self.name, self.data, self.retrain, self.folder = name, data, retrain, folder
+        self.alone, self.seconds = case.delta > 0, 0.0
+        self.parts = left_out(len(data.x), self.alone)
+        told = f"{case.recipe} {case.patience} {case.base} {case.delta} {len(data.x)}"
+        self.made = hashlib.sha256(told.encode()).hexdigest()[:16]
+        self.halves, self.folds, self.groups = (
+            self._kept(kind, how)
+            for kind, how in (
+                ("halves", self._halves), ("folds", self._folds), ("groups", self._groups)
             )
-        found[kind].append(kept)
-    models = []
-    for kept in found["models"]:
-        models.append(build(case.network).eval())
-        models[-1].load_state_dict({n: t for n, t in kept.tensors.items() if n != "outputs"})
-    losses = {
-        kind: test_losses(torch.stack([k.tensors["outputs"] for k in some]), where[kind][1])
-        for kind, some in found.items()
-    }
-    seconds = [float(k.record["seconds"]) for k in found["models"]]
-    return Truth(case, data, recipe, models, losses, statistics.median(seconds))
+        )  # fmt: skip
 
+    def _kept(self, kind: str, how: Callable[[int], list[Tensor]]) -> Tensor:
+        found = []
+        for seed in range(10, 11 if self.alone else 10 + SEEDS[kind]):
+            path = self.folder / self.name.replace(" ", "_") / f"{kind}-{seed}.safetensors"
+            stored = store.read(path, self.made)
+            if stored is None:
+                start, rows = time.process_time(), how(seed)
+                about = {"hash": self.made, "seconds": (time.process_time() - start) / len(rows)}
+                whole = self._joined(rows) if kind == "folds" else torch.stack(rows)
+                stored = store.Stored({"losses": whole}, about)
+                store.write(path, stored.tensors, stored.record)
+            found.append(stored.tensors["losses"])
+            self.seconds = stored.record["seconds"]
+        return torch.stack(found)
 
-def _hashed(described: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    def _without(self, gone: Tensor, seed: int) -> nn.Module:
+        keep = torch.ones(len(self.data.x), dtype=torch.bool)
+        keep[gone] = False
+        print(f"{self.name}: without {int((~keep).sum())}", file=sys.stderr, flush=True)
+        return self.retrain(keep, seed)
+
+    def _halves(self, seed: int) -> list[Tensor]:
+        x, y = self.data.x_test[:ASKED], self.data.y_test[:ASKED]
+        return [losses(self._without(~kept, seed), x, y) for kept in halves(len(self.data.x))]
+
+    def _folds(self, seed: int) -> list[Tensor]:
+        x, y = self.data.x, self.data.y
+        return [losses(self._without(part, seed), x[part], y[part]) for part in self.parts]
+
+    def _joined(self, rows: list[Tensor]) -> Tensor:
+        each = torch.full((len(self.data.x),), torch.nan, dtype=torch.float64)
+        each[torch.cat(self.parts)] = torch.cat(rows)
+        return each
+
+    def _groups(self, seed: int) -> list[Tensor]:
+        x, y, groups = self.data.x_test, self.data.y_test, self.data.groups
+        members = [(groups == g).nonzero().flatten() for g in groups.unique()]
+        return [losses(self._without(m, seed), x, y).mean() for m in members]

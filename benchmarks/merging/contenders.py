@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from benchmarks.merging.checkpoints_made import DELTA, WEIGHTS, Checkpoints
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MATCHING, ARITHMETIC = "gradient_matching", "task_arithmetic"
-METHODS = (MATCHING, ARITHMETIC)
 SHARE = 0.4  # of the second model, in SLERP
 SIMPLE = {  # of mergekit's methods: what ours and its recipes are told beside the weights
     "linear": {},
@@ -34,7 +33,6 @@ class Contender:
         command: from the place of the result to the command.
         merges: it writes a merged model (the raw ones do not).
         path: folders of Python modules that it needs.
-        memory: bytes that it certainly takes.
     """
 
     method: str
@@ -42,7 +40,6 @@ class Contender:
     command: Callable[[Path], list[str | Path]]
     merges: bool = True
     path: tuple[Path, ...] = ()
-    memory: int = 0
 
     @property
     def label(self) -> str:
@@ -55,17 +52,10 @@ def contenders(made: Checkpoints, peers: Path) -> list[Contender]:
     given |= {"simple": SIMPLE, "share": SHARE}
     (made.root / "merge.json").write_text(json.dumps(given))
     found = []
-    for method in METHODS:
-        found += [_raw(made, method, flushed=False), _raw(made, method, flushed=True)]
-        found += [_script("ours", "run_blr.py", made, method), _command(made, method)]
-        found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
-        held = sum(file.stat().st_size for file in inputs(made, method)) + 2 * made.shape.parameters
-        found.append(
-            replace(_script("all in memory", "peers_script.py", made, method), memory=held)
-        )
-    for method in SIMPLE:
-        found += [_raw(made, method, flushed=False), _raw(made, method, flushed=True)]
-        found += [_script("ours", "run_blr.py", made, method)]
+    for method in (MATCHING, ARITHMETIC, *SIMPLE):
+        found += [_raw(made, method), _script("ours", "run_blr.py", made, method)]
+        if method not in SIMPLE:
+            found.append(_command(made, method))
         found += _mergekit(made, method, peers / "mergekit" / "bin" / "python")
     return found
 
@@ -76,16 +66,15 @@ def inputs(made: Checkpoints, method: str) -> tuple[Path, ...]:
     return found[1:3] if method == "slerp" else found[1:] if method == "linear" else found
 
 
-def _raw(made: Checkpoints, method: str, *, flushed: bool) -> Contender:
+def _raw(made: Checkpoints, method: str) -> Contender:
     """Read all inputs and write as much as a merge does; the paths are arguments, never text."""
     script = 'out=$1; base=$2; shift 2; cat "$@" > /dev/null && mkdir "$out" && cp "$base" "$out"'
-    script += ' && sync "$out"/*' if flushed else ""
 
     def command(out: Path) -> list[str | Path]:
         files = inputs(made, method)
         return ["sh", "-c", script, "raw", out, made.base / "model.safetensors", *files]
 
-    return Contender(method, "raw, flushed" if flushed else "raw", command, merges=False)
+    return Contender(method, "raw", command, merges=False)
 
 
 def _script(name: str, script: str, made: Checkpoints, method: str) -> Contender:

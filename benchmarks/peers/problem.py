@@ -2,7 +2,7 @@
 
 A problem is a folder: ``problem.npz`` holds the arrays ``x, y, x_test, y_test`` and
 ``weights.<k>.<name>`` for the trained model (k = 0) and others trained from other seeds;
-``problem.json`` the architecture, the likelihood, what is special about the loss, and dampings
+``problem.json`` the widths of its layers, the likelihood, and dampings
 (N times what a peer adds to its mean curvature). A peer writes ``scores.npz``:
 ``influence[i, j]``, the change of test loss j when example i is left out (up to a positive factor
 where the method knows none), and ``scores.json``: seconds and bytes.
@@ -36,13 +36,10 @@ class Problem:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         described = json.loads((folder / "problem.json").read_text())
-        self.architecture: dict[str, Any] = described["architecture"]
+        self.widths: list[int] = described["widths"]
         self.likelihood: str = described["likelihood"]
         self.delta: float = described["delta"]
         self.dampings: list[float] = described["dampings"]
-        self.noise: float = described["noise"]
-        self.smoothing: float = described["smoothing"]
-        self.class_weights: list[float] | None = described["class_weights"]
         self.folder, self.dtype = folder, dtype
         with np.load(folder / "problem.npz", allow_pickle=False) as arrays:
             held = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
@@ -63,65 +60,23 @@ class Problem:
 
     def model(self, which: int = 0) -> nn.Module:
         """The model with the weights of checkpoint ``which``, in evaluation mode."""
-        model = build(self.architecture).to(self.dtype)
+        model = mlp(self.widths).to(self.dtype)
         model.load_state_dict(self.weights[which])
         return model.eval()
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """ℓ_i as trained, ``[B]``."""
-        if self.likelihood == "categorical":
-            weight = None
-            if self.class_weights:
-                weight = torch.tensor(self.class_weights, dtype=outputs.dtype)
-            return F.cross_entropy(
-                *(outputs, y, weight), reduction="none", label_smoothing=self.smoothing
-            )
-        return self.judged(outputs, y)
-
-    def judged(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Losses of test examples, without weights and smoothing, ``[B]``."""
+        """ℓ_i, ``[B]``."""
         if self.likelihood == "categorical":
             return F.cross_entropy(outputs, y, reduction="none")
-        target = y.reshape(outputs.shape)
-        if self.likelihood == "bernoulli":
-            return F.binary_cross_entropy_with_logits(outputs, target, reduction="none").flatten(1)[
-                :, 0
-            ]
-        return 0.5 * (outputs - target).square().flatten(1).sum(1) / self.noise
+        return F.binary_cross_entropy_with_logits(outputs[:, 0], y.flatten(), reduction="none")
 
 
-def mlp(widths: list[int], activation: str = "tanh", bias: bool = True) -> nn.Module:
-    """Linear layers of these widths with an activation between them."""
-    between = {"tanh": nn.Tanh, "relu": nn.ReLU}[activation]
+def mlp(widths: list[int]) -> nn.Module:
+    """Linear layers of these widths with a tanh between them."""
     layers: list[nn.Module] = []
     for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b, bias=bias), between()]
+        layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
-
-
-def lenet(classes: int = 10) -> nn.Module:
-    """LeNet-5 for 28 × 28 images: two convolutions, three linear layers, tanh."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh()),
-        nn.Linear(84, classes),
-    )
-
-
-def convnet(classes: int = 10) -> nn.Module:
-    """The demo's network for 8 × 8 images: two convolutions and a linear read-out, tanh."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(8, 16, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, classes)),
-    )
-
-
-def build(architecture: dict[str, Any]) -> nn.Module:
-    """The model that an architecture describes: ``{"kind": "mlp", **arguments}``, or another."""
-    kinds: dict[str, Callable[..., nn.Module]] = {"mlp": mlp, "lenet": lenet, "convnet": convnet}
-    arguments = dict(architecture)
-    return kinds[arguments.pop("kind")](**arguments)
 
 
 def resident() -> int:

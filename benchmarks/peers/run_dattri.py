@@ -39,7 +39,7 @@ def methods(folder: Path) -> dict[str, Method]:
     def scores(kind: Any, **options: Any) -> Tensor:
         task = AttributionTask(
             loss_func=mean(problem.losses),
-            target_func=mean(problem.judged),
+            target_func=mean(problem.losses),
             model=model,
             checkpoints=[{n: w for n, w in problem.weights[0].items()}],
         )

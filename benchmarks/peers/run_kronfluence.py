@@ -40,7 +40,7 @@ class Losses(Task):
         return outputs + torch.randn_like(outputs)
 
     def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-        return self.problem.judged(model(batch[0]), batch[1]).sum()
+        return self.problem.losses(model(batch[0]), batch[1]).sum()
 
 
 def methods(folder: Path) -> dict[str, Method]:

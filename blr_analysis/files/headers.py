@@ -76,7 +76,7 @@ def read_header(path: Path) -> Header:
             with safe_open(path, "np") as checked:
                 metadata = checked.metadata() or {}
         except SafetensorError as error:
-            raise _damaged(path, str(error)) from error
+            raise _damaged(path, f"no safetensors file: {error}") from error
         first = 8 + int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(first - 8))
     if PIECES in metadata:
@@ -118,31 +118,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        StorageError: not there, no JSON object, or a name that stands twice.
+        StorageError: not there, or no JSON object.
     """
     with reading(path):
-        text = path.read_bytes()
-    return parse_json(text, path)
+        return parse_json(path.read_bytes(), path)
 
 
 def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in a text that stood in ``path``, in which no name stands twice."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        named = dict(items)
-        if len(named) != len(items):
-            names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise _damaged(path, f"the name {twice!r} stands in it twice")
-        return named
-
+    """The JSON object in a text that stood in ``path``."""
     try:
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
-        document = json.loads(text, object_pairs_hook=pairs)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"no JSON: {error}") from error
+        raise _damaged(path, f"no JSON document: {error}") from error
     if not isinstance(document, dict):
-        raise _damaged(path, f"a {type(document).__name__} where names are expected")
+        raise _damaged(path, f"no JSON document with names: a {type(document).__name__}")
     return document
 
 
@@ -158,5 +147,4 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _damaged(path: Path, reason: str) -> StorageError:
-    kind = "JSON document" if path.suffix == ".json" else "safetensors file"
-    return StorageError(f"{str(path)!r} is truncated or is no {kind} ({reason}). {AGAIN}")
+    return StorageError(f"{str(path)!r} is truncated or damaged ({reason}). {AGAIN}")

@@ -1,7 +1,7 @@
 """Written beside its target, then renamed into place, by one run at a time.
 
-A run that is killed leaves the old file or folder, or none, and never a half. What it left of its
-draft is removed, and named, by the next run that writes into the same folder.
+A run that is killed leaves the old file or folder, or none, and never a half; what it left of its
+draft is removed when the target is written next.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ import os
 import shutil
 import tempfile
 import threading
-import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count, takewhile
 from pathlib import Path
 
 from blr_analysis.checks import path_of
 from blr_analysis.errors import StorageError
 
-PATIENCE = 25  # times that a lock is asked for
 _HELD: set[tuple[Path, int]] = set()  # what each thread of this process writes just now
 
 
@@ -67,22 +63,18 @@ def held(target: Path) -> Iterator[Path]:
     if key in _HELD:
         yield beside
         return
-    made: list[Path] = []
+    with _worded(target):
+        beside.mkdir(parents=True, exist_ok=True)
+        lock = _lock(beside, target)
+        for left in beside.iterdir():  # by a run that was killed
+            shutil.rmtree(left)
+    _HELD.add(key)
     try:
-        with _worded(target):
-            made += _absent(target.parents)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _clean(target.parent)
-            lock = _claim(beside, target)
-        _HELD.add(key)
-        try:
-            yield beside
-        finally:
-            _HELD.remove(key)
-            shutil.rmtree(beside, ignore_errors=True)
-            _release(lock)
+        yield beside
     finally:
-        _remove_empty(made)
+        _HELD.remove(key)
+        shutil.rmtree(beside, ignore_errors=True)
+        _release(lock)
 
 
 @contextmanager
@@ -96,23 +88,17 @@ def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
     """
     folder = Path(path_of(path)).expanduser()
-    made = _absent((folder, *folder.parents))
-    lock = None
+    there, lock = folder.exists(), None
     try:
-        try:
+        with _worded(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 lock = _lock(folder, folder)
-        except StorageError:
-            raise
-        except OSError as error:
-            reason = "it is a file" if folder.is_file() else error.strerror or str(error)
-            raise StorageError(
-                f"the output folder {str(folder)!r} cannot be written: {reason}; name another one"
-            ) from error
         yield folder
     except BaseException:
-        _remove_empty(made)
+        with suppress(OSError):
+            if not there:
+                folder.rmdir()  # where nothing was written
         raise
     finally:
         _release(lock)
@@ -120,18 +106,14 @@ def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def check_free(out: Path) -> None:
     """Raise :class:`StorageError` unless ``out`` is new, or an empty folder."""
-    try:
-        there = out.is_dir()
-    except OSError as error:
-        raise StorageError(f"{str(out)!r:.80} cannot be written: {error.strerror}.") from error
-    if there:
-        first = min((p.name for p in out.iterdir()), default=None)
+    with _worded(out):
+        first = min((p.name for p in out.iterdir()), default=None) if out.is_dir() else None
         if first is not None:
             raise StorageError(
                 f"the folder {str(out)!r} is not empty (it holds {first!r}): name a new one."
             )
-    elif out.exists() or out.is_symlink():
-        raise StorageError(f"{str(out)!r} is there already and is no folder: name a new one.")
+        if not out.is_dir() and (out.exists() or out.is_symlink()):
+            raise StorageError(f"{str(out)!r} is there already and is no folder: name a new one.")
 
 
 def check_file(target: Path) -> None:
@@ -148,52 +130,8 @@ def check_room(out: Path, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise StorageError(
-            f"the disk of {str(out)!r} has {free:,} of {needed:,} bytes free: make room, or name "
-            "another place."
+            f"the disk of {str(out)!r} has {free:,} of {needed:,} bytes free: make room."
         )
-
-
-def _clean(place: Path) -> None:
-    """Remove and name what killed runs left in a folder: drafts that nobody holds."""
-    removed = []
-    for left in place.glob(".*.unfinished"):
-        with suppress(OSError):  # somebody writes it now (StorageError is one), or is done with it
-            names = [p.name for p in left.iterdir()]
-            if not names or not all(name.startswith("tmp") for name in names):
-                continue  # empty: made just now, to be locked next
-            lock = _lock(left, left)
-            if lock is not None:
-                size = sum(p.stat().st_size for p in left.rglob("*") if p.is_file())
-                shutil.rmtree(left)
-                _release(lock)
-                removed.append(f"{left} ({size:,} bytes)")
-    if removed:
-        warnings.warn(
-            f"removed what killed runs had left: {', '.join(removed)}", UserWarning, stacklevel=6
-        )
-
-
-def _claim(folder: Path, target: Path) -> int | None:
-    """Make the hidden folder, lock it, and empty it of what a killed run left."""
-    for attempt in count():
-        folder.mkdir(exist_ok=True)
-        try:
-            lock = _lock(folder, target)
-        except FileNotFoundError:  # as below
-            continue
-        except StorageError:
-            if attempt == PATIENCE:
-                raise
-            time.sleep(0.02)  # another run may be removing what a killed one left
-            continue
-        if lock is None:
-            return None
-        with suppress(FileNotFoundError):
-            if os.stat(folder).st_ino == os.fstat(lock).st_ino:
-                for path in folder.iterdir():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                return lock
-        os.close(lock)  # its last holder removed it between our opening and our locking
 
 
 def _lock(folder: Path, target: Path) -> int | None:
@@ -205,14 +143,17 @@ def _lock(folder: Path, target: Path) -> int | None:
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise StorageError(
-            f"another run is writing {str(target)!r} just now: wait, or name another place."
-        ) from error
+        ours = os.path.samestat(os.fstat(lock), os.stat(folder))  # its last holder removes it
+    except BlockingIOError:
+        ours = False
     except OSError:
         os.close(lock)
         return None
+    if not ours:
+        os.close(lock)
+        raise StorageError(
+            f"another run is writing {str(target)!r} just now: wait, or name another place."
+        )
     return lock
 
 
@@ -237,17 +178,6 @@ def _place(draft: Path, target: Path) -> None:
     except BaseException:
         os.rename(old, target)
         raise
-
-
-def _absent(folders: Sequence[Path]) -> list[Path]:
-    """Those that are to be made, from the innermost to the first that is there."""
-    return list(takewhile(lambda folder: not folder.exists(), folders))
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 @contextmanager

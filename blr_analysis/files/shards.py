@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
 from blr_analysis.files.headers import write_header
-from blr_analysis.files.source import Spec
-from blr_analysis.ranks import whole
+from blr_analysis.files.source import Spec, bytes_of
 
 
 def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -50,23 +48,13 @@ def write_index(
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """One safetensors file; wide numbers first, so that each begins where its dtype may."""
-    tensors = in_order(tensors)
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     head, _ = write_header(specs, metadata)
     with open(path, "wb") as file:
         file.write(head)
         for tensor in tensors.values():
-            file.write(_bytes(whole(tensor.detach()).cpu().resolve_neg()))
-
-
-def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Wide numbers first, then by name."""
-    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-
-
-def _bytes(values: Tensor) -> memoryview:
-    own = values.contiguous()  # whose stride may still be odd where it has one entry or none
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy().data
+            file.write(bytes_of(tensor.detach().cpu().resolve_neg()))
 
 
 class Shards:
@@ -75,7 +63,7 @@ class Shards:
     ``begin`` makes the files, headers written and space reserved; then ``put`` may be called by
     several threads, never twice for one entry. ``names`` are the files'.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from blr_analysis.files import Folder
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     shards = Shards(Path(folder), {"w": Spec((3,), torch.float32)}, 100)
@@ -121,7 +109,7 @@ class Shards:
         path, offset = self._places[name]
         with open(path, "r+b") as file:
             file.seek(offset + start * self.specs[name].dtype.itemsize)
-            file.write(_bytes(values))
+            file.write(bytes_of(values))
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -6,17 +6,18 @@ Two layouts, chosen by the path:
   JSON under the key ``blr_analysis``;
 * any other path is a folder: shards ``precision-0000k-of-0000n.safetensors``, the index
   ``precision.safetensors.index.json`` (``weight_map`` and ``metadata`` as Hugging Face writes
-  them, with every tensor's dtype and shape) and the record, ``precision_config.json``.
+  them) and the record, ``precision_config.json``.
 
-Both are written beside the target and renamed into place. What a long sweep has summed so far lies
-there too, as :class:`Unfinished`.
+The record holds a checksum of the tensors, their names, dtypes and shapes, which is verified when
+they are read whole. Both are written beside the target and renamed into place. What a long sweep
+has summed so far lies there too, as :class:`Unfinished`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write(f"{folder}/p.safetensors", {"w": torch.ones(2)}, {"kind": "ivon"})
     ...     tensors, record = read(f"{folder}/p.safetensors")
-    >>> tensors["w"], record["format"], record["version"], record["kind"]
-    (tensor([1., 1.]), 'blr_analysis.precision', 1, 'ivon')
+    >>> tensors["w"], record
+    (tensor([1., 1.]), {'kind': 'ivon', 'format': 'blr_analysis.precision', 'version': 1})
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,11 @@ from torch import Tensor
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.files import shards
-from blr_analysis.files.folder import Folder
+from blr_analysis.files.folder import PICKLES, Folder
 from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json
-from blr_analysis.files.placing import drafted
+from blr_analysis.files.placing import check_file, drafted
 from blr_analysis.files.shards import shard_name, split, write_index
-from blr_analysis.files.source import Spec
+from blr_analysis.files.source import Loaded, Spec, fingerprint
 from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = "blr_analysis.precision"
@@ -65,13 +64,11 @@ FIELDS = (
 )
 STRUCTURES = ("diag", "gram", "kron")
 SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
-EARLIER_KINDS = {"mc_fisher": "fisher_mc", "empirical_fisher": "fisher_emp"}
 STEM = "precision"
 INDEX_FILE = f"{STEM}.safetensors.index.json"
 CONFIG_FILE = "precision_config.json"
 RECORD_KEY = "blr_analysis"
-SHARD_KEY = "blr_analysis.shard"
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+CHECKSUM = "checksum"
 EVERY = 60.0  # seconds
 SHARE = 20  # and no sooner than so many times what the last writing took
 
@@ -116,42 +113,27 @@ def write(
     """
     target, single = _target(path), Path(path).suffix == ".safetensors"
     document = {**record, "format": FORMAT, "version": VERSION}
-    text = encode(document)
     _check_tensors(tensors)
     positive_int("max_shard_bytes", max_shard_bytes)
     sharded = any(map(is_sharded, tensors.values()))
-    if sharded:
-        tensors = shards.in_order(tensors)  # in which all processes gather them
-    with ExitStack() as stack:
-        if not sharded or dist.get_rank() == 0:
-            with _told_to_all(target) if sharded else nullcontext():
-                draft = stack.enter_context(drafted(target))
-                _check_free(target, single)
+    leads = not sharded or dist.get_rank() == 0
+    held = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor.detach())
+        if leads:
+            held[name] = full.cpu().resolve_neg().contiguous()
+    if leads:
+        document[CHECKSUM] = fingerprint(Loaded("", held), progress=False)
+        text = encode(document)
+        with drafted(target) as draft:
+            _check_free(target, single)
             if single:
-                shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
+                shards.save_file(held, draft, {"format": "pt", RECORD_KEY: text})
             else:
                 draft.mkdir()
-                _write_folder(draft, tensors, document, max_shard_bytes)
-        else:
-            with _told_to_all(target):
-                pass
-            for tensor in tensors.values():
-                whole(tensor)
+                _write_folder(draft, held, text, max_shard_bytes)
     if sharded:
         dist.barrier()
-
-
-@contextmanager
-def _told_to_all(target: Path) -> Iterator[None]:
-    """Every process goes on only if the first one can write."""
-    ready = [False]
-    try:
-        yield
-        ready = [True]
-    finally:
-        dist.broadcast_object_list(ready)
-    if not ready[0]:
-        raise StorageError(f"the first rank cannot write {str(target)!r}.")
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
@@ -173,19 +155,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     """The tensors (on the CPU) and the record of what :func:`write` wrote to ``path``.
 
     Raises:
-        StorageError: nothing there, a pickle, a foreign format or version, a truncated file, or
-            a folder whose index, shards and shapes do not agree.
+        StorageError: nothing there, a pickle, a foreign format or version, a truncated or damaged
+            file, or a folder whose index and shards do not agree.
     """
-    target = _target(path)
-    file = Folder.open(target, stem=STEM) if target.is_file() else None
-    record = _record(target, None if file is None else file.metadata)
-    source = file or Folder.open(target, stem=STEM)
-    names: Any = source.specs
-    if "tensors" in source.index:
-        names = source.index["tensors"]  # in the order in which they were written
-        _check_described(source, names)
-    tensors = source.tensors()
-    return {name: tensors[name] for name in names}, record
+    record = read_record(path)
+    tensors = Folder.open(_target(path), stem=STEM).tensors()
+    if record.pop(CHECKSUM, None) not in (None, fingerprint(Loaded("", tensors), progress=False)):
+        raise StorageError(f"{str(path)!r} is damaged: its numbers are not those that were saved.")
+    return tensors, record
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -194,94 +171,44 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StorageError: as :func:`read`.
     """
-    return _record(_target(path))
-
-
-def _record(target: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+    target = _target(path)
     if not target.exists():
-        raise StorageError(
-            f"nothing is stored at {str(target)!r}: expected a .safetensors file or a folder with "
-            f"{CONFIG_FILE}."
-        )
-    record = find_record(target, metadata)
+        raise StorageError(f"nothing is stored at {str(target)!r}: name what Posterior.save wrote.")
+    record = find_record(target)
     if record is None:
-        lacks = f"no {CONFIG_FILE}" if target.is_dir() else f"no {RECORD_KEY!r} record"
         raise StorageError(
-            f"{str(target)!r} holds {lacks} (the weights of a model, perhaps): expected what "
-            "Posterior.save wrote."
+            f"{str(target)!r} holds no {RECORD_KEY!r} record (a model's weights, perhaps): name "
+            "what Posterior.save wrote."
         )
     return record
 
 
-def find_record(path: Path, metadata: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-    """The record of stored tensors, or None for those that another program wrote; ``metadata`` of
-    a file whose header was read before.
+def find_record(path: Path) -> dict[str, Any] | None:
+    """The record of stored tensors, or None for those that another program wrote.
 
     Raises:
-        StorageError: a file that is damaged, of another format or version, or one shard of many.
+        StorageError: a file that is damaged, or of another format or version.
     """
     config = path / CONFIG_FILE
     if config.is_file():
         return checked(read_json(config), config)
     file = path / f"{STEM}.safetensors" if path.is_dir() else path
-    if metadata is None:
-        metadata = read_header(file).metadata if file.is_file() else {}
-    if SHARD_KEY in metadata:
-        raise StorageError(
-            f"{str(path)!r} is shard {metadata[SHARD_KEY]} of a folder: name the folder, "
-            f"{str(path.parent)!r}."
-        )
-    return checked(parse_json(metadata[RECORD_KEY], path), path) if RECORD_KEY in metadata else None
-
-
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file or folder that :func:`write` wrote; nothing happens where there is none.
-
-    Raises:
-        StorageError: what is there was not written by :func:`write`, or cannot be removed.
-    """
-    target = _target(path)
-    if not target.exists():
-        return
-    read_record(target)
-    if target.is_dir():
-        _check_free(target, single=False)
-    try:
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
-    except OSError as error:
-        raise StorageError(f"cannot remove {str(target)!r}: {error}.") from error
+    held = read_header(file).metadata if file.is_file() else {}
+    return checked(parse_json(held[RECORD_KEY], path), path) if RECORD_KEY in held else None
 
 
 def _write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], record: dict[str, Any], max_shard_bytes: int
+    folder: Path, tensors: Mapping[str, Tensor], record: str, max_shard_bytes: int
 ) -> None:
     """Every shard, then the index, then the record."""
     runs = split({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
     count, held = len(runs), {}
     for k, names in enumerate(runs, start=1):
         file = shard_name(STEM, k, count)
-        metadata = {"format": "pt", SHARD_KEY: f"{k} of {count}"}
-        shards.save_file({name: tensors[name] for name in names}, folder / file, metadata)
+        shards.save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
         held |= dict.fromkeys(names, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    described = {name: _describe(tensor) for name, tensor in tensors.items()}
-    write_index(folder, STEM, held, {"total_size": total, "tensors": described})
-    (folder / CONFIG_FILE).write_text(encode(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_described(source: Folder, described: Any) -> None:
-    held = {name: _describe(spec) for name, spec in source.specs.items()}
-    described = described if isinstance(described, dict) else {}
-    for name in {**held, **described}:
-        if held.get(name) != described.get(name):
-            raise StorageError(
-                f"tensor {name!r} of {source.name!r} is {held.get(name)}, the index says "
-                f"{described.get(name)}: save the posterior again."
-            )
-
-
-def _describe(tensor: Tensor | Spec) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    write_index(folder, STEM, held, {"total_size": sum(t.nbytes for t in tensors.values())})
+    (folder / CONFIG_FILE).write_text(record + "\n", encoding="utf-8")
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -296,22 +223,19 @@ def _target(path: str | os.PathLike[str]) -> Path:
 def _check_free(target: Path, single: bool) -> None:
     """Only a file gives way to a file, and only a folder of ours to a folder."""
     if single:
-        if target.is_dir():
-            raise StorageError(f"{str(target)!r} is a folder, but its name asks for one file.")
-    elif target.is_dir():
-        foreign = sorted(p.name for p in target.iterdir() if not _is_ours(p))
-        if foreign:
-            raise StorageError(
-                f"the folder {str(target)!r} holds other files: {some(foreign)}. Name a new folder."
-            )
-    elif target.exists():
+        return check_file(target)
+    if target.exists() and not target.is_dir():
+        raise StorageError(f"{str(target)!r} is a file: name a folder, or a .safetensors file.")
+    foreign = [p.name for p in sorted(target.glob("*")) if not _is_ours(p)]
+    if foreign:
         raise StorageError(
-            f"{str(target)!r} is a file: name a folder, or a file that ends in .safetensors."
+            f"the folder {str(target)!r} holds other files: {some(foreign)}. Name a new folder."
         )
+    return None
 
 
 def _is_ours(path: Path) -> bool:
-    shard = path.name.startswith(("precision-", "shard-")) and path.suffix == ".safetensors"
+    shard = path.name.startswith(f"{STEM}-") and path.suffix == ".safetensors"
     return path.is_file() and (shard or path.name in (INDEX_FILE, CONFIG_FILE))
 
 
@@ -319,22 +243,17 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         raise InputError("there are no tensors to write.")
     for name, tensor in tensors.items():
-        known = isinstance(name, str) and name != METADATA
-        if not known or name.encode(errors="replace").decode() != name:
+        if name == METADATA or str(name).encode(errors="replace").decode() != name:
             raise InputError(f"{name!r} cannot name a tensor in a safetensors file.")
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{name!r} is no tensor but a {type(tensor).__name__}.")
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
-            raise InputError(
-                f"{name!r} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be "
-                "stored: expected a dense, real tensor."
-            )
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not dense or tensor.is_meta or tensor.is_complex():
+            raise InputError(f"{name!r} is no dense, real tensor that holds numbers.")
 
 
-def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
+def encode(document: Mapping[str, Any]) -> str:
     """Strict JSON: no NaN, no infinity, nothing that JSON cannot say."""
     try:
-        return json.dumps(document, indent=indent, allow_nan=False)
+        return json.dumps(document, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"the record cannot be written as JSON ({error}): use plain, finite values."
@@ -343,16 +262,12 @@ def encode(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """The record, refused unless it is of the format and version that are read here."""
-    if record.get("format") != FORMAT:
-        raise StorageError(
-            f"{str(path)!r} is of format {record.get('format')!r}: expected {FORMAT!r}, which "
-            "Posterior.save writes."
-        )
-    if record.get("version") != VERSION:
-        raise StorageError(
-            f"{str(path)!r} is of version {record.get('version')!r}, not {VERSION}: upgrade "
-            "blr_analysis, or save it again."
-        )
+    for name, known in {"format": FORMAT, "version": VERSION}.items():
+        if record.get(name) != known:
+            raise StorageError(
+                f"{str(path)!r} is of {name} {record.get(name)!r}, not {known!r}: save it again "
+                "with this release of blr_analysis."
+            )
     return record
 
 
@@ -365,45 +280,30 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """
     names, n = record.get("parameters"), record.get("n_data")
     tied, frozen = record.get("tied") or {}, record.get("frozen") or []
+    prior: Any = record.get("prior_precision")
+    each = prior if isinstance(prior, dict) else {"": prior}
+    odd = sorted(set(each) ^ set(names or ())) if each is prior else []
+    real = all(type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in each.values())
+    named = isinstance(tied, dict) and all(map(_is_names, (frozen, *tied.values())))
     checks = {
-        f"is of structure {record.get('structure')!r}: expected one of {STRUCTURES}": (
+        f"is of structure {record.get('structure')!r}, not one of {STRUCTURES}": (
             record.get("structure") in STRUCTURES
         ),
         "names no parameters": bool(names) and _is_names(names),
-        f"has n_data={n!r}": isinstance(n, int) and not isinstance(n, bool) and n >= 1,
-        "has malformed tied or frozen names": (
-            _is_names(frozen) and isinstance(tied, dict) and all(map(_is_names, tied.values()))
-        ),
+        "has malformed tied or frozen names": named,
+        f"has n_data={n!r}": type(n) is int and n >= 1,
+        f"has prior_precision={prior!r}": real,
+        f"has a prior precision per weight for {odd[:5]}, not one number per tensor": not odd,
     }
     for wrong, fits in checks.items():
         if not fits:
             raise StorageError(f"the record of {where!r} {wrong}. Save it again with this release.")
-    kind = record.get("kind")
-    kind = EARLIER_KINDS.get(kind, kind) if isinstance(kind, str) else None
-    return {**record, "kind": kind, "prior_precision": _prior(record, names, where)}
+    prior = {k: float(v) for k, v in each.items()} if each is prior else float(prior)
+    return {**record, "prior_precision": prior}
 
 
 def _is_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
-def _prior(record: Mapping[str, Any], names: Any, where: str) -> float | dict[str, float]:
-    prior: Any = record.get("prior_precision")
-    values = prior.values() if isinstance(prior, dict) else [prior]
-    real = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    if not (real and all(math.isfinite(v) and v >= 0 for v in values)):
-        raise StorageError(
-            f"the record of {where!r} has prior_precision={prior!r}: expected finite numbers, at "
-            "least 0."
-        )
-    if isinstance(prior, dict) and set(prior) != set(names):
-        raise StorageError(
-            f"{where!r} has a prior precision per weight for "
-            f"{sorted(set(names) ^ set(prior))[:5]}: save one number per tensor."
-        )
-    if isinstance(prior, dict):
-        return {name: float(value) for name, value in prior.items()}
-    return float(prior)
 
 
 @dataclass
@@ -430,32 +330,23 @@ class Unfinished:
         except StorageError:  # none, or damaged
             return
         specs = {n: Spec(tuple(t.shape), t.dtype) for n, t in sums.items()}
-        if kept.metadata.get("key") != self.key or dict(kept.specs) != specs:
-            return
-        for name, total in sums.items():
-            total.copy_(kept.tensor(name))
-        self.done = int(kept.metadata["passes"])
+        if kept.metadata.get("key") == self.key and kept.specs == specs:
+            for name, total in sums.items():
+                total.copy_(kept.tensor(name))
+            self.done = int(kept.metadata["passes"])
 
     def follow(self, sums: Mapping[str, Tensor]) -> None:
-        """After each pass, of sums that the first one makes: take up after that one, then keep.
-
-        Passes whose numbers, from 0, are below ``done`` are to be left out.
+        """After each pass: the first takes up what is there, the others write the sums if the last
+        time is a while ago. Passes whose numbers, from 0, are below ``done`` are to be left out.
         """
-        self.done += 1
+        self.done, started = self.done + 1, time.monotonic()
         if self.done == 1:
             self.take_up(sums)
-        else:
-            self.keep(self.done, sums)
-
-    def keep(self, passes: int, sums: Mapping[str, Tensor]) -> None:
-        """Write the sums after so many passes, if the last time is a while ago."""
-        self.done, started = passes, time.monotonic()
-        if started < self._due:
-            return
-        with drafted(self.path) as draft:
-            shards.save_file(sums, draft, {"key": self.key, "passes": str(passes)})
-        now = time.monotonic()
-        self._due = now + max(EVERY, SHARE * (now - started))
+        elif started >= self._due:
+            with drafted(self.path) as draft:
+                shards.save_file(sums, draft, {"key": self.key, "passes": str(self.done)})
+            now = time.monotonic()
+            self._due = now + max(EVERY, SHARE * (now - started))
 
     def remove(self) -> None:
         """Once the target is whole."""

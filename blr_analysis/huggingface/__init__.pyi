@@ -1,6 +1,10 @@
-from .lightning import LightningPrecision as LightningPrecision
+from .lightning import (
+    LightningCheckpoints as LightningCheckpoints,
+    LightningPrecision as LightningPrecision,
+)
 from .recording import checkpoint_precision as checkpoint_precision
 from .trainer import (
+    CheckpointsCallback as CheckpointsCallback,
     IVONTrainer as IVONTrainer,
     MonitorCallback as MonitorCallback,
     TrainerPrecision as TrainerPrecision,

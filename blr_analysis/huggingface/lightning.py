@@ -3,6 +3,7 @@ checkpoints."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import BLRError, InputError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import LOGGED, SHARDED, Recorder, look
+from blr_analysis.huggingface.recording import LOGGED, SHARDED, Recorder, look, recipe_of
 from blr_analysis.learning_rule.optim import BSAM
+from blr_analysis.posterior.capture import unwrap
+from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity import Monitor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
@@ -25,6 +29,12 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
 else:
     from pytorch_lightning import Callback
 
+SCHEDULES = {
+    "CosineAnnealingLR": "cosine",
+    "OneCycleLR": "cosine",
+    "LinearLR": "linear",
+    "PolynomialLR": "linear",
+}
 PIECES = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
 
 
@@ -79,7 +89,7 @@ class LightningPrecision(Callback):
         clip = trainer.gradient_clip_val
         self._recorder.begin(
             trainer.optimizers[0],
-            self._part(pl_module),
+            part_of(pl_module, self._submodule),
             data=getattr(loader, "dataset", None),
             per_device=_batch_size(loader),
             accumulation=trainer.accumulate_grad_batches,
@@ -90,14 +100,57 @@ class LightningPrecision(Callback):
             trainer.strategy.checkpoint_io = _Beside(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io.recorder = self._recorder
 
-    def _part(self, module: Any) -> torch.nn.Module:
-        try:
-            return module.get_submodule(self._submodule)
-        except AttributeError as error:
-            names = [name for name, _ in module.named_children()]
-            raise OptimizerError(
-                f"the module has no part {self._submodule!r}; it has {names}"
-            ) from error
+
+class LightningCheckpoints(Callback):
+    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
+
+        callback = LightningCheckpoints(submodule="net")
+        lightning.Trainer(callbacks=[callback]).fit(module, loader)
+        task = blr.Task(
+            module.net, data, checkpoints=callback.checkpoints, recipe=callback.recipe
+        )
+
+    Args:
+        checkpoints: your own, for instance with a ``folder``, without which they stay in memory.
+        submodule: the part of the LightningModule that the task is of.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None = None, *, submodule: str = "") -> None:
+        super().__init__()
+        self.checkpoints = self._given = checkpoints
+        self.recipe: Recipe | None = None
+        self._submodule = submodule
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The first weights, or where a run is resumed."""
+        steps = trainer.estimated_stepping_batches
+        self.checkpoints = self._given or Checkpoints(
+            part_of(pl_module, self._submodule),
+            steps=int(steps) if math.isfinite(steps) else None,
+            optimizer=unwrap(trainer.optimizers[0]),
+        )
+        self.checkpoints.begin(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        """After each step of the optimizer."""
+        if self.checkpoints is not None and trainer.global_step > self.checkpoints.done:
+            self.checkpoints.step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The recipe, and no more checkpoints than are wanted."""
+        assert self.checkpoints is not None
+        loader, accumulated = trainer.train_dataloader, trainer.accumulate_grad_batches
+        scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
+        self.recipe = recipe_of(
+            trainer.optimizers[0],
+            epochs=trainer.current_epoch,
+            batch_size=(_batch_size(loader) or 1) * accumulated * trainer.world_size,
+            schedule=next((SCHEDULES.get(name) for name in scheduled), None),
+            n_data=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+        )
+        if self.recipe is not None:
+            self.recipe.initial = self.checkpoints.first
+        self.checkpoints.settle()
 
 
 class _Beside:
@@ -131,6 +184,15 @@ class _Beside:
                 storage.remove(place)
             except BLRError as error:
                 warnings.warn(str(error), stacklevel=2)
+
+
+def part_of(module: Any, name: str) -> torch.nn.Module:
+    """A part of a LightningModule by its name; "": all of it."""
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        names = [name for name, _ in module.named_children()]
+        raise OptimizerError(f"the module has no part {name!r}; it has {names}") from error
 
 
 def _beside(path: Any) -> Path | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from blr_analysis.checks import instance, one_of, path_of, some
 from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError, StorageError
 from blr_analysis.files import Folder, storage
+from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
 from blr_analysis.huggingface.models import read_config
 from blr_analysis.posterior import Posterior, check_dtype, n_data_of, write_captured
@@ -32,8 +34,12 @@ from blr_analysis.posterior.capture import (
     reader_of,
     unwrap,
 )
+from blr_analysis.recipe import Recipe
 
 FOLDER = "precision"  # beside the weights
+RUN, TOLD = "run", "recipe.json"  # what callbacks keep of a training, in its output folder
+PLAIN = (bool, int, float, str, list, tuple)
+SPEED = {"foreach", "fused", "capturable", "differentiable"}  # settings that change no step
 DECOUPLED = (
     "n_data * weight_decay; decoupled (AdamW): the optimizer shrinks the weights by learning rate "
     "times weight_decay, not divided by sqrt(v_hat), so it is no L2 penalty of the loss exactly"
@@ -105,7 +111,7 @@ class Recorder:
         }
         self._run = (inner, model, self.n_data or _length(data), record)
 
-    def write(self, path: Path, model_folder: Path | None) -> None:
+    def write(self, path: Path, model_folder: Path | None, recipe: Recipe | None = None) -> None:
         """Write the precision as it is now to ``path``; ``model_folder`` holds the weights.
 
         Raises:
@@ -129,16 +135,19 @@ class Recorder:
             bare=True,
         )
         about = {**record, **({} if scaled else _weight_decay(optimizer, model, n_data))}
+        about |= {} if recipe is None else {"recipe": recipe.record}
         model_path = None
         if model_folder is not None and any(model_folder.glob("model.safetensors*")):
             _check_names(captured, model_folder)
             model_path = model_folder if self.sha256 else None
         write_captured(path, captured, model=model_path, dtype=self.dtype, **about)
 
-    def try_to_write(self, path: Path, model_folder: Path | None) -> None:
+    def try_to_write(
+        self, path: Path, model_folder: Path | None, recipe: Recipe | None = None
+    ) -> None:
         """The same, for the middle of a run: what goes wrong is a warning and training goes on."""
         try:
-            self.write(path, model_folder)
+            self.write(path, model_folder, recipe)
         except BLRError as error:
             warnings.warn(f"no precision was written to {os.fspath(path)!r}: {error}", stacklevel=2)
 
@@ -197,6 +206,63 @@ def _check_names(captured: Captured, folder: Path) -> None:
             f"the weights in {str(folder)!r} (an adapter, or converted?) have other names or "
             f"shapes than {some(odd)}"
         )
+
+
+def recipe_of(
+    optimizer: Any,
+    *,
+    epochs: float,
+    batch_size: int,
+    schedule: str | None = None,
+    n_data: int | None = None,
+) -> Recipe | None:
+    """The recipe of a training, its settings read off its optimizer, which they are a further
+    argument of where they are not its default; None of an optimizer that recipes have no name for.
+
+    >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.01, weight_decay=0.1)
+    >>> recipe_of(optimizer, epochs=3, batch_size=8, schedule="linear")
+    Recipe('adamw', lr=0.01, epochs=3, batch_size=8, schedule='linear', weight_decay=0.1)
+    """
+    own = unwrap(optimizer)
+    group = own.param_groups[0]
+    left_out, more = {"params", "lr", *SPEED}, {}
+    if steps := getattr(own, "steps", None):  # by which these are set
+        left_out, more = left_out | {"beta2", "clip_radius"}, {"steps": steps}
+    if n_data == group.get("ess"):
+        left_out |= {"ess"}
+    for name, parameter in signature(type(own)).parameters.items():
+        value = group.get(name, parameter.default)
+        if name not in left_out and value != parameter.default and isinstance(value, PLAIN):
+            more[name] = value
+    told = {"lr": float(group.get("initial_lr", group["lr"])), "schedule": schedule}
+    told |= {"epochs": max(1, round(epochs)), "batch_size": batch_size}
+    try:
+        return Recipe(type(own).__name__.lower(), **told, **more)
+    except InputError:
+        return None
+
+
+def training_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """``checkpoints`` and ``recipe`` for the Task of a model that a trainer left in this folder:
+    its output, or one of the ``checkpoint-*`` there. Nothing that is pickled is read.
+
+    The recipe is that of :class:`~blr_analysis.huggingface.CheckpointsCallback`, with the first
+    weights where these are beside it.
+    """
+    place = Path(folder).absolute()
+    home = place.parent if place.name.startswith("checkpoint-") else place
+    beside = [*home.glob("checkpoint-*")]
+    found: dict[str, Any] = {}
+    if [*(home / RUN).glob("step-*.safetensors")]:
+        found["checkpoints"] = home / RUN
+    elif beside and all([*one.glob("*.safetensors")] for one in beside):
+        found["checkpoints"] = home
+    told = next((p for p in (place / TOLD, home / RUN / TOLD) if p.is_file()), None)
+    if told is not None:
+        first = home / RUN / "step-00000000.safetensors"
+        initial = Folder.open(first).tensors() if first.is_file() else None
+        found["recipe"] = Recipe(**read_json(told), initial=initial)
+    return found
 
 
 def look(monitor: Any, optimizer: Any, epoch: int, known: dict[str, Any]) -> dict[str, float]:

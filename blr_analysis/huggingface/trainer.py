@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -13,16 +14,30 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError, OptimizerError, StorageError
-from blr_analysis.huggingface.recording import FOLDER, SHARDED, Recorder, look
+from blr_analysis.files import drafted
+from blr_analysis.huggingface.recording import (
+    FOLDER,
+    RUN,
+    SHARDED,
+    TOLD,
+    Recorder,
+    look,
+    recipe_of,
+)
 from blr_analysis.huggingface.tokens import IGNORED
 from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.capture import unwrap
+from blr_analysis.ranks import is_sharded
+from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity import Monitor
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
 BY_OUTPUT = {f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")}
+SCHEDULES = {"constant": None, "constant_with_warmup": None, "cosine": "cosine"}
 SAVED = "blr_analysis.Monitor"
 """Its name among the states of callbacks in ``trainer_state.json``."""
 
@@ -69,6 +84,7 @@ class TrainerPrecision(TrainerCallback):
     ) -> None:
         self._recorder = Recorder(n_data, scaling, dtype, sha256)
         self._best: str | None = None
+        self._told: Recipe | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take down names, sizes and settings."""
@@ -98,10 +114,12 @@ class TrainerPrecision(TrainerCallback):
                 stacklevel=2,
             )
             return
-        self._recorder.try_to_write(folder / FOLDER, folder)
+        recipe = _recipe(args, state, state.global_step, **kwargs)
+        self._recorder.try_to_write(folder / FOLDER, folder, recipe)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note whether the weights are the best checkpoint's from here on."""
+        self._told = _recipe(args, state, state.global_step, **kwargs)
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._best = state.best_model_checkpoint
 
@@ -121,8 +139,90 @@ class TrainerPrecision(TrainerCallback):
                 f"the weights are those of {self._best!r} (load_best_model_at_end), the "
                 f"optimizer's state is later: copy {str(Path(self._best) / FOLDER)!r} instead."
             )
-        self._recorder.write(place / FOLDER, place)
+        self._recorder.write(place / FOLDER, place, self._told)
         return place / FOLDER
+
+
+class CheckpointsCallback(TrainerCallback):
+    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
+
+    They are written to ``run`` in the Trainer's output folder, where ``blr-analysis`` finds them,
+    unless ``save_strategy="no"``: the first weights, those of about 1/8, 1/4 and 1/2 of the steps
+    with the precision learned by then, and ``recipe.json``, which is in each ``checkpoint-*`` too.
+    :class:`IVONTrainer` has one. Of several processes the first keeps them; of divided weights none
+    are kept.
+
+        callback = CheckpointsCallback()
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        trainer.train()
+        task = blr.Task(model, data, checkpoints=callback.checkpoints, recipe=callback.recipe)
+
+    Args:
+        checkpoints: your own, for instance with ``structure="kron"``.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
+        self.checkpoints = self._given = checkpoints
+        self._told: Recipe | None = None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The training up to the weights that were kept; None of an optimizer without a name."""
+        recipe = copy.copy(self._told)
+        if recipe is not None and self.checkpoints is not None:
+            recipe.initial = self.checkpoints.first
+        return recipe
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first weights, or where a run is resumed."""
+        model, self._told, self.checkpoints = kwargs["model"], None, self._given
+        if not state.is_world_process_zero or any(map(is_sharded, model.parameters())):
+            return
+        if self.checkpoints is None:
+            folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
+            self.checkpoints = Checkpoints(
+                model, steps=state.max_steps, folder=folder, optimizer=unwrap(kwargs["optimizer"])
+            )
+        self.checkpoints.begin(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After each step of the optimizer."""
+        if self.checkpoints is not None:
+            self.checkpoints.step()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The recipe so far, into the checkpoint."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if self.checkpoints is not None and folder.is_dir():
+            self._tell(_recipe(args, state, state.global_step, **kwargs), folder)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The recipe, and no more checkpoints than are wanted."""
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        step = int(best.rpartition("-")[2]) if best else state.global_step
+        self._told = _recipe(args, state, step, **kwargs)
+        if self.checkpoints is not None:
+            self.checkpoints.settle()
+            if self.checkpoints.folder is not None:
+                self._tell(self._told, self.checkpoints.folder)
+
+    def _tell(self, recipe: Recipe | None, folder: Path) -> None:
+        if recipe is not None:
+            with drafted(folder / TOLD) as draft:
+                draft.write_text(json.dumps(recipe.record), encoding="utf-8")
+
+
+def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:
+    """The recipe of a Trainer's training up to a step."""
+    data: Any = getattr(known["train_dataloader"], "dataset", None)
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    return recipe_of(
+        known["optimizer"],
+        epochs=state.epoch * step / max(1, state.global_step),
+        batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        schedule=SCHEDULES.get(schedule, "linear"),
+        n_data=len(data) if hasattr(data, "__len__") else None,
+    )
 
 
 class MonitorCallback(TrainerCallback):
@@ -222,6 +322,7 @@ class IVONTrainer(VariationalTrainer, Trainer):
         trainer = IVONTrainer(model, TrainingArguments(out, learning_rate=0.1), train_dataset=data)
         trainer.train()
         posterior = trainer.posterior()
+        task = blr.Task(model, data, checkpoints=trainer.checkpoints, recipe=trainer.recipe)
 
     Raises:
         InputError: when training begins, of data without a length.
@@ -229,6 +330,24 @@ class IVONTrainer(VariationalTrainer, Trainer):
 
     _best: str | None = None
     _counted: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = self.callback_handler.callbacks
+        own = next((c for c in given if isinstance(c, CheckpointsCallback)), None)
+        self.kept = own or CheckpointsCallback()
+        if own is None:
+            self.add_callback(self.kept)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Those of the training, for :class:`blr_analysis.Task`."""
+        return self.kept.checkpoints
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """That of the training up to the weights that were kept, for :class:`blr_analysis.Task`."""
+        return self.kept.recipe
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; the best checkpoint is remembered where its weights are taken."""
@@ -304,8 +423,8 @@ class IVONTrainer(VariationalTrainer, Trainer):
         return "multi_label_classification" if several else "single_label_classification"
 
     def posterior(self) -> Posterior:
-        """The diagonal posterior that training has learned; after ``load_best_model_at_end`` that
-        of the best checkpoint.
+        """The diagonal posterior that training has learned, with the earlier ones and its recipe;
+        after ``load_best_model_at_end`` that of the best checkpoint.
 
         Raises:
             StorageError: that checkpoint has no optimizer's state any more.
@@ -320,5 +439,11 @@ class IVONTrainer(VariationalTrainer, Trainer):
         if terms is not None and size is not None and math.isclose(size, terms, rel_tol=1e-6):
             by = {"n_data": len(self.train_dataset), "tokens": terms}  # type: ignore[arg-type]
         if self._best is not None:
-            return Posterior.from_checkpoint(self._best, model, **by)
-        return Posterior.from_optimizer(own, model, **by)
+            q = Posterior.from_checkpoint(self._best, model, **by)
+        else:
+            q = Posterior.from_optimizer(own, model, **by)
+        if self.checkpoints is not None:
+            q = self.checkpoints.before(q, lambda: Posterior.from_optimizer(own, model, **by))
+        if self.recipe is not None:
+            q.record["recipe"] = self.recipe.record
+        return q

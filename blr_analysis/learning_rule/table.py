@@ -252,7 +252,7 @@ class Table1(Tabular):
 
 
 def table1() -> Any:
-    """Table 1 as a DataFrame, one row per algorithm; printing it shows its first five columns.
+    """Table 1 as a DataFrame, one row per algorithm.
 
     Columns: algorithm, family, loss (where it is looked at), hessian, departures, approximations,
     section, analysable, through (what hands the posterior over), runs

@@ -47,7 +47,7 @@ class Stationarity(Tabular):
     @property
     def near(self) -> bool:
         """Whether groups of at most half the data are."""
-        return self.least_group <= self.n_data / 2
+        return self.at_minimum or self.least_group <= self.n_data / 2
 
     @property
     def caveat(self) -> str:

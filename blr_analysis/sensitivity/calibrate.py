@@ -187,7 +187,7 @@ def _solved(task: Task, q: Posterior, chosen: Tensor) -> Tensor:
         _, y = task.run(task.fetch(index.reshape(1)), q.mean, index.reshape(1))
         kind = task.likelihood.at(index.reshape(1)) if task.likelihood.is_sequence else scored
         losses.append(kind.nll(f.double(), widest(y)))
-    return torch.cat(losses).masked_fill(alone.indefinite, torch.nan)
+    return torch.cat(losses).masked_fill(alone.lost, torch.nan)
 
 
 def _probe(task: Task, q: Posterior, count: int, seed: int) -> tuple[Tensor, Tensor]:

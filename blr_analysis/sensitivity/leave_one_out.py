@@ -166,16 +166,16 @@ def leave_one_out(
         raise InputError("refine= takes one posterior, and no sequences; use refine=0")
     if task.likelihood.is_sequence:
         return sequence_leave_one_out(several, correction)
-    found = [_moved(at, p, correction) for at, p in several]
-    before, targets, _, levers, used, unfamiliarity = found[-1]
+    found = [left_out(at, p, correction) for at, p in several]
+    before, targets, _, levers, used, unfamiliarity, _ = found[-1]
     likelihood = task.likelihood
     after = likelihood.moved(before, torch.stack([move for _, _, move, *_ in found]).mean(0))
     if refine:
         change = (likelihood.nll(after, targets) - likelihood.nll(before, targets)).abs()
         rows = change.argsort(descending=True, stable=True)[:refine].sort().values
         alone = descended_removals(where, q, rows, passes=PASSES)
-        done = rows[~alone.indefinite]
-        after[done] = torch.cat(alone.outputs)[~alone.indefinite]
+        done = rows[~alone.lost]
+        after[done] = torch.cat(alone.outputs)[~alone.lost]
         used[done] = WORDS.index("descent")
         if len(done) < refine:
             said = "the model is too far from its minimum to leave them out by a descent"
@@ -201,19 +201,24 @@ def leave_one_out(
     )
 
 
-def _moved(task: Task, q: Posterior, correction: str) -> list[Tensor]:
-    """f_i, y_i, f_i^{\\i} − f_i, leverages and places in WORDS of all examples, on the CPU."""
-    word, own, errors = taken(q, correction), shared(task, q.mean), mean_errors(task, q)
+def left_out(
+    task: Task, q: Posterior, correction: str, indices: Tensor | None = None
+) -> list[Tensor]:
+    """f_i, y_i, f_i^{\\i} − f_i, leverages, places in WORDS, tr Λ_i V_i and ē_iᵀ τV_i ē_i of all
+    examples or of these, on the CPU."""
+    own = shared(task, q.mean) if indices is None else indices
+    word, errors = taken(q, correction), mean_errors(task, q)
     parts: list[tuple[Tensor, ...]] = []
     for chunk in chunks(task, q.mean, by_parts=True, indices=own, label="leave one out"):
         error = errors(task, chunk)
         for rows, v in prediction_variances(q, chunk):
             likelihood = task.likelihood.at(chunk.indices[rows])
-            f, y, v = chunk.outputs[rows], chunk.targets[rows], v.mul_(q.temperature)
-            found = left_out_by(word, f, y, error[rows], v, likelihood, bound_of(q))
-            taken_up = (likelihood.hessian(f, y) * v).sum((1, 2)) / q.temperature
-            parts.append(tuple(t.cpu() for t in (f, y, *found, taken_up)))
-    joined = (torch.cat(part) for part in zip(*parts, strict=True))
-    if len(own) == task.n_data:
-        return list(joined)
+            f, y, e = chunk.outputs[rows], chunk.targets[rows], error[rows]
+            taken_up = (likelihood.hessian(f, y) * v).sum((1, 2))
+            found = left_out_by(word, f, y, e, v.mul_(q.temperature), likelihood, bound_of(q))
+            influence = torch.einsum("nc,ncd,nd->n", e, v, e)
+            parts.append(tuple(t.cpu() for t in (f, y, *found, taken_up, influence)))
+    joined = [torch.cat(part) for part in zip(*parts, strict=True)]
+    if indices is not None or len(own) == task.n_data:
+        return joined
     return [ranks.gathered(t, own, task.n_data) for t in joined]

@@ -3,7 +3,7 @@
 At chosen epochs the leave-one-out loss, an estimate of the loss on new data from the training
 data alone,
 
-    1/N Σ_i ℓ(y_i, f_i^{\\i}),    f_i^{\\i} ≈ f_i + V_i e_i
+    1/N Σ_i ℓ(y_i, f_i^{\\i}),    f_i^{\\i} ≈ f_i + τ V_i ē_i
 
 stands beside the training loss, and the examples that shape the model show themselves.
 """
@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -22,25 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, n_outputs
+from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.data import distinct_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import caveat_of
-from blr_analysis.sensitivity.corrections import (
-    bound_of,
-    left_out_by,
-    prediction_variance,
-    self_influence,
-    taken,
-)
-from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
+from blr_analysis.sensitivity.corrections import self_influence
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, left_out
+from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_test, fitted
 from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.task import Task
-from blr_analysis.views import Plottable, Tabular, make_table
+from blr_analysis.views import Plottable, make_table
 
 COLUMNS = (
     "epoch",
@@ -74,7 +68,6 @@ class Monitor(Plottable):
         keep: what to keep of every watched example at every epoch: any of "deviation",
             "self_influence", "leverage", "loss", "left_out_loss"; 4 bytes each.
         correction: as in :func:`blr_analysis.leave_one_out`.
-        chunk_size, memory_budget, progress: as in :func:`blr_analysis.sensitivity`.
 
     Attributes:
         rows: what was recorded, one mapping per epoch; NaN where there is nothing to say (no test
@@ -117,9 +110,6 @@ class Monitor(Plottable):
         keep: Sequence[str] = KEPT,
         correction: str = "auto",
         seed: int = 0,
-        chunk_size: int | None = None,
-        memory_budget: int | None = None,
-        progress: bool | None = None,
     ) -> None:
         instance("task", task, Task, "a blr_analysis.Task")
         self.task = task
@@ -131,9 +121,8 @@ class Monitor(Plottable):
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.rows: list[dict[str, float]] = []
         self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
-        self._caveat = ""
+        self._note = ""
         self._last = -1  # the last epoch that was passed in, recorded or not
-        self._chunking = Chunking(chunk_size, memory_budget, progress)
 
     def due(self, epoch: int) -> bool:
         """Whether :meth:`__call__` would record this epoch."""
@@ -180,14 +169,13 @@ class Monitor(Plottable):
         start = perf_counter()
         with _resting(self.task.model):
             q = self._posterior(posterior)
-            seen = observe(self.task, q, self.indices, self.correction, self._chunking)
-            tested = {"test_nll": math.nan, "test_accuracy": math.nan}
+            row, seen = observed(self.task, q, self.indices, self.correction)
+            row |= {"epoch": epoch, "test_nll": math.nan, "test_accuracy": math.nan}
             if self.test is not None:
-                show = self._chunking.progress
-                tested = evaluated(self.test, q.mean, progress=show)[0].row("test")
-        row = {"epoch": epoch, **seen.row, **tested, "seconds": perf_counter() - start}
+                row |= evaluated(self.test, q.mean, progress=False)[0].row("test")
+        row["seconds"] = perf_counter() - start
         for name in self.keep:
-            self._kept[name].append(getattr(seen, name).float())
+            self._kept[name].append(seen[name].float())
         self.rows.append({name: row[name] for name in COLUMNS})
         self._last = epoch
         return dict(self.rows[-1])
@@ -197,7 +185,7 @@ class Monitor(Plottable):
             warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
             made = source() if callable(source) else source
         q = fitted(self.task, made)
-        self._caveat = f"; {caveat}" if (caveat := caveat_of(made)) else ""
+        self._note = f"; {q.note}" if q.note else ""
         if odd := [name for name, m in q.mean.items() if not bool(torch.isfinite(m).all())]:
             raise PosteriorError(f"the mean of {odd[0]!r} holds NaN or inf; is training stable?")
         return q
@@ -213,7 +201,7 @@ class Monitor(Plottable):
         tested = "" if math.isnan(last["test_nll"]) else f", test NLL {last['test_nll']:.4f}"
         return (
             f"Monitor({watched}, {len(self)} epochs; epoch {self.epochs[-1]}: LOO NLL "
-            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all{self._caveat})"
+            f"{last['loo_nll']:.4f}{tested}; {self.seconds:.1f} s in all{self._note})"
         )
 
     @property
@@ -262,14 +250,6 @@ class Monitor(Plottable):
         """
         return make_table(self)
 
-    @property
-    def examples_table(self) -> Any:
-        """DataFrame, long: epoch, index, the measures that are kept, the task's metadata."""
-        chosen = self.indices.tolist()
-        metadata = {k: [v[i] for i in chosen] for k, v in self.task.metadata.items()}
-        kept = {name: self.history(name) for name in self.keep}
-        return Histories(self.epochs, self.indices, kept, metadata).table
-
     @torch.inference_mode(False)  # also where the caller switched it on
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
@@ -279,7 +259,7 @@ class Monitor(Plottable):
         return {
             "last_epoch": self._last,
             "n_data": self.task.n_data,
-            "caveat": self._caveat,
+            "note": self._note,
             "indices": self.indices.clone(),
             "rows": {
                 name: torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
@@ -297,122 +277,84 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            n_data, indices = int(state["n_data"]), state["indices"]
-            kept, last = dict(state["kept"]), int(state["last_epoch"])
             columns = {name: state["rows"][name].tolist() for name in COLUMNS}
             rows = [
-                dict(zip(columns, values, strict=True))
-                for values in zip(*columns.values(), strict=True)
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]
-            parts = {name: list(values.unbind()) for name, values in kept.items()}
-            shapes = {tuple(values.shape) for values in kept.values()}
-        except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
+            kept = {name: list(values) for name, values in state["kept"].items()}
+            indices, last, note = state["indices"], int(state["last_epoch"]), str(state["note"])
+            same = state["n_data"] == self.task.n_data and torch.equal(indices, self.indices)
+            shapes = {tuple(values.shape) for values in state["kept"].values()}
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
-        if n_data != self.task.n_data or not torch.equal(indices, self.indices):
-            raise InputError(
-                f"the state is of {len(indices)} of {n_data} examples, this Monitor of "
-                f"{len(self.indices)} of {self.task.n_data} (or others): use the same task"
-            )
+        if not same:
+            raise InputError("the state is of other data or examples: use the same task")
         if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
             raise InputError(f"the state keeps {sorted(kept)} of every example: give keep=")
-        for row in rows:
-            row["epoch"] = int(row["epoch"])
-        self.rows, self._kept, self._last = rows, parts, last
-        self._caveat = str(state.get("caveat", ""))
+        self.rows = [{**row, "epoch": int(row["epoch"])} for row in rows]
+        self._kept, self._last, self._note = kept, last, note
 
 
-@dataclass(frozen=True)
-class Histories(Tabular):
-    """Measures ``[E, n]`` of the watched examples by epoch, for a table."""
+def observed(
+    task: Task, q: Posterior, indices: Tensor, correction: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """What is said of an epoch, and the measures ``[n]`` of these examples, as the analyses find
+    them.
 
-    epochs: list[int]
-    indices: Tensor
-    kept: Mapping[str, Tensor]
-    metadata: Mapping[str, list[Any]]
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Measures ``[n]`` of the examples, on the CPU; as in :class:`Scores` and :class:`LeaveOneOut`.
-
-    Where there are too many outputs for V_i, deviation and leverage are NaN, and the left-out loss
-    is ℓ_i + g_iᵀ Σ g_i, to first order, without hits. So it is of sequences, whose losses are sums
-    over their tokens.
+    Where there are too many outputs for V_i, and of sequences, deviation and leverage are NaN, and
+    the left-out loss is ℓ_i + ē_iᵀ τV_i ē_i, to first order, without hits.
     """
-
-    before: Evaluation
-    left_out: Evaluation
-    deviation: Tensor
-    self_influence: Tensor
-    leverage: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        return self.before.losses
-
-    @property
-    def left_out_loss(self) -> Tensor:
-        return self.left_out.losses
-
-    @property
-    def row(self) -> dict[str, float]:
-        """What the monitor says of an epoch."""
-        return {
-            **self.before.row("train"),
-            **self.left_out.row("loo"),
-            "loo_nll": replace(self.left_out, correct=self.before.correct).nll,
-            "mean_deviation": float(self.deviation.double().mean()),
-            "mean_self_influence": float(self.self_influence.double().mean()),
-            "max_leverage": float(self.leverage.max()),
-        }
-
-
-def observe(
-    task: Task, q: Posterior, indices: Tensor, correction: str, chunking: Chunking
-) -> Observation:
-    """Watch these examples of the task at the posterior's mean."""
     if task.likelihood.is_sequence:
         scores = sequence_scores(task, q, indices=indices)
-        rise, unknown = scores.self_influence, torch.full_like(scores.losses, torch.nan)
-        before, left_out = Evaluation(scores.losses, None), Evaluation(scores.losses + rise, None)
-        return Observation(before, left_out, unknown, rise, unknown)
-    variance = (c := n_outputs(task, q.mean)) <= MOST_OUTPUTS
-    word = taken(q, correction)
-    columns = c if variance else 1
-    passes = chunks(task, q.mean, chunking, columns=columns, indices=indices, label="monitor")
-    parts = [_with_variance(task, q, chunk, word) if variance else _without(task, q, chunk)
-             for chunk in passes]  # fmt: skip
-    f, y, after, influence, levers = (torch.cat(p) for p in zip(*parts, strict=True))
+        before, influence = Evaluation(scores.losses, None), scores.self_influence
+    elif n_outputs(task, q.mean) > MOST_OUTPUTS:
+        before, influence = _first_order(task, q, indices)
+    else:
+        return _with_variance(task, q, indices, correction)
+    unknown = torch.full_like(influence, torch.nan)
+    after = Evaluation(before.losses + influence, None)
+    return _said(before, after, unknown, influence, unknown)
+
+
+def _with_variance(
+    task: Task, q: Posterior, indices: Tensor, correction: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    f, y, move, levers, _, _, influence = left_out(task, q, correction, indices)
     likelihood = task.likelihood.at(indices)
-    loss = likelihood.nll(f, y)
-    nothing = torch.full_like(loss, torch.nan)
-    return Observation(
-        before=Evaluation(loss, likelihood.correct(f, y)),
-        left_out=Evaluation(
-            likelihood.nll(after, y) if variance else loss + influence,
-            likelihood.correct(after, y) if variance else None,
-        ),
-        deviation=likelihood.distance(f, after) if variance else nothing,
-        self_influence=influence,
-        leverage=levers if variance else nothing,
-    )
-
-
-def _with_variance(task: Task, q: Posterior, chunk: Chunk, word: str) -> tuple[Tensor, ...]:
-    likelihood, f, y = chunk.likelihood, chunk.outputs, chunk.targets
-    e = likelihood.error(f, y)
-    v = prediction_variance(q, chunk)
-    influence = torch.einsum("bc,bcd,bd->b", e, v, e)
-    move, levers, _ = left_out_by(word, f, y, e, v, likelihood, bound_of(q))
     after = likelihood.moved(f, move)
-    return tuple(t.cpu() for t in (f, y, after, influence, levers))
+    each = [Evaluation(likelihood.nll(g, y), likelihood.correct(g, y)) for g in (f, after)]
+    return _said(*each, likelihood.distance(f, after), influence, levers)
 
 
-def _without(task: Task, q: Posterior, chunk: Chunk) -> tuple[Tensor, ...]:
-    e = chunk.likelihood.error(chunk.outputs, chunk.targets)
-    influence = self_influence(q, chunk, e, last=True)
-    f = chunk.outputs.cpu()
-    return f, chunk.targets.cpu(), f, influence.cpu(), influence.cpu()
+def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation, Tensor]:
+    errors, parts = mean_errors(task, q), []
+    for chunk in chunks(task, q.mean, columns=1, indices=indices, label="monitor"):
+        influence = q.temperature * self_influence(q, chunk, errors(task, chunk), last=True)
+        parts.append([t.cpu() for t in (chunk.outputs, chunk.targets, influence)])
+    f, y, influence = (torch.cat(part) for part in zip(*parts, strict=True))
+    likelihood = task.likelihood.at(indices)
+    return Evaluation(likelihood.nll(f, y), likelihood.correct(f, y)), influence
+
+
+def _said(
+    before: Evaluation, after: Evaluation, deviation: Tensor, influence: Tensor, leverage: Tensor
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    seen = {
+        "deviation": deviation,
+        "self_influence": influence,
+        "leverage": leverage,
+        "loss": before.losses,
+        "left_out_loss": after.losses,
+    }
+    row = {
+        **before.row("train"),
+        **after.row("loo"),
+        "loo_nll": replace(after, correct=before.correct).nll,  # of those that count
+        "mean_deviation": float(deviation.double().mean()),
+        "mean_self_influence": float(influence.double().mean()),
+        "max_leverage": float(leverage.max()),
+    }
+    return row, seen
 
 
 def _watched(examples: Any, task: Task, seed: int) -> Tensor:

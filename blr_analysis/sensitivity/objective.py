@@ -11,7 +11,7 @@ with S_G = Σ_{i∈G} J_iᵀ Λ_i J_i in the posterior's own structure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, StackDataset
 
-from blr_analysis.backprop.engine import Chunking, chunks, predict
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Curvature
 from blr_analysis.backprop.tree import add, norm
 from blr_analysis.data import Examples
-from blr_analysis.errors import BLRError, DataError, InputError, PosteriorError
+from blr_analysis.errors import DataError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior, made_of
 from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Structure, Tree
-from blr_analysis.sensitivity.curvature import Operator
 from blr_analysis.task import Task
 
 
@@ -58,13 +56,11 @@ class Objective:
     Attributes:
         parts: pairs of a task and the examples of it that count.
         prior: δ, and θ₀, its mean.
-        scales: of a sample, how many examples each one stands for, by part.
         places: of changed data, where its examples stood before, by part; added ones behind.
     """
 
     parts: tuple[tuple[Task, Tensor], ...]
     prior: Prior
-    scales: tuple[float, ...] = ()
     places: tuple[Tensor, ...] = ()
 
     @property
@@ -90,68 +86,6 @@ class Objective:
         """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)."""
         squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
         return 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
-
-    def value(self, params: Tree) -> float:
-        """F at these weights, by forward passes alone.
-
-        Raises:
-            ModelError, DataError: as :meth:`Task.run`.
-        """
-        value = self._penalty(params)
-        for (task, indices), weight in zip(self.parts, self.weights, strict=True):
-            with torch.no_grad(), task.evaluation():
-                for chosen in indices.split(task.batch_size):
-                    f, y = task.run(task.fetch(chosen), params, chosen)
-                    value += weight * float(task.likelihood.at(chosen).nll(f, y).double().sum())
-        return value
-
-    def one_class(self, params: Tree) -> bool:
-        """Whether all targets are the same class: forward passes until there is another."""
-        first = None
-        for task, indices in self.parts:
-            if not task.likelihood.is_classification:
-                return False
-            with torch.no_grad(), task.evaluation():
-                for chosen in indices.split(task.batch_size):
-                    _, y = task.run(task.fetch(chosen), params, chosen)
-                    first = y[:1] if first is None else first.to(y)
-                    if not torch.equal(y, first.expand_as(y)):
-                        return False
-        return True
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """How many examples each of a part stands for."""
-        return self.scales or (1.0,) * len(self.parts)
-
-    def sampled(self, most: int) -> Objective:
-        """With at most so many examples of each part, drawn at random, standing for the others;
-        for :meth:`value` alone."""
-        generator = torch.Generator().manual_seed(0)
-        parts, scales = [], []
-        for task, indices in self.parts:
-            order = torch.randperm(len(indices), generator=generator)[:most]
-            parts.append((task, indices[order]))
-            scales.append(len(indices) / len(order))
-        return Objective(tuple(parts), self.prior, tuple(scales))
-
-    def precision(
-        self, params: Tree, *, kind: str = "ggn", memory_budget: int | None = None
-    ) -> Operator:
-        """v ↦ S v at these weights, S = Σ J_iᵀ Λ_i J_i + diag(δ), or Σ ∇²ℓ_i + diag(δ)."""
-        curvatures = [
-            Curvature(task, params, indices=indices, kind=kind, memory_budget=memory_budget)
-            for task, indices in self.parts
-        ]
-
-        def times(v: Tree) -> Tree:
-            total = self.prior.times(v)
-            for curvature in curvatures:
-                product = curvature.product(v, progress=False)
-                total = {n: x + product[n] for n, x in total.items()}
-            return total
-
-        return times
 
 
 def whole(task: Task, prior: Prior) -> Objective:
@@ -203,7 +137,7 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
 
     return Task(
         task.model,
-        Examples(StackDataset(part.dataset, targets), collate),  # type: ignore[arg-type]
+        Examples(Labelled(part.dataset, targets), collate),  # type: ignore[arg-type]
         likelihood=part.likelihood,
         forward=forward,
         batch_size=task.chunk_size,
@@ -211,12 +145,22 @@ def with_labels(task: Task, labels: Mapping[int, Any]) -> Task:
     )
 
 
-class Relabelled(Dataset[Any]):
-    """Items (x, y), or dicts with "labels" or "label", each with another target inside.
+class Labelled(StackDataset[Any]):
+    """Items, and beside each another target.
 
-    >>> Relabelled([("x", 3)], torch.tensor([5]))[0]
+    >>> Labelled([("x", 3)], torch.tensor([5])).inside[0]
     ('x', 5)
     """
+
+    @property
+    def inside(self) -> Relabelled:
+        """The items with the new targets in the place of theirs, as a user's own training takes
+        them."""
+        return Relabelled(*self.datasets)
+
+
+class Relabelled(Dataset[Any]):
+    """Items (x, y), or dicts with "labels" or "label", each with another target inside."""
 
     def __init__(self, items: Any, targets: Tensor) -> None:
         self.items, self.targets = items, targets
@@ -226,11 +170,15 @@ class Relabelled(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         item, new = self.items[index], self.targets[index]
-        if isinstance(item, Mapping):
-            name = "labels" if "labels" in item else "label"
-            return {**item, name: _in_form_of(item[name], new)}
-        x, old = item
-        return x, _in_form_of(old, new)
+        try:
+            if isinstance(item, Mapping):
+                name = "labels" if "labels" in item else "label"
+                return {**item, name: _in_form_of(item[name], new)}
+            x, old = item
+            return x, _in_form_of(old, new)
+        except (KeyError, TypeError, ValueError) as error:
+            said = "no target in the items: relabel= takes (x, y) or a dict's 'labels'"
+            raise DataError(said) from error
 
 
 def _in_form_of(old: Any, new: Tensor) -> Any:
@@ -239,36 +187,6 @@ def _in_form_of(old: Any, new: Tensor) -> Any:
     if isinstance(old, np.ndarray | np.generic):
         return new.numpy().astype(old.dtype).reshape(old.shape)[()]
     return type(old)(new.tolist())
-
-
-def with_labels_inside(task: Task, labels: Mapping[int, Any]) -> Task:
-    """Some examples of a task, each item with another target inside, as a user's own training
-    takes it.
-
-    Raises:
-        DataError: a target out of range; items in which the task does not find the new targets.
-    """
-    outside, part = with_labels(task, labels), task.subset(list(labels))
-    items = Relabelled(part.dataset, outside.dataset.datasets[1])
-    inside = Task(
-        task.model,
-        replace(part.examples, dataset=items),
-        likelihood=part.likelihood,
-        forward=task.forward,
-        batch_size=task.chunk_size,
-        device=task.device,
-    )
-    unknown = DataError("no target in the items: relabel= takes (x, y) or a dict's 'labels'")
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in outside.batches():
-            wanted = outside.run(batch, {}, indices)
-            try:
-                given = inside.run(inside.fetch(indices), {}, indices)
-            except BLRError as error:
-                raise unknown from error
-            if not all(map(torch.allclose, given, wanted)):
-                raise unknown
-    return inside
 
 
 @dataclass(frozen=True)
@@ -280,44 +198,13 @@ class Share:
     count: int
 
 
-def share(task: Task, q: Posterior, indices: Tensor | None, chunking: Chunking) -> Share:
+def share(task: Task, q: Posterior, indices: Tensor | None = None) -> Share:
     """Σ_{i∈G} J_iᵀ e_i and S_G in the posterior's structure, at the posterior's mean."""
     curvature = q.form.zeros()
-    for chunk in chunks(task, q.mean, chunking, indices=indices, label="the group's share"):
+    for chunk in chunks(task.quiet, q.mean, indices=indices):
         curvature = curvature.add(chunk.terms(curvature_root(chunk)))
     count = task.n_data if indices is None else len(indices)
     return Share(loss_and_gradient(task, q.mean, indices)[0], curvature, count)
-
-
-def relabelled(task: Task, q: Posterior, labels: Mapping[int, Any], chunking: Chunking) -> Share:
-    """Old shares out, new ones in: the e_i change, and Λ_i where the loss makes it know the label.
-
-    Raises:
-        DataError: a new label that is no target of the likelihood.
-        InputError: the examples are sequences.
-    """
-    if task.likelihood.is_sequence:
-        raise InputError("relabel= takes one target per example; use remove= and add=")
-    chosen = torch.tensor(sorted(labels))
-    there = predict(task.subset(chosen), q.mean, progress=False)
-    f, y = (part.to(task.device) for part in there)
-    try:
-        new = torch.stack([as_target(labels[int(i)]) for i in chosen])
-        new = task.likelihood.prepare_targets(new.to(f.device), f)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"relabel must map indices to targets: {error}") from error
-    likelihood, curvature = task.likelihood.at(chosen), q.form.zeros()
-    change = likelihood.error(f, new) - likelihood.error(f, y)
-    roots = [(sign, likelihood.hessian_root(f, t)) for sign, t in ((-1, y), (1, new))]
-    if not torch.equal(roots[0][1], roots[1][1]):
-        for sign, root in roots:
-            part, start = q.form.zeros(), 0
-            for chunk in chunks(task, q.mean, chunking, indices=chosen):
-                stop = start + len(chunk.indices)
-                part = part.add(chunk.terms(root[start:stop].mT))
-                start = stop
-            curvature = curvature.plus(part, sign)
-    return Share(loss_and_gradient(task, q.mean, chosen, change)[0], curvature, 0)
 
 
 def as_target(value: Any) -> Tensor:
@@ -328,11 +215,9 @@ def as_target(value: Any) -> Tensor:
         raise DataError(f"{value!r} is no number; give that of its class") from error
 
 
-def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior, float]:
-    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1).
-
-    Returns:
-        The new posterior, and the fraction of its precision that had to be raised to the prior.
+def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
+    """λ ∓ Σ λ̃: the posterior with the shares taken out (−1) or put in (+1), its precision nowhere
+    below the prior's.
 
     Raises:
         PosteriorError: the new mean is not finite, the new precision not positive.
@@ -343,8 +228,8 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> tuple[Posterior,
         form = form.plus(part.curvature, sign)
         n_data += sign * part.count
         pull = add(pull, -sign, part.gradient)
-    form, floored = form.floored(q.prior)
+    form, _ = form.floored(q.prior)
     mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):
         raise PosteriorError("the step is not finite: raise prior_precision, or remove fewer")
-    return made_of(q, mean, form, n_data=n_data, kind="what_if"), floored
+    return made_of(q, mean, form, n_data=n_data, kind="what_if")

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.checks import one_of, positive_int, positive_number
+from blr_analysis.checks import one_of, positive_number
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import HIGH
-from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, leave_one_out
+from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
 from blr_analysis.sensitivity.scores import check_outputs, check_test
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
+ROUNDS = 50  # posteriors that the training to an optimum may fit
 SMALL = 4_096  # parameters: up to here "auto" takes the full structure
 Fit = Callable[[Task, float], "Posterior | tuple[nn.Module, Posterior]"]
 
@@ -87,9 +88,6 @@ def select_prior_precision(
     initial: Mapping[str, Tensor] | None = None,
     structure: str = "auto",
     test: Task | None = None,
-    correction: str = "auto",
-    tolerance: float | None = None,
-    max_steps: int = 100,
 ) -> PriorSelection:
     """The prior precision δ with the smallest leave-one-out loss, and its curve over the grid.
 
@@ -106,19 +104,15 @@ def select_prior_precision(
             hundred times the δ that :func:`blr_analysis.fit_laplace` finds at the present weights.
         fit: your own training: ``fit(task, delta)`` gets the task under a copy of the model, may
             train that in place, and returns its posterior (or the pair of another model and its
-            posterior). None: full-batch damped Newton steps from the model's present weights, then
+            posterior). None: full-batch quasi-Newton moves from the model's present weights, then
             from those of the next smaller δ, and :func:`blr_analysis.fit_laplace`. For a
             generalised linear model that is the exact optimum; a network comes to the one nearest
-            downhill.
+            downhill; the table says how near, ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖).
         initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
             None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
         structure: of the default fit's posterior: "diag", "kron", "lowrank", "full", or "auto":
             "full" up to 4,096 parameters, else "kron".
         test: further examples, for comparison; nothing is chosen by them.
-        correction: as in :func:`blr_analysis.leave_one_out`.
-        tolerance: of the default fit: ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖) to reach; None: 1e-8 in float64,
-            1e-4 in float32. The table says what was reached.
-        max_steps: of the default fit, per δ.
 
     Raises:
         InputError: a task of sequences, a grid that is empty or holds a δ that is not positive
@@ -146,7 +140,6 @@ def select_prior_precision(
         grid = [delta * 10 ** (k / 2) for k in range(-4, 5)]
     deltas = checked_grid(grid)
     one_of("structure", structure, ("auto", *STRUCTURES))
-    one_of("correction", correction, CORRECTIONS)
     if fit is not None and not callable(fit):
         raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
     if test is not None:
@@ -155,14 +148,14 @@ def select_prior_precision(
     if fit:
         trained = _own(fit, task)
     else:
-        trained = _default(task, mean, structure, tolerance, max_steps)
+        trained = _default(task, mean, structure)
     rows: list[dict[str, Any]] = []
     best: tuple[float, float, Posterior] | None = None
     for delta in track(deltas, total=len(deltas), label="prior precision", show=task.progress):
         start = time.perf_counter()
         try:
             under, q, said = trained(delta)
-            measured = _measured(under.quiet, q, test, correction)
+            measured = _measured(under.quiet, q, test)
         except BLRError as error:
             raise type(error)(f"with prior_precision {delta:g} of the grid: {error}") from error
         row = {"prior_precision": delta, **measured, "seconds": time.perf_counter() - start, **said}
@@ -177,20 +170,11 @@ def select_prior_precision(
 Trained = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]
 
 
-def _default(
-    task: Task,
-    initial: Mapping[str, Tensor] | None,
-    structure: str,
-    tolerance: float | None,
-    max_steps: int,
-) -> Trained:
-    """Damped Newton steps on one copy of the model, from one δ to the next."""
+def _default(task: Task, initial: Mapping[str, Tensor] | None, structure: str) -> Trained:
+    """Quasi-Newton moves on one copy of the model, from one δ to the next."""
     params = task.parameters()
     double = task.check_parameters(params) == torch.float64 if params else True
-    if tolerance is None:
-        tolerance = 1e-8 if double else 1e-4
-    positive_number("tolerance", tolerance)
-    positive_int("max_steps", max_steps)
+    tolerance = 1e-8 if double else 1e-4
     if structure == "auto":
         small = sum(p.numel() for p in params.values()) <= SMALL
         structure = "full" if small else "kron"
@@ -198,9 +182,9 @@ def _default(
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         prior = Prior({None: delta}, initial)
-        end = train(under, prior, structure=structure, tolerance=tolerance, max_steps=max_steps)
+        end = train(under, prior, structure=structure, tolerance=tolerance, rounds=ROUNDS)
         q = fit_laplace(under, structure=structure, prior_precision=prior)
-        residual = end.point.residual
+        residual = end.residual
         return under, q, {"residual": residual, "converged": residual <= tolerance}
 
     return trained
@@ -229,8 +213,8 @@ def _own(fit: Fit, task: Task) -> Trained:
     return trained
 
 
-def _measured(under: Task, q: Posterior, test: Task | None, correction: str) -> dict[str, float]:
-    loo = leave_one_out(under, q, correction=correction)
+def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
+    loo = leave_one_out(under, q)
     first = torch.tensor([word == "first_order" for word in loo.correction])
     mean = q.on(under).mean
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}

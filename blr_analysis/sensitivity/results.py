@@ -13,19 +13,23 @@ from blr_analysis.views import Plottable, Tabular
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerExample(Tabular):
-    """One row per example (or sequence), in the order of the dataset; tensors on the CPU.
+class Noted:
+    """A result whose ``note`` says in a line why not to trust it; "" where nothing speaks against
+    it. The line stands in its repr."""
 
-    ``note`` says in a line what to know of all of them, "" where nothing.
-    """
-
-    losses: Tensor
-    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
     note: str = ""
 
     @property
     def _noted(self) -> str:
         return f"; {self.note}" if self.note else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerExample(Noted, Tabular):
+    """One row per example (or sequence), in the order of the dataset; tensors on the CPU."""
+
+    losses: Tensor
+    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.losses)

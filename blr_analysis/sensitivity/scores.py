@@ -231,7 +231,8 @@ def all_fitted(task: Task, posterior: Any) -> list[tuple[Task, Posterior]]:
     found = []
     for k, q in enumerate(given):
         try:
-            where = task.holding(q.buffers) if isinstance(q, Posterior) else task
+            both = isinstance(q, Posterior) and isinstance(task, Task)
+            where = task.holding(q.buffers) if both else task
             own = len(given) == 1 and "rerun" not in getattr(q, "record", ())
             found.append((where, fitted(where, q, own_weights=own)))
         except (InputError, PosteriorError) as error:

@@ -53,7 +53,8 @@ class SequenceScores(PerToken, NetworkScores):
         table: one row per sequence: index, tokens, loss, loss_per_token, error, self_influence,
             variance and variance_error where they were asked for, and the task's metadata columns.
 
-    The T·C outputs of a sequence are not held; see :func:`blr_analysis.token_sensitivity` for
+    The T·C outputs of a sequence are not held; see
+    :func:`blr_analysis.sensitivity.token_sensitivity` for
     single tokens.
     """
 

@@ -9,7 +9,6 @@ data and its sites; here only what it answers is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import DataError, InputError
-from blr_analysis.sensitivity.results import LeftOut, PerExample
+from blr_analysis.errors import InputError
+from blr_analysis.sensitivity.results import LeftOut, Noted, PerExample
 from blr_analysis.views import Plottable
 
 
@@ -49,15 +48,9 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         losses: −log p(y_i | λ − λ̃_i), in nats, ``[N]``; larger is worse; NaN where nothing was
             observed.
         losses_before: −log p(y_i | λ), ``[N]``.
-        error: an estimate of the mean of how far ``losses`` are from fitting again, by steps of the
-            rule without each of a few examples, those of largest deviation among them (no bound);
-            0 for conjugate models, infinite where steps do not come to rest, None where that
-            takes more than a second.
         note: what to know of them, in a line.
         table: one row per example. ``plot()`` draws one against the other.
     """
-
-    error: float | None = None
 
     @property
     def nll(self) -> float:
@@ -65,9 +58,7 @@ class SiteLeaveOneOut(LeftOut, Plottable):
         return float(self.losses.double().nanmean())
 
     def __repr__(self) -> str:
-        return (
-            f"SiteLeaveOneOut(nll={self.nll:.4f}, {_plus(self.error)}, N={len(self)}{self._noted})"
-        )
+        return f"SiteLeaveOneOut(nll={self.nll:.4f}, N={len(self)}{self._noted})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +94,7 @@ class SiteScores(PerExample, Plottable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteWhatIf:
+class SiteWhatIf(Noted):
     """What :func:`blr_analysis.what_if` gives for a sum of sites.
 
     Attributes:
@@ -112,11 +103,10 @@ class SiteWhatIf:
         nll: the same on the changed data.
         losses: its terms, ``[M]``.
         error: an estimate of how far ``nll`` is from fitting again, by the size of the last step
-            and how fast steps shrink (no bound; with few ``steps=`` it misses what is slow to
+            and how fast steps shrink (no bound; with few ``passes=`` it misses what is slow to
             begin); 0 for conjugate models, infinite where steps do not shrink, None where the model
             has no step to repeat, and the subtraction is all there is.
         steps: how many were taken after the subtraction.
-        note: what to know of it, in a line.
     """
 
     q: Any
@@ -125,16 +115,11 @@ class SiteWhatIf:
     losses: Tensor
     error: float | None
     steps: int
-    note: str = ""
 
     def __repr__(self) -> str:
-        moved = f"nll {self.before:.4f} → {self.nll:.4f}, {_plus(self.error)}"
-        note = f"; {self.note}" if self.note else ""
-        return f"SiteWhatIf({moved}, steps={self.steps}{note})"
-
-
-def _plus(error: float | None) -> str:
-    return "error unknown" if error is None else f"± {error:.2g}"
+        error = "error unknown" if self.error is None else f"± {self.error:.2g}"
+        moved = f"nll {self.before:.4f} → {self.nll:.4f}, {error}"
+        return f"SiteWhatIf({moved}, steps={self.steps}{self._noted})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,20 +128,15 @@ class SiteInfluence:
 
     Attributes:
         matrix: the rise of −log p(y_j), in nats, when training example i is left out by one
-            subtraction, ``[N, M]``.
-        error: an estimate of how far it is from fitting again, ‖gap‖ / ‖what that gives‖, by
-            steps without each of a probe of training examples, those with the largest rows among
-            them, until they rest; 0 for conjugate models, infinite where they do not, None where
-            there is no step to repeat.
+            subtraction, ``[N, M]``. Exact for conjugate models; elsewhere ``what_if`` takes an
+            example out by steps of the rule.
     """
 
     matrix: Tensor
-    error: float | None
 
     def __repr__(self) -> str:
         shape = " × ".join(map(str, self.matrix.shape))
-        error = "unknown" if self.error is None else f"{self.error:.2g}"
-        return f"SiteInfluence({shape}, relative error {error}; see .matrix, .top(j))"
+        return f"SiteInfluence({shape}; see .matrix, .top(j))"
 
     def top(self, j: int, k: int = 10) -> Tensor:
         """The k training examples that help test example j most.
@@ -188,30 +168,8 @@ def sum_of_sites(task: Any, posterior: Any) -> SumOfSites | None:
 def site_leave_one_out(fitted: SumOfSites, **options: Any) -> SiteLeaveOneOut:
     """Leave-one-out of a sum of sites."""
     before, after = _log_predictives(fitted, options)
-    error, worst = _left_out_error(fitted, before - after, -after)
-    note = "; ".join(filter(None, [getattr(fitted, "note", ""), worst]))
-    return SiteLeaveOneOut(losses=-after, losses_before=-before, error=error, note=note)
-
-
-def _left_out_error(fitted: Any, deviation: Tensor, losses: Tensor) -> tuple[float | None, str]:
-    """The mean gap to fitting again without, of a few examples, and which of them is far off."""
-    if not hasattr(fitted, "refitted") or fitted.n_data < 2:
-        return None, ""
-    start, gaps, worst = monotonic(), 0.0, ""
-    sizes = deviation.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    try:
-        for i, weight, path in _probes(fitted, fitted.data, sizes, least=1, seconds=SOON):
-            if len(path) == 1 or monotonic() > start + SOON:
-                return None, worst
-            again = float(path[-1][i])
-            rest = abs(again - float(path[-2][i])) * _steps_left(path)
-            gap = abs(again - float(losses[i]))
-            gaps += 0.0 if math.isnan(gap) else weight * (gap + rest)
-            if gap > max(1.0, 0.5 * abs(again)) and not worst:
-                worst = f"example {i} is {again:.4g} nats when fitted again"
-    except DataError:
-        return math.inf, worst
-    return gaps / int(deviation.isfinite().sum()), worst
+    note = getattr(fitted, "note", "")
+    return SiteLeaveOneOut(losses=-after, losses_before=-before, note=note)
 
 
 def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
@@ -220,12 +178,10 @@ def site_sensitivity(fitted: SumOfSites, **options: Any) -> SiteScores:
     return SiteScores(losses=-before, deviation=before - after, note=getattr(fitted, "note", ""))
 
 
-SOON, LATER = 1.0, 3.0  # seconds for the error of a leave-one-out, of influence
-TOL, ROUGH = 1e-6, 1e-4  # nats per example still to go, of steps at rest; where the rest is added
+TOL = 1e-6  # nats per example still to go, of steps at rest
 STEPS, SECONDS, LIMIT = 10, 10.0, 2000  # at least so many, then so long, at most so many
 WINDOW = 3  # steps by which it is judged how fast they shrink
 CIRCLE = 1e-9  # by which the sizes of steps differ that go around for ever
-LARGEST, SPREAD = 4, 8  # training examples that are fitted again to see how far the others are
 
 
 def site_what_if(
@@ -242,7 +198,7 @@ def site_what_if(
         until = monotonic() + SECONDS
         q, path, taken = _refitted(fitted, data, gone, add=add, least=STEPS, until=until)
     else:
-        number = positive_int("steps", steps)
+        number = positive_int("passes", steps)
         q, path, taken = _refitted(fitted, data, gone, add=add, least=number, limit=number)
     before = float(-_seen(fitted.log_predictive(data), data).double().nanmean())
     means = [float(values.double().nanmean()) for values in path]
@@ -253,7 +209,7 @@ def site_what_if(
         left = _steps_left(path)
         error = math.inf if grows or math.isinf(left) else abs(changes[-1]) * left
         at_rest = not math.isinf(error) and (steps is not None or error < 1e-3)
-        note = "" if at_rest else f"not at rest after {taken} steps: give more steps=, or fit again"
+        note = "" if at_rest else f"not at rest after {taken} steps: give passes=, or fit again"
     return SiteWhatIf(
         q=q,
         before=before,
@@ -271,10 +227,9 @@ def _refitted(
     gone: Any,
     *,
     add: Any = None,
-    least: int = 1,
+    least: int,
     limit: int = LIMIT,
     until: float = math.inf,
-    tol: float = TOL,
 ) -> tuple[Any, list[Tensor], int]:
     """q after steps of the rule toward fitting again, the losses of the last of them, how many.
 
@@ -286,7 +241,7 @@ def _refitted(
         path = [*path[-WINDOW:], -_seen(fitted.predictive(q, data), data)]
         if not taken or least == limit:
             continue
-        sizes, enough = _sizes(path), tol * math.sqrt(path[-1].numel())
+        sizes, enough = _sizes(path), TOL * math.sqrt(path[-1].numel())
         rests = taken >= WINDOW and sizes[-1] * _steps_left(path) <= enough
         circles = taken >= WINDOW and max(sizes) - min(sizes) <= CIRCLE * min(sizes)
         late = taken >= least and monotonic() > until
@@ -324,39 +279,7 @@ def site_influence(fitted: Any, test: Any, options: dict[str, Any]) -> SiteInflu
         raise InputError("give the examples to predict, as the model takes them, third")
     before = fitted.log_predictive(test)
     rises = [before - fitted.predictive(fitted.without([i]), test) for i in range(fitted.n_data)]
-    matrix = torch.stack(rises).cpu()
-    gaps, sizes = [], []
-    ranks = matrix.double().nan_to_num().norm(dim=1)
-    try:
-        for i, weight, path in _probes(fitted, test, ranks, least=STEPS, seconds=LATER):
-            if len(path) == 1:
-                return SiteInfluence(matrix=matrix, error=None)
-            again = (before + path[-1]).cpu()
-            rest = _sizes(path)[-1] * _steps_left(path)
-            gaps.append(math.sqrt(weight) * (float((again - matrix[i]).norm()) + rest))
-            sizes.append(math.sqrt(weight) * float(again.norm()))
-    except DataError:  # what is left cannot be fitted
-        return SiteInfluence(matrix=matrix, error=math.inf)
-    return SiteInfluence(matrix=matrix, error=math.hypot(*gaps) / math.hypot(*sizes))
-
-
-def _probes(
-    fitted: Any, data: Any, sizes: Tensor, *, least: int, seconds: float
-) -> Iterator[tuple[int, float, list[Tensor]]]:
-    """Examples fitted again without: each with how many it stands for, and the last losses.
-
-    Those of the largest ``sizes`` stand for themselves, others, spread evenly, for the rest.
-    """
-    ranked = sizes.argsort(descending=True, stable=True)
-    rest = ranked[LARGEST:].sort().values
-    spread = rest[torch.linspace(0, len(rest) - 1, min(SPREAD, len(rest))).long()]
-    weight = len(rest) / max(len(spread), 1)
-    chosen = [(i, 1.0) for i in ranked[:LARGEST].tolist()]
-    chosen += [(i, weight) for i in spread.tolist()]
-    until = monotonic() + seconds
-    for i, stands_for in chosen:
-        path = _refitted(fitted, data, [i], least=least, until=until, tol=ROUGH)[1]
-        yield i, stands_for, path
+    return SiteInfluence(matrix=torch.stack(rises).cpu())
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ mean 1/m (Rényi, 1953; Levina & Bickel, 2004), so that m cancels in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,15 +34,16 @@ from blr_analysis.backprop.engine import chunks, predict
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods import Bernoulli, Categorical, Likelihood
+from blr_analysis.likelihoods import Bernoulli, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
+from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.sensitivity.run import mean_losses
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.sequences import drawn_errors, trace
 from blr_analysis.task import Task
-from blr_analysis.views import Plottable, Tabular
+from blr_analysis.views import Plottable
 
 KINDS = ("label", "unfamiliar", "duplicate")
 NONE = "none"
@@ -57,8 +58,8 @@ CHANCE = 0.01  # of a false twin anywhere in the data, where nearness is chance
 BLOCK = 2**23  # numbers of the matrix of pairs that are held at a time
 
 
-@dataclass(frozen=True)
-class Suspicions(Tabular, Plottable):
+@dataclass(frozen=True, kw_only=True)
+class Suspicions(PerExample, Plottable):
     """What :func:`suspicious` gives; tensors on the CPU, in the order of the dataset.
 
     Of every score, larger is more suspicious.
@@ -75,14 +76,13 @@ class Suspicions(Tabular, Plottable):
         closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
             copy. None where twins were not asked for.
         twin: index of the nearest other example, ``[N]``, or None.
-        kind: "label" (the run or the left-out prediction contradicts it), "unfamiliar",
+        kind: "label" (most of the run, or the left-out prediction, contradicts it), "unfamiliar",
             "duplicate" or "none": the fault that is suspected.
         order: indices: wrong labels by their loss, then strangers, duplicates, and the rest.
         targets, predictions: None of sequences.
         table: one row per example, the most suspicious first.
     """
 
-    losses: Tensor
     left_out: Tensor
     proposed: Tensor | None
     unfamiliarity: Tensor
@@ -93,16 +93,10 @@ class Suspicions(Tabular, Plottable):
     targets: Tensor | None
     predictions: Tensor | None
     likelihood: Likelihood
-    note: str = ""
-    metadata: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.losses)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self.kind.count(kind)} {kind}" for kind in KINDS)
-        note = f"; {self.note}" if self.note else ""
-        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot(){note})"
+        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot(){self._noted})"
 
     def score(self, kind: str) -> Tensor:
         """The score behind a kind of fault, ``[N]``.
@@ -187,36 +181,39 @@ def suspicious(
     if task.likelihood.is_sequence:
         losses, left_out = losses / loo.tokens, loo.losses / loo.tokens
         proposed = targets = predictions = None
-        contradicted = _first(losses, share)
-        unfamiliarity = _unfamiliar_sequences(where, q)
+        contradicted, unfamiliarity = _first(losses, share), _unfamiliar_sequences(where, q)
     else:
         targets, predictions, left_out = loo.targets, loo.predictions_before, loo.losses
-        gains = relabelling(task.likelihood.plain, loo.logits, targets)
-        gain, proposed = _best_label(task.likelihood.plain, gains, targets)
-        contradicted = _first(losses, share)
+        _, proposed = best_label(task.likelihood.plain, loo.logits, targets)
+        contradicted, unfamiliarity = _first(losses, share), loo.unfamiliarity
         if task.likelihood.is_classification:
-            contradicted = gain > 0
-            for p in q.earlier:
-                f, _ = predict(task.holding(p.buffers), p.mean, progress=False)
-                own = relabelling(task.likelihood.plain, f, targets)
-                contradicted |= own.amax(-1) > 0
-        unfamiliarity = loo.unfamiliarity
+            contradicted = _contradicted(task, q, loo.logits, targets)
     kind, order = judged(losses, contradicted, unfamiliarity, distinct, share)
     return Suspicions(
         losses=losses,
         left_out=left_out,
         proposed=proposed,
+        targets=targets,
+        predictions=predictions,
         unfamiliarity=unfamiliarity,
         closeness=closeness,
         twin=twin,
         kind=kind,
         order=order,
-        targets=targets,
-        predictions=predictions,
         likelihood=task.likelihood,
         metadata=task.metadata,
         note=q.note,
     )
+
+
+def _contradicted(task: Task, q: Posterior, left_out: Tensor, targets: Tensor) -> Tensor:
+    """Where the left-out prediction, or those of most of the run, have another label."""
+    plain, votes = task.likelihood.plain, []
+    for p in q.run:
+        f, _ = predict(task.holding(p.buffers), p.mean, progress=False)
+        votes.append(best_label(plain, f, targets)[0] > 0)
+    most = torch.stack(votes).double().mean(0) > 0.5
+    return most | (best_label(plain, left_out, targets)[0] > 0)
 
 
 def _first(score: Tensor, share: float) -> Tensor:
@@ -234,29 +231,26 @@ def _unfamiliar_sequences(task: Task, q: Posterior) -> Tensor:
 
 def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
     """ℓ(y) − ℓ(c) for every other label c, ``[N, C]``: −inf at y itself, 0 of examples that do
-    not count; ``[N, 1]`` regression.
-
-    Bernoulli: of every output, what flipping it would gain.
-    """
-    if isinstance(likelihood.kind, Categorical):
-        ignored = likelihood.kind.correct(outputs, targets).isnan()[:, None]
-        targets = targets[:, None] if targets.ndim == 1 else targets.argmax(-1, keepdim=True)
-        own = targets.masked_fill(ignored, 0)
-        gains = (outputs - outputs.gather(1, own)).scatter(1, own, -torch.inf)
-        return gains.masked_fill(ignored, 0.0)
+    not count; of Bernoulli what flipping each output would gain."""
     if isinstance(likelihood.kind, Bernoulli):
         return outputs * (1 - 2 * targets)
-    return likelihood.nll(outputs, targets)[:, None]
+    ignored = likelihood.correct(outputs, targets).isnan()[:, None]  # type: ignore[union-attr]
+    targets = targets[:, None] if targets.ndim == 1 else targets.argmax(-1, keepdim=True)
+    own = targets.masked_fill(ignored, 0)
+    gains = (outputs - outputs.gather(1, own)).scatter(1, own, -torch.inf)
+    return gains.masked_fill(ignored, 0.0)
 
 
-def _best_label(likelihood: Likelihood, gains: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What the best other label gains, and which that is."""
+def best_label(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the best other label gains, ``[N]``, and which that is, as the targets; None where there
+    are no labels."""
+    if not likelihood.is_classification:
+        return torch.zeros(len(outputs)), None
+    gains = relabelling(likelihood, outputs, y)
     gain = gains.amax(-1)
     if isinstance(likelihood.kind, Bernoulli):
         least = -torch.inf if gains.shape[1] == 1 else 0.0  # a single label has one other
         return gain, torch.where(gains > least, 1 - y, y)
-    if not isinstance(likelihood.kind, Categorical):
-        return gain, None
     proposed, ignored = gains.argmax(-1), (gains == 0).all(-1)
     return gain, proposed if y.ndim == 2 else torch.where(ignored, y, proposed)
 

@@ -143,7 +143,7 @@ def token_influence(
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget, part = Budget.of(None, q, 1), PART if stands_alone(task, q) else 1.0
+    budget, part = Budget.of(task, q, 1), PART if stands_alone(task, q) else 1.0
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
         held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.engine import Chunking
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import scaled
 from blr_analysis.checks import instance, one_of, positive_int, some
@@ -35,16 +34,16 @@ from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.ranks import divided, held_as
 from blr_analysis.recipe import Recipe
-from blr_analysis.sensitivity.minimise import Descent, descend
+from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import (
     Objective,
     Share,
     changed,
-    relabelled,
     share,
     step,
-    with_labels_inside,
+    with_labels,
 )
+from blr_analysis.sensitivity.results import Noted
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.sensitivity.sites import site_what_if, sum_of_sites
@@ -62,7 +61,7 @@ UNKNOWN = "the recipe of the training is not known, a default one was taken: rou
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf(Plottable):
+class WhatIf(Noted, Plottable):
     """What :func:`what_if` found.
 
     Attributes:
@@ -74,7 +73,6 @@ class WhatIf(Plottable):
         applied_nll: the loss of that model on ``evaluate``.
         passes: over the data, in forward-and-backward passes.
         converged: of "cg", whether nothing was left to gain.
-        note: why not to trust the answer, in one line; "" where nothing speaks against it.
         targets: of ``evaluate``.
         removed, added, relabelled: how many examples.
     """
@@ -88,7 +86,6 @@ class WhatIf(Plottable):
     applied_nll: float
     passes: float
     converged: bool
-    note: str
     targets: Tensor
     removed: int
     added: int
@@ -124,7 +121,6 @@ class WhatIf(Plottable):
             "solver": self.solver,
             "passes": self.passes,
             "converged": self.converged,
-            "error": None,
             "note": self.note,
         }
 
@@ -165,7 +161,7 @@ class WhatIf(Plottable):
         said += "; one step" if self.solver == "posterior" else f"; {self.solver}"
         if self.passes:
             said += f", {self.passes:.0f} passes"
-        return f"WhatIf({change}: {said}{f'; {self.note}' if self.note else ''})"
+        return f"WhatIf({change}: {said}{self._noted})"
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,8 @@ def what_if(
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step), "cg" (a descent), "replay" (short trainings), "retrain" (the
             whole recipe), or "auto": "posterior" for up to 1 % of the data, else "cg" for a model
-            at its minimum, else "replay". ``result.solver`` says which.
+            at its minimum, else "replay" ("retrain" of a recipe of ``train=``). ``result.solver``
+            says which.
         seeds: trainings of "replay" and "retrain"; one gives no interval.
         passes: of "cg" over the changed data (60); epochs of a "replay" (8, or the recipe's).
 
@@ -335,10 +332,12 @@ class _Solvers:
         if solver == "auto":
             few = change.count <= max(1, FEW * self.task.n_data)
             solver = "posterior" if few else "cg" if self.q.at_minimum else "replay"
+            if solver == "replay" and self.recipe.train is not None:  # which cannot be shortened
+                solver = "retrain"
         return getattr(self, f"_{solver}")(change)
 
     def _posterior(self, change: Change) -> WhatIf:
-        stepped = [step(q, _shares(task, q, change))[0] for task, q in self.several]
+        stepped = [step(q, _shares(task, q, change)) for task, q in self.several]
         states = [{**q.mean, **q.buffers} for q in stepped]
         changes = [
             self._measured(state).losses.double()
@@ -353,12 +352,12 @@ class _Solvers:
         task, q = self.home, self.q
         data = _changed(task, q, change)
         still = [(s, replace(p, gradient=scaled(q.mean, 0.0))) for s, p in _shares(task, q, change)]
-        around, _ = step(q, still)
+        around = step(q, still)
         passes = self.passes or DESCENT
-        descent = Descent(data, around.form, data.at(dict(q.mean)), task.memory_budget)
-        descend(descent, steps=None, passes=passes, tolerance=1.0)
-        after = self._measured({**descent.point.params, **q.buffers})
+        descent = Descent(data, around.form, data.at(dict(q.mean)))
+        descent.run(passes)
         state = {**descent.point.params, **q.buffers}
+        after = self._measured(state)
         note = self.q.note if self.q.at_minimum else "off the minimum: shows training that goes on"
         said = {"passes": descent.passes, "converged": descent.converged, "note": note}
         return self._result(change, "cg", after, state, after.nll, **said)
@@ -389,13 +388,9 @@ class _Solvers:
         return self._result(change, "replay", after, first, pairs[0][0].nll, **said)
 
     def _retrain(self, change: Change) -> WhatIf:
-        labels = change.labels or {}
-        gone = torch.cat([change.leaving, torch.tensor(list(labels), dtype=torch.long)])
-        parts = list(_changed(self.home, self.q, Change(gone, change.new)).parts)
-        if labels:
-            parts.append((with_labels_inside(self.home, labels), torch.arange(len(labels))))
-        places = torch.arange(n := sum(len(i) for _, i in parts)).split([len(i) for _, i in parts])
-        placed: list[Part] = [(*part, at) for part, at in zip(parts, places, strict=True)]
+        data = _changed(self.home, self.q, change)
+        places = torch.arange(n := data.n_data).split([len(i) for _, i in data.parts])
+        placed: list[Part] = [(*part, at) for part, at in zip(data.parts, places, strict=True)]
         states = [
             trained(self.home, placed, self.recipe, seed, n=n, label="what if: retraining")
             for seed in range(self.seeds)
@@ -474,13 +469,12 @@ def _interval(middle: float, each: Sequence[float]) -> tuple[float, float] | Non
 
 def _shares(task: Task, q: Posterior, change: Change) -> list[tuple[int, Share]]:
     """What leaves the posterior (−1) and what joins it (+1)."""
-    quiet, shares = Chunking(task.chunk_size, task.memory_budget, False), []
-    if len(change.leaving):
-        shares.append((-1, share(task, q, change.leaving, quiet)))
+    gone = torch.cat([change.leaving, torch.tensor(list(change.labels or ()), dtype=torch.long)])
+    shares = [(-1, share(task, q, gone))] if len(gone) else []
     if change.new is not None:
-        shares.append((1, share(change.new.with_model(task), q, None, quiet)))
+        shares.append((1, share(change.new.with_model(task), q)))
     if change.labels:
-        shares.append((1, relabelled(task, q, change.labels, quiet)))
+        shares.append((1, share(with_labels(task, change.labels), q)))
     return shares
 
 
@@ -520,6 +514,8 @@ def _new_labels(relabel: Any, task: Task, leaving: Tensor) -> dict[int, Any]:
     except (AttributeError, TypeError, KeyError) as error:
         got = type(relabel).__name__
         raise InputError(f"relabel must be a dict from index to new target, got {got}") from error
+    if task.likelihood.is_sequence:
+        raise InputError("relabel= takes one target per example; use remove= and add=")
     indices = named if hasattr(named, "get_indexer") else list(named)  # an Index holds row labels
     chosen = []
     if labels:

@@ -10,7 +10,16 @@ from contracts import projected
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models import seeded
-from oracles import dense_ggn, dense_jacobian, flatten, outputs_of, relative, rows, unflatten
+from oracles import (
+    dense_ggn,
+    dense_jacobian,
+    fit_at_rest,
+    flatten,
+    outputs_of,
+    relative,
+    rows,
+    unflatten,
+)
 from parts import Case, Graph, graph, normal
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn
@@ -19,7 +28,7 @@ from zoo import CASES
 from blr_analysis import sensitivity
 from blr_analysis.backprop import plan, record, single
 from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
 STRUCTURES = ("diag", "kron", "full")
@@ -189,7 +198,7 @@ def test_nothing_is_kept_of_a_model_that_changed(change: str) -> None:
 def test_variances_and_curvature_sums(name: str, structure: str) -> None:
     """S = δ + Σ J'ΛJ in the structure; V = J Σ J'; e; g'Σg from one backward pass; leverage."""
     task, jacobian, ggn = example(name)
-    q = fit_laplace(task, structure=structure, prior_precision=0.7)
+    q = fit_at_rest(task, structure=structure, prior_precision=0.7)
     size = jacobian.shape[-1]
     unit = unflatten(torch.eye(size, dtype=jacobian.dtype), q.mean)
     dense = projected(q.form, ggn) + 0.7 * torch.eye(size, dtype=ggn.dtype)
@@ -231,7 +240,7 @@ def test_likelihoods(likelihood: str) -> None:
     task = Task(case.model, (case.inputs, targets), likelihood=likelihood)
     jacobian = dense_jacobian(task, task.parameters())
     ggn = dense_ggn(task, jacobian)
-    q = fit_laplace(task, structure="full", prior_precision=0.7)
+    q = fit_at_rest(task, structure="full", prior_precision=0.7)
     assert relative(q.form.matrix, ggn + 0.7 * torch.eye(len(ggn)).double()) < EXACT
     scores = sensitivity(task, q)
     sigma = torch.linalg.inv(q.form.matrix)
@@ -244,7 +253,7 @@ def test_likelihoods(likelihood: str) -> None:
 def test_float32(name: str) -> None:
     """The same plan in single precision, and numbers that agree to single precision."""
     task, _, _ = example(name)
-    q = fit_laplace(task, structure="diag", prior_precision=0.7)
+    q = fit_at_rest(task, structure="diag", prior_precision=0.7)
     double = sensitivity(task, q)
     with seeded(0):
         case = CASES[name]()
@@ -306,7 +315,7 @@ def test_the_whole_model_is_the_last_resort() -> None:
 def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, name: str) -> None:
     """Layers read without their rules, under factors that were fitted with them."""
     task, _, _ = example(name)
-    q = fit_laplace(task, structure="kron", prior_precision=0.7)
+    q = fit_at_rest(task, structure="kron", prior_precision=0.7)
     assert any(block.bias for block in q.form.blocks)
     variance = sensitivity(task, q).variance
     monkeypatch.setattr(plan, "rule_for", lambda module: None)

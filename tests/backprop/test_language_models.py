@@ -23,7 +23,6 @@ from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
 HALVES = (torch.bfloat16, torch.float16)
-QUIET: dict[str, Any] = {"progress": False}
 
 
 class RMS(nn.Module):
@@ -157,7 +156,7 @@ def language(dtype: torch.dtype, tied: bool = True) -> Task:
 
 
 def fitted(task: Task, structure: str) -> blr.Posterior:
-    how: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher", **QUIET}
+    how: dict[str, Any] = {"prior_precision": 1.0, "curvature": "empirical_fisher"}
     return blr.fit_laplace(task, structure=structure, **how)
 
 
@@ -178,10 +177,10 @@ def test_half_precision_is_single_precision_up_to_rounding(
     for name, m in q.mean.items():
         assert m.dtype == torch.float32
         assert relative(q.precision(name), exact.precision(name)) < 10 * eps
-    scores, truth = (blr.sensitivity(t, exact, **QUIET) for t in (half, single))
+    scores, truth = (blr.sensitivity(t, exact) for t in (half, single))
     assert relative(scores.losses, truth.losses) < 3 * eps
     assert relative(scores.self_influence, truth.self_influence) < 10 * eps
-    ours, theirs = (blr.influence(t, exact, t, **QUIET).matrix for t in (half, single))
+    ours, theirs = (blr.influence(t, exact, t).matrix for t in (half, single))
     assert ours.dtype == torch.float32
     assert relative(ours, theirs) < 10 * eps
     assert {p.dtype for p in half.model.parameters()} == {dtype}
@@ -199,9 +198,9 @@ def test_the_mean_of_a_half_precision_model_is_held_in_it(tmp_path: Path) -> Non
         assert all(m is held[n] for n, m in narrow(same.mean).items())
     assert q.to("cpu", torch.float64).mean["words.weight"].dtype == torch.float64
     for analysis in (blr.sensitivity, blr.leave_one_out):
-        ours, theirs = (analysis(task, p, **QUIET).losses for p in (q, wide))
+        ours, theirs = (analysis(task, p).losses for p in (q, wide))
         assert torch.equal(ours, theirs)
-    ours, theirs = (blr.influence(task, p, task, **QUIET).matrix for p in (q, wide))
+    ours, theirs = (blr.influence(task, p, task).matrix for p in (q, wide))
     assert torch.equal(ours, theirs)
     for name, p in {"ours": q, "theirs": wide}.items():
         p.save(tmp_path / f"{name}.safetensors")
@@ -260,9 +259,7 @@ def test_autocast_inside_of_the_forward_pass() -> None:
     ids = sequences(10)
     task = task_of(Cast(tiny_lm(tied=True).float()), ids)
     single = task_of(Cast(tiny_lm(tied=True).float()).inner, ids)
-    ours, theirs = (
-        blr.sensitivity(t, fitted(t, "diag"), **QUIET).self_influence for t in (task, single)
-    )
+    ours, theirs = (blr.sensitivity(t, fitted(t, "diag")).self_influence for t in (task, single))
     assert relative(ours, theirs) < 10 * torch.finfo(torch.bfloat16).eps
 
 
@@ -323,9 +320,9 @@ def test_frozen_weights_of_few_bits_under_an_adapter() -> None:
     task = task_of(model, sequences(8))
     assert set(task.parameters()) == {"mix.down.weight", "mix.up.weight"}
     wide = task_of(model.float(), sequences(8))
-    truth = blr.sensitivity(wide, fitted(wide, "kron"), **QUIET).self_influence
+    truth = blr.sensitivity(wide, fitted(wide, "kron")).self_influence
     model.to(torch.bfloat16).mix.down.float()
     model.mix.up.float()
     task = task_of(model, sequences(8))
-    ours = blr.sensitivity(task, fitted(task, "kron"), **QUIET).self_influence
+    ours = blr.sensitivity(task, fitted(task, "kron")).self_influence
     assert relative(ours, truth) < 10 * torch.finfo(torch.bfloat16).eps

@@ -34,7 +34,7 @@ def _attention(m: Graph, ids: Tensor) -> Tensor:
     return m.out(mixed.transpose(1, 2).flatten(2).mean(1))
 
 
-def build(name: str, n: int) -> Task:
+def build(name: str, n: int, **options: int) -> Task:
     """Single precision models with the kinds of cost that a chunk can have."""
     generator = torch.Generator().manual_seed(0)
     with seeded(0):
@@ -58,7 +58,7 @@ def build(name: str, n: int) -> Task:
             layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
             model = nn.Sequential(layer, nn.Flatten(), nn.Linear(16 * 16, 8))
             x = torch.randn(n, 16, 16, generator=generator)
-    return Task(randomised(model).float(), (x, torch.arange(n) % 8))
+    return Task(randomised(model).float(), (x, torch.arange(n) % 8), **options)
 
 
 def posterior_for(task: Task, structure: str) -> Posterior:
@@ -79,19 +79,19 @@ def allowance(task: Task, variance: bool) -> int:
 )
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "attention", "layer_without_a_rule"])
 def test_peak_is_within_the_budget(name: str, structure: str, variance: bool) -> None:
-    task = build(name, 192 if name in ("mlp", "convolutions") else 48)
-    q = posterior_for(task, structure)
-    plan_for(task, q.mean)
     budget = 2 * MB
+    task = build(name, 192 if name in ("mlp", "convolutions") else 48, memory_budget=budget)
+    q = posterior_for(task, structure)
+    sensitivity(task, q)  # what is met for the first time is also recognised
     peak = peak_bytes(lambda: sensitivity(task, q, variance=variance))
     assert peak <= budget + allowance(task, variance)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 def test_fit_is_within_the_budget(structure: str) -> None:
-    task = build("convolutions", 96)
-    plan_for(task, task.parameters())
     budget = 2 * MB
+    task = build("convolutions", 96, memory_budget=budget)
+    plan_for(task, task.parameters())
     peak = peak_bytes(lambda: fit_laplace(task, structure=structure, prior_precision=1.0))
     assert peak <= budget + allowance(task, False)
 
@@ -118,7 +118,7 @@ def test_the_plans_check_holds_little_more_than_a_training_pass(dtype: torch.dty
 
 def test_the_budget_is_used() -> None:
     """A larger budget gives larger chunks, not the same ones."""
-    task = build("convolutions", 400)
+    task = build("convolutions", 400, memory_budget=16 * MB)
     plan = plan_for(task, task.parameters())
     small, large = (plan.chunk_size(8, budget, 4, 10**6) for budget in (4 * MB, 16 * MB))
     assert 3 <= small < large
@@ -131,12 +131,10 @@ def test_the_budget_is_used() -> None:
 def test_peak_is_flat_in_the_number_of_examples() -> None:
     peaks = []
     for n in (100, 800):
-        task = build("mlp", n)
+        task = build("mlp", n, memory_budget=2 * MB)
         q = posterior_for(task, "diag")
-        call = lambda task=task, q=q: sensitivity(  # noqa: E731
-            task, q
-        )
-        peaks.append(peak_bytes(call) - allowance(task, True))
+        peak = peak_bytes(lambda task=task, q=q: sensitivity(task, q))
+        peaks.append(peak - allowance(task, True))
     assert peaks[1] < peaks[0] + MB // 4
 
 
@@ -155,24 +153,22 @@ def sizes_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> lis
     return seen
 
 
-@pytest.mark.parametrize(("chunk_size", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (99, [10])])
-def test_chunk_size_is_kept(monkeypatch, chunk_size: int, sizes: list[int]) -> None:
-    task = build("mlp", 10)
-    q = posterior_for(task.subset([*range(10), *range(6)]), "diag")
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"batch_size": 1}, [1] * 10),
+        ({"batch_size": 4}, [4, 4, 2]),
+        ({"batch_size": 99}, [10]),
+        ({"batch_size": 4, "memory_budget": 1}, [4, 4, 2]),
+        ({"memory_budget": 1}, [1] * 10),  # a tiny budget still takes one example
+    ],
+)
+def test_batch_sizes_and_budgets_are_kept(monkeypatch, options, sizes: list[int]) -> None:
+    task = build("mlp", 10, **options)
+    q = posterior_for(build("mlp", 16), "diag")
     q = Posterior(q.mean, q.form, prior_precision=1.0, n_data=10)
-    call = lambda: sensitivity(task, q)  # noqa: E731
-    assert sizes_of(monkeypatch, call) == sizes
-    both = lambda: sensitivity(  # noqa: E731
-        task, q
-    )
-    assert sizes_of(monkeypatch, both) == sizes, "chunk_size overrides the budget"
-
-
-def test_a_tiny_budget_still_takes_one_example(monkeypatch) -> None:
-    task = build("mlp", 16)
-    q = posterior_for(task, "diag")
-    call = lambda: sensitivity(task, q)  # noqa: E731
-    assert sizes_of(monkeypatch, call) == [1] * 16
+    sensitivity(task, q)  # what is met for the first time is also recognised
+    assert sizes_of(monkeypatch, lambda: sensitivity(task, q)) == sizes
 
 
 # What is not asked about costs nothing.

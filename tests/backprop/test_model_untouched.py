@@ -305,7 +305,7 @@ def test_checkpointing_works_where_nothing_is_run_again() -> None:
         assert torch.equal(way(ours), way(plain))
 
 
-FIT: dict[str, Any] = dict(prior_precision=1.0, structure="diag", progress=False)
+FIT: dict[str, Any] = dict(prior_precision=1.0, structure="diag")
 
 
 def checkpointed_task(use_reentrant: bool) -> Task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -54,24 +53,11 @@ def test_two_runs_do_not_write_one_place(tmp_path: Path, mine: Any) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_runs_beside_one_another_do_not_disturb(tmp_path: Path) -> None:
-    """Places of other runs that go while they are looked at, that are made just now, and one that
-    is held for a moment only."""
-    (tmp_path / ".gone.unfinished").symlink_to("nowhere")
-    made = tmp_path / ".made.unfinished"
-    made.mkdir()
-    with another_run(held, tmp_path / "out") as run:
-        threading.Timer(0.1, run.kill).start()
-        with drafted(tmp_path / "out") as draft:
-            draft.write_text("mine")
-    assert (tmp_path / "out").read_text() == "mine"
-    assert made.is_dir()
-
-
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     with another_run(drafted, tmp_path / "out") as run:
         run.kill()
-    assert [p.name for p in tmp_path.iterdir()] == [".out.unfinished"]
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".out.unfinished" and [*left.iterdir()]
     storage.write(tmp_path / "out", {"w": torch.ones(1)}, {})
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -86,12 +72,6 @@ def test_a_run_that_holds_a_place_writes_to_it_by_either_name(tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
 
 
-def test_parents_made_for_nothing_are_removed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), drafted(tmp_path / "a" / "b" / "c"):
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_without_locks_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,26 +83,26 @@ def test_a_disk_without_locks_is_written_all_the_same(
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
 
-def test_what_a_killed_run_left_is_removed_and_named(tmp_path: Path) -> None:
-    """By any later run in that folder, whatever it writes; not while somebody holds it."""
-    left = tmp_path / ".old.unfinished"
-    (left / "tmpabc").mkdir(parents=True)
-    (left / "tmpabc" / "part").write_bytes(bytes(1000))
-    foreign = tmp_path / ".mine.unfinished"
-    foreign.mkdir()
-    (foreign / "thesis.txt").write_text("all of it")
-    with pytest.warns(UserWarning, match=r"old\.unfinished.*1,000"):
-        storage.write(tmp_path / "new.safetensors", {"w": torch.ones(1)}, {})
-    assert not left.exists()
-    assert foreign.exists()
-    with held(tmp_path / "other"):
-        storage.write(tmp_path / "two.safetensors", {"w": torch.ones(1)}, {})
-        assert (tmp_path / ".other.unfinished").exists()
-
-
 def test_a_disk_that_is_read_only_is_not_called_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placing.os, "access", lambda *_: False)
     with pytest.raises(StorageError, match="read-only"):
         placing.check_room(tmp_path / "out", 2**60)
+
+
+def test_a_place_that_its_last_holder_removes_is_not_ours(tmp_path: Path) -> None:
+    """Locked, but gone from the disk when the lock is had."""
+    place = tmp_path / ".out.unfinished"
+    place.mkdir()
+
+    def removed(lock: int, how: int) -> None:
+        place.rmdir()
+        place.mkdir()
+        (place / "theirs").mkdir()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fcntl.flock", removed)
+        with pytest.raises(StorageError, match="another run"), held(tmp_path / "out"):
+            pytest.fail("both write")
+    assert (place / "theirs").is_dir()

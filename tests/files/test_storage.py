@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,11 @@ import torch
 from commands import FORK
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blr_analysis.errors import InputError, StorageError
-from blr_analysis.files import placing, shards, storage
+from blr_analysis.files import Loaded, fingerprint, placing, shards, storage
 
 RECORD = {"kind": "ivon", "structure": "diag", "definition": "S", "n_data": 7, "groups": [[1, 2.5]]}
 BOTH = pytest.mark.parametrize("name", ["p.safetensors", "p"])
@@ -85,7 +87,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(
     tensors=tensors_of_any_kind(),
     record=st.dictionaries(st.text(max_size=8), json_values, max_size=4),
@@ -122,81 +124,29 @@ def test_a_folder_has_the_files_that_hugging_face_has(tmp_path: Path) -> None:
     for name, file in index["weight_map"].items():
         assert_same({name: load_file(tmp_path / "p" / file)[name]}, {name: tensors[name]})
     config = json.loads((tmp_path / "p" / "precision_config.json").read_text())
-    assert config == {**RECORD, "format": "blr_analysis.precision", "version": 1}
-
-
-def test_one_file_holds_the_record_in_its_header(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p.safetensors", some_tensors(), RECORD)
-    assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
-    with safe_open(tmp_path / "p.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["blr_analysis"])["n_data"] == 7
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [(1, [["a"], ["b"], ["c"]]), (16, [["a"], ["b", "c"]]), (1000, [["a", "b", "c"]])],
-)
-def test_shards_stay_below_the_limit_unless_one_tensor_is_larger(
-    limit: int, expected: list[list[str]]
-) -> None:
-    assert shards.split({"a": 20, "b": 8, "c": 8}, limit) == expected
+    checksum = {"checksum": fingerprint(Loaded("", tensors), progress=False)}
+    assert config == {**RECORD, "format": "blr_analysis.precision", "version": 1, **checksum}
 
 
 @BOTH
 def test_views_of_one_buffer_are_stored_each_at_its_own_size(tmp_path: Path, name: str) -> None:
-    buffer = torch.arange(1000.0)
+    buffer = torch.arange(1000.0, requires_grad=True)
     tensors = {"a": buffer[:3], "b": buffer[2:6], "same": buffer[:3]}
-    storage.write(tmp_path / name, tensors, {})
-    assert_same(storage.read(tmp_path / name)[0], tensors)
+    storage.write(tmp_path / "new" / name, tensors, {})  # in a folder that is made
+    found = storage.read(tmp_path / "new" / name)[0]
+    assert_same(found, tensors)
+    assert not any(t.requires_grad for t in found.values())
     files = [p for p in tmp_path.rglob("*.safetensors") if p.is_file()]
     assert sum(p.stat().st_size for p in files) < 1000
 
 
 @BOTH
-def test_parents_are_made_and_gradients_are_left_behind(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "new" / "er" / name
-    storage.write(path, {"w": torch.ones(2, requires_grad=True)}, {})
-    assert not storage.read(path)[0]["w"].requires_grad
-
-
-@BOTH
 def test_the_record_alone(tmp_path: Path, name: str) -> None:
     storage.write(tmp_path / name, some_tensors(), RECORD)
-    assert storage.read_record(tmp_path / name) == storage.read(tmp_path / name)[1]
-    with pytest.raises(StorageError, match="nothing is stored"):
-        storage.read_record(tmp_path / "other")
-
-
-def test_a_folders_record_is_read_without_its_shards(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    (tmp_path / "p" / "precision-00001-of-00001.safetensors").unlink()
-    assert storage.read_record(tmp_path / "p")["n_data"] == 7
-
-
-# ----------------------------------------------------------------------------------- removed
-
-
-@BOTH
-def test_what_was_written_can_be_removed(tmp_path: Path, name: str) -> None:
-    storage.write(tmp_path / name, some_tensors(), RECORD)
-    storage.remove(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-    storage.remove(tmp_path / name)  # nothing there, nothing to do
-
-
-def test_only_what_was_written_here_is_removed(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    (tmp_path / "p" / "notes.txt").write_text("precious")
-    with pytest.raises(StorageError, match=r"other files.*notes\.txt"):
-        storage.remove(tmp_path / "p")
-    (tmp_path / "q").mkdir()
-    (tmp_path / "q" / "notes.txt").write_text("precious")
-    with pytest.raises(StorageError, match=r"no precision_config\.json"):
-        storage.remove(tmp_path / "q")
-    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(StorageError, match="record"):
-        storage.remove(tmp_path / "model.safetensors")
-    assert len(list(tmp_path.rglob("*.*"))) == 6  # all that was there
+    for shard in tmp_path.glob("p/*.safetensors"):
+        shard.unlink()  # which it is not in
+    found = storage.read_record(tmp_path / name)
+    assert {k: found[k] for k in RECORD} == RECORD
 
 
 # ------------------------------------------------------------------- replaced as a whole
@@ -280,21 +230,7 @@ def test_a_killed_save_leaves_the_old_one_readable(tmp_path: Path, name: str, ca
     assert_same(storage.read(tmp_path / name)[0], some_tensors())
 
 
-def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    (tmp_path / "p" / "notes.txt").write_text("precious")
-    with pytest.raises(StorageError, match=r"other files.*notes\.txt"):
-        storage.write(tmp_path / "p", some_tensors(), RECORD)
-    assert (tmp_path / "p" / "notes.txt").read_text() == "precious"
-
-
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
-    (tmp_path / "p").mkdir()
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    assert_same(storage.read(tmp_path / "p")[0], some_tensors())
-
-
-def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real", target_is_directory=True)
     storage.write(tmp_path / "link", some_tensors(), RECORD)
@@ -302,180 +238,204 @@ def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     assert_same(storage.read(tmp_path / "real")[0], some_tensors())
 
 
-# ---------------------------------------------------------------------------- bad targets
+# ---------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("name", ["p.pt", "p.bin", "p.PTH", "p.ckpt", "p.pkl"])
-def test_pickles_are_refused_both_ways(tmp_path: Path, name: str) -> None:
-    torch.save({"w": torch.ones(1)}, tmp_path / name)
-    with pytest.raises(StorageError, match="run code"):
-        storage.read(tmp_path / name)
-    with pytest.raises(StorageError, match="run code"):
-        storage.write(tmp_path / name, some_tensors(), {})
+def written(at: Path, **more: Any) -> None:
+    """What the tests below put at a path that has something there already."""
+    storage.write(at, more.pop("tensors", {"w": torch.ones(1)}), more.pop("record", {}), **more)
 
 
-@BOTH
-def test_a_place_that_cannot_be_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match="cannot write"):
-        storage.write(tmp_path / "file" / name, some_tensors(), {})
+Put = Callable[[Path], object]
+UNWRITTEN: list[tuple[str, Put | None, dict[str, Any], type[Exception], str]] = [
+    ("p", None, {"tensors": {}}, InputError, "no tensors"),
+    ("p", None, {"tensors": {"__metadata__": torch.ones(1)}}, InputError, "cannot name"),
+    ("p", None, {"tensors": {"\ud800": torch.ones(1)}}, InputError, "cannot name"),
+    ("p", None, {"tensors": {"w": [1.0]}}, InputError, "dense"),
+    ("p", None, {"tensors": {"w": torch.eye(2).to_sparse()}}, InputError, "dense"),
+    ("p", None, {"tensors": {"w": torch.ones(2, device="meta")}}, InputError, "numbers"),
+    ("p", None, {"tensors": {"w": torch.ones(2, dtype=torch.complex64)}}, InputError, "real"),
+    *(
+        ("p", None, {"record": {"value": value}}, InputError, "JSON")
+        for value in (float("nan"), float("inf"), torch.ones(1), {1, 2})
+    ),
+    *(("p", None, {"max_shard_bytes": n}, InputError, "max_shard_bytes") for n in (0, -1, True)),
+    *(
+        (f"p.{end}", None, {}, StorageError, "run code")
+        for end in ("pt", "bin", "PTH", "ckpt", "pkl")
+    ),
+    ("p", lambda p: p.write_text("a file"), {}, StorageError, "is a file"),
+    ("p.safetensors", lambda p: p.mkdir(), {}, StorageError, "is a folder"),
+    ("in/p", lambda p: p.parent.write_text("in the way"), {}, StorageError, "cannot write"),
+    ("in/p.safetensors", lambda p: p.parent.write_text(""), {}, StorageError, "cannot write"),
+    (
+        "p",
+        lambda p: (written(p), (p / "notes.txt").write_text("precious")),
+        {},
+        StorageError,
+        r"other files.*notes\.txt",
+    ),
+]
 
 
-@BOTH
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(tmp_path: Path, name: str) -> None:
-    (tmp_path / "shut").mkdir(mode=0o500)
-    with pytest.raises(StorageError, match="cannot write"):
-        storage.write(tmp_path / "shut" / name, some_tensors(), {})
+@pytest.mark.parametrize(("name", "put", "how", "error", "word"), UNWRITTEN)
+def test_what_cannot_be_written_leaves_all_as_it_was(
+    tmp_path: Path, name: str, put: Put | None, how: dict[str, Any], error: Any, word: str
+) -> None:
+    if put is not None:
+        put(tmp_path / name)
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    with pytest.raises(error, match=word):
+        written(tmp_path / name, **how)
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
 
 
-def test_a_file_is_not_replaced_by_a_folder_nor_the_reverse(tmp_path: Path) -> None:
-    (tmp_path / "p").write_text("a file")
-    with pytest.raises(StorageError, match="is a file"):
-        storage.write(tmp_path / "p", some_tensors(), {})
-    (tmp_path / "p.safetensors").mkdir()
-    with pytest.raises(StorageError, match="is a folder"):
-        storage.write(tmp_path / "p.safetensors", some_tensors(), {})
+SHARD = "precision-00001-of-00001.safetensors"
+INDEX, CONFIG = "precision.safetensors.index.json", "precision_config.json"
+
+
+def one_of(place: Path) -> Path:
+    return next(p for p in (place, *place.rglob("*.safetensors")) if p.is_file())
+
+
+def flipped(place: Path) -> None:
+    """One bit of the last number."""
+    content = bytearray(one_of(place).read_bytes())
+    content[-1] ^= 1
+    one_of(place).write_bytes(bytes(content))
+
+
+def cut(place: Path, kept: int) -> None:
+    file = one_of(place)
+    os.truncate(file, kept if kept >= 0 else file.stat().st_size + kept)
+
+
+def told(place: Path, **changes: Any) -> None:
+    """Another record beside the same numbers."""
+    record = {**storage.read_record(place), **changes}
+    if place.is_dir():
+        (place / CONFIG).write_text(json.dumps(record))
+    else:
+        save_file(load_file(place), place, metadata={"blr_analysis": json.dumps(record)})
+
+
+def document(place: Path, file: str, content: bytes) -> None:
+    (place / file).write_bytes(content)
+
+
+def shard(place: Path, **tensors: Tensor) -> None:
+    save_file({**some_tensors(), **tensors}, place / SHARD)
+
+
+def elsewhere(place: Path, file: object) -> None:
+    index = json.loads((place / INDEX).read_text())
+    index["weight_map"]["net.bias"] = file
+    (place / INDEX).write_text(json.dumps(index))
+
+
+EITHER: list[tuple[Callable[[Path], object], str]] = [
+    (lambda p: shutil.rmtree(p) if p.is_dir() else p.unlink(), "nothing is stored"),
+    *((partial(cut, kept=kept), "truncated") for kept in (0, 4, 60, -1)),
+    (flipped, "damaged"),
+    (lambda p: told(p, format="other"), "of format 'other'"),
+    (lambda p: told(p, version=2), "of version 2"),
+]
+FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda p: (p / INDEX).unlink(), "holds no precision"),
+    (lambda p: (p / CONFIG).unlink(), "holds no .* record"),
+    *(
+        (partial(document, file=file, content=content), "precision")
+        for file in (INDEX, CONFIG)
+        for content in (b"", b"{", b"[]", b"\xff", b"{}")
+    ),
+    (lambda p: (p / SHARD).unlink(), r"00001-of-00001.*not there"),
+    (lambda p: shard(p, **{"net.bias": torch.ones(4)}), "damaged"),
+    (lambda p: shard(p, **{"net.bias": some_tensors()["net.bias"].float()}), "damaged"),
+    (lambda p: shard(p, extra=torch.ones(1)), "disagree on 'extra'"),
+    *(
+        (partial(elsewhere, file=file), "same folder")
+        for file in ("../p.safetensors", "/etc/passwd", "..", "", 3)
+    ),
+]
+DAMAGED = [(name, *case) for name in ("p", "p.safetensors") for case in EITHER]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("name", "damage", "word"), [*DAMAGED, *(("p", *case) for case in FOLDERS)]
+)
+def test_damage_is_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], object], word: str
+) -> None:
+    storage.write(tmp_path / name, some_tensors(), RECORD)
+    damage(tmp_path / name)
+    with pytest.raises(StorageError, match=word):
+        storage.read(tmp_path / name)
+
+
+def test_what_is_another_programs_is_not_read(tmp_path: Path) -> None:
+    save_file(some_tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    torch.save({"w": torch.ones(1)}, tmp_path / "p.pt")
+    storage.write(tmp_path / "p", some_tensors(), RECORD)
+    for name, word in {
+        "model.safetensors": "no 'blr_analysis' record",
+        f"p/{SHARD}": "no 'blr_analysis' record",
+        "p.pt": "run code",
+    }.items():
+        with pytest.raises(StorageError, match=word):
+            storage.read(tmp_path / name)
+
+
+RECORDED = {"structure": "diag", "parameters": ["w"], "n_data": 5, "prior_precision": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
     [
-        ({}, "no tensors"),
-        ({"__metadata__": torch.ones(1)}, "cannot name"),
-        ({"\ud800": torch.ones(1)}, "cannot name"),
-        ({"w": [1.0]}, "is no tensor but a list"),
-        ({"w": torch.eye(2).to_sparse()}, "dense"),
-        ({"w": torch.ones(2, device="meta")}, "meta"),
-        ({"w": torch.ones(2, dtype=torch.complex64)}, "real"),
+        ({"structure": "full"}, "structure"),
+        *(({"parameters": names}, "names") for names in ([], "w", [1], None)),
+        ({"tied": ["w"]}, "names"),
+        ({"tied": {"w": "x"}}, "names"),
+        ({"frozen": "w"}, "names"),
+        *(({"n_data": n}, "n_data") for n in (0, -1, True, 2.0, None)),
+        *(({"prior_precision": d}, "prior_precision") for d in (-1, None, True, {"w": "1"})),
+        ({"prior_precision": float("inf")}, "prior_precision"),
+        ({"prior_precision": {"w": 1.0, "v": 1.0}}, "per weight"),
     ],
 )
-def test_what_cannot_be_stored_is_named(
-    tmp_path: Path, tensors: dict[str, Tensor], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        storage.write(tmp_path / "p", tensors, {})
-    assert list(tmp_path.iterdir()) == []
+def test_a_record_that_no_merge_can_take(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(StorageError, match=word):
+        storage.checked_record({**RECORDED, **changes}, "p")
+    assert storage.checked_record(RECORDED, "p")["prior_precision"] == 1.0
+    assert storage.checked_record({**RECORDED, "prior_precision": {"w": 2}}, "p") == {
+        **RECORDED, "prior_precision": {"w": 2.0},
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.ones(1), {1, 2}])
-def test_a_record_that_is_no_json(tmp_path: Path, value: object) -> None:
-    with pytest.raises(InputError, match="JSON"):
-        storage.write(tmp_path / "p", some_tensors(), {"value": value})
-
-
-@pytest.mark.parametrize("limit", [0, -1, True])
-def test_shards_of_no_size(tmp_path: Path, limit: int) -> None:
-    with pytest.raises(InputError, match="max_shard_bytes"):
-        storage.write(tmp_path / "p", some_tensors(), {}, max_shard_bytes=limit)
-
-
-# ------------------------------------------------------------------------------ bad sources
-
-
-@BOTH
-def test_nothing_there(tmp_path: Path, name: str) -> None:
-    with pytest.raises(StorageError, match="nothing is stored"):
-        storage.read(tmp_path / name)
-
-
-@BOTH
-@pytest.mark.parametrize("kept", [0, 4, 60, -1])
-def test_truncated(tmp_path: Path, name: str, kept: int) -> None:
-    storage.write(tmp_path / name, some_tensors(), RECORD)
-    file = next(p for p in tmp_path.rglob("*.safetensors") if p.is_file())
-    os.truncate(file, kept if kept >= 0 else file.stat().st_size + kept)
-    with pytest.raises(StorageError, match="truncated"):
-        storage.read(tmp_path / name)
-
-
-def test_a_foreign_safetensors_file(tmp_path: Path) -> None:
-    save_file(some_tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StorageError, match="no 'blr_analysis' record"):
-        storage.read(tmp_path / "model.safetensors")
-
-
-def test_a_shard_alone_names_its_folder(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    with pytest.raises(StorageError, match="shard 1 of 1 of a folder"):
-        storage.read(tmp_path / "p" / "precision-00001-of-00001.safetensors")
+def test_sums_go_on_only_where_they_are_the_same(tmp_path: Path) -> None:
+    """A file of another key, of other shapes, or damaged, is not taken up."""
+    sums = {"w": torch.tensor([3.0, 4.0])}
+    first = storage.Unfinished(tmp_path / "p.unfinished", "key", done=4, _due=0.0)
+    first.follow(sums)
+    assert not storage.Unfinished(tmp_path / "other", "key", done=4).path.exists()
+    for key, start, taken in (("key", torch.ones(2), 5), ("other", torch.ones(2), 1),
+                              ("key", torch.ones(3), 1)):  # fmt: skip
+        again = storage.Unfinished(first.path, key)
+        found = {"w": start.clone()}
+        again.follow(found)
+        assert again.done == taken
+        assert torch.equal(found["w"], sums["w"] if taken == 5 else start)
+    first.path.write_bytes(first.path.read_bytes()[:-1])
+    again = storage.Unfinished(first.path, "key")
+    again.follow({"w": torch.ones(2)})
+    assert again.done == 1
+    soon = storage.Unfinished(tmp_path / "soon", "key", done=1)
+    soon.follow(sums)
+    assert not soon.path.exists()  # the last time is not a while ago
+    first.remove()
+    assert not first.path.exists()
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [("format", "other", "of format 'other'"), ("version", 2, "of version 2")],
-)
-def test_another_format_or_version(
-    tmp_path: Path, name: str, key: str, value: object, message: str
-) -> None:
-    path = tmp_path / name
-    storage.write(path, some_tensors(), RECORD)
-    record = {**storage.read(path)[1], key: value}
-    if path.is_dir():
-        (path / "precision_config.json").write_text(json.dumps(record))
-    else:
-        save_file(some_tensors(), path, metadata={"blr_analysis": json.dumps(record)})
-    with pytest.raises(StorageError, match=message):
-        storage.read(path)
-
-
-@pytest.mark.parametrize("file", ["precision_config.json", "precision.safetensors.index.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"{}", None])
-def test_a_folder_with_a_damaged_document(tmp_path: Path, file: str, content: bytes | None) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    if content is None:
-        (tmp_path / "p" / file).unlink()
-    else:
-        (tmp_path / "p" / file).write_bytes(content)
-    with pytest.raises(StorageError, match="precision"):
-        storage.read(tmp_path / "p")
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD, max_shard_bytes=1)
-    (tmp_path / "p" / "precision-00002-of-00003.safetensors").unlink()
-    with pytest.raises(StorageError, match=r"00002-of-00003.*not there"):
-        storage.read(tmp_path / "p")
-
-
-def test_shards_of_another_save_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "p"
-    storage.write(path, some_tensors(), RECORD)
-    shard = path / "precision-00001-of-00001.safetensors"
-    save_file({**some_tensors(), "net.bias": torch.ones(4)}, shard)
-    with pytest.raises(StorageError, match=r"'net\.bias'.*\[4\].*index says.*\[3\]"):
-        storage.read(path)
-    save_file({**some_tensors(), "net.bias": torch.ones(3)}, shard)
-    with pytest.raises(StorageError, match=r"float32.*index says.*float64"):
-        storage.read(path)
-    save_file({"net.weight": torch.ones(3, 4), "extra": torch.ones(1)}, shard)
-    with pytest.raises(StorageError, match=r"disagree on 'extra', 'head\.weight'"):
-        storage.read(path)
-
-
-@pytest.mark.parametrize("file", ["../p.safetensors", "/etc/passwd", "..", "", 3])
-def test_an_index_that_points_outside_its_folder(tmp_path: Path, file: object) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    index_file = tmp_path / "p" / "precision.safetensors.index.json"
-    index = json.loads(index_file.read_text())
-    index["weight_map"]["net.bias"] = file
-    index_file.write_text(json.dumps(index))
-    with pytest.raises(StorageError, match=r"same folder"):
-        storage.read(tmp_path / "p")
-
-
-def test_an_index_that_describes_only_some_tensors(tmp_path: Path) -> None:
-    storage.write(tmp_path / "p", some_tensors(), RECORD)
-    index_file = tmp_path / "p" / "precision.safetensors.index.json"
-    index = json.loads(index_file.read_text())
-    del index["metadata"]["tensors"]["net.bias"]
-    index_file.write_text(json.dumps(index))
-    with pytest.raises(StorageError, match=r"'net\.bias'.*index says None"):
-        storage.read(tmp_path / "p")
-
-
-@pytest.mark.parametrize("name", ["p.safetensors", "p"])
 def test_files_get_the_rights_that_the_umask_gives(tmp_path: Path, name: str) -> None:
     old = os.umask(0o022)
     try:

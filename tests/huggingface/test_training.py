@@ -266,7 +266,7 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
     def watched() -> tuple[IVONTrainer, blr.Monitor]:
         model = bert()
         task = blr.Task(model, torch.utils.data.DataLoader(Alike(), batch_size=3))
-        monitor = blr.Monitor(task, examples=4, progress=False)
+        monitor = blr.Monitor(task, examples=4)
         run = trainer(tmp_path, model, max_steps=-1, num_train_epochs=2)
         run.add_callback(MonitorCallback(monitor))
         return run, monitor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from curvlinops import GGNLinearOperator
 from models import example_models, mlp
-from oracles import dense_ggn, dense_jacobian, dense_precision, flatten, relative, rows, unflatten
+from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from parts import normal
 from torch import Tensor, nn
 
@@ -71,12 +71,9 @@ def test_at_full_rank_it_is_the_full_posterior() -> None:
     one, two = (blr.leave_one_out(task, q) for q in (low, full))
     assert relative(one.logits, two.logits) < 1e-8
     assert one.correction == two.correction
-    assert "cavity" in one.correction
     one, two = (blr.what_if(task, q, remove=[0, 3, 4], solver="posterior") for q in (low, full))
     assert relative(flatten(one.parameters), flatten(two.parameters)) < 1e-8
     assert one.nll == pytest.approx(two.nll, rel=1e-8)
-    for name in low.mean:
-        assert relative(one.posterior.variance(name), two.posterior.variance(name)) < 1e-8
 
 
 # --------------------------------------------------------------------------- few directions
@@ -146,21 +143,12 @@ def test_tolerance_is_kept(prior, tolerance: float) -> None:
     assert needed <= rank <= needed + 1, "no more directions than the bound needs"
 
 
-def test_a_removed_group_leaves_the_prior_and_more() -> None:
-    """A share is a projection of the group's curvature: S − S_G never falls below D."""
-    task = task_of()
-    q = fitted(task, rank=6)
-    result = blr.what_if(task, q, remove=list(range(30)), solver="posterior")
-    assert result.floored == 0
-    assert float(torch.linalg.eigvalsh(dense_precision(result.posterior))[0]) > 0.5 - 1e-9
-
-
 @pytest.mark.parametrize("curvature", ["empirical_fisher", "mc_fisher"])
 def test_other_curvatures(curvature: str) -> None:
     task = task_of(9)
     pair = [
         fitted(
-            task, s, curvature=curvature, generator=torch.Generator().manual_seed(1), chunk_size=4,
+            task, s, curvature=curvature, generator=torch.Generator().manual_seed(1),
             **({"rank": SIZE - 1} if s == "lowrank" else {}),
         )
         for s in ("lowrank", "full")

@@ -430,23 +430,6 @@ def test_records_that_say_nothing_to_a_merge(
         read_precision_record(tmp_path / "p")
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("mc_fisher", "fisher_mc"), ("empirical_fisher", "fisher_emp"), ("ggn", "ggn"), (None, None)],
-)
-def test_the_names_of_earlier_releases(tmp_path: Path, old: str | None, new: str | None) -> None:
-    """A file as the first release wrote it: means beside the precision, an older kind."""
-    tensors = {**diagonal(), **{f"{n}.mean": t for n, t in diagonal().items()}}
-    record = {
-        "kind": old, "structure": "diag", "prior_precision": 0.0, "n_data": N,
-        "parameters": list(diagonal()),
-    }  # fmt: skip
-    storage.write(tmp_path / "p", tensors, record)
-    assert read_precision_record(tmp_path / "p")["kind"] == new
-    back = Posterior.load(tmp_path / "p")
-    assert all(torch.equal(back.precision(n), t) for n, t in diagonal().items())
-
-
 @pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])
 def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvature: str) -> None:
     X, y = torch.randn(20, 3), torch.randn(20)

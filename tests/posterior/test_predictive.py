@@ -32,7 +32,7 @@ def task_of(**given: Any) -> blr.Task:
 def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
     task = task_of()
     q = fitted(task, structure, 5 if structure == "lowrank" else None)
-    found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1), chunk_size=7)
+    found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
     probs = torch.zeros(N, 3, dtype=torch.float64)
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_tokens_each_have_a_loss() -> None:
     assert len(found.losses) == 27
 
 
-@pytest.mark.parametrize("wrong", [{"draws": -1}, {"draws": 1.5}, {"chunk_size": 0}])
+@pytest.mark.parametrize("wrong", [{"draws": -1}, {"draws": 1.5}])
 def test_bad_counts(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         fitted(task_of(), "diag", None).predict(task_of(), **wrong)

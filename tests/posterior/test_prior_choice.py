@@ -141,7 +141,7 @@ def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
     assert about["stationarity"] < delta / 100 and about["explained"] < 0.5
 
 
-def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None:
+def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
     x, y = classes(5)
     start = {"weight": torch.full((3, 4), 0.5), "bias": torch.ones(3)}
     task = blr.Task(minimised(nn.Linear(4, 3).double(), x, y, 4.0, start), (x, y))
@@ -150,14 +150,6 @@ def test_the_priors_mean_is_kept_and_moves_the_objective(tmp_path: Path) -> None
     for held in (q, blr.Posterior.load(tmp_path / "q.safetensors"), q.to("cpu", torch.float32)):
         assert held.initial is not None
         assert torch.equal(held.initial["weight"].double(), start["weight"].double())
-    without = torch.arange(N) >= 12
-    left = blr.Task(
-        minimised(nn.Linear(4, 3).double(), x[without], y[without], 4.0 * N / 108, start), (x, y)
-    )
-    gone = blr.what_if(task, q, remove=~without, steps="converge", solver="cg")
-    for name, p in left.parameters().items():
-        assert torch.allclose(gone.parameters[name], p, atol=1e-5)
-    assert gone.posterior.initial is not None
 
 
 def test_a_rounded_diagonal_keeps_the_priors_mean(tmp_path: Path) -> None:

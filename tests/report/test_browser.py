@@ -58,7 +58,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     test = blr.Task(model, (x[:20] + 0.1, y[:20]))
     path = tmp_path_factory.mktemp("page") / "report.html"
     texts = [f"{i}: {TEXTS[i % len(TEXTS)]}" for i in range(N)]
-    monitor = blr.Monitor(task, test=test, examples=20, progress=False)
+    monitor = blr.Monitor(task, test=test, examples=20)
     for epoch in (1, 2):
         monitor(posterior, epoch)
     blr.report(

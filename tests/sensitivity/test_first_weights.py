@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blr_analysis.sensitivity.groups.first_weights import (
-    first_weights,
-    may_be_tuned,
-    redrawn,
-    undrawn,
-)
-from blr_analysis.sensitivity.groups.solving import GroupSolver, checked_plan
 from peft import LoraConfig, get_peft_model
-from snapshots import untouched
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import blr_analysis as blr
-from blr_analysis.backprop.engine import QUIET
 from blr_analysis.errors import InputError
+from blr_analysis.sensitivity.first_weights import drawn
 
 WIDTH = 16
 TOKENS = torch.randint(30, (32, 6), generator=torch.Generator().manual_seed(0))
@@ -56,17 +47,16 @@ def test_models_of_transformers_draw_their_own(build) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0)
-    drawn = first_weights(of_texts(model), 3)
-    assert drawn is not None
+    fresh = drawn(of_texts(model), 3)
     for name, p in new.named_parameters():
         if float(p.detach().std()) == 0:
-            assert torch.equal(drawn[name], p)
+            assert torch.equal(fresh[name], p)
         else:
-            torch.testing.assert_close(drawn[name].std(), p.detach().std(), rtol=0.2, atol=0)
-            assert abs(float(drawn[name].mean())) < 0.1
-    again, other = first_weights(of_texts(model), 3), first_weights(of_texts(model), 4)
-    name = next(iter(drawn))
-    assert torch.equal(drawn[name], again[name]) and not torch.equal(drawn[name], other[name])
+            torch.testing.assert_close(fresh[name].std(), p.detach().std(), rtol=0.2, atol=0)
+            assert abs(float(fresh[name].mean())) < 0.1
+    again, other = drawn(of_texts(model), 3), drawn(of_texts(model), 4)
+    name = next(iter(fresh))
+    assert torch.equal(fresh[name], again[name]) and not torch.equal(fresh[name], other[name])
 
 
 class Scaled(nn.Module):
@@ -100,10 +90,10 @@ class Shifted(Scaled):
     ("layer", "gain"), [(Scaled(0.0), 1.0), (Scaled(1.0), 0.0), (Shifted(), 1.0)]
 )
 def test_a_norm_begins_as_one_whatever_its_name(layer: nn.Module, gain: float) -> None:
-    drawn = first_weights(of_vectors(layer), 0)
-    assert torch.equal(drawn["1.gain"], torch.full((WIDTH,), gain))
-    if "1.shift" in drawn:
-        assert not drawn["1.shift"].any()
+    fresh = drawn(of_vectors(layer), 0)
+    assert torch.equal(fresh["1.gain"], torch.full((WIDTH,), gain))
+    if "1.shift" in fresh:
+        assert not fresh["1.shift"].any()
 
 
 class Half(nn.Linear):
@@ -115,8 +105,8 @@ class Half(nn.Linear):
 
 def test_what_nothing_draws_is_named() -> None:
     for layer, name in ((Scaled(0.0, normalises=False), "1.gain"), (Half(WIDTH, WIDTH), "1.bias")):
-        task = of_vectors(layer)
-        assert first_weights(task, 0) is None and undrawn(redrawn(task, 0)) == [name]
+        with pytest.raises(InputError, match=f"{name}.*initial="):
+            drawn(of_vectors(layer), 0)
 
 
 class Owner(nn.Module):
@@ -136,8 +126,8 @@ class Owner(nn.Module):
 
 def test_a_model_that_initialises_its_layers_has_the_last_word() -> None:
     task = blr.Task(Owner(), (torch.randn(8, 4), torch.randn(8, WIDTH)), likelihood="gaussian")
-    drawn = first_weights(task, 0)
-    assert torch.equal(drawn["inner.weight"], torch.full((WIDTH, 4), 0.5))
+    fresh = drawn(task, 0)
+    assert torch.equal(fresh["inner.weight"], torch.full((WIDTH, 4), 0.5))
 
 
 @pytest.mark.parametrize("start", [True, "gaussian", "pissa"])
@@ -151,101 +141,22 @@ def test_an_adapter_begins_without_effect(start: bool | str) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(p.requires_grad * 1.0)
-    drawn = first_weights(of_texts(model), 0)
     if start == "pissa":  # which changes the base too
-        assert drawn is None
+        with pytest.raises(InputError, match="initial="):
+            drawn(of_texts(model), 0)
         return
-    for name, w in drawn.items():
+    for name, w in drawn(of_texts(model), 0).items():
         if "lora_B" in name:
             assert not w.any()
         elif "lora_A" in name:
             assert 0 < float(w.std()) < 1
-        else:
+        elif "modules_to_save" in name:
             assert torch.equal(w, head)
 
 
-def test_a_loaded_model_tells_by_the_words_of_no_text_whether_it_was_fine_tuned() -> None:
-    model = llama()
-    task = of_texts(model)
-    drawn = first_weights(task, 0)
-    assert not may_be_tuned(task, drawn)  # made here
-    model.name_or_path = "somewhere"
-    assert not may_be_tuned(task, drawn)
-    unread = [k for k in range(48) if not bool((k == TOKENS).any())]
-    with torch.no_grad():
-        model.model.embed_tokens.weight[unread] *= 3
-    assert may_be_tuned(task, drawn)
-    how = dict(curvature="empirical_fisher", prior_precision=1.0, progress=False)
-    q = blr.fit_laplace(task, structure="diag", **how)
-    assert "--initial" in GroupSolver(task, q, checked_plan("auto", None, None), QUIET).no_replay
-
-
-# Networks trained anew for a few epochs, to average over.
-
-
-N = 120
-
-
-def data() -> tuple[Tensor, Tensor]:
-    x = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
-    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def trained() -> nn.Sequential:
-    """A replay's steps make the weights as large as the model's: it has to have some."""
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(100):
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model
-
-
-def fitted(model: nn.Module) -> tuple[blr.Task, blr.Posterior]:
-    task = blr.Task(model, data())
-    return task, blr.fit_laplace(task, prior_precision=2.0)
-
-
-def test_each_network_is_trained_anew_and_has_the_same_prior() -> None:
-    task, q = fitted(trained())
-    with untouched(task.model):
-        *fresh, last = blr.replays(task, q, 3, progress=False)
-    again = blr.replays(task, q, 3, progress=False)
-    assert last is q and len(fresh) == 3
-    x, y = data()
-    for one, two in zip(fresh, again, strict=False):
-        assert one.prior_precision == 2.0 and one.n_data == N and one.structure == "kron"
-        outputs = torch.func.functional_call(task.model, dict(one.mean), (x,))
-        assert cross_entropy(outputs, y) < 0.9 * cross_entropy(network()(x), y)
-        for name, weight in one.mean.items():
-            assert torch.equal(weight, two.mean[name])
-    assert not torch.equal(fresh[0].mean["0.weight"], fresh[1].mean["0.weight"])
-    matrices = [blr.influence(task, p, task).matrix for p in (*fresh, q)]
-    mean = blr.influence(task, [*fresh, q], task).matrix
-    torch.testing.assert_close(mean, torch.stack(matrices).mean(0))
-
-
-@pytest.mark.parametrize(
-    ("asked", "word"),
-    [
-        (dict(count=0), "count"),
-        (dict(epochs=0.0), "epochs"),
-        (dict(epochs="4"), "epochs"),
-        (dict(seed=0.5), "seed"),
-    ],
-)
-def test_bad_settings_are_named(asked: dict[str, object], word: str) -> None:
-    with pytest.raises(InputError, match=word):
-        blr.replays(*fitted(network()), **asked)  # type: ignore[arg-type]
-
-
-def test_a_model_that_cannot_be_trained_anew_is_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
-    with pytest.raises(InputError, match="BatchNorm"):
-        blr.replays(*fitted(model))
+def test_buffers_begin_anew() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    norm.running_mean.add_(3.0)
+    fresh = drawn(of_vectors(norm), 0)
+    assert not fresh["1.running_mean"].any()
+    assert torch.equal(fresh["1.running_var"], torch.ones(WIDTH))

@@ -6,21 +6,15 @@ import copy
 import functools
 import io
 import math
-import shutil
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.linalg
 import torch
 from backprop.test_memory import MB, peak_bytes
 from models import example_models, mlp
 from oracles import dense_jacobian, dense_precision, fit_at_rest, relative
 from oracles_retraining import trained
-from snapshots import untouched
 from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
 from torch import Tensor, nn
 
@@ -29,14 +23,13 @@ from blr_analysis.backprop import outer
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
-from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError, StorageError
+from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity.influence import blocks
 from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
 EXACT = 1e-10
-QUIET = dict()
 MODELS = sorted(example_models())
 
 
@@ -79,7 +72,7 @@ class World:
 
 @functools.cache
 def fitted(task: blr.Task, structure: str) -> blr.Posterior:
-    return fit_at_rest(task, structure=structure, prior_precision=0.7, **QUIET)
+    return fit_at_rest(task, structure=structure, prior_precision=0.7)
 
 
 @functools.cache
@@ -107,9 +100,16 @@ def of_kind(name: str) -> World:
     return World(model, x, classes, 3)
 
 
+def bounded(task: blr.Task, memory_budget: int | None) -> blr.Task:
+    """A few test gradients at a time, or all of them."""
+    where = task.subset(range(task.n_data))
+    where.memory_budget = memory_budget
+    return where
+
+
 @pytest.mark.parametrize(
     ("structure", "memory_budget"),
-    [("diag", 1), ("kron", None), ("kron", 1), ("lowrank", 1), ("full", None)],
+    [("diag", 4096), ("kron", None), ("kron", 4096), ("lowrank", 4096), ("full", None)],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_influence_is_the_dense_product(
@@ -117,44 +117,31 @@ def test_influence_is_the_dense_product(
 ) -> None:
     world = of_kind(name)
     q = world.posterior(structure)
-    found = blr.influence(world.task, q, world.test, **QUIET)
-    assert found.dtype == torch.float64 and found.error is None
+    found = blr.influence(bounded(world.task, memory_budget), q, world.test)
+    assert found.dtype == torch.float64
     assert relative(found, world.truth(q)) < EXACT
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_diagonal_is_the_self_influence(structure: str, dtype: torch.dtype) -> None:
-    x, y = normal(40, 4).to(dtype), labels(40)
-    task = blr.Task(mlp().to(dtype), (x, y))
-    q = fit_at_rest(task, structure=structure, prior_precision=0.7, **QUIET)
-    found = blr.influence(task, q, task, **QUIET)
-    scores = blr.sensitivity(task, q, **QUIET)
-    assert relative(found.diagonal(), scores.self_influence) < 200 * torch.finfo(dtype).eps
-    assert relative(found.mT, found.matrix) < 200 * torch.finfo(dtype).eps
-
-
 @pytest.mark.parametrize(
-    ("structure", "memory_budget"), [("diag", None), ("kron", 1), ("lowrank", 1), ("full", None)]
+    ("structure", "memory_budget"),
+    [("diag", None), ("kron", 3000), ("lowrank", 3000), ("full", None)],
 )
 def test_normalized_influence(world: World, structure: str, memory_budget: int | None) -> None:
     q = world.posterior(structure)
-    options = dict(memory_budget=memory_budget, **QUIET)
+    task = bounded(world.task, memory_budget)
     own, theirs = (
         (g @ covariance(q) * g).sum(1).sqrt() for g in (world.gradients, world.test_gradients)
     )
     relative_influence = world.truth(q) / own[:, None]
-    found = blr.influence(world.task, q, world.test, normalize=True, **options)
+    found = blr.influence(task, q, world.test, normalize=True)
     assert relative(found, relative_influence) < EXACT
-    cosine = blr.influence(world.task, q, world.test, normalize="cosine", **options)
+    cosine = blr.influence(task, q, world.test, normalize="cosine")
     assert relative(cosine, relative_influence / theirs) < EXACT and float(cosine.abs().max()) <= 1
-    top = blr.influence(world.task, q, world.test, k=3, normalize=True, **options)
+    top = blr.influence(task, q, world.test, k=3, normalize=True)
     torch.testing.assert_close(top.helpful_values, relative_influence.mT.topk(3).values)
     assert "normalized_influence" in repr(found) and "normalized_influence" in top.table
     assert "normalized_influence" in repr(top) and len(repr(top)) < 300
     assert "normalized" in top.plot().get_xlabel()
-    with pytest.raises(InputError, match="add up"):
-        found.group()
 
 
 @pytest.mark.parametrize("normalize", [True, "cosine"])
@@ -162,80 +149,9 @@ def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -
     x, model = normal(6, 4), nn.Linear(4, 3, bias=False).double()
     x[2] = 0
     task = blr.Task(model, (x, labels(6)))
-    q = fit_at_rest(task, prior_precision=1.0, **QUIET)
-    found = blr.influence(task, q, task, normalize=normalize, **QUIET)
+    q = fit_at_rest(task, prior_precision=1.0)
+    found = blr.influence(task, q, task, normalize=normalize)
     assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
-
-
-def averaged(world: World, q: blr.Posterior) -> tuple[Tensor, Tensor]:
-    """Mean error ``[N, C]`` and mean Λ over f ± V^{1/2} ε, by dense algebra."""
-    x = world.task.dataset.tensors[0]
-    jacobian = dense_jacobian(world.task, world.task.parameters())
-    v = jacobian @ covariance(q) @ jacobian.mT
-    root = torch.stack([torch.as_tensor(scipy.linalg.sqrtm(m.numpy())).real for m in v])
-    noise = normal(32, v.shape[-1])
-    f = world.task.model(x).detach()
-    p = torch.stack([f + s * (root @ n) for n in noise for s in (1, -1)]).softmax(-1)
-    curvature = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
-    return p.mean(0) - nn.functional.one_hot(world.y, f.shape[-1]), curvature.mean(0)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_expected_errors(world: World, structure: str) -> None:
-    first = world.posterior(structure)
-    jacobian = dense_jacobian(world.task, world.task.parameters())
-    if structure == "full":
-        q = fit_at_rest(
-            world.task, structure=structure, prior_precision=0.7, expected=first, **QUIET
-        )
-        inner = (jacobian.mT @ averaged(world, first)[1] @ jacobian).sum(0)
-        assert relative(q.form.matrix, inner + 0.7 * torch.eye(len(inner)).double()) < EXACT
-    else:
-        q = first
-    mean_gradients = torch.einsum("nc,ncp->np", averaged(world, q)[0], jacobian)
-    truth = mean_gradients @ covariance(q) @ world.test_gradients.mT
-    expected = None if structure == "full" else True
-    found = blr.influence(world.task, q, world.test, expected=expected, **QUIET)
-    assert relative(found, truth) < EXACT
-    for options in ({"memory_budget": 1}, {"projection": 2**16}):
-        again = blr.influence(world.task, q, world.test, expected=True, **options, **QUIET)
-        assert relative(again, truth) < (EXACT if "memory_budget" in options else 0.2)
-    plain = blr.influence(world.task, q, world.test, expected=False, **QUIET)
-    assert relative(plain, world.truth(q)) < EXACT
-
-
-def test_expected_errors_of_squares_are_those_at_the_mean() -> None:
-    task = blr.Task(mlp(), (normal(30, 4), normal(30, 3)), likelihood="gaussian")
-    q = fit_at_rest(task, prior_precision=1.0, **QUIET)
-    again = fit_at_rest(task, prior_precision=1.0, expected=q, **QUIET)
-    assert again.record["expected"]
-    mean = blr.influence(task, q, task, **QUIET)
-    assert relative(blr.influence(task, again, task, **QUIET), mean) < EXACT
-
-
-@functools.cache
-def of_seed(seed: int) -> World:
-    return World(mlp(seed=seed), normal(47, 4), 3, 7)
-
-
-@pytest.mark.parametrize(("normalize", "memory_budget"), [(False, 1), (True, None)])
-def test_several_checkpoints_are_averaged(
-    world: World, normalize: bool, memory_budget: int | None
-) -> None:
-    """Each at its own weights."""
-    worlds = [of_seed(seed) for seed in (3, 4, 5)]
-    forms = ("kron", "diag", "kron")
-    qs = [w.posterior(form) for w, form in zip(worlds, forms, strict=True)]
-    options = dict(normalize=normalize, memory_budget=memory_budget, **QUIET)
-    each = [blr.influence(world.task, q, world.test, **options).matrix for q in qs]
-    if not normalize:
-        for w, q, one in zip(worlds, qs, each, strict=True):
-            assert relative(one, w.truth(q)) < EXACT
-    mean = torch.stack(each).mean(0)
-    found = blr.influence(world.task, qs, world.test, **options)
-    assert relative(found, mean) < 1e-13 and "3 checkpoints" in repr(found)
-    top = blr.influence(world.task, qs, world.test, k=40, **options)
-    torch.testing.assert_close(top.helpful_values, mean.mT.sort(descending=True).values)
 
 
 @pytest.mark.parametrize("turned", [True, False])
@@ -244,7 +160,7 @@ def test_rotating_either_side_is_the_same(name: str, turned: bool, monkeypatch) 
     world = of_kind(name)
     q = world.posterior("kron")
     monkeypatch.setattr(blocks, "_turns", lambda *_: turned)
-    assert relative(blr.influence(world.task, q, world.test, **QUIET), world.truth(q)) < EXACT
+    assert relative(blr.influence(world.task, q, world.test), world.truth(q)) < EXACT
 
 
 @pytest.mark.parametrize("room", [1, None])
@@ -258,67 +174,6 @@ def test_both_orders_of_multiplication_agree(
     held = {"weight": normal(7, o, i, seed=2), "bias": normal(7, o, seed=3)}
     explicit = Dense(term.jacobian()).products(held, dtype=torch.float64, room=room)
     assert relative(outer.factored_products(term, held, None, room), explicit) < 1e-13
-
-
-@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_every_training_example_is_visited_once(
-    world: World, structure: str, normalize: bool, tmp_path, monkeypatch
-) -> None:
-    """Whatever memory holds; what it does not hold is in the folder that is named, until then."""
-    visited: list[int] = []
-    held: list[str] = []
-    real = blocks.loss_terms
-
-    def counted(task: blr.Task, chunk: Any, *cotangent: Any) -> Any:
-        if task is world.task:
-            visited.extend(chunk.indices.tolist())
-            held.extend(p.name for p in tmp_path.iterdir())
-        return real(task, chunk, *cotangent)
-
-    monkeypatch.setattr(blocks, "loss_terms", counted)
-    q = world.posterior(structure)
-    options = dict(memory_budget=1, folder=tmp_path, normalize=normalize, **QUIET)
-    found = blr.influence(world.task, q, world.test, **options)
-    assert visited == list(range(len(world.task)))
-    assert len(set(held)) == 1
-    assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    again = blr.influence(world.task, q, world.test, normalize=normalize, **QUIET)
-    assert relative(found.matrix, again.matrix) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("structure", "tied", "dtype"),
-    [
-        ("diag", True, torch.float64),
-        ("kron", False, torch.float64),
-        ("diag", False, torch.float32),
-        ("kron", True, torch.float32),
-    ],
-)
-def test_a_file_read_some_rows_at_a_time_gives_what_memory_gives(
-    structure: str, tied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Double precision to rounding; single precision, kept as half, to a part in thousands."""
-    model = tiny_lm(tied=tied).to(dtype)
-    task, test = task_of(model, sequences(7)), task_of(model, sequences(5, low=2))
-    how = {"structure": structure, "curvature": "mc_fisher", "prior_precision": 0.7}
-    q = fit_at_rest(task, **how, **QUIET)
-    want = blr.influence(task, q, test, **QUIET).matrix
-    monkeypatch.setattr(blocks, "TOGETHER", 60)
-    found = blr.influence(task, q, test, **QUIET).matrix
-    assert relative(found, want) < (EXACT if dtype == torch.float64 else 3e-4)
-
-
-def test_a_folder_that_cannot_hold_them_is_refused(world: World, tmp_path, monkeypatch) -> None:
-    options = dict(memory_budget=1, **QUIET)
-    q = world.posterior("diag")
-    with pytest.raises(StorageError, match="there is no folder"):
-        blr.influence(world.task, q, world.test, folder=tmp_path / "none", **options)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
-    with pytest.raises(StorageError, match=r"7 of .* bytes free"):
-        blr.influence(world.task, q, world.test, folder=tmp_path, **options)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
@@ -341,8 +196,8 @@ def test_it_is_retraining_to_first_order_in_the_leverage(kind: str) -> None:
         model = trained(kind, many, targets, 0.7, classes)
         task = blr.Task(model, (many, targets), likelihood=kind)
         test = blr.Task(model, (x_test, y_test), likelihood=kind)
-        q = fit_at_rest(task, structure="full", prior_precision=0.7, **QUIET)
-        found = blr.influence(task, q, test, **QUIET)[:12]
+        q = fit_at_rest(task, structure="full", prior_precision=0.7)
+        found = blr.influence(task, q, test)[:12]
         truth = torch.stack(
             [loss(_without(kind, many, targets, i, classes)) - loss(model) for i in range(12)]
         )
@@ -365,10 +220,10 @@ def test_a_group_is_what_if_to_first_order() -> None:
         many, targets = x.repeat(copies, 1), y.repeat(copies)
         model = trained("categorical", many, targets, 0.7, 3)
         task, test = blr.Task(model, (many, targets)), blr.Task(model, (x_test, y_test))
-        q = fit_at_rest(task, structure="full", prior_precision=0.7, **QUIET)
+        q = fit_at_rest(task, structure="full", prior_precision=0.7)
         leaving = torch.cat([group, torch.zeros(20 * (copies - 1), dtype=torch.bool)])
-        found = blr.influence(task, q, test, **QUIET).group(leaving)
-        result = blr.what_if(task, q, remove=leaving, evaluate=test, **QUIET)
+        found = blr.influence(task, q, test).group(leaving)
+        result = blr.what_if(task, q, remove=leaving, evaluate=test, solver="posterior")
         truth = result.after.losses - result.before.losses
         assert float(found.mean[0]) == pytest.approx(float(found.values[0].mean()), rel=1e-12)
         gaps.append(relative(found.values[0], truth))
@@ -376,7 +231,7 @@ def test_a_group_is_what_if_to_first_order() -> None:
 
 
 def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    found = blr.influence(world.task, posterior, world.test)
     by_target = found.group()
     assert by_target.groups == (0, 1, 2)
     for row, label in enumerate(by_target.groups):
@@ -395,7 +250,7 @@ def test_groups_are_sums(world: World, posterior: blr.Posterior) -> None:
 
 
 def test_it_is_a_tensor(world: World, posterior: blr.Posterior, tmp_path) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    found = blr.influence(world.task, posterior, world.test)
     x = world.truth(posterior)
     assert isinstance(found, Tensor) and found.shape == (40, 7) and not found.requires_grad
     assert found.device.type == "cpu" and found.is_contiguous()
@@ -427,7 +282,7 @@ def test_it_is_a_tensor(world: World, posterior: blr.Posterior, tmp_path) -> Non
 
 
 def test_it_is_copied_and_saved(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    found = blr.influence(world.task, posterior, world.test)
     twin = copy.deepcopy(found)
     assert isinstance(twin, blr.Influence) and twin.data_ptr() != found.data_ptr()
     assert torch.equal(twin, found) and torch.equal(twin.top(2).helpful, found.top(2).helpful)
@@ -438,17 +293,15 @@ def test_it_is_copied_and_saved(world: World, posterior: blr.Posterior) -> None:
         assert type(plain) is Tensor and torch.equal(plain, found)
 
 
-@pytest.mark.parametrize("memory_budget", [None, 1, 20_000])
+@pytest.mark.parametrize("memory_budget", [None, 3_000])
 @pytest.mark.parametrize("k", [1, 5, 40])
 def test_the_top_is_that_of_the_matrix(
     world: World, posterior: blr.Posterior, k: int, memory_budget: int | None
 ) -> None:
     truth = world.truth(posterior)
     order = truth.argsort(0, descending=True).mT
-    matrix = blr.influence(world.task, posterior, world.test, **QUIET)
-    streamed = blr.influence(
-        world.task, posterior, world.test, k=k, memory_budget=memory_budget, **QUIET
-    )
+    matrix = blr.influence(world.task, posterior, world.test)
+    streamed = blr.influence(bounded(world.task, memory_budget), posterior, world.test, k=k)
     for top in (matrix.top(k), streamed):
         assert top.k == k and torch.equal(top.helpful, order[:, :k])
         assert torch.equal(top.harmful, order.flip(1)[:, :k])
@@ -460,7 +313,7 @@ def test_the_top_is_that_of_the_matrix(
 
 
 def test_the_table_names_the_strongest_pairs(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    found = blr.influence(world.task, posterior, world.test)
     table = found.table
     assert len(table) == 7 * 10 and found.table is table
     first = table.iloc[0]
@@ -481,7 +334,7 @@ def test_the_table_names_the_strongest_pairs(world: World, posterior: blr.Poster
 
 
 def test_the_picture(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
+    found = blr.influence(world.task, posterior, world.test)
     for result in (found, found.top(3)):
         ax = result.plot(4, k=3, names=["cat", "dog", "cow"])
         best, worst = found[:, 4].topk(3), (-found[:, 4]).topk(3)
@@ -504,7 +357,7 @@ def test_the_picture(world: World, posterior: blr.Posterior) -> None:
 def test_another_measure(world: World, posterior: blr.Posterior) -> None:
     """The rise of a probability, against a finite step along Σ∇ℓ_i."""
     found = blr.influence(
-        world.task, posterior, world.test, measure=lambda f, y: f.softmax(-1)[:, 1], **QUIET
+        world.task, posterior, world.test, measure=lambda f, y: f.softmax(-1)[:, 1]
     )
     x = world.test.dataset.tensors[0]
     step = 1e-5
@@ -530,62 +383,14 @@ def test_sequences(structure: str) -> None:
     task = task_of(model, ids, with_prompts(ids))
     rows = [token_gradients(model, x, y)[1] for x, y in zip(ids, with_prompts(ids), strict=True)]
     gradients = torch.stack([row.sum(0) for row in rows])
-    q = fit_at_rest(
-        task, structure=structure, prior_precision=0.7, curvature="empirical_fisher", **QUIET
-    )
-    found = blr.influence(task, q, task.subset([5, 2]), **QUIET)
+    q = fit_at_rest(task, structure=structure, prior_precision=0.7, curvature="empirical_fisher")
+    found = blr.influence(task, q, task.subset([5, 2]))
     truth = gradients @ covariance(q) @ gradients[[5, 2]].mT
     assert relative(found, truth) < EXACT
     assert list(found.top(1).table.train[:2]) == [
         int(truth[:, 0].argmax()),
         int(truth[:, 0].argmin()),
     ]
-
-
-def squared_error(world: World, q: blr.Posterior, size: int, seeds: int) -> float:
-    """Median squared error of projected influence, relative to the exact one's square."""
-    truth = world.truth(q)
-    errors = []
-    for seed in range(seeds):
-        found = blr.influence(
-            world.task,
-            q,
-            world.test,
-            projection=size,
-            generator=torch.Generator().manual_seed(seed),
-            **QUIET,
-        )
-        errors.append(relative(found, truth) ** 2)
-    return sorted(errors)[seeds // 2]
-
-
-@pytest.mark.parametrize(
-    ("name", "structure"),
-    [
-        *(("mlp", structure) for structure in STRUCTURES),
-        *((name, ("kron", "diag")[k % 2]) for k, name in enumerate(MODELS) if name != "mlp"),
-    ],
-)
-def test_the_error_of_a_projection_falls_with_the_root_of_its_size(
-    name: str, structure: str
-) -> None:
-    """Of every kind of layer: a share that were left out or counted twice would stay."""
-    world = of_kind(name)
-    q = world.posterior(structure)
-    ratio = squared_error(world, q, 64, 9) / squared_error(world, q, 64 * 256, 3)
-    assert 256 / 8 < ratio < 256 * 8
-
-
-def test_the_reported_error_is_the_true_one() -> None:
-    world = World(mlp(), normal(700, 4), 3, 60)
-    q = world.posterior("diag")
-    truth = world.truth(q)
-    for size in (16, 256):
-        found = blr.influence(world.task, q, world.test, projection=size, **QUIET)
-        true = ProjectionError.between(found, truth)
-        assert found.error is not None and found.error.pairs == 256 * 16
-        assert found.error.relative_rms == pytest.approx(true.relative_rms, rel=0.3)
-        assert found.error.spearman == pytest.approx(true.spearman, abs=0.1)
 
 
 def test_the_error_of_two_tensors() -> None:
@@ -597,47 +402,26 @@ def test_the_error_of_two_tensors() -> None:
     assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
 
 
-def test_a_projection_is_the_same_every_time(world: World, posterior: blr.Posterior) -> None:
-    def projected(seed: int | None, **options) -> Tensor:
-        g = None if seed is None else torch.Generator().manual_seed(seed)
-        return blr.influence(
-            world.task, posterior, world.test, projection=32, generator=g, **options, **QUIET
-        )
-
-    assert torch.equal(projected(None), projected(None))
-    assert torch.equal(projected(5), projected(5))
-    assert not torch.equal(projected(5), projected(6))
-    top = blr.influence(world.task, posterior, world.test, k=4, projection=32, **QUIET)
-    assert torch.equal(top.helpful, projected(None).top(4).helpful)
-    assert top.error == projected(None).error
-
-
-@pytest.mark.parametrize(("structure", "projection"), [("diag", 8), ("kron", None)])
-def test_the_top_stays_within_the_budget(structure: str, projection: int | None) -> None:
+def test_the_top_stays_within_the_budget() -> None:
     """The matrix alone would take three times the budget."""
-    n, m, budget = 1200, 800, MB
+    n, m, budget = 600, 400, MB // 4
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     x, y = normal(n, 30).float(), labels(n)
-    task, test = blr.Task(model, (x, y)), blr.Task(model, (x[:m], y[:m]))
-    some = fit_at_rest(task.subset(range(50)), structure=structure, prior_precision=1.0, **QUIET)
-    q = blr.Posterior(some.mean, some.form, prior_precision=1.0, n_data=n)
-    blr.influence(task, q, test.subset([0]), **QUIET)
+    task, test = blr.Task(model, (x, y), memory_budget=budget), blr.Task(model, (x[:m], y[:m]))
+    some = fit_at_rest(task.subset(range(50)), structure="kron", prior_precision=1.0)
+    about = some.record["stationarity"]
+    q = blr.Posterior(
+        some.mean, some.form, prior_precision=1.0, n_data=n, record={"stationarity": about}
+    )
+    blr.influence(task, q, test.subset([0]))
 
     def run() -> None:
-        blr.influence(task, q, test, k=3, memory_budget=budget, projection=projection, **QUIET)
+        blr.influence(task, q, test, k=3)
 
     answers = 2 * m * 3 * (4 + 8) * 3
     vectors = (4 * 40 * (30 + 3 + 2) + 12 * (8 * (40 + 31 + 43))) * 4
     assert n * m * 4 > 3 * budget
     assert peak_bytes(run) < budget + answers + vectors + n * 16
-
-
-def test_nothing_of_the_model_changes(world: World, posterior: blr.Posterior) -> None:
-    world.task.model.train()
-    with untouched(world.task.model), torch.inference_mode():
-        for options in ({}, {"projection": 8}):
-            blr.influence(world.task, posterior, world.test, **options, **QUIET)
-    world.task.model.eval()
 
 
 def test_what_no_memory_holds_is_named_before_it_is_allocated() -> None:
@@ -646,129 +430,23 @@ def test_what_no_memory_holds_is_named_before_it_is_allocated() -> None:
     x, y = torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
     task = blr.Task(mlp(), (x.expand(n, 4), y.expand(n)), likelihood="categorical")
     one = {name: torch.ones_like(p) for name, p in task.parameters().items()}
-    q = blr.Posterior(task.parameters(), Diagonal(one), prior_precision=1.0, n_data=n)
-    with pytest.raises(InputError, match=r"10,000,000.*top_influence"):
-        blr.influence(task, q, task, **QUIET)
+    about = fit_at_rest(task.subset([0, 1]), prior_precision=1.0).record["stationarity"]
+    q = blr.Posterior(
+        task.parameters(),
+        Diagonal(one),
+        prior_precision=1.0,
+        n_data=n,
+        record={"stationarity": about},
+    )
+    with pytest.raises(InputError, match=r"10,000,000.*use k="):
+        blr.influence(task, q, task)
 
 
 def test_a_test_task_with_a_model_object_of_its_own(world: World, posterior: blr.Posterior) -> None:
     """Only its examples are used: the weights are the posterior's."""
     other = blr.Task(mlp(seed=5), world.test.dataset, likelihood="categorical")
-    found = blr.influence(world.task, posterior, other, **QUIET)
+    found = blr.influence(world.task, posterior, other)
     assert relative(found, world.truth(posterior)) < EXACT
-
-
-def _test(classes: int = 3, inputs: int = 4, **options) -> Callable[[World], blr.Task]:
-    return lambda world: blr.Task(
-        mlp(inputs, outputs=classes), (normal(6, inputs), labels(6, classes)), **options
-    )
-
-
-def _nan(world: World) -> blr.Task:
-    x = normal(6, 4)
-    x[2, 1] = float("nan")
-    return blr.Task(world.task.model, (x, labels(6)))
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "words"),
-    [
-        (_test(classes=4), PosteriorError, "test_task is of another model"),
-        (_test(inputs=5), PosteriorError, "test_task is of another model"),
-        (
-            lambda w: blr.Task(w.task.model, (normal(6, 4), normal(6, 3)), likelihood="gaussian"),
-            InputError,
-            "likelihood",
-        ),
-        (lambda w: blr.Task(w.task.model, (normal(6, 4), labels(6, 9))), DataError, "target|class"),
-        (lambda w: blr.Task(w.task.model, (normal(6, 5), labels(6))), ModelError, "takes 4"),
-        (_nan, DataError, "index 2"),
-        (lambda w: w.test.dataset, InputError, "test_task"),
-    ],
-    ids=["classes", "layers", "likelihood", "targets", "inputs", "nan", "no_task"],
-)
-def test_a_bad_test_task(
-    world: World, posterior: blr.Posterior, build: Callable, error: type, words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        blr.influence(world.task, posterior, build(world), **QUIET)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"projection": 0}, "projection"),
-        ({"memory_budget": 0}, "memory_budget"),
-        ({"generator": 3}, "generator"),
-        ({"measure": "margins"}, "measure"),
-        ({"measure": lambda f, y: f}, "measure"),
-        ({"measure": lambda f, y: (f.argmax(-1) == y).float()}, "no gradient"),
-        ({"normalize": "self"}, "normalize"),
-        ({"expected": 1}, "expected"),
-    ],
-)
-def test_bad_arguments(world: World, posterior: blr.Posterior, options: dict, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        blr.influence(world.task, posterior, world.test, **options, **QUIET)
-
-
-@pytest.mark.parametrize("k", [0, 41, 2.0, True])
-def test_bad_k(world: World, posterior: blr.Posterior, k) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
-    with pytest.raises(InputError, match="k"):
-        found.top(k)
-    with pytest.raises(InputError, match="k"):
-        blr.influence(world.task, posterior, world.test, k=k, **QUIET)
-
-
-def test_bad_groups_and_pictures(world: World, posterior: blr.Posterior) -> None:
-    found = blr.influence(world.task, posterior, world.test, **QUIET)
-    for selection in ([], torch.zeros(40, dtype=torch.bool), lambda row: False):
-        with pytest.raises(InputError, match="selects none"):
-            found.group(selection)
-    with pytest.raises(InputError, match="not both"):
-        found.group([1], by="target")
-    with pytest.raises(InputError, match="no column"):
-        found.group(by="colour")
-    for test in (7, -1, 1.5, True, [1, 2]):
-        with pytest.raises(InputError, match="test"):
-            found.plot(test)
-    for k in (0, 1.5):
-        with pytest.raises(InputError, match="k"):
-            found.plot(0, k=k)
-
-
-def test_a_posterior_of_something_else(world: World, posterior: blr.Posterior) -> None:
-    other = blr.Posterior(posterior.mean, posterior.form, prior_precision=0.7, n_data=41)
-    with pytest.raises(PosteriorError, match="n_data=41"):
-        blr.influence(world.task, other, world.test, **QUIET)
-    with pytest.raises(InputError, match="posterior"):
-        blr.influence(world.task, None, world.test, **QUIET)  # type: ignore[arg-type]
-    with pytest.raises(PosteriorError, match=r"posterior\[1\].*n_data=41"):
-        blr.influence(world.task, [posterior, other], world.test, **QUIET)
-    part = {n: posterior.variance(n) for n in list(posterior.mean)[:2]}
-    frozen = blr.Posterior(
-        {n: posterior.mean[n] for n in part},
-        part,
-        prior_precision=1e-9,
-        n_data=40,
-        record={"fixed": list(posterior.mean)[2:]},
-    )
-    with pytest.raises(PosteriorError, match="other parameters"):
-        blr.influence(world.task, [posterior, frozen], world.test, **QUIET)
-    with pytest.raises(InputError, match="empty list"):
-        blr.influence(world.task, [], world.test, **QUIET)
-    with pytest.raises(InputError, match="one posterior"):
-        blr.influence(world.task, [posterior] * 2, world.test, projection=8, **QUIET)
-
-
-def test_an_influence_that_overflows() -> None:
-    model = mlp().float()
-    task = blr.Task(model, (1e3 * normal(6, 4).float(), labels(6)))
-    tiny = {n: torch.full_like(p, 1e-38) for n, p in model.named_parameters()}
-    q = blr.Posterior(task.parameters(), tiny, prior_precision=1e-38, n_data=6)
-    with pytest.raises(ModelError, match="overflows"):
-        blr.influence(task, q, task, **QUIET)
 
 
 def test_pieces_make_one_matrix_block_by_block() -> None:

@@ -368,14 +368,6 @@ def test_a_test_task_that_does_not_fit_is_refused_before_training() -> None:
     assert row["test_nll"] == pytest.approx(float(F.cross_entropy(task.model(x).detach(), y)))
 
 
-def test_a_prior_is_not_selected_on_sequences() -> None:
-    g = torch.Generator().manual_seed(0)
-    words = torch.randint(5, (6, 4), generator=g)
-    task = blr.Task(nn.Embedding(5, 5), (words, words), likelihood="tokens")
-    with pytest.raises(InputError, match="one per token"):
-        blr.select_prior_precision(task, [1.0])
-
-
 def test_what_is_not_kept_is_not_there() -> None:
     monitor = watched(one_task(), keep=("leverage",))
     assert monitor.history("leverage").shape == (3, N)
@@ -456,17 +448,6 @@ def test_the_table_is_saved_and_grows(tmp_path) -> None:
     pd.testing.assert_frame_equal(read, monitor.table)
     monitor(posterior(1), 9)
     assert len(monitor.table) == 4
-
-
-def test_the_long_table_has_a_row_per_epoch_and_example() -> None:
-    task = task_of(metadata={"source": [f"s{i}" for i in range(N)]})
-    monitor = watched(task, examples=[3, 8], keep=("deviation", "loss"))
-    table = monitor.examples_table
-    assert list(table) == ["epoch", "index", "deviation", "loss", "source"]
-    assert table.epoch.tolist() == [1, 1, 2, 2, 3, 3]
-    assert table["index"].tolist() == [3, 8] * 3
-    assert table.source.tolist() == ["s3", "s8"] * 3
-    assert table.deviation.tolist() == pytest.approx(monitor.deviations.flatten().tolist())
 
 
 def test_the_generalisation_picture_shows_the_rows() -> None:

@@ -176,9 +176,9 @@ def test_the_fit_stands_alone(ask: Any) -> None:
     for alone, match in ((blr.influence, "predict"), (blr.what_if, "remove")):
         with pytest.raises(InputError, match=match):
             alone(fitted)
-    for alone in (blr.top_influence, blr.what_if_each):
+    for alone in (blr.suspicious, blr.calibrate):
         with pytest.raises(InputError, match="without"):
-            alone(fitted)
+            alone(fitted, None)
     with pytest.raises(InputError, match="posterior"):
         ask(task)
 

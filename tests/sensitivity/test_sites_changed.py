@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from blr_analysis.learning_rule.families import (
     Dirichlet,
     FullGaussian,
     Gamma,
-    NormalWishart,
 )
 from blr_analysis.learning_rule.inference import (
     LDA,
-    BayesianGaussianMixture,
     Conjugate,
     FactorAnalysis,
     GaussianMixtureEM,
@@ -35,7 +32,6 @@ from blr_analysis.learning_rule.inference import (
     poisson,
 )
 from blr_analysis.learning_rule.inference.fitted import rows
-from blr_analysis.sensitivity import sites
 
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
@@ -63,7 +59,6 @@ def test_conjugate_models_are_exact() -> None:
         without = model.fit((x[:15][rest], y[:15][rest]))
         exact = fitted.log_predictive(test) - without.log_predictive(test)
         torch.testing.assert_close(rises.matrix[i], exact, rtol=1e-8, atol=1e-9)
-    assert rises.error == pytest.approx(0, abs=1e-8)
     assert rises.top(0, 1)[0] == rises.matrix[:, 0].argmax()
 
 
@@ -90,12 +85,6 @@ def documents() -> torch.Tensor:
 def lda(counts: torch.Tensor, start: Dirichlet | None = None) -> Any:
     model = LDA(2, local_tol=1e-8)
     return model.fit(counts, passes=200, batch_size=None, tol=1e-8, start=start, progress=False)
-
-
-def clusters(y: torch.Tensor) -> Any:
-    prior = NormalWishart(torch.zeros(2, dtype=F64), ONE, 3 * ONE, torch.eye(2, dtype=F64))
-    model = BayesianGaussianMixture(Dirichlet(torch.ones(2, dtype=F64)), prior)
-    return model.fit(y, tol=1e-9, generator=torch.Generator().manual_seed(0), progress=False)
 
 
 def two_clusters(apart: float = 8.0) -> torch.Tensor:
@@ -168,27 +157,18 @@ def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
     fit, data, gone = CASES[name]
     fitted = fit(data)
     kept = torch.tensor([i for i in range(fitted.n_data) if i not in gone])
-    rest = data[kept] if isinstance(data, torch.Tensor) else tuple(d[kept] for d in data)
+    rest = rows(data, kept)
     again = fit(rest, fitted.q) if fit in (lda, mixture) else fit(rest)
     truth = float(-again.log_predictive(data).mean())
     first = float(-fitted.predictive(fitted.without(gone), data).mean())
-    result = blr.what_if(fitted, remove=gone, steps=10)
+    result = blr.what_if(fitted, remove=gone, passes=10)
     assert abs(result.nll - truth) < 0.5 * abs(first - truth)
     assert abs(result.nll - truth) <= 3 * result.error + 1e-6
     assert result.steps == 10 and f"{result.nll:.4f}" in repr(result)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_further_examples_come_as_near(name: str) -> None:
-    """The same the other way: a fit without some, to which they are added."""
-    fit, data, gone = CASES[name]
-    n = len(data if isinstance(data, torch.Tensor) else data[0])
-    kept = torch.tensor([i for i in range(n) if i not in gone])
-    parts = [rows(data, chosen) for chosen in (kept, torch.tensor(gone))]
-    fitted = fit(parts[0])
-    again = fit(data, fitted.q) if fit in (lda, mixture) else fit(data)
+    less = fit(rest)  # the same the other way: to a fit without some they are added
+    again = fit(data, less.q) if fit in (lda, mixture) else fit(data)
     truth = float(-again.log_predictive(data).mean())
-    result = blr.what_if(fitted, add=parts[1], evaluate=data, steps=10)
+    result = blr.what_if(less, add=rows(data, torch.tensor(gone)), evaluate=data, passes=10)
     assert abs(result.nll - truth) < 0.5 * abs(result.before - truth)
     assert abs(result.nll - truth) <= 3 * result.error + 1e-6
 
@@ -200,23 +180,6 @@ def plateau() -> tuple[Any, torch.Tensor, int]:
     start = 0.8 * torch.nn.functional.one_hot(kind, 3).double() + 0.2 / 3
     model = GaussianMixtureEM(3, "diag")
     return model.fit(y, start=start, tol=1e-13, max_iter=5000, progress=False), y, 3
-
-
-def fitted_without(name: str) -> tuple[Any, torch.Tensor]:
-    """A fit, and the losses of all examples when it is fitted again without each."""
-    fit, data, _ = CASES.get(name, (None, None, None))
-    fitted, y, _ = plateau() if fit is None else (fit(data), data, 0)
-    truth = []
-    for i in range(fitted.n_data):
-        kept = torch.tensor([j for j in range(fitted.n_data) if j != i])
-        rest = rows(y, kept)
-        if fit is None:
-            settings = {"start": fitted.q, "tol": 1e-13, "max_iter": 5000, "progress": False}
-            again = fitted.model.fit(rest, **settings)
-        else:
-            again = fit(rest, fitted.q) if fit is mixture else fit(rest)
-        truth.append(-again.log_predictive(y))
-    return fitted, torch.stack(truth)
 
 
 @pytest.mark.parametrize(
@@ -235,37 +198,7 @@ def test_steps_go_on_until_they_rest(name: str) -> None:
     assert result.error < 1e-5 and not result.note
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "EM",
-        "plateau",
-        "factor analysis",
-        "non-conjugate VMP",
-        "hidden Markov model",
-    ],
-)
-def test_influence_and_leave_one_out_say_how_exact_they_are(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against fitting again without each, the gap is about what ``error`` says."""
-    monkeypatch.setattr(sites, "SOON", 600.0)
-    monkeypatch.setattr(sites, "LATER", 600.0)
-    fitted, losses = fitted_without(name)
-    found, wanted = (
-        blr.influence(fitted, None, fitted.data),
-        losses + fitted.log_predictive(fitted.data),
-    )
-    gap = float((found.matrix - wanted).norm() / wanted.norm())
-    assert found.error / 1.25 < gap < 1.25 * found.error
-    loo = blr.leave_one_out(fitted)
-    gap = float((loo.losses - losses.diagonal()).abs().mean())
-    assert loo.error / 1.5 < gap < 1.5 * loo.error
-    assert "\n" not in repr(found) and f"± {loo.error:.2g}" in repr(loo)
-
-
-def test_a_step_that_hardly_moves_is_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "SOON", 600.0)
+def test_a_step_that_hardly_moves_is_no_rest() -> None:
     fitted, _, flower = plateau()
     kept = [i for i in range(fitted.n_data) if i != flower]
     again = fitted.model.fit(
@@ -274,9 +207,9 @@ def test_a_step_that_hardly_moves_is_no_rest(monkeypatch: pytest.MonkeyPatch) ->
     result = blr.what_if(fitted, remove=[flower])
     assert result.nll == pytest.approx(float(-again.log_predictive(fitted.data).mean()), abs=1e-6)
     assert result.error < 1e-6 and not result.note
-    early = blr.what_if(fitted, remove=[flower], steps=30)
-    assert early.error == float("inf") and "steps=" in repr(early)
-    assert "example 3" in repr(blr.leave_one_out(fitted))
+    early = blr.what_if(fitted, remove=[flower], passes=30)
+    assert early.error == float("inf")
+    assert "passes=" in repr(early)
 
 
 def test_states_are_exact_and_rest_at_once() -> None:
@@ -309,35 +242,12 @@ def test_a_pass_of_online_newton_is_made_again() -> None:
     torch.testing.assert_close(found.matrix[4], gap)
 
 
-@pytest.mark.parametrize("fit", [clusters, logistic])
-def test_a_step_rests_where_the_fit_does(fit: Callable[..., Any]) -> None:
-    fitted = fit(two_clusters() if fit is clusters else labels())
-    q, moved = fitted.refitted(steps=1)
-    for node in q if isinstance(q, dict) else [None]:
-        one, two = (p if node is None else p[node] for p in (q, moved))
-        for key, value in one.natural.items():
-            torch.testing.assert_close(two.natural[key], value, rtol=1e-4, atol=1e-4)
-
-
-def test_a_chain_takes_further_series() -> None:
-    g = torch.Generator().manual_seed(0)
-    counts = torch.poisson(torch.tensor([[1.0, 1, 8, 8, 8, 1]]).expand(6, -1), generator=g)
-    model = HiddenMarkov(2, poisson(), Gamma(ONE, ONE))
-    part = model.fit(counts[:5], generator=g, tol=1e-12, progress=False)
-    *_, more = part.refitted(add=counts[5:].double(), steps=15)
-    *_, back = part.refitted([0], steps=15)
-    whole = part.refitted(steps=1)
-    assert len(list(whole)) == 2
-    shapes = part["emission"].shape.sum()
-    assert more["emission"].shape.sum() == pytest.approx(float(shapes + counts[5].sum()))
-    assert back["emission"].shape.sum() == pytest.approx(float(shapes - counts[0].sum()))
-
-
 def test_bad_input() -> None:
     model, data = regression()
     fitted = model.fit(data)
     for wrong in (
         {},
+        {"remove": [0], "passes": 0},
         {"remove": [0], "solver": "cg"},
         {"add": (data[0],)},
         {"remove": [99]},

@@ -11,7 +11,7 @@ To be read like a book; each part needs only those above it.
    told. :mod:`.em`: parameters at their mode; the same for hidden numbers, factor analysis.
    :mod:`.vmp`: parameters averaged over.
    :mod:`.messages`: local and global parameters of any such model, and chains of classes.
-   :mod:`.documents` and :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
+   :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
 4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
    one number. :mod:`.cvi`: the rule site by site, prediction, cavities; for regression with a
    link and for Gaussian processes, :mod:`.gp`.

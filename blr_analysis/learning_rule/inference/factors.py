@@ -57,7 +57,7 @@ class Factor:
         ... )
         >>> prior = Gamma(torch.tensor(1.0), torch.tensor(1.0))
         >>> Conjugate(prior, exponential).fit(torch.tensor([2.0, 3.0])).q
-        Gamma(shape=tensor(3.), rate=tensor(6.))
+        Gamma(shape=tensor(3., dtype=torch.float64), rate=tensor(6., dtype=torch.float64))
     """
 
     family: type[ExponentialFamily]

@@ -25,29 +25,20 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import instance
-from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.conjugate import bayes
-from blr_analysis.learning_rule.inference.fitted import Fitted
+from blr_analysis.learning_rule.inference.conjugate import bayes, wide
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, joined, rows
 from blr_analysis.progress import track
 
-# Every matrix or offset: how many dimensions it has at one time, and whether it moves the state
-# from one time to the next (so that a series of T observations has T − 1 of them).
-PARTS = {
-    "transition": (2, True),
-    "transition_noise": (2, True),
-    "transition_offset": (1, True),
-    "observation": (2, False),
-    "observation_noise": (2, False),
-    "observation_offset": (1, False),
-}
+Times = dict[str, Tensor]
+"""Every matrix and offset, with a leading dimension for the times."""
 
 
 @dataclass(frozen=True, eq=False)
-class StateSpace:
-    """A linear-Gaussian state-space model, in the prior's dtype.
+class StateSpace(Model):
+    """A linear-Gaussian state-space model, in double precision.
 
     Each matrix is one for all times, or has a leading dimension: T for the observations, T − 1
     (t → t + 1) for the transitions.
@@ -89,27 +80,38 @@ class StateSpace:
         instance("prior", self.prior, FullGaussian, "a FullGaussian")
         if self.prior.mean.ndim != 1:
             raise InputError("the prior of the first state is one distribution, not copies")
-        for name, (rank, _) in PARTS.items():
-            if rank == 2 or getattr(self, name) is not None:
-                instance(name, getattr(self, name), Tensor, "a tensor")
-        if self.observation.ndim < 2 or not self.observation.shape[-2]:
-            raise InputError(f"observation must be a matrix, got {tuple(self.observation.shape)}")
-        size, seen = len(self.prior.mean), self.observation.shape[-2]
-        for name, (rank, moves) in PARTS.items():
-            if (value := getattr(self, name)) is None:
-                continue
-            shape = (
-                (seen, size) if name == "observation" else ((size,) if moves else (seen,)) * rank
-            )
-            if value.shape[max(value.ndim - rank, 0) :] != shape or value.ndim > rank + 1:
-                raise InputError(
-                    f"{name} must be {list(shape)}, or that for each time, got {list(value.shape)}"
-                )
+        object.__setattr__(self, "prior", wide(self.prior))
+        for name, shape in self._shapes().items():
+            value = getattr(self, name)
+            value = self.prior.mean.new_zeros(shape) if value is None else value
+            instance(name, value, Tensor, "a tensor")
+            rank = len(shape)
+            if value.shape[-rank:] != shape or value.ndim > rank + 1:
+                got = list(value.shape)
+                raise InputError(f"{name} must be {[*shape]}, or that for each time, got {got}")
             if value.is_complex() or not bool(torch.isfinite(value).all()):
                 raise InputError(f"{name} must be real and finite")
             object.__setattr__(self, name, value.to(self.prior.mean))
-        _check_covariance("transition_noise", self.transition_noise, singular=True)
-        _check_covariance("observation_noise", self.observation_noise, singular=False)
+        for name, least in (("transition_noise", -1e-6), ("observation_noise", 1e-15)):
+            value = getattr(self, name)
+            size = value.abs().max().clamp(min=1e-300)
+            uneven = (value - value.mT).abs().max() > 1e-8 * size
+            if uneven or torch.linalg.eigvalsh(value).min() <= least * size:
+                raise InputError(f"{name} is no covariance: not symmetric, or not positive")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        instance("observation", self.observation, Tensor, "a tensor")
+        if self.observation.ndim < 2 or not self.observation.shape[-2]:
+            raise InputError(f"observation must be a matrix, got {list(self.observation.shape)}")
+        size, seen = len(self.prior.mean), self.observation.shape[-2]
+        return {
+            "transition": (size, size),
+            "transition_noise": (size, size),
+            "transition_offset": (size,),
+            "observation": (seen, size),
+            "observation_noise": (seen, seen),
+            "observation_offset": (seen,),
+        }
 
     def fit(self, data: Tensor, *, progress: bool | None = None) -> FittedStates:
         """Filter and smooth a series.
@@ -128,140 +130,88 @@ class StateSpace:
                 its log-likelihood is.
             InputError: a state without uncertainty in some direction.
         """
-        data = self._series(data)
-        sites = _stack([self.site(t, y) for t, y in enumerate(data)])
-        predicted, filtered, history = self._filter(data, sites, progress)
-        q = self._smooth(filtered, sites)
+        data = self.check(data)
+        parts, sites = self._at(len(data)), self.sites(None, data)
+        predicted, filtered, history = self._filter(parts, data, sites, progress)
         return FittedStates(
-            q=q,
+            q=self._smooth(parts, filtered, sites),
             history=history,
             objective="log-likelihood",
-            prior=None,
-            n_data=len(data),
-            site_of=lambda chosen: {k: v[chosen] for k, v in sites.items()},
-            predictive=self.log_predictive,
-            data=data,
-            step=self._step,
             model=self,
+            data=data,
+            messages=sites,
             predicted=predicted,
             filtered=filtered,
         )
 
-    def _step(self, q: FullGaussian, data: Tensor, kept: Tensor) -> FullGaussian:
-        """The states of ``q`` by these observations; exact, so that it rests at once."""
-        seen = torch.full_like(data, math.nan)
-        seen[kept] = data[kept]
-        states, size = self.fit(seen, progress=False).q, len(q.mean)
-        return FullGaussian(states.mean[:size], states.precision[:size])
-
-    def site(self, time: int, y: Tensor) -> Natural:
-        """λ̃_t of the components of y_t ``[E]`` that were observed.
-
-        Raises:
-            DataError: an observation of another shape.
-        """
-        size = self.observation.shape[-2]
-        if not isinstance(y, Tensor) or y.shape != (size,):
-            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise DataError(f"an observation must be a tensor [{size}], got {got}")
-        y = y.to(self.prior.mean)
-        seen = ~torch.isnan(y)
-        matrix, noise, offset = self._observed(time, seen)
-        weighted = torch.linalg.solve(noise, matrix).mT
-        return {"linear": weighted @ (y[seen] - offset), "square": -0.5 * weighted @ matrix}
-
-    def log_predictive(self, q: FullGaussian, data: Tensor) -> Tensor:
-        """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed.
-
-        Raises:
-            DataError: a series that is misshapen, or not as long as the states.
-        """
-        data = self._series(data)
-        if len(data) != len(q.mean):
-            raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
-        means, covariances = q.mean, q.covariance
-        scores = [self._score(t, means[t], covariances[t], y) for t, y in enumerate(data)]
-        return torch.stack(scores)
-
-    def _series(self, data: Any) -> Tensor:
-        """The series ``[T, E]`` in the dtype of the model, or what is wrong with it."""
+    def check(self, data: Any) -> Tensor:
         seen = self.observation.shape[-2]
         if not isinstance(data, Tensor) or data.ndim != 2 or not len(data) or data.shape[1] != seen:
             got = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
             raise DataError(f"the series must be a non-empty tensor [T, {seen}], got {got}")
-        if data.is_complex():
-            raise DataError(f"the series must be real, got {data.dtype}")
-        if bool(torch.isinf(data).any()):
-            time = int(data.isinf().any(1).nonzero()[0])
-            raise DataError(f"the series is infinite at time {time}")
-        for name, (rank, moves) in PARTS.items():
-            value, times = getattr(self, name), len(data) - moves
-            if value is not None and value.ndim > rank and len(value) != times:
-                raise DataError(f"{name} has {len(value)} times, but needs {times}")
+        if data.is_complex() or bool(torch.isinf(data).any()):
+            raise DataError("the series must be real, and finite or NaN where nothing was observed")
         return data.to(self.prior.mean)
 
-    def _score(self, time: int, mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
+    def sites(self, q: Any, data: Tensor) -> Natural:
+        """λ̃_t of the components of every y_t that were observed."""
+        parts = self._at(len(data))
+        return _stack([_site(*self._seen(parts, t, y)) for t, y in enumerate(data)])
+
+    def step(self, q: FullGaussian, data: Tensor) -> FullGaussian:
+        """The states of ``q`` by these observations; exact, so that it rests at once."""
+        states, size = self.fit(data, progress=False).q, len(q.mean)
+        return FullGaussian(states.mean[:size], states.precision[:size])
+
+    def log_predictive(self, q: FullGaussian, data: Tensor) -> Tensor:
+        """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed."""
+        if len(data) != len(q.mean):
+            raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
+        parts, states = self._at(len(data)), zip(q.mean, q.covariance, data, strict=True)
+        scores = [_score(m, v, *self._seen(parts, t, y)) for t, (m, v, y) in enumerate(states)]
+        return torch.stack(scores)
+
+    def _at(self, times: int) -> Times:
+        """Every matrix and offset at each time."""
+        parts = {}
+        for name, shape in self._shapes().items():
+            length, value = times - name.startswith("transition"), getattr(self, name)
+            if value.ndim > len(shape) and len(value) != length:
+                raise DataError(f"{name} has {len(value)} times, but needs {length}")
+            parts[name] = value.expand(length, *shape)
+        return parts
+
+    def _seen(self, parts: Times, time: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """H, R and y − d of the components that were observed."""
         seen = ~torch.isnan(y)
-        matrix, noise, offset = self._observed(time, seen)
-        factor = torch.linalg.cholesky(matrix @ covariance @ matrix.mT + noise)
-        residual = (y[seen] - matrix @ mean - offset).unsqueeze(-1)
-        scaled = torch.linalg.solve_triangular(factor, residual, upper=False)
-        logdet = 2 * factor.diagonal().log().sum()
-        return -0.5 * (scaled.square().sum() + logdet + int(seen.sum()) * math.log(2 * math.pi))
-
-    def _observed(self, time: int, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        noise = _at(self.observation_noise, time, 2)[seen][:, seen]
-        offset = self.observation_offset
-        offset = noise.new_zeros(len(noise)) if offset is None else _at(offset, time, 1)[seen]
-        return _at(self.observation, time, 2)[seen], noise, offset
-
-    def _moves(self, time: int) -> tuple[Tensor, Tensor, Tensor]:
-        move, offset = _at(self.transition, time, 2), self.transition_offset
-        offset = move.new_zeros(len(move)) if offset is None else _at(offset, time, 1)
-        return move, _at(self.transition_noise, time, 2), offset
+        noise = parts["observation_noise"][time][seen][:, seen]
+        centred = y - parts["observation_offset"][time]
+        return parts["observation"][time][seen], noise, centred[seen]
 
     def _filter(
-        self, data: Tensor, sites: Natural, progress: bool | None
+        self, parts: Times, data: Tensor, sites: Natural, progress: bool | None
     ) -> tuple[FullGaussian, FullGaussian, list[float]]:
         predicted, filtered, history, total = [], [], [], 0.0
         ahead = self.prior
         for t in track(range(len(data)), label="filtering", show=progress):
             if t:
-                ahead = self._predict(filtered[-1], t - 1)
-            total += float(self._score(t, ahead.mean, ahead.covariance, data[t]).detach())
+                ahead = _predicted(parts, filtered[-1], t - 1)
+            seen = self._seen(parts, t, data[t])
+            total += float(_score(ahead.mean, ahead.covariance, *seen).detach())
             predicted.append(ahead)
-            filtered.append(bayes(ahead, {k: v[t] for k, v in sites.items()}))
+            filtered.append(bayes(ahead, rows(sites, torch.tensor(t))))
             if not math.isfinite(total):
                 raise DataError(f"the log-likelihood is {total} from time {t} on: scale the series")
             history.append(total)
         return _copies(predicted), _copies(filtered), history
 
-    def _predict(self, state: FullGaussian, time: int) -> FullGaussian:
-        move, noise, offset = self._moves(time)
-        covariance = move @ state.covariance @ move.mT + noise
-        factor, failed = torch.linalg.cholesky_ex(covariance)
-        if bool(failed):
-            raise InputError(
-                f"the predicted covariance of state {time + 1} is singular: raise transition_noise"
-            )
-        return FullGaussian(move @ state.mean + offset, torch.cholesky_inverse(factor))
-
-    def _smooth(self, filtered: FullGaussian, sites: Natural) -> FullGaussian:
+    def _smooth(self, parts: Times, filtered: FullGaussian, sites: Natural) -> FullGaussian:
         message = {k: torch.zeros_like(v[0]) for k, v in sites.items()}
         messages = [message]
         for t in reversed(range(len(filtered.mean) - 1)):
-            message = self._backward(add(message, {k: v[t + 1] for k, v in sites.items()}), t)
+            message = _backward(parts, add(message, rows(sites, torch.tensor(t + 1))), t)
             messages.append(message)
         return filtered.with_natural(add(filtered.natural, _stack(messages[::-1])))
-
-    def _backward(self, ahead: Natural, time: int) -> Natural:
-        """What x_t is told by everything after it, from the same for x_{t+1} and its site."""
-        move, noise, offset = self._moves(time)
-        precision = -2 * ahead["square"]
-        damped = torch.linalg.solve(torch.eye(len(move)).to(move) + noise @ precision, move).mT
-        folded = damped @ precision @ move
-        linear = damped @ (ahead["linear"] - precision @ offset)
-        return {"linear": linear, "square": -0.25 * (folded + folded.mT)}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -269,7 +219,6 @@ class FittedStates(Fitted[FullGaussian]):
     """Smoothed states; ``q`` has a copy for each time, and examples are observations.
 
     Attributes:
-        model: the state-space model.
         predicted: x_t given y_1 … y_{t−1}, a copy for each t.
         filtered: x_t given y_1 … y_t.
 
@@ -287,7 +236,6 @@ class FittedStates(Fitted[FullGaussian]):
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
-    model: StateSpace
     predicted: FullGaussian
     filtered: FullGaussian
 
@@ -297,23 +245,56 @@ class FittedStates(Fitted[FullGaussian]):
         Raises:
             InputError: a time that does not exist.
         """
-        data = self.data.clone()
-        data[chosen_indices(indices, self.n_data)] = math.nan
-        return self.model.fit(data, progress=False).q
+        return self.model.fit(self._changed(self._chosen(indices), None), progress=False).q
 
     def left_out(self) -> Tensor:
         """log p(y_t | all other observations), in nats ``[T]``; exact, in one pass.
 
         A site touches only its own state, so that the marginal without it is λ_t − λ̃_t. Where the
-        noise of observations is far below that of the states, by 1e4 in single precision and by
-        1e10 in double, nearly nothing is left of that difference but rounding.
+        noise of observations is below that of the states by 1e10, nearly nothing is left of that
+        difference but rounding.
         """
         cavities = self.q.with_natural(subtract(self.q.natural, self.sites))  # type: ignore[arg-type]
         return self.model.log_predictive(cavities, self.data)
 
+    def _changed(self, gone: Tensor, add: Any) -> Tensor:
+        data = self.data.clone()
+        data[gone] = math.nan
+        return data if add is None else joined(data, self.model.check(add))
 
-def _at(value: Tensor, time: int, rank: int) -> Tensor:
-    return value[time] if value.ndim > rank else value
+
+def _site(matrix: Tensor, noise: Tensor, y: Tensor) -> Natural:
+    weighted = torch.linalg.solve(noise, matrix).mT
+    return {"linear": weighted @ y, "square": -0.5 * weighted @ matrix}
+
+
+def _score(mean: Tensor, covariance: Tensor, matrix: Tensor, noise: Tensor, y: Tensor) -> Tensor:
+    """log N(y | H m, H V Hᵀ + R)."""
+    spread, residual = matrix @ covariance @ matrix.mT + noise, y - matrix @ mean
+    square = residual @ torch.linalg.solve(spread, residual)
+    return -0.5 * (square + torch.logdet(2 * math.pi * spread))
+
+
+def _predicted(parts: Times, state: FullGaussian, time: int) -> FullGaussian:
+    move = parts["transition"][time]
+    covariance = move @ state.covariance @ move.mT + parts["transition_noise"][time]
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if bool(failed):
+        raise InputError(
+            f"the predicted covariance of state {time + 1} is singular: raise transition_noise"
+        )
+    mean = move @ state.mean + parts["transition_offset"][time]
+    return FullGaussian(mean, torch.cholesky_inverse(factor))
+
+
+def _backward(parts: Times, ahead: Natural, time: int) -> Natural:
+    """What x_t is told by everything after it, from the same for x_{t+1} and its site."""
+    move, precision = parts["transition"][time], -2 * ahead["square"]
+    damping = torch.eye(len(move)).to(move) + parts["transition_noise"][time] @ precision
+    damped = torch.linalg.solve(damping, move).mT
+    folded = damped @ precision @ move
+    linear = damped @ (ahead["linear"] - precision @ parts["transition_offset"][time])
+    return {"linear": linear, "square": -0.25 * (folded + folded.mT)}
 
 
 def _stack(parts: list[Natural]) -> Natural:
@@ -323,12 +304,3 @@ def _stack(parts: list[Natural]) -> Natural:
 def _copies(parts: list[FullGaussian]) -> FullGaussian:
     means, precisions = [p.mean for p in parts], [p.precision for p in parts]
     return FullGaussian(torch.stack(means), torch.stack(precisions))
-
-
-def _check_covariance(name: str, value: Tensor, *, singular: bool) -> None:
-    smallest, size = torch.linalg.eigvalsh(value).min(), value.abs().max()
-    if not bool(torch.isclose(value, value.mT).all()):
-        raise InputError(f"{name} is not symmetric")
-    if smallest < -1e-6 * size or (not singular and smallest <= 0):
-        kind = "positive semi-definite" if singular else "positive definite"
-        raise InputError(f"{name} is not {kind}: its smallest eigenvalue is {float(smallest):.3g}")

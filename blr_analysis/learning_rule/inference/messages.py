@@ -25,23 +25,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+from torch.utils._pytree import tree_leaves
 
 from blr_analysis.checks import at_least, instance, positive_number, share
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference.conjugate import bayes, wide
+from blr_analysis.learning_rule.inference.conjugate import bayes, toward, wide
 from blr_analysis.learning_rule.inference.factors import Factor
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
+    Model,
     Sites,
     answer,
     count,
-    joined,
     minibatch,
     moved,
     rows,
@@ -52,46 +55,23 @@ from blr_analysis.learning_rule.inference.mixture_model import (
     paired,
     pooled,
 )
-from blr_analysis.learning_rule.rule import blr_step
 
 Nodes = Mapping[str, ExponentialFamily]
 Local = Callable[[Mapping[str, Natural], Any], Tensor]
 """(μ by node, data of M examples) → A_i ``[M]``, by torch operations."""
 
 
-@dataclass(frozen=True)
-class MessagePassing:
-    """A conjugate-exponential model with hidden parts, by its local log-normaliser.
+class Messages(Model):
+    """Global nodes, and examples that pass messages to them.
 
     Attributes:
-        prior: the global nodes by name, with copies or without.
+        nodes: the priors of the global nodes by name, with copies or without.
         local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
-
-    Raises:
-        InputError: a node that is no exponential family.
-
-    Example:
-        Which of two coins was thrown ten times? Sums over the coin, weights (½, ½) held fixed.
-
-        >>> from blr_analysis.learning_rule.families import Beta
-        >>> def local(mu, heads):
-        ...     up, down = mu["coin"]["log"], mu["coin"]["log_complement"]
-        ...     each = heads.unsqueeze(1)
-        ...     return (each * up + (10 - each) * down).logsumexp(1)
-        >>> prior = {"coin": Beta(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]))}
-        >>> heads = torch.tensor([1.0, 2.0, 9.0, 8.0])
-        >>> MessagePassing(prior, local).fit(heads, progress=False)["coin"].mean
-        tensor([0.1739, 0.8261])
     """
 
-    prior: Nodes
-    local: Local
-
-    def __post_init__(self) -> None:
-        if not self.prior or not all(
-            isinstance(node, ExponentialFamily) for node in self.prior.values()
-        ):
-            raise InputError("prior must be exponential families by name")
+    kind: ClassVar[type[Fitted[Any]]] = Fitted
+    nodes: Any
+    local: Any
 
     def fit(
         self,
@@ -123,112 +103,111 @@ class MessagePassing:
         Raises:
             InputError: settings out of range, or an A_i that is not finite.
         """
-        n, q, after = count(data), start or self.prior, start or self.prior
+        data = self.check(data)
+        n, q, after = count(data), start or self.nodes, start or self.nodes
 
         def step(t: int) -> float:
             nonlocal q, after
             q, chosen = after, minibatch(n, batch, generator)
-            messages, local = self.messages(q, rows(data, chosen))
-            divergence = sum(float(node.kl(self.prior[g]).sum()) for g, node in q.items())
+            told, local = self._messages(q, rows(data, chosen))
             size = share("rho", rho(t + 1) if callable(rho) else rho)
-            told = {g: scale(message, n / len(chosen)) for g, message in messages.items()}
-            after = {g: _toward(q[g], self.prior[g], told[g], size) for g in q}
-            return n / len(chosen) * float(local.sum()) - divergence
+            factor = n / len(chosen)
+            after = self._toward(q, {g: scale(m, factor) for g, m in told.items()}, size)
+            divergence = sum(float(q[g].kl(prior).sum()) for g, prior in self.nodes.items())
+            return factor * float(local) - divergence
 
-        noisy = batch is not None
         run = until_flat(
-            step, "ELBO", n, max_iter=max_iter, tol=tol, noisy=noisy, progress=progress
+            step, "ELBO", n, max_iter=max_iter, tol=tol, noisy=batch is not None, progress=progress
         )
         q = q if run["converged"] else after
-        return Fitted(
-            q=q,
-            **run,
-            prior=self.prior,
-            n_data=n,
-            site_of=lambda chosen: self.each(q, rows(data, chosen)),
-            predictive=self.log_predictive,
-            data=data,
-            step=self._step,
-        )
+        return self.kind(q=q, **run, prior=self.nodes, model=self, data=data)
 
-    def _step(self, q: Nodes, data: Any, kept: Tensor) -> Nodes:
-        told, _ = self.messages(q, rows(data, kept))
-        return {g: _toward(node, self.prior[g], told[g], 1.0) for g, node in q.items()}
+    def sites(self, q: Nodes, data: Any) -> Sites:
+        return self._each(q, data)[0]
+
+    def step(self, q: Nodes, data: Any) -> Nodes:
+        return self._toward(q, self._messages(q, data)[0], 1.0)
 
     def log_predictive(self, q: Nodes, data: Any) -> Tensor:
-        """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``; M copies go with one each.
+        """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``.
 
             A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) ),
 
         θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
         certain.
         """
-        name, node = next(iter(q.items()))
-        if node.log_partition().ndim > self.prior[name].log_partition().ndim:
-            every = range(len(node.log_partition()))
-            each = (self.log_predictive(_copy(q, i), rows(data, torch.tensor([i]))) for i in every)
-            return torch.cat([*each])
-        _, local = self.messages(q, data)
-        after = moved(q, self.each(q, data), 1.0)
+        sites, local = self._each(q, data)
+        after = moved(q, sites, 1.0)
         gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
         return local + sum(gains)
 
-    def messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
-        """Σ_i λ̃_i for each node, and A_i ``[M]``."""
-        mu, leaves = _leaves(q)
-        with torch.enable_grad():
-            values = self._values(mu, data)
-            gradients = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
-        return _named(q, gradients), values.detach()
+    def _toward(self, q: Nodes, told: Mapping[str, Natural], rho: float) -> Nodes:
+        return {g: toward(q[g], prior, told[g], rho) for g, prior in self.nodes.items()}
 
-    def _values(self, mu: Mapping[str, Natural], data: Any) -> Tensor:
-        wanted = "local must be a function (mu, data) -> A_i [M], differentiable in mu"
-        values = answer(wanted, torch.Size([count(data)]), self.local, mu, data)
-        if not values.requires_grad:
+    def _messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
+        """Σ_i λ̃_i for each node, and Σ_i A_i."""
+        wanted = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
+        shape = torch.Size([count(data)])
+        mu = {g: node.expectation for g, node in q.items()}
+        told, local = grad_and_value(lambda m: answer(wanted, shape, self.local, m, data).sum())(mu)
+        if not bool(local.isfinite()) or not any(bool(leaf.any()) for leaf in tree_leaves(told)):
             raise InputError(wanted)
-        if not bool(values.isfinite().all()):
-            raise InputError("the local log-normaliser is not finite")
-        return values
+        return told, local
 
-    def each(self, q: Nodes, data: Any) -> Sites:
-        """λ̃_i of every example, with a leading dimension M."""
-        mu, leaves = _leaves(q)
-        with torch.enable_grad():
-            values = self._values(mu, data)
-            parts = [
-                torch.autograd.grad(v, leaves, retain_graph=True, materialize_grads=True)
-                for v in values
-            ]
-        return _named(q, [torch.stack(column) for column in zip(*parts, strict=True)])
+    def _each(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
+        """λ̃_i and A_i of every example, with a leading dimension M."""
+        name, node = next(iter(self.nodes.items()))
+        copies = q[name].log_partition().ndim > node.log_partition().ndim
+        mu = {g: node.expectation for g, node in q.items()}
+        one = grad_and_value(lambda m, example: self.local(m, _alone(example)).sum())
+        return vmap(one, in_dims=(0 if copies else None, 0))(mu, data)
 
 
-def _copy(q: Nodes, i: int) -> Nodes:
-    parts = {g: {k: v[i] for k, v in node.natural.items()} for g, node in q.items()}
-    return {g: node.with_natural(parts[g]) for g, node in q.items()}
-
-
-def _leaves(q: Nodes) -> tuple[dict[str, Natural], list[Tensor]]:
-    mu = {
-        g: {k: v.detach().clone().requires_grad_() for k, v in node.expectation.items()}
-        for g, node in q.items()
-    }
-    return mu, [leaf for part in mu.values() for leaf in part.values()]
-
-
-def _named(q: Nodes, leaves: Any) -> dict[str, Natural]:
-    values = iter(leaves)
-    return {g: {k: next(values) for k in node.expectation} for g, node in q.items()}
-
-
-def _toward(
-    node: ExponentialFamily, prior: ExponentialFamily, told: Natural, rho: float
-) -> ExponentialFamily:
-    """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩."""
-    return blr_step(node, scale(add(prior.natural, told, prior.base_gradient()), -1.0), rho)
+def _alone(example: Any) -> Any:
+    """An example as data of one."""
+    return rows(example, None)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class HiddenMarkov:
+class MessagePassing(Messages):
+    """A conjugate-exponential model with hidden parts, by its local log-normaliser.
+
+    Attributes:
+        prior: the global nodes by name, with copies or without.
+        local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
+
+    Raises:
+        InputError: a node that is no exponential family.
+
+    Example:
+        Which of two coins was thrown ten times? Sums over the coin, weights (½, ½) held fixed.
+
+        >>> from blr_analysis.learning_rule.families import Beta
+        >>> def local(mu, heads):
+        ...     up, down = mu["coin"]["log"], mu["coin"]["log_complement"]
+        ...     each = heads.unsqueeze(1)
+        ...     return (each * up + (10 - each) * down).logsumexp(1)
+        >>> prior = {"coin": Beta(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]))}
+        >>> heads = torch.tensor([1.0, 2.0, 9.0, 8.0])
+        >>> MessagePassing(prior, local).fit(heads, progress=False)["coin"].mean
+        tensor([0.1739, 0.8261])
+    """
+
+    prior: Nodes
+    local: Local
+
+    def __post_init__(self) -> None:
+        nodes = self.prior.values() if isinstance(self.prior, Mapping) else ()
+        if not nodes or not all(isinstance(node, ExponentialFamily) for node in nodes):
+            raise InputError("prior must be exponential families by name")
+
+    @property
+    def nodes(self) -> Nodes:
+        return self.prior
+
+
+@dataclass(frozen=True)
+class HiddenMarkov(Messages):
     """A chain of K hidden classes, seen through a conjugate factor.
 
     Attributes:
@@ -263,14 +242,7 @@ class HiddenMarkov:
         instance("prior", self.prior, self.emission.family, self.emission.family.__name__)
         positive_number("concentration", self.concentration)
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        start: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        **settings: Any,
-    ) -> FittedMarkov:
+    def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMarkov:  # type: ignore[override]
         """Pass messages between the chains and the global nodes; in double precision.
 
         Args:
@@ -287,33 +259,29 @@ class HiddenMarkov:
             DataError: observations that the factor does not take.
             InputError: a start or settings that do not fit.
         """
-        if not isinstance(data, Tensor) or data.ndim not in (2, 3):
-            raise DataError("data must be series, a tensor [S, T] or [S, T, D]")
-        one = wide(self.prior)
-        like = next(iter(one.natural.values()))
-        flat = self.emission.check(data.reshape(-1, *data.shape[2:]), one)
-        data, k = flat.reshape(data.shape), self.n_states
-        evenly = Dirichlet(like.new_full((k,), self.concentration))
+        data = self.check(data)
+        flat = _flat(data)
+        values = flat.reshape(len(flat), -1).double()
+        first = first_responsibilities(values, self.n_states, start, settings.get("generator"))
+        emission = bayes(self.nodes["emission"], pooled(first, self.emission.site(flat)))
+        begun = {**self.nodes, "emission": emission}
+        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        k, one = self.n_states, wide(self.prior)
+        even = next(iter(one.natural.values())).new_full((k, k), self.concentration)
         copies = {n: v.expand(k, *v.shape).clone() for n, v in one.natural.items()}
-        prior: Nodes = {
-            "initial": evenly,
-            "transition": Dirichlet(like.new_full((k, k), self.concentration)),
+        return {
+            "initial": Dirichlet(even[0]),
+            "transition": Dirichlet(even),
             "emission": one.with_natural(copies),
         }
-        first = first_responsibilities(flat.reshape(len(flat), -1).to(like), k, start, generator)
-        told = pooled(first, self.emission.site(flat))
-        begun = {**prior, "emission": bayes(prior["emission"], told)}
-        passing = MessagePassing(prior, self.local)
-        fitted = passing.fit(data, start=begun, generator=generator, **settings)
-        known = {
-            **fitted.__dict__,
-            "predictive": lambda q, new: passing.log_predictive(q, self._checked(new)),
-        }
-        return FittedMarkov(**known, model=self)
 
-    def _checked(self, data: Tensor) -> Tensor:
-        flat = self.emission.check(data.reshape(-1, *data.shape[2:]), wide(self.prior))
-        return flat.reshape(data.shape)
+    def check(self, data: Any) -> Tensor:
+        if not isinstance(data, Tensor) or data.ndim not in (2, 3):
+            raise DataError("data must be series, a tensor [S, T] or [S, T, D]")
+        return self.emission.check(_flat(data), wide(self.prior)).reshape(data.shape)
 
     def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """A of every series ``[S]``."""
@@ -321,7 +289,7 @@ class HiddenMarkov:
 
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """E_q[log p(y_t | θ_k)], ``[S, T, K]``."""
-        flat = data.reshape(-1, *data.shape[2:])
+        flat = _flat(data)
         told = paired(self.emission.site(flat), mu["emission"])
         return (told + self.emission.constant(flat).unsqueeze(1)).reshape(*data.shape[:2], -1)
 
@@ -335,19 +303,10 @@ class HiddenMarkov:
         return torch.logsumexp(alpha, 1)
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FittedMarkov(Fitted[Nodes]):
-    """The global nodes of a chain; examples are series.
+    """The global nodes of a chain; examples are series."""
 
-    Attributes:
-        model: the model that was fitted.
-    """
-
-    model: HiddenMarkov
     note: ClassVar[str] = "log p of a series is a lower bound, so that losses are upper ones"
-
-    def _with(self, add: Any) -> Any:
-        return joined(self.data, self.model._checked(add))
 
     def states(self, data: Tensor) -> Tensor:
         """q(z_t = k) of series ``[S, T, …]``, smoothed, ``[S, T, K]``.
@@ -356,7 +315,13 @@ class FittedMarkov(Fitted[Nodes]):
             DataError: observations that the factor does not take.
         """
         mu = {name: node.expectation for name, node in self.q.items()}
-        scores = self.model.scores(mu, self.model._checked(data)).detach().requires_grad_()
-        with torch.enable_grad():
-            total = self.model.forward(mu, scores).sum()
-            return torch.autograd.grad(total, scores)[0]
+        scores = self.model.scores(mu, self.model.check(data))
+        return grad(lambda s: self.model.forward(mu, s).sum())(scores)
+
+
+def _flat(data: Tensor) -> Tensor:
+    """Observations of all series, one after the other."""
+    return data.reshape(-1, *data.shape[2:])
+
+
+HiddenMarkov.kind = FittedMarkov

@@ -13,45 +13,62 @@ expectation is over one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import share
-from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
+from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
+from blr_analysis.learning_rule.inference.conjugate import wide
 from blr_analysis.learning_rule.inference.cvi import (
-    State,
-    above_zero,
-    aims,
+    AnyLikelihood,
+    LatentModel,
+    Problem,
     check_prior,
-    checked_inputs,
-    checked_pair,
-    halved,
-    plain,
+    linear_features,
+    look,
+    posed,
+    swept,
 )
-from blr_analysis.learning_rule.inference.fitted import Fitted, indexed, rows, until_flat
-from blr_analysis.learning_rule.inference.scalar_likelihoods import (
-    ScalarLikelihood,
-    checked_targets,
-    log_predictive,
-    scalar_likelihood,
-)
-from blr_analysis.learning_rule.rule import blr_step
-from blr_analysis.likelihoods import Likelihood
+from blr_analysis.learning_rule.inference.fitted import Fitted
+from blr_analysis.learning_rule.inference.scalar_likelihoods import scalar_likelihood
+
+
+class MeanField(Problem[DiagonalGaussian]):
+    """Sites λ̃_ij of every example and node, ``[N, P]`` each; the nodes move in turn."""
+
+    @property
+    def nodes(self) -> Sequence[Tensor]:
+        return [*torch.eye(self.design.shape[1]).to(self.design)]
+
+    def posterior(self, sites: Natural) -> DiagonalGaussian:
+        told = {name: site.sum(0) for name, site in sites.items()}
+        return self.prior.with_natural(add(self.prior.natural, told))
+
+    def told(self, theta: Tensor, of_f: Natural) -> Natural:
+        bend = 2 * of_f["square"]
+        slope = of_f["linear"] + bend * (self.design @ theta)
+        here = DiagonalGaussian(theta, torch.ones_like(theta))
+        steep, bent = slope.unsqueeze(1) * self.design, bend.unsqueeze(1) * self.design.square()
+        return here.pull_back(steep, bent)
+
+    def step(self, q: DiagonalGaussian, data: Any) -> DiagonalGaussian:
+        """A sweep through the nodes, each to the messages of these examples."""
+        there, n = self.on(data), len(data[1])
+        gap = subtract(q.natural, self.prior.natural)
+        evenly = {name: (value / n).expand(n, -1) for name, value in gap.items()}
+        return swept(there, look(there, evenly), 1.0).q
 
 
 @dataclass(frozen=True)
-class MeanFieldRegression:
+class MeanFieldRegression(LatentModel):
     """p(y_i | x_iᵀθ) with a mean-field Gaussian posterior.
 
     Attributes:
-        prior: p(θ), one Gaussian for each coefficient; its dtype and device are those of the
-            computation (double is wise).
+        prior: p(θ), one Gaussian for each coefficient.
         likelihood: ``"bernoulli"`` (logistic regression, y in 0 and 1), ``"probit"``,
             ``"poisson"`` (log-rates), a likelihood object, or a function (y, f) → log p(y|f).
 
@@ -66,139 +83,14 @@ class MeanFieldRegression:
     """
 
     prior: DiagonalGaussian
-    likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor] = "poisson"
+    likelihood: AnyLikelihood = "poisson"
+    kind: ClassVar[type[Fitted[Any]]] = Fitted
 
     def __post_init__(self) -> None:
         check_prior(self.prior, DiagonalGaussian)
         scalar_likelihood(self.likelihood)
 
-    @torch.no_grad()
-    def fit(
-        self,
-        data: tuple[Tensor, Tensor],
-        *,
-        rho: float = 1.0,
-        halving: bool = True,
-        max_iter: int = 1000,
-        tol: float = 1e-9,
-        progress: bool | None = None,
-    ) -> Fitted[DiagonalGaussian]:
-        """Sweep through the nodes until the ELBO rests.
-
-        Args:
-            data: (x ``[N, P]``, y ``[N]``); put a column of ones for an intercept.
-            rho: ρ in (0, 1], with ``halving`` the first that is tried at each node. The messages of
-                a non-conjugate factor depend on the node they go to, so that 1 may overshoot.
-            halving: halve ρ, node by node, until the ELBO does not fall; False for the rule as it
-                is written.
-            max_iter: the most sweeps.
-            tol: stop when the ELBO changes by no more than this, in nats.
-            progress: whether to show a bar; None shows it on a terminal after a second.
-
-        Returns:
-            The mean field, its ELBO after each sweep, and its sites: λ_prior + Σ_i λ̃_i is q.
-
-        Raises:
-            DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: no step improves the ELBO, or without ``halving`` a step leaves the family;
-                settings out of range; a likelihood that does not work element by element.
-        """
-        share("rho", rho)
-        likelihood = scalar_likelihood(self.likelihood)
-        x, y = self._checked(data, likelihood)
-        sites = {name: torch.zeros_like(x) for name in self.prior.natural}
-        state = _look(self.prior, sites, self.prior, x, y, likelihood)
-
-        def sweep(t: int) -> float:
-            nonlocal state
-            for j in range(x.shape[1]):
-                column = {name: site[:, j : j + 1] for name, site in sites.items()}
-                before = replace(state, sites=column)
-                attempt = partial(_visit, before, self.prior, j, x, y, likelihood)
-                state = (halved if halving else plain)(attempt, before, rho)
-                for name, site in sites.items():
-                    site[:, j : j + 1] = state.sites[name]
-            return state.elbo
-
-        run = until_flat(sweep, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
-
-        def predictive(q: DiagonalGaussian, new: Any) -> Tensor:
-            x, y = self._checked(new, likelihood)
-            return log_predictive(likelihood, latent(q, x), y)
-
-        return Fitted(
-            q=state.q,
-            **run,
-            prior=self.prior,
-            n_data=len(y),
-            site_of=indexed(sites),
-            predictive=predictive,
-            data=(x, y),
-            step=partial(self._step, likelihood),
-        )
-
-    def _step(
-        self, likelihood: ScalarLikelihood, q: DiagonalGaussian, data: Any, kept: Tensor
-    ) -> DiagonalGaussian:
-        """A sweep through the nodes, each to the messages of these examples."""
-        x, y = rows(data, kept)
-        y = checked_targets(likelihood, y)  # of examples that were added, too
-        state = _look(q, {}, self.prior, x, y, likelihood)
-        for j in range(x.shape[1]):
-            column = {name: x.new_zeros(len(y), 1) for name in self.prior.natural}
-            before = replace(state, sites=column)
-            state = halved(partial(_visit, before, self.prior, j, x, y, likelihood), before, 1.0)
-        return state.q
-
-    def _checked(self, data: Any, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:
-        x, y = checked_pair(data, self.prior.mean, likelihood)
-        return checked_inputs(x, x, len(self.prior.mean)), y
-
-
-def latent(q: DiagonalGaussian, x: Tensor) -> DiagonalGaussian:
-    """The marginals of f_i = x_iᵀθ, ``[N]``; with N copies in ``q``, each with its own row."""
-    variance = (x.square() / q.precision).sum(-1)
-    return DiagonalGaussian((x * q.mean).sum(-1), 1 / above_zero(variance))
-
-
-def messages(q: DiagonalGaussian, j: int, x: Tensor, of_f: Natural) -> Natural:
-    """λ̃_ij of all examples to node j, ``[N, 1]``, from ∇_μ E_q[log p(y_i|f_i)] of f_i."""
-    bend = 2 * of_f["square"]
-    slope = of_f["linear"] + bend * latent(q, x).mean
-    own = x[:, j]
-    node = DiagonalGaussian(q.mean[j : j + 1], q.precision[j : j + 1])
-    return node.pull_back((own * slope).unsqueeze(1), (own.square() * bend).unsqueeze(1))
-
-
-def _look(
-    q: DiagonalGaussian,
-    sites: Natural,
-    prior: DiagonalGaussian,
-    x: Tensor,
-    y: Tensor,
-    likelihood: ScalarLikelihood,
-) -> State[DiagonalGaussian]:
-    """q with its ELBO, and ∇_μ E_q[log p(y_i|f_i)] of every f_i."""
-    of_f, values = aims(latent(q, x), y, likelihood)
-    return State(sites, q, of_f, float(values.sum() - q.kl(prior)))
-
-
-def _visit(
-    state: State[DiagonalGaussian],
-    prior: DiagonalGaussian,
-    j: int,
-    x: Tensor,
-    y: Tensor,
-    likelihood: ScalarLikelihood,
-    rho: float,
-) -> State[DiagonalGaussian]:
-    """One step of the rule for node j; ``sites`` are its column, ``[N, 1]``, and move with it."""
-    q, here = state.q, slice(j, j + 1)
-    told = messages(q, j, x, state.aims)
-    node, first = (DiagonalGaussian(p.mean[here], p.precision[here]) for p in (q, prior))
-    gradient = scale(add(first.natural, {k: v.sum(0) for k, v in told.items()}), -1.0)
-    node = blr_step(node, subtract(gradient, node.base_gradient()), rho)
-    column = add(scale(state.sites, 1 - rho), scale(told, rho))
-    mean, precision = q.mean.clone(), q.precision.clone()
-    mean[here], precision[here] = node.mean, node.precision
-    return _look(DiagonalGaussian(mean, precision), column, prior, x, y, likelihood)
+    def problem(self, data: Any) -> tuple[Any, Problem[DiagonalGaussian]]:
+        prior = wide(self.prior)
+        features = linear_features(len(prior.mean), prior.mean)
+        return posed(MeanField, prior, self.likelihood, features, data)

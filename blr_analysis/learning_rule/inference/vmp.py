@@ -9,8 +9,9 @@ mean: a node's message to its neighbours is the expectation of its statistics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -18,28 +19,25 @@ from torch import Tensor
 
 from blr_analysis.checks import at_least, instance
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add
+from blr_analysis.learning_rule.families.base import Natural, add
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.families.gamma import NormalWishart
-from blr_analysis.learning_rule.families.special import LOG_2PI
 from blr_analysis.learning_rule.inference.conjugate import bayes, wide
 from blr_analysis.learning_rule.inference.factors import gaussian
-from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, until_flat
+from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted
+from blr_analysis.learning_rule.inference.messages import Messages, Nodes
 from blr_analysis.learning_rule.inference.mixture_model import (
-    assign,
     check_data,
     first_responsibilities,
     paired,
     pooled,
-    shared,
 )
 
-MeanField = dict[str, ExponentialFamily]
 FACTOR = gaussian()
 
 
 @dataclass(frozen=True, eq=False)
-class BayesianGaussianMixture:
+class BayesianGaussianMixture(Messages):
     """A mixture of Gaussians with priors on its weights and components.
 
     Attributes:
@@ -86,16 +84,7 @@ class BayesianGaussianMixture:
         prior = NormalWishart(data.mean(0), one, size * one, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        start: Tensor | None = None,
-        max_iter: int = 1000,
-        tol: float = 1e-6,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> FittedMeanField:
+    def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
         """Pass messages until the lower bound rests; in double precision.
 
         It holds the second moments of all examples, N·D² numbers, counted from 0: centre data
@@ -105,11 +94,7 @@ class BayesianGaussianMixture:
             data: ``[N, D]``.
             start: responsibilities ``[N, K]``, or None to start from K examples that lie apart
                 (k-means++).
-            max_iter: the most iterations; a warning, :class:`NotConverged`, says if they are
-                too few.
-            tol: stop when the lower bound per example changes by no more than this.
-            generator: for the start.
-            progress: whether to show a bar; None shows it on a terminal after a second.
+            settings: those of :meth:`MessagePassing.fit`.
 
         Returns:
             The mean field of the global nodes, ``q["weights"]`` (Dirichlet) and
@@ -121,56 +106,44 @@ class BayesianGaussianMixture:
             InputError: a start that does not fit, or whose components are not apart; settings
                 out of range.
         """
-        n_components = len(self.weights.concentration)
-        data = FACTOR.check(check_data(data, n_components), wide(self.component))
-        prior, statistics = self._prior(data), FACTOR.site(data)
-        weights = first_responsibilities(data, n_components, start, generator)
-        q = _updated(prior, _sites(weights, statistics, pooled))
-        scores = _expected_scores(q, statistics)
-
-        def step(t: int) -> float:
-            nonlocal q, weights, scores
-            weights = assign(torch.zeros(n_components).to(data), scores).probs
-            q = _updated(prior, _sites(weights, statistics, pooled))
-            scores = _expected_scores(q, statistics)
-            local = (weights * scores).sum() - torch.xlogy(weights, weights).sum()
-            divergence = sum(node.kl(prior[name]).sum() for name, node in q.items())
-            return float(local - divergence)
-
-        run = until_flat(step, "ELBO", len(data), max_iter=max_iter, tol=tol, progress=progress)
-
-        def site_of(chosen: Tensor) -> Sites:
-            at = chosen.to(data.device)
-            return _sites(weights[at], {k: v[at] for k, v in statistics.items()}, shared)
-
-        return FittedMeanField(
-            q=q,
-            **run,
-            prior=prior,
-            n_data=len(data),
-            site_of=site_of,
-            predictive=log_predictive,
-            data=data,
-            step=partial(_step, prior),
-        )
-
-    def _prior(self, like: Tensor) -> MeanField:
-        copies = len(self.weights.concentration)
-        naturals = {
-            "weights": self.weights.natural,
-            "components": {
-                k: v.expand(copies, *v.shape) for k, v in self.component.natural.items()
-            },
+        data = self.check(data)
+        given = start, settings.get("generator")
+        weights = first_responsibilities(data, len(self.weights.concentration), *given)
+        told = {
+            "weights": {"log": weights.sum(0)},
+            "components": pooled(weights, FACTOR.site(data)),
         }
-        moved = {n: {k: v.to(like) for k, v in part.items()} for n, part in naturals.items()}
-        return {
-            "weights": self.weights.with_natural(moved["weights"]),
-            "components": self.component.with_natural(moved["components"]),
-        }
+        begun = {name: bayes(prior, told[name]) for name, prior in self.nodes.items()}
+        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        weights, one = wide(self.weights), wide(self.component)
+        copies = len(weights.concentration)
+        components = {k: v.expand(copies, *v.shape) for k, v in one.natural.items()}
+        return {"weights": weights, "components": one.with_natural(components)}
+
+    def check(self, data: Any) -> Tensor:
+        return FACTOR.check(check_data(data), wide(self.component))
+
+    def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """log Σ_k exp E_q[log π_k + log p(y_i | m_k, Λ_k)]."""
+        return self.scores(mu, data).logsumexp(1)
+
+    def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """The message to z_i, ``[N, K]``."""
+        told = paired(FACTOR.site(data), mu["components"]) + FACTOR.constant(data).unsqueeze(1)
+        return told + mu["weights"]["log"]
+
+    def log_predictive(self, q: Nodes, data: Tensor) -> Tensor:
+        """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
+        nodes, weights = q["components"], q["weights"].expected_point()
+        site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
+        gain = nodes.with_natural(add(nodes.natural, site)).log_partition() - nodes.log_partition()
+        return torch.logsumexp(weights.log() + gain, -1) + FACTOR.constant(data)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class FittedMeanField(Fitted[MeanField]):
+class FittedMeanField(Fitted[Nodes]):
     """The global nodes of a mixture; taking examples out is one message-passing step.
 
     :meth:`without` subtracts what the examples told the global nodes; what the others told them
@@ -192,55 +165,9 @@ class FittedMeanField(Fitted[MeanField]):
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        data = _checked(self.q, data)
-        parts = [_expected_scores(self.q, FACTOR.site(part)) for part in data.split(CHUNK)]
-        return torch.softmax(torch.cat(parts), 1)
+        mu = {name: node.expectation for name, node in self.q.items()}
+        parts = self.model.check(data).split(CHUNK)
+        return torch.cat([self.model.scores(mu, part).softmax(1) for part in parts])
 
 
-def log_predictive(q: MeanField, data: Tensor) -> Tensor:
-    """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t, ``[M]``; M copies go with one each.
-
-    Raises:
-        DataError: data that are misshapen or not finite.
-    """
-    data = _checked(q, data)
-    if q["components"].natural["square"].ndim == 1:
-        return torch.cat([_log_mixture(q, part) for part in data.split(CHUNK)])
-    return _log_mixture(q, data)
-
-
-def _log_mixture(q: MeanField, data: Tensor) -> Tensor:
-    nodes, weights = q["components"], q["weights"]
-    assert isinstance(weights, Dirichlet)
-    site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
-    after = nodes.with_natural(add(nodes.natural, site))
-    gain = after.log_partition() - nodes.log_partition() + FACTOR.constant(data).unsqueeze(1)
-    return torch.logsumexp(weights.mean.log() + gain, -1)
-
-
-def _expected_scores(q: MeanField, statistics: Natural) -> Tensor:
-    """E_q[log π_k + log p(y_i | m_k, Λ_k)], ``[N, K]``: the message to z_i."""
-    size = statistics["shift"].shape[1]
-    scores = paired(statistics, q["components"].expectation)
-    return scores + q["weights"].expectation["log"] - 0.5 * size * LOG_2PI
-
-
-def _sites(weights: Tensor, statistics: Natural, combine: Any) -> dict[str, Natural]:
-    counts = combine(weights, {"log": torch.ones_like(weights[:, 0])})
-    return {"weights": counts, "components": combine(weights, statistics)}
-
-
-def _step(prior: MeanField, q: MeanField, data: Tensor, kept: Tensor) -> MeanField:
-    statistics = FACTOR.site(data[kept])
-    weights = torch.softmax(_expected_scores(q, statistics), 1)
-    return _updated(prior, _sites(weights, statistics, pooled))
-
-
-def _updated(prior: MeanField, sites: dict[str, Natural]) -> MeanField:
-    return {name: bayes(node, sites[name]) for name, node in prior.items()}
-
-
-def _checked(q: MeanField, data: Any) -> Tensor:
-    nodes = q["components"]
-    assert isinstance(nodes, NormalWishart)
-    return FACTOR.check(check_data(data, 1), nodes)
+BayesianGaussianMixture.kind = FittedMeanField

@@ -17,7 +17,7 @@ estimation puts there. Without noise, s → 0 at any λ ≠ 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,15 +30,13 @@ from blr_analysis.learning_rule.expectations import AT_SIGN, GAUSS_NEWTON
 from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
+from blr_analysis.learning_rule.optim.base import check_setting
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.optim.settings import SHARE, Setting, tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
 BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
-FORGETTING = {"weight_decay": 1.0, "hess_init": 1.0}
-"""Of λ itself: the entropy's share."""
 
 
 class BinaryOptimizer(RowOptimizer):
@@ -48,15 +46,12 @@ class BinaryOptimizer(RowOptimizer):
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
         return self._shown(lambda theta, group, generator: (signs(theta), None))
 
-    def _set_up(self, row: Row, given: Mapping[str, Any]) -> None:
-        super()._set_up(row, {**given, **FORGETTING} if row.move.entropy else given)
-
     def _is_noisy(self, train: bool) -> bool:
         return False
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        if any(p.dtype in HALF for p in tensors_of(group)):
+        if any(p.dtype in HALF for p in group["params"]):
             raise InputError(
                 f"{self.row.algorithm} needs float32 parameters: train under torch.autocast"
             )
@@ -90,12 +85,8 @@ class STE(BinaryOptimizer):
         lr: step size.
         row: SGD, SGD with momentum, RMSprop, Adam, AdamW or gradient descent.
         clip: θ is kept in [−clip, clip]; 1 in BinaryConnect (Courbariaux et al., 2015).
-        weight_decay: as in the row.
-        beta1: as in the row.
-        beta2: as in the row.
-        eps: as in the row.
-        mc_samples: how often ``step(closure)`` calls the closure.
-        sync: as in IVON.
+        settings: ``weight_decay``, ``beta1``, ``beta2``, ``eps``, ``mc_samples`` and ``sync``, as
+            in the row.
 
     Raises:
         InputError: a setting, row or parameter that cannot be used.
@@ -109,15 +100,9 @@ class STE(BinaryOptimizer):
         row: Row | str = "SGD",
         *,
         clip: float = math.inf,
-        weight_decay: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        mc_samples: int = 1,
-        sync: bool = False,
-        foreach: bool | None = None,
+        **settings: Any,
     ) -> None:
-        self._set_up(self._accepted(row), locals())
+        self._begin_row(self._accepted(row), params, lr=lr, clip=clip, **{"eps": 1e-8, **settings})
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)
@@ -134,13 +119,10 @@ class STE(BinaryOptimizer):
 
     _sample = _look
 
-    def _update(self, inverse_scale: float) -> None:
-        super()._update(inverse_scale)
-        for group in self.param_groups:
-            if group["clip"] < math.inf:
-                for param in group["params"]:
-                    if param in self._gathered.estimates:
-                        param.clamp_(-group["clip"], group["clip"])
+    def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
+        super()._move_group(group, params, inverse_scale)
+        for param in params if group["clip"] < math.inf else ():
+            param.clamp_(-group["clip"], group["clip"])
 
 
 class BayesBiNN(BinaryOptimizer):
@@ -190,9 +172,7 @@ class BayesBiNN(BinaryOptimizer):
         prior: λ₀, a number, or a tensor for each parameter of the group: λ of an earlier
             posterior, to learn from one set of data after another.
         noise: δ is multiplied by it; 1 is the rule, 0 looks at tanh(λ/τ).
-        mc_samples: how often ``step(closure)`` calls the closure, with new noise each time.
-        sync: as in IVON.
-        generator: as in IVON.
+        settings: also ``mc_samples``, ``sync`` and ``generator``, as in IVON.
 
     Raises:
         InputError: a setting or parameter that cannot be used.
@@ -202,7 +182,7 @@ class BayesBiNN(BinaryOptimizer):
     Rule", ICML 2020, Eqs. 8 and 9, with the bound ε of its implementation.
     """
 
-    _ranges: ClassVar = {"lr": SHARE}
+    _ranges: ClassVar = {"lr": "[0, 1]"}
 
     def __init__(
         self,
@@ -210,17 +190,13 @@ class BayesBiNN(BinaryOptimizer):
         lr: float,
         ess: float,
         *,
-        temperature: float = 1.0,
-        floor: float = 1e-10,
-        beta1: float = 0.0,
         prior: float | Sequence[Tensor] = 0.0,
-        noise: float = 1.0,
-        mc_samples: int = 1,
-        sync: bool = False,
-        generator: torch.Generator | None = None,
-        foreach: bool | None = None,
+        **settings: Any,
     ) -> None:
-        self._set_up(BAYESBINN, locals())
+        given = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0, **settings}
+        # of λ itself: the entropy's share
+        given |= {"weight_decay": 1.0, "hess_init": 1.0}
+        self._begin_row(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **given)
 
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
@@ -228,9 +204,9 @@ class BayesBiNN(BinaryOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        prior, tensors = group["prior"], tensors_of(group)
+        prior, tensors = group["prior"], group["params"]
         if not isinstance(prior, Sequence):
-            Setting("finite, or a list of tensors", math.isfinite).check("prior", prior)
+            check_setting("prior", prior, "(-inf, inf)")
         elif [getattr(t, "shape", None) for t in prior] != [p.shape for p in tensors]:
             sizes = [tuple(p.shape) for p in tensors]
             raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
@@ -248,16 +224,15 @@ class BayesBiNN(BinaryOptimizer):
     ) -> tuple[Tensor, None]:
         return draw_signs(theta, generator), None
 
-    def _update(self, inverse_scale: float) -> None:
+    def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
         """The prior's share −λ₀ joins the gradient, which is still scaled."""
-        for group in self.param_groups:
-            prior = group["prior"]
-            for index, param in enumerate(group["params"]):
-                estimate = self._gathered.estimates.get(param)
-                natural = prior[index] if isinstance(prior, Sequence) else prior
-                if estimate is not None and (isinstance(natural, Tensor) or natural):
-                    estimate.grad.sub_(natural / inverse_scale)
-        super()._update(inverse_scale)
+        prior = group["prior"]
+        priors = prior if isinstance(prior, Sequence) else [prior] * len(group["params"])
+        for param, natural in zip(group["params"], priors, strict=True):
+            estimate = self._gathered.estimates.get(param)
+            if estimate is not None and (isinstance(natural, Tensor) or natural):
+                estimate.grad.sub_(natural / inverse_scale)
+        super()._move_group(group, params, inverse_scale)
 
 
 # Relaxed signs --------------------------------------------------------------------------------

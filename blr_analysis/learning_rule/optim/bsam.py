@@ -11,10 +11,9 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.expectations import adversary
 from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.table import ROWS
+from blr_analysis.learning_rule.table import ROWS, Row
 
 NO_ADVERSARY = "run the same minibatch once more inside `with optimizer.adversarial_params():`"
 
@@ -48,15 +47,10 @@ class BSAM(RowOptimizer):
         params: parameters, named parameters or groups.
         lr: step size of the mean (α).
         ess: N, the number of training examples; S = N·s.
-        hess_init: ``hess`` before the first step, so that s starts at hess_init + weight_decay.
-        beta1: decay of the momentum.
-        beta2: decay of s.
-        weight_decay: δ, the prior precision divided by ess.
-        radius: how far the adversary goes (ρ).
-        damping: γ.
-        mc_samples: pairs of gradients per ``step(closure)``.
-        sync: as in IVON.
-        generator: as in IVON.
+        settings: ``hess_init`` (1, so that s starts at 1 + weight_decay), ``beta1`` (0.9),
+            ``beta2`` (0.999), ``weight_decay`` (δ, 1e-4), ``radius`` (how far the adversary goes,
+            0.05), ``damping`` (γ, 0.1), ``mc_samples`` (pairs of gradients per ``step(closure)``),
+            ``sync`` and ``generator``, as for :class:`RowOptimizer`.
 
     Raises:
         InputError: a setting or parameter is out of range.
@@ -67,26 +61,14 @@ class BSAM(RowOptimizer):
     SAM (Foret et al., ICLR 2021) without its normalisation of g is the limit of zero variance.
     """
 
-    _two_looks = True
+    _unscales = False
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        ess: float,
-        hess_init: float = 1.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        weight_decay: float = 1e-4,
-        radius: float = 0.05,
-        damping: float = 0.1,
-        mc_samples: int = 1,
-        *,
-        sync: bool = False,
-        generator: torch.Generator | None = None,
-        foreach: bool | None = None,
-    ) -> None:
-        self._set_up(ROWS["bSAM"], locals())
+    def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
+        settings = {"hess_init": 1.0, "weight_decay": 1e-4, **settings}
+        super().__init__(params, ROWS["bSAM"], lr, ess, **settings)
+
+    def _accepted(self, given: Row | str) -> Row:
+        return ROWS["bSAM"]
 
     def _begin_fresh(self) -> None:
         super()._begin_fresh()
@@ -123,9 +105,9 @@ class BSAM(RowOptimizer):
             sizes[mean] = gradient.abs()
             held = self.state.get(mean)
             hess = held["hess"] if held else group["hess_init"]
-            return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
+            return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
-        return Draw(True, look=look, adoptable=adoptable, given=sizes)
+        return Draw(True, look=look, adoptable=adoptable, method=self._method, given=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:
@@ -157,10 +139,6 @@ class BSAM(RowOptimizer):
             raise OptimizerError(f"{what}; it is dropped: {NO_ADVERSARY}")
 
     def _check_draws(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
-            raise OptimizerError(
-                "bSAM needs the gradient's own size, no GradScaler's: train in bfloat16 or float32"
-            )
         self._refuse_sample("step() after a sample without its adversary")
         super()._check_draws()
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -94,8 +94,8 @@ def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]])
     """Call ``rule(*block)`` for every block of ``columns``, on torch's number of threads.
 
     ``columns[j][i]`` is the ``j``-th quantity (weight, gradient, …) of the ``i``-th parameter; all
-    tensors of one parameter have its shape, all tensors one device. ``rule`` gets as many lists as
-    there are columns, and writes to their tensors elementwise and in place, without gradients.
+    tensors of one parameter have its shape and device. ``rule`` gets as many lists as there are
+    columns, and writes to their tensors elementwise and in place, without gradients.
 
         >>> x = [torch.zeros(3), torch.ones(2)]
         >>> for_blocks(lambda tensors: torch._foreach_add_(tensors, 1), [x])
@@ -120,7 +120,7 @@ def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]])
 def blocks(
     columns: Sequence[Sequence[Tensor]], size: int = BLOCK, piece: int = PIECE
 ) -> Iterator[list[list[Tensor]]]:
-    """Yield ``columns`` in blocks of about ``size`` elements.
+    """Yield ``columns`` in blocks of about ``size`` elements, each of one device and dtype.
 
     On a CPU, contiguous tensors are cut into views of at most ``piece`` elements; elsewhere the
     columns come back as one block. Writing to a view writes to the tensor.
@@ -129,25 +129,22 @@ def blocks(
         >>> [[view.numel() for view in block[0]] for block in blocks([x], size=4, piece=3)]
         [[3], [2, 2], [1]]
     """
-    if not columns or not columns[0]:
-        return
-    if columns[0][0].device.type != "cpu":
-        yield [list(column) for column in columns]
-        return
-    block: list[tuple[Tensor, ...]] = []
-    filled = 0
-    for row in zip(*columns, strict=True):
-        pieces: Iterable[tuple[Tensor, ...]] = [row]
-        if row[0].numel() > piece and all(tensor.is_contiguous() for tensor in row):
-            pieces = zip(*(tensor.detach().view(-1).split(piece) for tensor in row), strict=True)
-        for views in pieces:
-            count = views[0].numel()
-            if block and filled + count > size:
-                yield [list(column) for column in zip(*block, strict=True)]
-                block, filled = [], 0
-            block.append(views)
-            filled += count
-    yield [list(column) for column in zip(*block, strict=True)]
+    rows = zip(*columns, strict=True)
+    for (device, _), alike in group_by(rows, lambda row: (row[0].device, row[0].dtype)).items():
+        block: list[tuple[Tensor, ...]] = []
+        filled = 0
+        for row in alike:
+            pieces: Iterable[tuple[Tensor, ...]] = [row]
+            large = device.type == "cpu" and row[0].numel() > piece
+            if large and all(tensor.is_contiguous() for tensor in row):
+                pieces = zip(*(t.detach().view(-1).split(piece) for t in row), strict=True)
+            for views in pieces:
+                if block and filled + views[0].numel() > size and device.type == "cpu":
+                    yield [list(column) for column in zip(*block, strict=True)]
+                    block, filled = [], 0
+                block.append(views)
+                filled += views[0].numel()
+        yield [list(column) for column in zip(*block, strict=True)]
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -187,9 +184,10 @@ class Buffers:
         pieces = flat.split(counts)
         return flat, [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
 
-    def give(self, flats: Iterable[Tensor]) -> None:
-        """Take ``flats`` back. Nothing else may use them from here on."""
-        for flat in flats:
+    def give(self, flats: list[Tensor]) -> None:
+        """Take ``flats`` back, and empty the list. Nothing else may use them from here on."""
+        freed = [flats.pop() for _ in range(len(flats))]
+        for flat in freed:
             if flat.device.type == "cpu":
                 self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
 
@@ -201,85 +199,66 @@ class Buffers:
 class Draw:
     """The weights that the loss sees, and what undoes them; all by parameter.
 
-    With ``noisy`` they are θ = m + ε, ε ~ N(0, 1/S), S = ess·(hess + weight_decay); ``look`` makes
-    other weights of these; with neither they are the mean itself.
-
-    ``train`` says whether the gradients there belong to the next step. ``adoptable`` marks the draw
-    that ``step(closure)`` makes before it calls the closure: a context that the closure opens takes
-    that draw instead of making its own. The loss was divided by ``divided_by``. ``given`` holds
-    curvature estimates that are not made of gradient and noise.
+    With ``noisy`` they are a draw of q; ``look`` makes other weights of these; with neither they
+    are the mean itself. ``train`` says whether the gradients there belong to the next step.
+    ``adoptable`` marks the draw that ``step(closure)`` makes before it calls the closure: a context
+    that the closure opens takes that draw instead of making its own. ``method`` says what the
+    curvature is made of, ``given`` holds it where that is not gradient and noise. The loss was
+    divided by ``divided_by``.
     """
 
     train: bool
     noisy: bool = False
     look: Look | None = None
     adoptable: bool = False
+    method: str = "none"
     divided_by: float = 1.0
-    closed: bool = False
-    given: dict[Tensor, Tensor] = field(default_factory=dict)
     groups: dict[Tensor, Group] = field(default_factory=dict)
     noises: dict[Tensor, Tensor] = field(default_factory=dict)
     means: dict[Tensor, Tensor] = field(default_factory=dict)
     factors: dict[Tensor, Tensor] = field(default_factory=dict)
+    given: dict[Tensor, Tensor] = field(default_factory=dict)
     noise_flats: list[Tensor] = field(default_factory=list)
     mean_flats: list[Tensor] = field(default_factory=list)
 
-    def fill(
-        self,
-        groups: Iterable[Group],
-        state: Mapping[Tensor, Mapping[str, Any]],
-        buffers: Buffers,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Draw the noise and remember the means; nothing is perturbed yet."""
-        for group in groups:
-            params = [p for p in group["params"] if p.requires_grad]
-            for alike in group_by(params, lambda p: (p.device, state_dtype(p))).values():
-                self.groups.update(dict.fromkeys(alike, group))
-                if self.noisy:
-                    flat, noises = buffers.take(alike, state_dtype(alike[0]))
-                    self.noise_flats.append(flat)
-                    _fill_normal(flat, noises, alike, group, state, generator)
-                    self.noises.update(zip(alike, noises, strict=True))
+    def perturb(self, buffers: Buffers, generator: torch.Generator | None) -> None:
+        """Keep the means; m → m + ε, in place, rounded once to the dtype of the weights; then what
+        a look makes of that."""
         if self.noisy or self.look is not None:
             for params in group_by(self.groups, lambda p: (p.device, p.dtype)).values():
                 flat, means = buffers.take(params, params[0].dtype)
                 self.mean_flats.append(flat)
                 for_blocks(torch._foreach_copy_, [means, params])
                 self.means.update(zip(params, means, strict=True))
-
-    def perturb(self, generator: torch.Generator | None) -> None:
-        """m → m + ε, in place, rounded once to the dtype of the weights; then what a look makes."""
-        _on_each_device(torch._foreach_add_, self.noises)
-        if self.look is None:
-            return
+        for_blocks(torch._foreach_add_, [[*self.noises], [*self.noises.values()]])
         for param, group in self.groups.items():
-            seen, factor = self.look(param, group, generator)
-            param.copy_(seen)
-            if factor is not None:
-                self.factors[param] = factor
+            if self.look is not None:
+                seen, factor = self.look(param, group, generator)
+                param.copy_(seen)
+                if factor is not None:
+                    self.factors[param] = factor
 
     def restore(self, buffers: Buffers) -> None:
         """Put the means back; once more does no harm, when an interrupt came in between."""
-        _on_each_device(torch._foreach_copy_, self.means)
-        freed, self.mean_flats, self.means = self.mean_flats, [], {}
-        buffers.give(freed)
+        for_blocks(torch._foreach_copy_, [[*self.means], [*self.means.values()]])
+        self.means = {}
+        buffers.give(self.mean_flats)
 
     def carry_gradients(self) -> None:
-        """From the weights that the loss saw to θ; the squares g_i² of examples as well."""
-        for param, factor in self.factors.items():
-            if param.grad is not None and param.grad.layout is torch.strided:
-                param.grad.mul_(factor)
-            if param in self.given:
+        """From the weights that the loss saw to θ, and from its part of the loss to the whole; the
+        squares g_i² of examples as well."""
+        for param in self.groups:
+            factor = self.factors.get(param, 1.0)
+            if param in self.given and param in self.factors:
                 self.given[param] = self.given[param] * factor
-        if self.divided_by != 1:
-            for param in self.groups:
-                if param.grad is not None:
-                    param.grad.mul_(self.divided_by)
+            if param.grad is not None and param.grad.layout is torch.strided:
+                for by in (factor, self.divided_by):
+                    if isinstance(by, Tensor) or by != 1:
+                        param.grad.mul_(by)
 
     def take(self, param: Tensor) -> Draw:
         """The draw of one parameter, which is at its mean again and belongs to this one no more."""
-        own = Draw(True, self.noisy, self.look, divided_by=self.divided_by)
+        own = Draw(True, self.noisy, self.look, method=self.method, divided_by=self.divided_by)
         for name in ("groups", "noises", "means", "factors"):
             if param in (held := getattr(self, name)):
                 getattr(own, name)[param] = held.pop(param)
@@ -287,33 +266,15 @@ class Draw:
         own.carry_gradients()
         return own
 
-    def evidence(self, param: Tensor) -> tuple[str, Tensor | None]:
-        """The method, and what its curvature estimate needs beside the gradient."""
-        method = method_of(self.groups[param], self.noisy)
-        if method in GIVEN:
-            return method, self.given.get(param)
-        return method, self.noises[param] if method == "price" else None
+    def source(self, param: Tensor) -> Tensor | None:
+        """What the curvature estimate needs beside the gradient."""
+        if self.method in GIVEN:
+            return self.given.get(param)
+        return self.noises[param] if self.method == "price" else None
 
 
-def method_of(group: Group, noisy: bool) -> str:
-    """What is averaged over draws; of draws at the mean no squares, for these are the parts of one
-    larger minibatch, whose gradient is squared."""
-    method = group["hess_approx"]
-    return "none" if method == "gradsq" and not noisy else method
-
-
-def _on_each_device(rule: Callable[..., object], pairs: Mapping[Tensor, Tensor]) -> None:
-    for alike in group_by(pairs.items(), lambda pair: pair[0].device).values():
-        for_blocks(rule, [*zip(*alike, strict=True)])
-
-
-def _fill_normal(
-    flat: Tensor,
-    noises: list[Tensor],
-    params: list[Tensor],
-    group: Group,
-    state: Mapping[Tensor, Mapping[str, Any]],
-    generator: torch.Generator | None,
+def fill_normal(
+    flat: Tensor, noises: list[Tensor], hess: list[Tensor], group: Group, generator: Any
 ) -> None:
     """ε ~ N(0, 1 / (ess·(hess + weight_decay))) into ``noises``, the views of ``flat``.
 
@@ -341,9 +302,6 @@ def _fill_normal(
         torch._foreach_rsqrt_(root)  # torch would split a square root over its threads
         torch._foreach_mul_(noise, root)
 
-    first = torch.full((), float(group["hess_init"]), dtype=flat.dtype, device=flat.device)
-    # before its first step a parameter has the precision it was given
-    hess = [held["hess"] if (held := state.get(p)) else first.expand(p.shape) for p in params]
     for_blocks(scale, [noises, hess])
 
 
@@ -351,56 +309,41 @@ def _fill_normal(
 
 
 @dataclass
-class GradientEstimate:
+class Estimate:
     """Of one parameter: its mean gradient, and what its curvature is made from.
 
-    Before it is ``settled`` ``source`` is the noise of the one draw, after it the mean of
-    noise·gradient, of gradient², or of what came along with the draws; None where there is none.
+    Of one draw ``grad`` is ``p.grad`` itself and ``source`` the noise; once ``averaged`` both are
+    means with memory of their own, of noise·gradient, gradient², or of what came along with the
+    draws; ``source`` is None where there is none. ``shown`` is what ``p.grad`` was at the end of
+    the last context.
     """
 
-    method: str
     grad: Tensor
+    source: Tensor | None
     shown: Tensor
-    """What ``p.grad`` was at the end of the last context; after one draw the same as ``grad``."""
-    source: Tensor | None = None
-    settled: bool = False
-    version: int = -1
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether someone wrote to ``shown`` since."""
-        return self.shown._version != self.version
-
-    def settle(self, dtype: torch.dtype) -> None:
-        """Let the mean own its memory."""
-        self.grad, self.settled = self.shown.to(dtype, copy=True), True
-        if self.method not in GIVEN and self.method != "none":
-            (self.source,) = _products(self.method, [self.grad], [self.source])
-
-    def scale_by(self, factor: float) -> None:
-        """Multiply the curvature as it depends on a gradient that is ``factor`` times as long."""
-        if self.source is not None:
-            self.source.mul_(factor ** DEGREES[self.method])
+    version: int = 0
+    averaged: bool = False
 
 
 class Gathered:
     """The estimates of all parameters that got a gradient, and the number of draws in them."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self.count = 0
-        self.estimates: dict[Tensor, GradientEstimate] = {}
+        self.count, self.method = 0, "none"
+        self.estimates: dict[Tensor, Estimate] = {}
         self._buffers = buffers
         self._held: list[Tensor] = []
 
     def clear(self) -> None:
         """Forget everything: after a step, a skipped step, or a failed one."""
         self._buffers.give(self._held)
-        self.count, self.estimates, self._held = 0, {}, []
+        self.count, self.estimates = 0, {}
 
     def begin(self) -> None:
         """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
         held = self.estimates.values()
-        if self.count == 1 and all(e.is_changed and not e.shown.any() for e in held):
+        written = [e for e in held if e.shown._version != e.version]
+        if self.count == 1 and len(written) == len(held) and not any(e.shown.any() for e in held):
             self.clear()
             raise OptimizerError(
                 "the first sample's gradients were zeroed in place: zero_grad(set_to_none=True)"
@@ -410,186 +353,129 @@ class Gathered:
             if param.grad is estimate.shown:
                 param.grad = None
 
-    def collect(self, own_memory: bool) -> None:
-        """Before a step: gradients that someone put in the place of the shown ones, zeros excepted,
-        hold, and so does what was done to these."""
-        for param, estimate in self.estimates.items():
-            given = param.grad
-            if given is not None and given is not estimate.shown and bool(given.any()):
-                estimate.shown, estimate.version = given, -1
-                if not estimate.settled:
-                    estimate.grad = given
-        if own_memory or self.count > 1 or any(e.settled for e in self.estimates.values()):
-            self.settle()
-
-    def settle(self) -> None:
-        """Let the means own their memory, and carry over what was done to ``p.grad``.
+    def settle(self, one_too: bool = True) -> None:
+        """Carry over what was done to ``p.grad``: gradients that someone put in its place, zeros
+        excepted, hold as well. With ``one_too`` a single draw becomes a mean of its own memory.
 
         Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
         """
-        settled = [e for e in self.estimates.values() if e.settled]
-        for alike in group_by(settled, lambda e: (e.shown.device, e.shown.dtype)).values():
+        for param, estimate in self.estimates.items():
+            given = param.grad
+            if given is not None and given is not estimate.shown and bool(given.any()):
+                estimate.shown = given
+                estimate.grad = estimate.grad if estimate.averaged else given
+        averaged = [e for e in self.estimates.values() if e.averaged]
+        for alike in group_by(averaged, lambda e: (e.shown.device, e.shown.dtype)).values():
             dtype = state_dtype(alike[0].shown)
             before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
             now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
             changes = (torch.stack(now) / torch.stack(before)).tolist()
             for estimate, ratio in zip(alike, changes, strict=True):
-                if abs(ratio - 1) < 1e-6:  # the same up to the order of summation, or masked
-                    ratio = 1.0
-                if 0 < ratio < math.inf and (ratio != 1 or estimate.is_changed):
+                if 0 < ratio < math.inf and abs(ratio - 1) >= 1e-6:  # no order of summation
                     estimate.grad.copy_(estimate.shown)
-                    estimate.scale_by(ratio)
-        for param, estimate in self.estimates.items():
-            if not estimate.settled:
-                estimate.settle(state_dtype(param))
-            estimate.version = estimate.shown._version
+                    self.scale_curvature(estimate, ratio)
+        for param, estimate in self.estimates.items() if one_too else ():
+            if not estimate.averaged:
+                estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
+                estimate.source = self._curvature(estimate.grad, estimate.source)
+                estimate.averaged = True
+
+    def scale_curvature(self, estimate: Estimate, factor: float) -> None:
+        """As it depends on a gradient that is ``factor`` times as long."""
+        if estimate.source is not None:
+            estimate.source.mul_(factor ** DEGREES[self.method])
+
+    def _curvature(self, grad: Tensor, source: Tensor | None) -> Tensor | None:
+        """The estimate of one draw."""
+        if self.method == "gradsq":
+            return grad * grad
+        return grad * source if self.method == "price" and source is not None else source
 
     def add(self, draw: Draw) -> None:
         """The gradients now in ``p.grad`` are those at ``draw``."""
-        got = {p: draw.evidence(p) for p in draw.groups if p.grad is not None}
+        got = {p: p.grad for p in draw.groups if p.grad is not None}
         if not got:
             raise NoGradient(NO_GRADIENT)
-        if sparse := [p for p in got if p.grad is not None and p.grad.layout is not torch.strided]:
+        if sparse := [g for g in got.values() if g.layout is not torch.strided]:
             raise OptimizerError(
                 f"a gradient of shape {tuple(sparse[0].shape)} is sparse: build with sparse=False"
             )
         if self.count:
-            self._average(got)
+            self._average(got, draw)
             self._buffers.give(draw.noise_flats)
         else:
-            for param, (method, source) in got.items():
-                assert param.grad is not None
-                self.estimates[param] = GradientEstimate(
-                    method, param.grad, param.grad, source, version=param.grad._version
-                )
+            self.method = draw.method
+            for param, grad in got.items():
+                self.estimates[param] = Estimate(grad, draw.source(param), grad, grad._version)
             self._held, draw.noise_flats = draw.noise_flats, []
-            if any(method in GIVEN for method, _ in got.values()):
+            if self.method in GIVEN:
                 self.settle()
         self.count += 1
 
-    def _average(self, got: Mapping[Tensor, tuple[str, Tensor | None]]) -> None:
+    def _average(self, got: Mapping[Tensor, Tensor], draw: Draw) -> None:
         """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
-        rows = []
-        for param in [*got, *(p for p in self.estimates if p not in got)]:
-            estimate = self.estimates.get(param) or self.add_zeros(param, got[param][0])
-            grad, source = torch.zeros_like(estimate.grad), None
+        weight = 1 / (self.count + 1)
+        for param in {**got, **self.estimates}:
+            estimate = self.estimates.get(param) or self.add_zeros(param)
+            grad, curvature = torch.zeros_like(estimate.grad), None
             if param in got:
-                assert param.grad is not None
-                grad, source = param.grad.detach(), got[param][1]
-            rows.append((estimate, grad, grad if source is None else source))
-        for alike in group_by(
-            rows, lambda row: (row[1].device, row[1].dtype, row[0].method)
-        ).values():
-            estimates, grads, sources = zip(*alike, strict=True)
-            rule = partial(_move_means, weight=1 / (self.count + 1), method=estimates[0].method)
-            held = [e.source for e in estimates if e.source is not None]
-            columns = [grads, [e.grad for e in estimates]]
-            for_blocks(rule, [*columns, sources, held] if held else columns)
+                grad = got[param].detach().to(estimate.grad.dtype)
+                curvature = self._curvature(grad, draw.source(param))
+            estimate.grad.lerp_(grad, weight)
+            if estimate.source is not None:
+                estimate.source.lerp_(grad if curvature is None else curvature, weight)
         self.show()
 
-    def add_zeros(self, param: Tensor, method: str) -> GradientEstimate:
-        """A settled estimate of zero, for a parameter that had no gradient so far."""
+    def add_zeros(self, param: Tensor) -> Estimate:
+        """An estimate of zero, for a parameter that had no gradient so far."""
         zeros = torch.zeros_like(param, dtype=state_dtype(param))
-        source = None if method == "none" else torch.zeros_like(zeros)
-        self.estimates[param] = GradientEstimate(method, zeros, zeros, source, settled=True)
+        source = None if self.method == "none" else torch.zeros_like(zeros)
+        self.estimates[param] = Estimate(zeros, source, zeros, averaged=True)
         return self.estimates[param]
 
     def show(self) -> None:
         """Let ``p.grad`` hold the mean gradient, for ``unscale_`` and ``clip_grad_norm_``."""
         for param, estimate in self.estimates.items():
             if param.grad is None:
-                param.grad = estimate.grad.to(param.dtype, copy=True)
-            else:
-                param.grad.detach().copy_(estimate.grad)
-            assert param.grad is not None
+                param.grad = torch.empty_like(param)
+            param.grad.detach().copy_(estimate.grad)
             estimate.shown, estimate.version = param.grad, param.grad._version
 
     def drop(self, draw: Draw) -> None:
         """The body of ``draw`` failed, or was none of training: the gradients of training go back
         to those of the earlier draws."""
-        freed, draw.noise_flats = draw.noise_flats, []
-        self._buffers.give(freed)
+        self._buffers.give(draw.noise_flats)
         if draw.train:
             for param in draw.groups:
                 param.grad = None
             self.show()
 
-    def scale_by(self, factor: float) -> None:
-        """Multiply the settled gradients, and the curvature as it depends on them."""
-        for estimate in self.estimates.values():
-            estimate.grad.mul_(factor)
-            estimate.scale_by(factor)
-
     def find_unusable(self, inverse_scale: float) -> Tensor | None:
         """The first parameter whose gradient is not finite, or larger than :data:`ROOM` allows."""
-        rows = [(p, e.grad.detach()) for p, e in self.estimates.items()]
-        for alike in group_by(rows, lambda row: (row[0].device, row[0].dtype)).values():
-            dtype = state_dtype(alike[0][0])
-            most = torch.finfo(dtype).max ** ROOM
-            norms = torch.stack(torch._foreach_norm([g for _, g in alike], 2, dtype))
-            usable = norms * inverse_scale < most
+        for alike in group_by(self.estimates, lambda p: (p.device, p.dtype)).values():
+            dtype = state_dtype(alike[0])
+            grads = [self.estimates[p].grad.detach() for p in alike]
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype))
+            usable = norms * inverse_scale < torch.finfo(dtype).max ** ROOM
             if not bool(usable.all()):
-                return alike[usable.tolist().index(False)][0]
+                return alike[usable.tolist().index(False)]
         return None
 
-    def average_over_ranks(self, methods: Mapping[Tensor, str]) -> None:
-        """Mean gradient and curvature over the processes, once settled.
+    def average_over_ranks(self, params: Sequence[Tensor], inverse_scale: float) -> None:
+        """Mean gradient and curvature over the processes, once averaged over the draws.
 
-        ``methods`` holds the same parameters on every process. One that has a gradient on some
-        processes only counts as zero on the others.
+        ``params`` are the same on every process. One that has a gradient on some processes only
+        counts as zero on the others.
         """
         reduced: list[Tensor] = []
-        shares = mean_over_ranks([p in self.estimates for p in methods], next(iter(methods)).device)
-        for (param, method), share in zip(methods.items(), shares, strict=True):
-            if share > 0:
-                estimate = self.estimates.get(param) or self.add_zeros(param, method)
-                reduced += [t for t in (estimate.grad, estimate.source) if t is not None]
+        shares = mean_over_ranks([p in self.estimates for p in params], params[0].device)
+        for param in compress(params, shares):
+            estimate = self.estimates.get(param) or self.add_zeros(param)
+            estimate.grad.mul_(inverse_scale)
+            self.scale_curvature(estimate, inverse_scale)
+            reduced += [t for t in (estimate.grad, estimate.source) if t is not None]
         ranks.total(reduced)
         torch._foreach_div_(reduced, ranks.count())
-
-    def pack(self, param: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint needs of ``param`` to go on from here."""
-        if (estimate := self.estimates.get(param)) is None:
-            return {}
-        source = "sample_curvature" if estimate.settled else "sample_noise"
-        packed = {"sample_grad": estimate.grad, source: estimate.source}
-        return {name: t.detach().clone() for name, t in packed.items() if t is not None}
-
-    def unpack(self, param: Tensor, method: str, packed: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`pack`, once :attr:`count` is set."""
-        if "sample_grad" not in packed:
-            return
-        settled = self.count > 1 or "sample_curvature" in packed
-        source = packed.get("sample_curvature", packed.get("sample_noise"))
-        wide = {"device": param.device, "dtype": state_dtype(param), "copy": True}
-        grad = packed["sample_grad"].to(**(wide if settled else {**wide, "dtype": param.dtype}))
-        shown = param.grad = grad.to(param.dtype, copy=True) if settled else grad
-        source = None if source is None else source.to(**wide)
-        self.estimates[param] = GradientEstimate(
-            method, grad, shown, source, settled, shown._version
-        )
-
-
-def _products(method: str, grads: list[Tensor], sources: Sequence[Any]) -> Any:
-    """The curvature estimates of one draw."""
-    if method in GIVEN:
-        return sources
-    return torch._foreach_mul(grads, grads if method == "gradsq" else list(sources))
-
-
-def _move_means(
-    grads: list[Tensor],
-    means: list[Tensor],
-    sources: Sequence[Tensor] = (),
-    curvatures: Sequence[Tensor] = (),
-    *,
-    weight: float,
-    method: str,
-) -> None:
-    new = [g.to(m.dtype) for g, m in zip(grads, means, strict=True)]
-    torch._foreach_lerp_(means, new, weight)
-    if curvatures:
-        torch._foreach_lerp_(list(curvatures), _products(method, new, sources), weight)
 
 
 def mean_over_ranks(numbers: Sequence[float], device: torch.device) -> list[float]:

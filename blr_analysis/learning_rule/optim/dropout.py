@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.errors import InputError, OptimizerError
@@ -17,7 +17,6 @@ from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, Hessian
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.optim.draws import Draw, Group, mean_over_ranks
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.optim.settings import tensors_of
 from blr_analysis.learning_rule.table import ROWS, Row
 
 MOST = 12.0
@@ -40,6 +39,8 @@ class Dropout(RowOptimizer):
     estimated and the step made of it: SGD (S = I: ordinary dropout with lr/π₁), Adam, VOGN and
     all others but bSAM. The prior's share δm is not divided.
 
+        >>> import torch
+        >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
@@ -75,13 +76,10 @@ class Dropout(RowOptimizer):
         lr: step size of the mean.
         row: a row of :data:`~blr_analysis.learning_rule.table.ROWS`, or its name.
         keep: π₁, in (0, 1], for groups that say nothing else.
-        dim: the dimension of the weights along which the units lie; 1 for ``Linear``, ``Conv1d``
-            to ``Conv3d``.
-        keep_lr: ρ, the step size of λ for groups whose ``keep`` is below 1; 0: π₁ is fixed.
-        keep_prior: π₁ of the prior, with which λ₀ is made.
-        temperature: τ; unbiased at 0, and noisier.
-        ess: as in the row, like all of ``weight_decay``, ``hess_init``, ``beta1``, ``beta2``,
-            ``eps``, ``mc_samples``, ``sync``, ``generator``, ``model`` and ``loss_reduction``.
+        settings: ``dim``, the dimension of the weights along which the units lie (1: that of
+            ``Linear``, ``Conv1d`` to ``Conv3d``); ``keep_lr``, the step size of λ for groups whose
+            ``keep`` is below 1 (0: π₁ is fixed); ``keep_prior``, π₁ of the prior, with which λ₀ is
+            made (0.5); ``temperature``, τ, unbiased at 0, and noisier (0.1); and those of the row.
 
     Raises:
         InputError: a setting, row or parameter that cannot be used.
@@ -92,30 +90,10 @@ class Dropout(RowOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        row: Row | str = "SGD",
-        *,
-        keep: float = 1.0,
-        dim: int = 1,
-        keep_lr: float = 0.0,
-        keep_prior: float = 0.5,
-        temperature: float = 0.1,
-        ess: float = 1.0,
-        weight_decay: float = 0.0,
-        hess_init: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        mc_samples: int = 1,
-        sync: bool = False,
-        generator: torch.Generator | None = None,
-        foreach: bool | None = None,
-        model: nn.Module | None = None,
-        loss_reduction: str = "mean",
+        self, params: Any, lr: float, row: Row | str = "SGD", *, keep: float = 1.0, **settings: Any
     ) -> None:
-        self._set_up(self._accepted(row), locals())
+        learned = {"dim": 1, "keep_lr": 0.0, "keep_prior": 0.5, "temperature": 0.1, "eps": 1e-8}
+        self._begin_row(self._accepted(row), params, lr=lr, keep=keep, **{**learned, **settings})
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)
@@ -146,7 +124,7 @@ class Dropout(RowOptimizer):
             return
         if group.get("keep_lr") and group["keep_prior"] == 1:
             raise InputError("keep_prior must be below 1 where keep is learned")
-        for param in tensors_of(group):
+        for param in group["params"]:
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
                 raise InputError(
                     f"keep < 1 needs units along dim = {group['dim']} of shape "
@@ -194,7 +172,7 @@ class Dropout(RowOptimizer):
                     seen = p.detach() + draw.noises[p] if draw.noises else p.detach()
                     hidden = 1 - draw.factors[p] * group["keep"]
                     slope += float((seen * p.grad * hidden).double().sum())
-            units = sum(p.shape[group["dim"]] for p in tensors_of(group))
+            units = sum(p.shape[group["dim"]] for p in group["params"])
             learned[k] = slope / (units * group["temperature"] * (1 - group["keep"]))
         super()._gather(draw)
         for k, slope in learned.items():
@@ -206,7 +184,7 @@ class Dropout(RowOptimizer):
         self._slopes = {}
 
     def _length(self, k: int) -> float:
-        grads = [p.grad for p in tensors_of(self.param_groups[k]) if p.grad is not None]
+        grads = [p.grad for p in self.param_groups[k]["params"] if p.grad is not None]
         return math.hypot(*(float(g.double().norm()) for g in grads))
 
     def _update(self, inverse_scale: float) -> None:

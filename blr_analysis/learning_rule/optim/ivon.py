@@ -12,16 +12,9 @@ import torch
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
-from blr_analysis.learning_rule.optim.checkpoint import from_ivon_opt, is_ivon_opt, to_ivon_opt
+from blr_analysis.learning_rule.optim.base import SETTINGS, check_setting, groups_of
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
-from blr_analysis.learning_rule.optim.settings import (
-    POSITIVE,
-    SETTINGS,
-    listed,
-    read_group,
-    tensors_of,
-)
 from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
@@ -30,6 +23,7 @@ BROAD = 0.05
 NARROW, WIDEST = 0.05, 0.15
 """With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
 where the data say nothing."""
+UNGROUPED = ("self", "params", "steps", "__class__")
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
@@ -39,7 +33,7 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     Raises:
         InputError: they are all 0.
     """
-    tensors = [p.detach() for group in groups for p in tensors_of(group)]
+    tensors = [p.detach() for group in groups for p in group["params"]]
     weights = [p for p in tensors if p.ndim > 1] or tensors
     squares = sum(float(p.double().square().sum()) for p in weights)
     if not squares:
@@ -186,8 +180,7 @@ class IVON(RowOptimizer):
       draw and its gradients are dropped. A gradient with NaN or inf makes ``step`` raise and drop
       its draws; weights and state stay. (On a GPU this check waits for the gradients.)
     * *Resuming.* ``state_dict()`` holds everything, draws gathered for the next step included,
-      and ``load_state_dict`` copies it: training goes on with the same bits. It reads the state of
-      ``ivon-opt`` as well, and :meth:`ivon_opt_state` writes one.
+      and ``load_state_dict`` copies it: training goes on with the same bits.
     * *Fused backward.* :meth:`step_param` in a hook of each parameter moves it during the backward
       pass and frees its gradient.
 
@@ -200,7 +193,7 @@ class IVON(RowOptimizer):
     Algorithm 1; the curvature step is from Lin et al., ICML 2020.
     """
 
-    _ranges: ClassVar = {"hess_init": POSITIVE}
+    _ranges: ClassVar = {"hess_init": "(0, inf)"}
 
     def __init__(
         self,
@@ -222,14 +215,11 @@ class IVON(RowOptimizer):
         foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
-        given, broad = dict(locals()), BROAD
+        given, broad = {k: v for k, v in locals().items() if k not in UNGROUPED}, BROAD
         if hess_init == "weights":
-            SETTINGS["ess"].check("ess", ess)
-            items = listed(params)
-            grouped = isinstance(items[0], dict)
-            groups = [read_group(g, "IVON") for g in (items if grouped else [{"params": items}])]
-            given["params"] = groups
-            size = size_of(groups)
+            check_setting("ess", ess, SETTINGS["ess"])
+            params = groups_of(params)
+            size = size_of(params)
             broad = WIDEST * size
             hess_init = given["hess_init"] = max(1.0, 1 / (ess * (NARROW * size) ** 2))
         if beta2 == BETA2:
@@ -238,20 +228,10 @@ class IVON(RowOptimizer):
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)
         self.steps = steps
-        self._set_up(ROWS["IVON"], given)
+        self._begin_row(ROWS["IVON"], params, **given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of this class, or of the package ``ivon-opt``.
-
-        ``ivon-opt`` saves no count of its steps: add it, ``{**state, "current_step": t}``. Without,
-        the momentum counts as debiased, which it is after some hundred steps, and a warning
-        says so. Settings that it does not save stay as they are here.
-
-        Raises:
-            OptimizerError: as for the other rows; a state from between two draws of a step.
-        """
-        if is_ivon_opt(state_dict):
-            state_dict = from_ivon_opt(state_dict, self.param_groups)
+        """As for the other rows, with a warning where the state was saved with other ``steps``."""
         own = [group["beta2"] for group in self.param_groups]
         super().load_state_dict(state_dict)
         for beta2, group in zip(own, self.param_groups, strict=True):
@@ -265,21 +245,10 @@ class IVON(RowOptimizer):
                     stacklevel=2,
                 )
 
-    def ivon_opt_state(self) -> dict[str, Any]:
-        """What ``load_state_dict`` of the package ``ivon-opt`` takes; ``current_step`` beside it.
-
-        Raises:
-            OptimizerError: inside a context, or before the first step.
-        """
-        return to_ivon_opt(self.state_dict(), self.param_groups)
-
     def _update(self, inverse_scale: float) -> None:
         super()._update(inverse_scale)
         if self.steps is not None:
             self._check_the_end(self.steps)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "steps": self.steps}
 
     def _check_the_end(self, steps: int) -> None:
         """Warn where training ends with a precision that is still its start."""

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.half import HALF
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.optim.checkpoint import HINT
-from blr_analysis.learning_rule.optim.settings import (
-    PART,
-    check_closure,
-    check_group,
-    listed,
-    read_group,
-    tensors_of,
-)
+from blr_analysis.learning_rule.optim.base import RuleOptimizer
+from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.rule import blr_step
 
-OWN = ("lr", "ess", "weight_decay", "hess_init")
 MOST = 5000
 """Parameters: a Hessian of 5000² numbers takes 200 MB."""
 
 
-class Newton(torch.optim.Optimizer):
+class Newton(RuleOptimizer):
     r"""The rule for q(θ) = N(m, S⁻¹) with the exact Hessian at the mean (Khan & Rue, 1.3.2).
 
         S ← (1 − lr) S + lr · ess·(∇²ℓ + δ I),      m ← m − lr · S⁻¹ ess·(∇ℓ + δ m)
@@ -56,6 +49,10 @@ class Newton(torch.optim.Optimizer):
         OptimizerError: the closure is missing, or called ``backward`` itself.
     """
 
+    _ranges: ClassVar = {"lr": "(0, 1]"}
+    _kept = ("precision", "moved")
+    _own_scale = False
+
     def __init__(
         self,
         params: Any,
@@ -64,95 +61,73 @@ class Newton(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         hess_init: float = 1.0,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name in OWN}
-        defaults["algorithm"] = "Newton"
-        _check(defaults)
-        super().__init__(listed(params), defaults)
+        self._set_up(
+            "Newton", params, lr=lr, ess=ess, weight_decay=weight_decay, hess_init=hess_init
+        )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One group, checked (:class:`InputError`); a second one is refused."""
-        group = read_group(param_group, "Newton")
-        tensors = tensors_of(group)
-        kinds = {(p.device, p.dtype) for p in tensors}
-        if self.param_groups or len(kinds) > 1:
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        kinds = {(p.device, p.dtype) for p in group["params"]}
+        if len(self.param_groups) > 1 or len(kinds) > 1:
             raise InputError("Newton takes one group of parameters, of one device and dtype")
-        if {dtype for _, dtype in kinds} & {torch.float16, torch.bfloat16}:
+        if {dtype for _, dtype in kinds} & {*HALF}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
-        if (count := sum(p.numel() for p in tensors)) > MOST:
+        if (count := sum(p.numel() for p in group["params"])) > MOST:
             raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
-        super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
         if closure is None:
             raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
-        check_closure(closure)
-        (group,) = self.param_groups
-        _check(group)
-        params = [p for p in group["params"] if p.requires_grad]
-        if not params:
-            raise OptimizerError("every parameter is frozen: set requires_grad")
+        return super().step(closure)
+
+    def _losses(self, closure: Callable[[], Any]) -> list[Any]:
+        self._check_groups()
+        params = self._params()
         with torch.enable_grad():
             loss = closure()
-            _check_loss(loss)
-            gradient, hessian = _derivatives(loss, params)
-        with torch.no_grad():
-            mean = torch.cat([p.reshape(-1) for p in params])
-            q = FullGaussian(mean, self._precision(mean, group))
-            ess, decay = group["ess"], group["weight_decay"]
-            curvature = ess * (hessian + decay * torch.eye(len(mean)).to(mean))
-            slope = ess * (gradient + decay * mean)
-            pulled = q.pull_back(slope, curvature)
-            sizes = [p.numel() for p in params]
-            moved = blr_step(q, pulled, float(group["lr"]))
-            for param, part in zip(params, moved.mean.split(sizes), strict=True):
-                param.copy_(part.view_as(param))
-            state = self.state[group["params"][0]]
-            state["precision"] = moved.precision
-            state["moved"] = [p.requires_grad for p in group["params"]]
-            state["step"] = state.get("step", 0) + 1
-        return loss.detach()
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
+                raise OptimizerError(f"the closure must return the loss, finite; got {loss!r}")
+            self._slopes = _derivatives(loss, params)
+        return [loss.detach()]
 
-    def _precision(self, mean: Tensor, group: dict[str, Any]) -> Tensor:
-        """S of the parameters that are moved; from the start again when these are others."""
-        state = self.state[group["params"][0]]
-        if state.get("moved") == [p.requires_grad for p in group["params"]]:
-            return state["precision"]
-        start = group["ess"] * (group["hess_init"] + group["weight_decay"])
-        return start * torch.eye(len(mean)).to(mean)
+    def _check_draws(self) -> None:
+        """The closure was one look at the mean."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``.
+    def _settled(self) -> float:
+        return 1.0
 
-        Raises:
-            OptimizerError: another optimizer's state, or of other parameters; nothing is loaded.
-        """
-        try:
-            (group,) = state_dict["param_groups"]
-            name, count = group["algorithm"], len(group["params"])
-            (entry,) = state_dict["state"].values() or [{}]
-            moved, precision = entry.get("moved", []), entry.get("precision", torch.zeros(0, 0))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise OptimizerError(f"this is no state of Newton; {HINT}") from None
+    def _params(self) -> list[Tensor]:
+        params = [p for p in self.param_groups[0]["params"] if p.requires_grad]
+        if not params:
+            raise OptimizerError("every parameter is frozen: set requires_grad")
+        return params
+
+    def _update(self, inverse_scale: float) -> None:
+        (group,), params = self.param_groups, self._params()
+        (gradient, hessian), state = self._slopes, self.state[group["params"][0]]
+        mean = torch.cat([p.reshape(-1) for p in params])
+        eye = torch.eye(len(mean)).to(mean)
+        ess, decay = group["ess"], group["weight_decay"]
+        moved = [p.requires_grad for p in group["params"]]
+        precision = ess * (group["hess_init"] + decay) * eye
+        if state.get("moved") == moved:  # else from the start again
+            precision = state["precision"]
+        q = FullGaussian(mean, precision)
+        pulled = q.pull_back(ess * (gradient + decay * mean), ess * (hessian + decay * eye))
+        new = blr_step(q, pulled, float(group["lr"]))
+        for param, part in zip(params, new.mean.split([p.numel() for p in params]), strict=True):
+            param.copy_(part.view_as(param))
+        state.update(step=state.get("step", 0) + 1, precision=new.precision, moved=moved)
+
+    def _what_differs(self, state_dict: Mapping[str, Any]) -> str | None:
         held = self.param_groups[0]["params"]
-        size = sum(p.numel() for p, is_moved in zip(held, moved, strict=False) if is_moved)
-        if name != "Newton" or count != len(held) or precision.shape != (size, size):
-            raise OptimizerError(
-                f"the state of {name} with {count} parameters and a precision of "
-                f"{tuple(precision.shape)} does not fit {len(held)} parameters; {HINT}"
-            )
-        super().load_state_dict(state_dict)
-
-
-def _check(settings: dict[str, Any]) -> None:
-    check_group(settings, "Newton", {"lr": PART}, samples=True)
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise OptimizerError(f"the closure must return the loss, one number; got {loss!r}")
-    if not loss.isfinite():
-        raise OptimizerError(f"the loss is {float(loss)}; parameters and state are as they were")
+        for entry in state_dict["state"].values():
+            moved, found = entry.get("moved", []), getattr(entry.get("precision"), "shape", None)
+            size = sum(p.numel() for p, is_moved in zip(held, moved, strict=False) if is_moved)
+            if found != (size, size) and state_dict["param_groups"][0].get("algorithm") == "Newton":
+                return f"a precision of {found} does not fit {size} numbers"
+        return super()._what_differs({**state_dict, "state": {}})
 
 
 def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -13,35 +13,32 @@ fit: :meth:`StructuredOptimizer.posterior`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.record import Unit
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
-from blr_analysis.learning_rule.optim.checkpoint import HINT
-from blr_analysis.learning_rule.optim.settings import check_closure, check_group
+from blr_analysis.learning_rule.optim.base import RuleOptimizer
+from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
+from blr_analysis.learning_rule.optim.per_example import Listener, Pass
 from blr_analysis.likelihoods import Categorical, Likelihood, resolve
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, LowRank
 from blr_analysis.posterior.structures.contract import Structure
 
-OWN = ("lr", "ess", "weight_decay", "beta1", "beta2", "hess_init", "damping")
 
-
-class StructuredOptimizer(torch.optim.Optimizer):
-    """What all of them share: draws, steps, checkpoints.
+class StructuredOptimizer(RuleOptimizer):
+    """What all of them share: draws from S, and steps by it.
 
     Args:
-        model: what is trained, all that is trainable in it; its layers must have rules, as for
-            :class:`blr_analysis.KroneckerRecorder`.
+        model: what is trained, all that is trainable in it.
         lr: step size of the mean.
         ess: N, the number of training examples; the loss is a mean over a minibatch's.
         weight_decay: δ/N for prior precision δ.
@@ -55,35 +52,23 @@ class StructuredOptimizer(torch.optim.Optimizer):
         InputError: a setting out of range.
         ModelError: parameters of a layer without a rule.
         OptimizerError: no draw before ``step``, or two; nested contexts; a gradient that is not
-            finite; a state that does not fit.
+            finite; a state that does not fit; a ``GradScaler``.
     """
 
     _at_mean = False  # whether gradients are taken at the mean
+    _unscales = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        ess: float,
-        *,
-        weight_decay: float = 1e-4,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        hess_init: float = 1.0,
-        damping: float = 1e-3,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        given = {k: v for k, v in locals().items() if k in OWN}
-        check_group(given, type(self).__name__, {}, samples=True)
-        self.model, self.generator = model, generator
-        self.recorder = self._recorder(model, beta2)
-        self.recorder.accumulates = True  # several draws may come before a step
+    def __init__(self, model: nn.Module, lr: float, ess: float, **settings: Any) -> None:
         self.names = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._drawn, self._inside, self._form = 0, False, None
-        super().__init__([*self.names.values()], {**given, "algorithm": type(self).__name__})
+        defaults = {"weight_decay": 1e-4, "beta2": 0.99, "hess_init": 1.0, "damping": 1e-3}
+        params, own = [*self.names.values()], {**defaults, **settings}
+        self._set_up(type(self).__name__, params, lr=lr, ess=ess, **own)
+        self.model, self._form = model, None
+        self._listen()
 
-    def _recorder(self, model: nn.Module, beta2: float) -> KroneckerRecorder:
-        return KroneckerRecorder(model, every=1, beta2=beta2)
+    @abstractmethod
+    def _listen(self) -> None:
+        """Put hooks on the model."""
 
     @abstractmethod
     def _learned(self) -> Structure | None:
@@ -98,13 +83,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             data = self._learned() or Diagonal(
                 {n: torch.full_like(p, start).detach() for n, p in self.names.items()}
             )
-            self._form = data.plus_prior(self._delta)
+            self._form = data.plus_prior(group["ess"] * group["weight_decay"])
         return self._form
-
-    @property
-    def _delta(self) -> float:
-        (group,) = self.param_groups
-        return group["ess"] * group["weight_decay"]
 
     def posterior(self) -> Posterior:
         """q(θ), for every analysis.
@@ -112,116 +92,85 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerError: before the first step, or inside ``sampled_params``.
         """
-        if self._inside or self._learned() is None:
+        if self._open is not None or self._learned() is None:
             raise OptimizerError("take the posterior after a step, outside of sampled_params()")
+        (group,) = self.param_groups
         mean = {n: p.detach().clone() for n, p in self.names.items()}
-        n_data = round(self.param_groups[0]["ess"])
-        record = {"kind": type(self).__name__.lower(), "source": "optimizer"}
-        return Posterior(mean, self.form, prior_precision=self._delta, n_data=n_data, record=record)
+        n_data, prior = round(group["ess"]), group["ess"] * group["weight_decay"]
+        record = {"kind": self.algorithm.lower(), "source": "optimizer"}
+        return Posterior(mean, self.form, prior_precision=prior, n_data=n_data, record=record)
+
+    def _is_noisy(self, train: bool) -> bool:
+        return not (train and self._at_mean)
+
+    def _draw(self, train: bool, adoptable: bool = False) -> Draw:
+        if train and self._gathered.count:
+            raise OptimizerError("one draw a step: call step() first")
+        return super()._draw(train, adoptable)
 
     @contextmanager
-    def sampled_params(self, train: bool = False) -> Iterator[None]:
-        """The model with weights drawn from q, and with their mean, bit for bit, after it."""
-        if self._inside:
-            raise OptimizerError("sampled_params() inside sampled_params()")
-        if train and self._drawn:
-            raise OptimizerError("one draw a step: call step() first")
-        with torch.no_grad():
-            means = {n: p.detach().clone() for n, p in self.names.items()}
-            noise = {n: normal(m, self.generator) for n, m in means.items()}
-            gaps = {} if train and self._at_mean else self.form.root_solve(noise)
-            for n, gap in gaps.items():
-                self.names[n].add_(gap)
-        self._inside, mode = True, self.model.training
-        self.model.train(mode and train)  # evaluation is nothing to record
+    def _at(self, draw: Draw) -> Iterator[None]:
+        mode = self.model.training
+        self.model.train(mode and draw.train)  # evaluation is nothing to record
         try:
-            yield
-            self._drawn += train
+            with super()._at(draw):
+                yield
         finally:
-            self._inside = False
             self.model.train(mode)
-            with torch.no_grad():
-                for n, m in means.items():
-                    self.names[n].copy_(m)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move precision and mean by the draw since the last step, or that of ``closure``."""
-        check_closure(closure)
-        loss = None
-        if closure is not None:
-            with self.sampled_params(train=True), torch.enable_grad():
-                loss = closure()
-        before = self.recorder.recorded
-        if not self._drawn or self._inside or not before:
-            raise OptimizerError(
-                "step() without a draw: use sampled_params(train=True), the model in training mode"
-            )
-        self._drawn = 0
+    def _fill(self, draw: Draw) -> None:
+        noise = {n: normal(p.detach(), self.generator) for n, p in self.names.items()}
+        draw.noises = {self.names[n]: gap for n, gap in self.form.root_solve(noise).items()}
+
+    def _update(self, inverse_scale: float) -> None:
         (group,) = self.param_groups
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.names.items()
-        }
-        if not all(bool(g.isfinite().all()) for g in grads.values()):
-            raise OptimizerError("a gradient holds NaN or inf: lower lr, or clip")
-        n = group["ess"]
-        with torch.no_grad():
-            self._record()
-            self._form = None
-            direction: Tree = {}
-            for name, p in self.names.items():
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, momentum=torch.zeros_like(p))
-                state["step"] += 1
-                state["momentum"].lerp_(grads[name], 1 - group["beta1"])
-                u = state["momentum"] / (1 - group["beta1"] ** state["step"])
-                direction[name] = n * (u + group["weight_decay"] * p)
-            damped = self.form.plus_prior(n * group["damping"]) if group["damping"] else self.form
-            for name, move in damped.solve(direction).items():
-                self.names[name].add_(move, alpha=-float(group["lr"]))
-        return loss
+        self._record()
+        self._form = None
+        direction: Tree = {}
+        for name, p in self.names.items():
+            estimate = self._gathered.estimates.get(p) or self._gathered.add_zeros(p)
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=state_dtype(p)))
+            momentum.lerp_(estimate.grad.detach().to(momentum), 1 - group["beta1"])
+            u = momentum / (1 - group["beta1"] ** state["step"])
+            direction[name] = (group["ess"] * (u + group["weight_decay"] * p)).to(p)
+        damping = group["ess"] * group["damping"]
+        damped = self.form.plus_prior(damping) if damping else self.form
+        for name, move in damped.solve(direction).items():
+            self.names[name].add_(move, alpha=-float(group["lr"]))
 
     def _record(self) -> None:
         """Take in what the last pass showed."""
 
+    @abstractmethod
+    def _curvature(self) -> dict[str, Any]:
+        """What was learned of the precision, to be saved."""
+
+    @abstractmethod
+    def _take(self, kept: Mapping[str, Any]) -> None:
+        """The reverse."""
+
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with what was learned of the precision, and the state of ``generator``.
+        """As the other rows', with what was learned of the precision.
 
         Raises:
-            OptimizerError: inside ``sampled_params``.
+            OptimizerError: inside ``sampled_params``, or between it and ``step``.
         """
-        if self._inside or self._drawn:
+        if self._gathered.count:
             raise OptimizerError("save the state after step(), outside of sampled_params()")
-        drawn = {} if self.generator is None else {"generator": self.generator.get_state()}
-        return {**super().state_dict(), "curvature": self._kept(), "sampling": drawn}
+        return {**super().state_dict(), "curvature": self._curvature()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``; a generator's state in it is used if there is one here.
-
-        Raises:
-            OptimizerError: another optimizer's.
-        """
-        groups = state_dict.get("param_groups", [{}])
-        if groups[0].get("algorithm") != type(self).__name__ or "curvature" not in state_dict:
-            raise OptimizerError(f"this is no state of {type(self).__name__}; {HINT}")
-        added = ("curvature", "sampling")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in added})
+        """As the other rows'."""
+        super().load_state_dict(state_dict)
         self._take(state_dict["curvature"])
         self._form = None
-        drawn = state_dict.get("sampling", {})
-        if self.generator is not None and "generator" in drawn:
-            self.generator.set_state(drawn["generator"].cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError(
-            f"{type(self).__name__} cannot be copied with its hooks: load its state in another"
+            f"{self.algorithm} cannot be copied with its hooks: load its state in another"
         )
-
-    def _kept(self) -> dict[str, Any]:
-        return self.recorder.state_dict()
-
-    def _take(self, kept: Mapping[str, Any]) -> None:
-        self.recorder.load_state_dict(kept)
 
 
 class NoisyKFAC(StructuredOptimizer):
@@ -252,6 +201,15 @@ class NoisyKFAC(StructuredOptimizer):
         self._data: Structure | None = None
         super().__init__(model, lr, ess, **settings)
 
+    def _listen(self) -> None:
+        self.recorder = KroneckerRecorder(self.model, every=1, beta2=self.param_groups[0]["beta2"])
+        self.recorder.accumulates = True  # several passes may come before a step
+
+    def _check_draws(self) -> None:
+        super()._check_draws()
+        if not self.recorder.recorded:
+            raise OptimizerError("nothing was recorded: train with the model in training mode")
+
     def _learned(self) -> Structure | None:
         return self._data
 
@@ -260,11 +218,14 @@ class NoisyKFAC(StructuredOptimizer):
             n_data = round(self.param_groups[0]["ess"])
             self._data = self.recorder.structure(self.model, n_data)
 
+    def _curvature(self) -> dict[str, Any]:
+        return self.recorder.state_dict()
+
     def _take(self, kept: Mapping[str, Any]) -> None:
-        super()._take(kept)
+        self.recorder.load_state_dict(kept)
         self._data = None
         if self.recorder.recorded:
-            self._data = self.recorder.structure(self.model, round(self.param_groups[0]["ess"]))
+            self._record()
 
 
 class SLANG(StructuredOptimizer):
@@ -294,24 +255,24 @@ class SLANG(StructuredOptimizer):
         self, model: nn.Module, lr: float, ess: float, *, rank: int = 10, **settings: Any
     ) -> None:
         self.rank = positive_int("rank", rank)
-        self._columns = torch.empty(0, 0)  # Uᵀ, [rank, P]
-        self._rest = torch.empty(0)  # D, [P]
         super().__init__(model, lr, ess, **settings)
+
+    def _listen(self) -> None:
+        self.examples = self._rows()
         (group,) = self.param_groups
         like = torch.cat([p.detach().reshape(-1) for p in self.names.values()])
         if self.rank >= len(like):
             raise InputError(f"rank must be below the number of parameters, {len(like):,}")
-        self._columns = like.new_zeros(0, len(like))
-        self._rest = torch.full_like(like, group["ess"] * group["hess_init"])
+        self._columns = like.new_zeros(0, len(like))  # Uᵀ, [rank, P]
+        self._rest = torch.full_like(like, group["ess"] * group["hess_init"])  # D, [P]
 
-    def _recorder(self, model: nn.Module, beta2: float) -> KroneckerRecorder:
-        return GradientRows(model, every=1)
+    def _rows(self) -> GradientRows:
+        return GradientRows(self.model, self.algorithm)
 
     def _record(self) -> None:
-        assert isinstance(self.recorder, GradientRows)
         (group,) = self.param_groups
-        rows, rho = self.recorder.rows(list(self.names)), 1 - group["beta2"]
-        new = rows * (rho * group["ess"] / self.recorder.examples) ** 0.5
+        rows, rho = self.examples.rows, 1 - group["beta2"]
+        new = rows * (rho * group["ess"] / self.examples.n) ** 0.5
         columns = torch.cat([self._columns * (1 - rho) ** 0.5, new.to(self._columns)])
         _, turn = torch.linalg.eigh((columns @ columns.mT).double())
         turned = turn.mT.to(columns) @ columns
@@ -332,7 +293,7 @@ class SLANG(StructuredOptimizer):
         pieces = zip(self.names.items(), flat.split(sizes, -1), strict=True)
         return {n: piece.reshape(*flat.shape[:-1], *p.shape) for (n, p), piece in pieces}
 
-    def _kept(self) -> dict[str, Any]:
+    def _curvature(self) -> dict[str, Any]:
         return {"columns": self._columns.clone(), "rest": self._rest.clone()}
 
     def _take(self, kept: Mapping[str, Any]) -> None:
@@ -378,8 +339,8 @@ class VOGGN(SLANG):
         self.likelihood = resolve(one_of("likelihood", likelihood, named))
         super().__init__(model, lr, ess, rank=rank, **settings)
 
-    def _recorder(self, model: nn.Module, beta2: float) -> KroneckerRecorder:
-        return JacobianRows(model, self.likelihood)
+    def _rows(self) -> GradientRows:
+        return JacobianRows(self.model, self.algorithm, self.likelihood)
 
 
 class OGGN(VOGGN):
@@ -389,60 +350,47 @@ class OGGN(VOGGN):
     _at_mean = True
 
 
-class GradientRows(KroneckerRecorder):
-    """The gradient of every example of the last pass, by the recorder's hooks."""
+class GradientRows(Listener):
+    """g_i of every example of a draw, ``rows`` ``[n, P]``."""
 
-    examples = 0
+    rows: Tensor
+    n: int
 
-    def _settle(self) -> None:
-        if self._seen:
-            self._over([self._terms()])
-            self._check(self.columns[0])
+    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
+        self.rows, self.n = torch.cat([self._flat(of_pass) for of_pass in terms]) * n, n
+        return {}
 
-    def _over(self, columns: list[list[Term]]) -> None:
-        self._seen, self.columns, self.examples = [], columns, columns[0][0].n_examples
-        self._recorded += 1
-
-    def rows(self, names: list[str]) -> Tensor:
-        """g_i ``[B, P]``, or a block of that for each column."""
-        blocks = []
-        for column in self.columns:
-            gradients: Tree = {}
-            for term in column:
-                for name, each in term.jacobian().items():
-                    gradients[name] = gradients.get(name, 0) + each.sum(1).flatten(1)
-            blocks.append(torch.cat([gradients[n] for n in names], 1))
-        return torch.cat(blocks)
+    def _flat(self, terms: Sequence[Term]) -> Tensor:
+        gradients: Tree = {}
+        for name, each in (entry for term in terms for entry in term.jacobian().items()):
+            gradients[name] = gradients.get(name, 0) + each.sum(1).flatten(1)
+        return torch.cat([gradients[name] for name in self._params], 1)
 
 
 class JacobianRows(GradientRows):
     """J_iᵀ L_i, a column for each of Λ_i = L_i L_iᵀ, from the graph of a forward pass."""
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood) -> None:
-        super().__init__(model, every=1, reduction="sum")
-        self.likelihood, self._reading = likelihood, False
-        self._handles.append(model.register_forward_hook(self._read))
+    def __init__(self, model: nn.Module, algorithm: str, likelihood: Likelihood) -> None:
+        super().__init__(model, algorithm)
+        self.likelihood = likelihood
 
-    def _settle(self) -> None:
-        """Nothing is left to be taken in when a pass is over."""
-
-    def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
-        if self._reading:
-            super()._take(unit, x, grad, batch)
-
-    def _read(self, model: nn.Module, args: Any, output: Tensor) -> None:
-        if not self._batch or not output.requires_grad:
+    def _look(self, passed: Pass, outputs: list[Tensor]) -> None:
+        super()._look(passed, outputs)
+        if not outputs:
             return
-        f = output.reshape(self._batch, -1)
+        f = outputs[0].reshape(passed.batch, -1)
         labels = f.new_zeros(len(f), dtype=torch.long)  # Λ is that of any
         y = labels if isinstance(self.likelihood, Categorical) else torch.zeros_like(f)
-        params, columns = list(self._parameters.values()), []
-        self._reading = True
-        try:
-            for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
-                torch.autograd.grad(f, params, column, retain_graph=True, allow_unused=True)
-                columns.append(self._terms())
-                self._check(columns[-1])  # once, against its parameters' own gradient
-        finally:
-            self._reading, self._seen = False, []
-        self._over(columns)
+        blocks, counts = [], [len(visit.edges) for visit, _ in passed.seen]
+        for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
+            grads = iter(
+                torch.autograd.grad(f, passed.edges, column, retain_graph=True, allow_unused=True)
+            )
+            at = [[next(grads) for _ in range(count)] for count in counts]
+            with torch.no_grad():
+                blocks.append(self._flat(self._terms(passed, at)))
+        passed.forget_gradients()
+        self.rows, self.n = torch.cat(blocks), passed.batch
+
+    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
+        return {}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.table import ROWS
 
 
 class VOGN(RowOptimizer):
@@ -24,6 +22,8 @@ class VOGN(RowOptimizer):
     The g_i are read from the model's own forward and backward pass: nothing changes in the model
     or in the training loop, which is IVON's.
 
+        >>> import torch
+        >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         >>> x, y = torch.randn(50, 3), torch.randn(50, 1)
@@ -54,14 +54,9 @@ class VOGN(RowOptimizer):
         lr: step size of the mean.
         ess: N, the number of training examples.
         model: the module that is called in training, with the examples along dimension 0.
-        hess_init: ``hess`` before the first step.
-        beta1: decay of the momentum.
-        beta2: 1 − step size of ``hess``.
-        weight_decay: δ/ess for prior precision δ.
-        mc_samples: draws per ``step(closure)``.
-        loss_reduction: ``"mean"`` over the examples of a minibatch, or ``"sum"``.
-        sync: as in IVON.
-        generator: as in IVON.
+        settings: ``hess_init`` (1), ``beta1`` (0.9), ``beta2`` (0.999), ``weight_decay`` (1e-4),
+            ``mc_samples``, ``loss_reduction``, ``sync`` and ``generator``, as for
+            :class:`RowOptimizer`.
 
     Raises:
         InputError: a setting or parameter is out of range.
@@ -73,23 +68,10 @@ class VOGN(RowOptimizer):
     _algorithm = "VOGN"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        ess: float,
-        hess_init: float = 1.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        weight_decay: float = 1e-4,
-        mc_samples: int = 1,
-        *,
-        model: nn.Module,
-        loss_reduction: str = "mean",
-        sync: bool = False,
-        generator: torch.Generator | None = None,
-        foreach: bool | None = None,
+        self, params: Any, lr: float, ess: float, *, model: nn.Module, **settings: Any
     ) -> None:
-        self._set_up(ROWS[self._algorithm], locals())
+        settings = {"hess_init": 1.0, "weight_decay": 1e-4, **settings}
+        super().__init__(params, self._algorithm, lr, ess, model=model, **settings)
 
 
 class OGN(VOGN):
@@ -98,7 +80,8 @@ class OGN(VOGN):
     The contexts of ``sampled_params(train=True)`` perturb nothing; ``sampled_params()`` draws from
     the posterior N(m, 1/S), an online Laplace approximation.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = OGN(model.parameters(), lr=0.1, ess=50, model=model)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()
@@ -125,13 +108,15 @@ class Vadam(RowOptimizer):
     with ``scaling="ess"``). At ``hess_init = 0``, as in the paper, the weights are drawn from the
     prior at first; above it, s does not start at 0 and is not divided by 1 − γ₂ᵗ.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = Vadam(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()
         >>> optimizer.step()
 
-    Arguments, errors and behaviour as :class:`IVON`'s of the same names.
+    Settings (``beta1``, …), errors and behaviour as :class:`IVON`'s of the same names, with
+    ``hess_init`` 0 and ``beta2`` 0.999.
 
     Source: Khan et al., "Fast and Scalable Bayesian Deep Learning by Weight-Perturbation in Adam",
     ICML 2018, Figure 1.
@@ -139,22 +124,8 @@ class Vadam(RowOptimizer):
 
     _algorithm = "Vadam"
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        ess: float,
-        hess_init: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        weight_decay: float = 1e-4,
-        mc_samples: int = 1,
-        *,
-        sync: bool = False,
-        generator: torch.Generator | None = None,
-        foreach: bool | None = None,
-    ) -> None:
-        self._set_up(ROWS[self._algorithm], locals())
+    def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
+        super().__init__(params, self._algorithm, lr, ess, **{"weight_decay": 1e-4, **settings})
 
 
 class Vprop(Vadam):
@@ -165,7 +136,8 @@ class Vprop(Vadam):
     with δ = weight_decay. At ``ess = 1`` and a loss that is a sum this is the form of Khan et al.
     (2017), S = s + λ. ``beta1`` has no effect.
 
-        >>> model = nn.Linear(3, 1)
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = Vprop(model.parameters(), lr=0.01, ess=50, weight_decay=1 / 50)
         >>> with optimizer.sampled_params(train=True):
         ...     model(torch.ones(2, 3)).square().mean().backward()

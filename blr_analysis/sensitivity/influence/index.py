@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.record import shared
@@ -166,7 +166,6 @@ class Index:
         leads = ranks.first()
         described: dict[str, Any] = {"posterior": fingerprint(q)}
         described |= _described(task, rank, dtype, q.mean, data=leads)
-        chunking = Chunking(task.chunk_size, task.memory_budget, progress=False)
         shared(task, q.mean)  # refuses ranks that differ
         own = mean_errors(task, q)
         compression, room = Compression.of(q, rank, DTYPES[dtype]), DTYPES[dtype].itemsize * rank
@@ -182,7 +181,7 @@ class Index:
             roots = compression.roots(q) if missing else {}
             how: dict[str, Any] = {"cotangent": own, "half": begun["half"]}
             if "blocks" not in begun:
-                begun["blocks"] = _blocks(task, q, compression, roots, room, chunking, **how)
+                begun["blocks"] = _blocks(task, q, compression, roots, room, **how)
                 if leads:
                     _write_json(place / PLAN, begun)
             compression = Compression.of(q, rank, DTYPES[dtype], begun["blocks"])
@@ -190,9 +189,7 @@ class Index:
             for k, name in enumerate(missing):  # in turns; chunk by chunk where too few are left
                 divided = k >= whole
                 if divided or k % ranks.count() == ranks.rank():
-                    each = _each(
-                        task, q, compression, roots, chunking, files[name], divided=divided, **how
-                    )
+                    each = _each(task, q, compression, roots, files[name], divided=divided, **how)
                     kept = _joined(_stored(compression, each, DTYPES[dtype]), files[name], divided)
                     if leads or not divided:
                         _write_shard(kept, place / name, files[name])
@@ -200,7 +197,7 @@ class Index:
             ranks.wait()
             if (place / CONFIG).is_file():
                 return cls._opened(place, task, q)
-            error = _measured(task, q, compression, place, chunking, own)
+            error = _measured(task, q, compression, place, own)
             if leads:
                 q.save(place / POSTERIOR)
                 _write_examples(place, task, list(files))
@@ -256,9 +253,7 @@ class Index:
         return cls(place, q, error, *kept, _task=task)
 
     @torch.inference_mode(False)
-    def influence(
-        self, test_task: Task, *, normalize: Normalize = False, progress: bool | None = None
-    ) -> Tensor:
+    def influence(self, test_task: Task, *, normalize: Normalize = False) -> Tensor:
         """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples, of
         the one network that it was built of (``influence`` averages over more of a small one).
 
@@ -270,7 +265,7 @@ class Index:
             PosteriorError: a task of another model.
         """
         quantity_of(normalize)
-        asked, _ = self._project(test_task, normalize, progress)
+        asked, _ = self._project(test_task, normalize)
         each = self._read(lambda own: self._compression.values(own, asked), normalize)
         return torch.cat([values for _, values in each])
 
@@ -283,7 +278,6 @@ class Index:
         refine: int = 0,
         normalize: Normalize = False,
         harmful: bool = True,
-        progress: bool | None = None,
     ) -> Matches:
         """The k most helpful and most harmful of every question, without the matrix.
 
@@ -304,7 +298,7 @@ class Index:
         if refine and (refine < k or self._task is None):
             raise InputError("refine= is k or more, of an index opened with task=")
         quantity = quantity_of(normalize)
-        asked, lengths = self._project(test_task, normalize, progress)
+        asked, lengths = self._project(test_task, normalize)
         most = min(max(k, refine), self.n_data)
         sides: list[Tensor] = []
         for sign, (values, names) in zip(
@@ -319,7 +313,7 @@ class Index:
             sides += [side[:, :0] for side in sides]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
-        return Matches(*sides, metadata=metadata, quantity=quantity)
+        return Matches(*sides, metadata=metadata, quantity=quantity, note=self.posterior.note)
 
     @cached_property
     def self_influence(self) -> Tensor:
@@ -338,9 +332,7 @@ class Index:
         except (OSError, ValueError) as error:  # ArrowInvalid is one
             raise StorageError(f"{str(file)!r} is damaged: delete it and build again.") from error
 
-    def _project(
-        self, task: Task, normalize: Normalize, progress: bool | None
-    ) -> tuple[Compressed, Tensor]:
+    def _project(self, task: Task, normalize: Normalize) -> tuple[Compressed, Tensor]:
         """The questions, divided by the lengths ``[M]`` that they count with."""
         instance("test_task", task, Task, "a blr_analysis.Task with the questions")
         q = self.posterior.on(task, same_data=False)
@@ -348,8 +340,7 @@ class Index:
             task = task.with_model(self._task)
             q = self.posterior.on(task, same_data=False)
         compression, task = self._compression, q.judging(task)
-        chunking = Chunking(progress=progress)
-        asked = _projected(task, q, compression, compression.roots(q), chunking, more=MORE)
+        asked = _projected(task, q, compression, compression.roots(q), more=MORE)
         ones = torch.ones_like(asked.squares)
         lengths = rooted(asked.squares) if normalize == "cosine" else ones
         return asked.over(lengths), lengths
@@ -402,12 +393,11 @@ class Index:
         union, places = names.unique(return_inverse=True)
         where = test_task.with_model(self._task)
         exact = pieces(
-            self._task,
+            self._task.quiet,
             self.posterior,
             where,
             train_cotangent=mean_errors(self._task, self.posterior),
             indices=union,
-            progress=False,
         )
         return matrix_of(exact).gather(0, places.view_as(names))
 
@@ -551,18 +541,15 @@ def _claimed(place: Path, described: dict[str, Any], leads: bool) -> Iterator[No
 def _check_claim(place: Path, described: dict[str, Any]) -> None:
     """Raise :class:`StorageError` unless the folder is new, empty or holds this very index."""
     if not (place / PLAN).is_file():
-        return check_free(place)
+        check_free(place)
+        return
     before = _read_json(place / PLAN)
     differs = [n for n, value in described.items() if before.get(n) != value]
-    if differs == ["data"] and "data" not in before:
-        what = "an index of an earlier version, which does not say of what data"
-    elif differs:
-        if "data" in differs and "last_loss" in differs:
-            differs.remove("last_loss")  # which may be theirs alone
-        what = f"an index with another {', '.join(NAMES.get(n, n) for n in differs)}"
-    else:
-        return None
-    raise StorageError(f"{str(place)!r} holds {what}: name a new folder.")
+    if "data" in differs and "last_loss" in differs:
+        differs.remove("last_loss")  # which may be theirs alone
+    if differs:
+        what = ", ".join(NAMES.get(n, n) for n in differs)
+        raise StorageError(f"{str(place)!r} holds an index with another {what}: name a new folder.")
 
 
 def multiplies_half(q: Posterior) -> bool:
@@ -581,7 +568,6 @@ def _projected(
     q: Posterior,
     compression: Compression,
     roots: Roots,
-    chunking: Chunking,
     indices: Tensor | None = None,
     *,
     divided: bool = False,
@@ -589,7 +575,7 @@ def _projected(
 ) -> Compressed:
     """All of :func:`_each`, on every rank."""
     order = torch.arange(task.n_data) if indices is None else indices
-    each = _each(task, q, compression, roots, chunking, order, divided=divided, **how)
+    each = _each(task, q, compression, roots, order, divided=divided, **how)
     return Compressed(**_joined(((rows, vars(part)) for rows, part in each), order, divided))
 
 
@@ -598,7 +584,6 @@ def _each(
     q: Posterior,
     compression: Compression,
     roots: Roots,
-    chunking: Chunking,
     indices: Tensor,
     *,
     cotangent: Cotangent = loss_gradient,
@@ -610,7 +595,7 @@ def _each(
     products in bfloat16; ``more``: times as many blocks as are stored; ``divided``: chunk by chunk
     among the ranks."""
     yield indices[:0], compression.none(roots, more)
-    how = task, q, roots, chunking, indices, cotangent, half, divided
+    how = task, q, roots, indices, cotangent, half, divided
     for chosen, tiles in _tiles(*how, compression.size):
         part = compression.compressed(len(chosen), tiles, more=more)
         check_finite(part.squares, "projected gradient")
@@ -633,7 +618,6 @@ def _tiles(
     task: Task,
     q: Posterior,
     roots: Roots,
-    chunking: Chunking,
     indices: Tensor,
     cotangent: Cotangent,
     half: bool,
@@ -650,7 +634,7 @@ def _tiles(
         return term.cast(torch.bfloat16).rotated(basis.to(basis.right.device, torch.bfloat16))
 
     order = {"indices": indices, "divided": divided}
-    for chunk in chunks(task, q.mean, chunking, columns=1, label="index", **order):
+    for chunk in chunks(task, q.mean, columns=1, label="index", **order):
         whole = loss_terms(task, chunk, cotangent)
         for some in slices(whole[0].n_examples, TOGETHER // size):
             paired = q.form.paired([term.part(some) for term in whole])
@@ -663,7 +647,6 @@ def _blocks(
     compression: Compression,
     roots: Roots,
     room: int,
-    chunking: Chunking,
     *,
     cotangent: Cotangent,
     half: bool,
@@ -672,7 +655,7 @@ def _blocks(
     if not compression.signs:
         return 0
     some = torch.linspace(0, task.n_data - 1, min(TRIED, task.n_data)).round().long()
-    each = _tiles(task, q, roots, chunking, some, cotangent, half, True, size=1)
+    each = _tiles(task, q, roots, some, cotangent, half, True, size=1)
     rows = (row for chosen, tiles in each for row in block_squares(len(chosen), tiles))
     count = sum(-(-root.numel() // BLOCK) for _, root in roots.values())
     return best_blocks(rows, len(some), count, room)
@@ -720,7 +703,6 @@ def _measured(
     q: Posterior,
     compression: Compression,
     place: Path,
-    chunking: Chunking,
     cotangent: Cotangent,
 ) -> ProjectionError:
     """What is stored against exact influence, on random pairs of different training examples: each
@@ -730,7 +712,7 @@ def _measured(
     rows = order[count:][: most[0]].sort().values
     columns = order[:count].sort().values if count else rows
     how: dict[str, Any] = {"more": MORE, "divided": True}
-    asked = _projected(task, q, compression, compression.roots(q), chunking, columns, **how)
+    asked = _projected(task, q, compression, compression.roots(q), columns, **how)
     values = torch.zeros(2, len(rows), len(columns), dtype=torch.float64)
     if len(own := ranks.share(torch.arange(len(rows)))):
         read = _read(place, task.n_data, lambda kept: compression.values(kept, asked), rows[own])
@@ -742,8 +724,6 @@ def _measured(
             train_cotangent=cotangent,
             indices=rows[own],
             test_indices=columns,
-            memory_budget=chunking.memory_budget,
-            progress=False,
         )
         values[1, own] = matrix_of(exact).double()
     ranks.total([values])

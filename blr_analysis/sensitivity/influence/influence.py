@@ -14,8 +14,6 @@ move the model most, and with it every test loss; normalized, they no longer lea
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +28,10 @@ from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.influence.blocks import (
-    DEFAULT_MEMORY,
     Cotangent,
     Piece,
     loss_gradient,
+    physical_memory,
     pieces,
 )
 from blr_analysis.sensitivity.influence.results import (
@@ -100,7 +98,6 @@ def influence(
             example, an answer larger than the machine's memory, k above the number of examples.
         DataError: NaN or inf inputs, targets out of range.
         ModelError: NaN or inf outputs, an influence that overflows.
-        StorageError: the disk for temporary files does not hold the test gradients.
 
     Source: Nickl et al., NeurIPS 2023; Koh & Liang, ICML 2017, Eq. 2; averaged over a training:
     Pruthi et al., "TracIn", NeurIPS 2020; normalized: Barshan, Brunet & Dziugaite, "RelatIF",
@@ -123,24 +120,22 @@ def influence(
     quantity, cotangent = quantity_of(normalize), cotangent_of(measure)
     several = all_fitted(task, posterior)
     count = sum(len(q.run) for _, q in several)
-    room = max(1, (task.memory_budget or DEFAULT_MEMORY) // count) if count > 1 else None
     works = [
         _Work(
-            at := task.holding(p.buffers),
+            at := task.holding(p.buffers) if not n + t else task.holding(p.buffers).quiet,
             p,
             check_test(test_task, at, "test_task"),
             cotangent,
             loss_gradient if q.earlier else mean_errors(at, p),
             normalize,
-            room or task.memory_budget,
+            count,
             (1.0 if normalize else q.temperature) / (len(q.run) * len(several)),
-            task.progress if not n + t else False,
         )
         for n, (_, q) in enumerate(several)
         for t, p in enumerate(q.run)
     ]
     q, words = several[-1][1], measure if isinstance(measure, str) else measure.__name__
-    about = Pairs(task, q, works[-1].test_task, None, words, quantity, count)
+    about = Pairs(task, q, works[-1].test_task, words, quantity, count)
     if k is not None:
         check_k(k, task.n_data)
         blocks: dict[int, Best] = {}
@@ -180,9 +175,8 @@ class _Work:
     cotangent: Cotangent
     own: Cotangent  # of the training examples
     normalize: Normalize
-    memory_budget: int | None
+    sharers: int
     share: float
-    progress: bool | None
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces, normalized where that is asked for."""
@@ -193,8 +187,7 @@ class _Work:
             self.test_task,
             cotangent=self.cotangent,
             train_cotangent=self.own,
-            memory_budget=self.memory_budget,
-            progress=self.progress,
+            sharers=self.sharers,
             squares=bool(self.normalize),
             indices=shared(self.task, self.q.mean),
         ):
@@ -222,14 +215,6 @@ def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
             f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} of "
             f"{memory / 2**30:,.0f} GiB; use k="
         )
-
-
-def physical_memory() -> int:
-    """Bytes of memory that this machine has; without a bound where it does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not on every system
-        return sys.maxsize
 
 
 def cotangent_of(measure: Measure) -> Cotangent:

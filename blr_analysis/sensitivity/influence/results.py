@@ -76,25 +76,21 @@ class Pairs:
     Attributes:
         quantity: "influence", "normalized_influence" or "cosine".
         checkpoints: of how many posteriors it is the mean; ``posterior`` is the last.
-        note: of which curvature it is, where not of the posterior's own.
     """
 
     task: Task = field(repr=False)
     posterior: Posterior = field(repr=False)
     test_task: Task = field(repr=False)
-    error: ProjectionError | None = None
     measure: str = "loss"
     quantity: str = "influence"
     checkpoints: int = 1
-    note: str = ""
 
     def __str__(self) -> str:
         """What sets it apart from the plain influence of one posterior; usually nothing."""
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
-        words += filter(None, [self.note, self.posterior.note])
-        return ", ".join(words)
+        return ", ".join([*words, *filter(None, [self.posterior.note])])
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Target and prediction of these examples, by forward passes; empty for sequences."""
@@ -114,16 +110,6 @@ class BetweenTasks:
 
     pairs: Pairs
 
-    @property
-    def error(self) -> ProjectionError | None:
-        """Of a projected influence; None of an exact one."""
-        return self.pairs.error
-
-    @property
-    def note(self) -> str:
-        """Of which curvature it is, in a line, "" where just of the posterior."""
-        return self.pairs.note
-
     def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
         """The most helpful and most harmful training examples of one test example.
 
@@ -141,8 +127,7 @@ class Influence(BetweenTasks, Tensor, Tabular):
     top. What is saved or pickled is the plain matrix.
 
     Attributes:
-        error: :class:`ProjectionError` of a projected influence, None of an exact one.
-        note: of which curvature it is, in a line, "" where just of the posterior.
+        note: how far its scale is to be trusted, in one line; "" where it is.
     """
 
     @classmethod
@@ -158,6 +143,11 @@ class Influence(BetweenTasks, Tensor, Tabular):
         made = torch.Tensor._make_subclass(cls, matrix.detach(), False)
         made.pairs = pairs
         return made
+
+    @property
+    def note(self) -> str:
+        """How far its scale is to be trusted, in one line; "" where it is."""
+        return self.pairs.posterior.note
 
     @property
     def matrix(self) -> Tensor:
@@ -190,7 +180,13 @@ class Influence(BetweenTasks, Tensor, Tabular):
         """
         if self.pairs.quantity != "influence":
             raise InputError("only plain influences add up to a group's; leave normalize= out")
-        groups = groups_of(self.pairs, selection, by)
+        if selection is not None and by is not None:
+            raise InputError("give a selection or by=, not both")
+        about = self.pairs.task, self.pairs.posterior
+        if selection is not None:
+            groups: dict[Any, Tensor] = {"selection": select(selection, *about, name="selection")}
+        else:
+            groups = groups_by("target" if by is None else by, *about)
         values = torch.stack([self.matrix[rows].sum(0) for rows in groups.values()])
         sizes = torch.tensor([len(rows) for rows in groups.values()])
         return GroupInfluence(tuple(groups), sizes, values)
@@ -226,6 +222,7 @@ class Matches(Tabular):
             plot leave those out. Where only helpful ones were asked for, these two are ``[M, 0]``.
         metadata: of the training examples, by column.
         quantity: what the values are: "influence", "normalized_influence" or "cosine".
+        note: how far their scale is to be trusted, in one line; "" where it is.
     """
 
     helpful: Tensor
@@ -234,6 +231,7 @@ class Matches(Tabular):
     harmful_values: Tensor
     metadata: Mapping[str, Sequence[Any]]
     quantity: str = field(default="influence", kw_only=True)
+    note: str = field(default="", kw_only=True)
 
     @property
     def k(self) -> int:
@@ -251,11 +249,6 @@ class Matches(Tabular):
             (self.helpful[question][helps], self.helpful_values[question][helps]),
             (self.harmful[question][harms], self.harmful_values[question][harms]),
         )
-
-    @property
-    def note(self) -> str:
-        """Of which curvature it is, in a line, "" where just of the posterior."""
-        return ""
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Further columns of these training (or test) examples."""
@@ -361,7 +354,8 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
         for part in (0, 1)
     )
     sides = (helpful, high, harmful, low)
-    return TopInfluence(*sides, pairs.task.metadata, pairs, quantity=pairs.quantity)
+    said = {"quantity": pairs.quantity, "note": pairs.posterior.note}
+    return TopInfluence(*sides, pairs.task.metadata, pairs, **said)
 
 
 def check_k(k: Any, n: int) -> int:
@@ -376,13 +370,3 @@ def index_of_test(test: Any, n: int) -> int:
     if isinstance(test, (bool, np.bool_)) or np.ndim(test) != 0:
         raise InputError(f"test must be the index of one test example, got {test!r}")
     return chosen_indices([test], n, "test")[0]
-
-
-def groups_of(pairs: Pairs, selection: Selection | None, by: str | None) -> dict[Any, Tensor]:
-    """Training indices of each group."""
-    if selection is not None and by is not None:
-        raise InputError("give a selection or by=, not both")
-    if selection is not None:
-        chosen = select(selection, pairs.task, pairs.posterior, name="selection")
-        return {"selection": chosen}
-    return groups_by("target" if by is None else by, pairs.task, pairs.posterior)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,6 @@ import torch
 from looks import distance, look, values
 from torch import Tensor, nn
 
-from blr_analysis import Posterior
-from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.optim import RowOptimizer
 from blr_analysis.learning_rule.optim.dropout import Dropout
 
@@ -312,44 +310,6 @@ def test_prediction_at_the_mean_and_by_draws() -> None:
     assert distance(values(model), before) == 0
 
 
-MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "biases": (lambda: Dropout(network().parameters(), 0.1, keep=0.5), "biases"),
-    "no share": (lambda: Dropout(groups(network(), 0.0), 0.1), "keep must be"),
-    "above 1": (lambda: Dropout(groups(network(), 1.5), 0.1), "keep must be"),
-    "no dimension": (
-        lambda: Dropout([nn.Parameter(torch.ones(2, 2))], 0.1, keep=0.5, dim=2),
-        "dim",
-    ),
-    "bSAM": (lambda: Dropout(groups(network()), 0.1, "bSAM"), "bSAM"),
-    "Newton": (lambda: Dropout(groups(network()), 0.1, "Newton"), "Newton"),
-    "no model": (lambda: Dropout(groups(network()), 0.1, "OGN", weight_decay=1.0), "model"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_named(case: str) -> None:
-    make, message = MISTAKES[case]
-    with pytest.raises(InputError, match=message):
-        make()
-
-
-def test_a_step_needs_a_draw_and_no_gaussian_is_read() -> None:
-    model = network()
-    optimizer = Dropout(groups(model), lr=0.1, row="Adam")
-    x, y = next(minibatches(1))
-    nn.functional.cross_entropy(model(x), y).backward()
-    before = values(model)
-    with pytest.raises(OptimizerError, match="without a draw"):
-        optimizer.step()
-    with pytest.raises(ZeroDivisionError), optimizer.sampled_params(train=True):
-        raise ZeroDivisionError
-    assert distance(values(model), before) == 0
-    look(optimizer, model, x, y)
-    optimizer.step()
-    with pytest.raises(OptimizerError, match="dropout"):
-        Posterior.from_optimizer(optimizer, model)
-
-
 @pytest.mark.parametrize("how", ["drop_draws", "skipped", "loaded"])
 def test_draws_that_are_dropped_teach_the_rate_nothing(how: str) -> None:
     """A loss that overflowed, say: what is learned after it is what is learned without it."""
@@ -378,24 +338,3 @@ def test_draws_that_are_dropped_teach_the_rate_nothing(how: str) -> None:
         optimizer.step()
         learned.append(optimizer.param_groups[0]["keep"])
     assert learned[0] == learned[1] and 0.1 < learned[0] < 0.9
-
-
-def test_a_learned_rate_needs_all_gradients() -> None:
-    model = network()
-    optimizer = Dropout([{"params": [model[-1].weight], "keep": 0.5, "keep_lr": 0.1}], lr=0.01)
-    x, y = next(minibatches(1))
-    with optimizer.sampled_params(train=True):
-        nn.functional.cross_entropy(model(x), y).backward()
-        with pytest.raises(OptimizerError, match="all gradients"):
-            optimizer.step_param(model[-1].weight)
-
-
-def test_a_rate_whose_weights_got_no_gradient_goes_to_its_prior() -> None:
-    used, unused = nn.Linear(3, 2), nn.Linear(3, 2)
-    groups = [{"params": [used.weight]}, {"params": [unused.weight], "keep": 0.8, "keep_lr": 0.1}]
-    optimizer = Dropout(groups, lr=0.1)
-    with optimizer.sampled_params(train=True):
-        used(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    logit = 0.9 * math.log(0.8 / 0.2)  # keep_prior is 1/2
-    assert optimizer.param_groups[1]["keep"] == pytest.approx(1 / (1 + math.exp(-logit)))

@@ -192,51 +192,6 @@ def test_precision_stays_positive_under_adversarial_gradients() -> None:
         before = after.clone()
 
 
-def test_arguments_and_defaults_are_those_of_ivon_opt() -> None:
-    from inspect import signature
-
-    theirs = list(signature(ivon_opt.IVON.__init__).parameters.values())
-    ours = list(signature(IVON.__init__).parameters.values())
-    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [
-        (p.name, p.default, p.kind) for p in theirs
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("lr", -0.1),
-        ("ess", 0.0),
-        ("ess", "many"),
-        ("hess_init", 0.0),
-        ("beta1", 1.0),
-        ("beta2", 1.5),
-        ("weight_decay", -1e-4),
-        ("mc_samples", 0),
-        ("hess_approx", "exact"),
-        ("clip_radius", 0.0),
-    ],
-)
-def test_invalid_hyperparameters(name: str, value: Any) -> None:
-    theta = torch.nn.Parameter(torch.ones(2))
-    options = {"lr": 0.1, "ess": 10.0}
-    with pytest.raises(InputError, match=name):
-        IVON([theta], **{**options, name: value})
-    if name != "mc_samples":
-        with pytest.raises(InputError, match=name):
-            IVON([{"params": [theta], name: value}], **options)
-
-
-def test_invalid_parameters() -> None:
-    with pytest.raises(InputError, match="empty"):
-        IVON([], lr=0.1, ess=10)
-    complex_parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(InputError, match="complex64"):
-        IVON([complex_parameter], lr=0.1, ess=10)
-    named = IVON([("weight", torch.nn.Parameter(torch.ones(2)))], lr=0.1, ess=10)
-    assert named.param_groups[0]["param_names"] == ["weight"]
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> None:
     """0.05 of their size at first and, of a loss that says nothing, 0.15 of it in the end."""
@@ -258,17 +213,6 @@ def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> Non
             weight.grad, bias.grad = torch.zeros_like(weight), torch.zeros_like(bias)
         optimizer.step()
     assert spread() == pytest.approx(0.15, rel=0.02)
-
-
-def test_a_start_by_the_weights_is_1_where_data_are_many_and_needs_weights() -> None:
-    param = torch.nn.Parameter(torch.ones(3, 2))
-    assert IVON([param], 0.1, 1e6, hess_init="weights").param_groups[0]["hess_init"] == 1.0
-    with pytest.raises(InputError, match="all 0"):
-        IVON([torch.nn.Parameter(torch.zeros(3, 2))], 0.1, 10, hess_init="weights")
-    with pytest.raises(InputError, match="ess"):
-        IVON([param], 0.1, 0, hess_init="weights")
-    with pytest.raises(InputError, match="hess_init"):
-        IVON([param], 0.1, 10, hess_init="weight")  # type: ignore[arg-type]
 
 
 def test_steps_set_how_fast_the_start_is_forgotten() -> None:
@@ -312,14 +256,6 @@ def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, An
     assert free.abs().max() > 1 and 0 < free[0].abs() < 0.05
     without = IVON([torch.nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **given)
     assert without.param_groups[0]["clip_radius"] == math.inf
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lr": "fast"}, {"lr": -1.0}, {"hess_init": "none"}, {"weight_decay": None}]
-)
-def test_steps_leave_the_complaint_to_what_is_wrong(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        IVON([torch.nn.Parameter(torch.ones(3))], **{"lr": 0.1, "ess": 9, "steps": 9, **wrong})
 
 
 def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> None:

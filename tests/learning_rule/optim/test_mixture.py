@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import DiagonalGaussian, GaussianMixture
 from blr_analysis.learning_rule.optim import IVON, Mixture
 from blr_analysis.posterior import predict
@@ -104,16 +102,3 @@ def test_predictions_and_analyses_take_the_mixture() -> None:
     torch.testing.assert_close(both.losses, expected.squeeze(1))
     assert predict(task, qs, draws=3, progress=False).draws == 6
     assert blr.sensitivity(task, qs).deviation.shape[0] == len(y)
-
-
-def test_what_is_no_mixture() -> None:
-    models, optimizers, _ = pair(1.0)
-    other = nn.Linear(2, 1).double()
-    for wrong in (
-        optimizers[:1],
-        [optimizers[0], optimizers[0]],
-        [optimizers[0], torch.optim.SGD(models[1].parameters(), lr=0.1)],
-        [optimizers[0], IVON(other.parameters(), lr=0.1, ess=N)],
-    ):
-        with pytest.raises(InputError):
-            Mixture(wrong)

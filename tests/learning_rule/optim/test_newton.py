@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.expectations import exact
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.optim import OGN, VOGN, Newton
@@ -81,26 +79,6 @@ def test_less_than_one_averages_hessians() -> None:
         torch.testing.assert_close(model.weight.detach()[0], q.mean, rtol=1e-10, atol=1e-12)
     learned = optimizer.state[model.weight]["precision"]
     torch.testing.assert_close(learned, q.precision, rtol=1e-10, atol=1e-10)
-
-
-def test_what_newton_refuses() -> None:
-    model = nn.Linear(2, 1)
-    with pytest.raises(OptimizerError, match="closure"):
-        Newton(model.parameters()).step()
-
-    def called_backward() -> Tensor:
-        loss = model(torch.ones(3, 2)).square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(OptimizerError, match="without backward"):
-        Newton(model.parameters()).step(called_backward)
-    with pytest.raises(InputError, match="OGN or fit_laplace"):
-        Newton(nn.Linear(100, 100).parameters())
-    with pytest.raises(InputError, match="one group"):
-        Newton([{"params": [model.weight]}, {"params": [model.bias]}])
-    with pytest.raises(InputError, match="not positive definite"):
-        Newton(model.parameters()).step(lambda: -model(torch.eye(2)).square().mean())
 
 
 def test_laplace_is_one_step_at_the_mode() -> None:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
+from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.families import DiagonalGaussian
 from blr_analysis.learning_rule.optim import (
     BSAM,
     IVON,
     OGN,
-    Dropout,
     RowOptimizer,
     Vadam,
     Vprop,
 )
 from blr_analysis.learning_rule.rule import blr_step
-from blr_analysis.learning_rule.table import ROWS, runs_elementwise
 from blr_analysis.posterior import Posterior
 
 N, BATCH = 120, 20
@@ -118,33 +113,6 @@ def test_equals_torch(name: str, schedule: str) -> None:
     assert (found - expected).abs().max() < 1e-12
 
 
-def test_a_closure_and_a_context_are_the_same_step() -> None:
-    x, y = data()
-    results = []
-    for way in ("plain", "closure", "context"):
-        model = network()
-        optimizer = RowOptimizer(model.parameters(), "Adam", lr=0.01)
-
-        def loss(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            value = nn.functional.cross_entropy(model(x), y)
-            value.backward()
-            return value
-
-        for _ in range(3):
-            if way == "closure":
-                assert float(optimizer.step(loss)) > 0
-                continue
-            if way == "context":
-                with optimizer.sampled_params(train=True):
-                    loss()
-            else:
-                loss()
-            optimizer.step()
-        results.append(flat(model.parameters()))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 def test_gradients_of_several_contexts_make_one_minibatch() -> None:
     """Squared after they are averaged: Adam squares the gradient of the minibatch."""
     x, y = data()
@@ -159,42 +127,6 @@ def test_gradients_of_several_contexts_make_one_minibatch() -> None:
     optimizers[1].step()
     difference = flat(whole.parameters()) - flat(parts.parameters())
     assert difference.abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "OGN", "VOGN", "IVON", "bSAM", "dropout"])
-def test_microbatches_whose_losses_were_divided_make_one_minibatch(name: str) -> None:
-    """As training loops accumulate: a context each, and the loss divided by their number."""
-    x, y = data()
-    results = []
-    first = (4, 1) if name == "bSAM" else (1, 1)  # its adversaries are those of the parts
-    for parts, number in (first, (4, 4)):
-        model = network()
-        if name == "dropout":
-            optimizer: Any = Dropout(model.parameters(), lr=0.1)
-        else:
-            optimizer = make_row(name, model, ess=1e30)  # draws at the mean, so to speak
-        for _ in range(3):
-            for part in torch.arange(N).chunk(parts):
-                optimizer.zero_grad()
-                with optimizer.sampled_params(train=True, divided_by=number):
-                    (nn.functional.cross_entropy(model(x[part]), y[part]) / number).backward()
-                if name == "bSAM":
-                    with optimizer.adversarial_params(divided_by=number):
-                        (nn.functional.cross_entropy(model(x[part]), y[part]) / number).backward()
-            total = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        state = [optimizer.state[p].get("momentum", p) for p in model.parameters()]
-        results.append(torch.cat([flat(model.parameters()), flat(state), flat(total)]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-11)
-
-
-def test_a_loss_divided_by_nothing() -> None:
-    optimizer = RowOptimizer(network().parameters(), "SGD", lr=0.1)
-    with (
-        pytest.raises(InputError, match="divided_by"),
-        optimizer.sampled_params(True, divided_by=0),
-    ):
-        pass
 
 
 # The rule ------------------------------------------------------------------------------------
@@ -417,218 +349,7 @@ def test_clipping_holds_for_the_squares_too() -> None:
     torch.testing.assert_close(hess[1], hess[0] / 100, rtol=1e-10, atol=0)
 
 
-def test_groups_have_settings_of_their_own() -> None:
-    model = network()
-    first, *rest = model.parameters()
-    groups = [{"params": [first], "lr": 0.0, "ess": 7.0}, {"params": rest, "weight_decay": 0.5}]
-    optimizer = Vadam(groups, lr=0.1, ess=N)
-    before = [p.detach().clone() for p in model.parameters()]
-    x, y = data()
-    with optimizer.sampled_params(train=True):
-        nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    assert moved == [False, *[True] * len(rest)]
-    with pytest.raises(InputError, match="ess must be"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "ess": -1.0})
-    with pytest.raises(InputError, match="complex64"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.cfloat))]})
-
-
 # The face -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def looks(optimizer: Any, loss: Callable[[], Tensor]) -> Iterator[None]:
-    """One step's gradients, however many looks the row takes."""
-    with optimizer.sampled_params(train=True):
-        optimizer.zero_grad()
-        loss().backward(create_graph=optimizer.row.algorithm == "diagonal Newton")
-    if isinstance(optimizer, BSAM):
-        with optimizer.adversarial_params():
-            loss().backward()
-    yield
-
-
-def every_row() -> list[str]:
-    return [name for name, found in ROWS.items() if runs_elementwise(found)]
-
-
-def make_row(name: str, model: nn.Module, **options: Any) -> RowOptimizer:
-    settings: dict[str, Any] = {"lr": 0.01, "ess": N, "hess_init": 0.5, "weight_decay": 0.01}
-    settings |= {"generator": torch.Generator().manual_seed(5), **options}
-    if name == "bSAM":
-        return BSAM(model.parameters(), **settings)
-    if name == "AdaDelta":  # whose first steps are √eps
-        settings |= {"lr": 1.0, "eps": 1e-4}
-    if ROWS[name].curvature == GAUSS_NEWTON:
-        settings["model"] = model
-    return RowOptimizer(model.parameters(), name, **settings)
-
-
-@pytest.mark.parametrize("name", every_row())
-def test_half_precision_weights_keep_a_wide_state(name: str) -> None:
-    model = network(torch.bfloat16)
-    optimizer = make_row(name, model)
-    x, y = data(torch.bfloat16)
-    before = flat(model.parameters()).clone()
-    with looks(optimizer, lambda: nn.functional.cross_entropy(model(x).float(), y)):
-        optimizer.step()
-    assert not torch.equal(flat(model.parameters()), before)
-    for param in model.parameters():
-        assert param.dtype == torch.bfloat16
-        held = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        assert all(v.dtype == torch.float32 and v.shape == param.shape for v in held)
-
-
-@pytest.mark.parametrize("name", every_row())
-def test_the_mean_comes_back_and_copies_train_alike(name: str) -> None:
-    x, y = data(torch.float32)
-    model = network(torch.float32)
-    optimizer = make_row(name, model)
-    before = flat(model.parameters()).clone()
-    with pytest.raises(RuntimeError, match="my own"), optimizer.sampled_params(train=True):
-        nn.functional.cross_entropy(model(x), y).backward()
-        raise RuntimeError("my own")
-    assert torch.equal(flat(model.parameters()), before)
-    results = []
-    for m, o in (copy.deepcopy((model, optimizer)), (model, optimizer)):
-        for _ in range(2):
-            with looks(o, lambda m=m: nn.functional.cross_entropy(m(x), y)):
-                o.step()
-        results.append(flat(m.parameters()))
-    assert torch.equal(*results) and not torch.equal(results[0], before)
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("name", [name for name in every_row() if name != "bSAM"])
-def test_grad_scaler(name: str, unscale: bool) -> None:
-    """Powers of two change no bit of a product: scaled training is unscaled training."""
-    x, y = data()
-    results = []
-    for scaled in (False, True):
-        model = network()
-        optimizer = make_row(name, model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        for _ in range(3):
-            with looks(
-                optimizer, lambda m=model, s=scaler: s.scale(nn.functional.cross_entropy(m(x), y))
-            ):
-                if unscale and scaled:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-        results.append(flat(model.parameters()))
-    assert_same(*results)
-
-
-def test_a_skipped_step_changes_nothing() -> None:
-    """A GradScaler that finds inf: VOGN reads infinite squares, and drops them with the draw."""
-    x, y = data()
-    model = network()
-    optimizer = make_row("VOGN", model)
-    before = flat(model.parameters()).clone()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with looks(optimizer, lambda: scaler.scale(nn.functional.cross_entropy(model(x), y) * 1e308)):
-        scaler.step(optimizer)
-        scaler.update()
-    assert torch.equal(flat(model.parameters()), before) and not optimizer.state
-    assert scaler.get_scale() == 2.0
-
-
-def test_bsam_refuses_a_grad_scaler() -> None:
-    x, y = data()
-    model = network()
-    optimizer = make_row("bSAM", model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with looks(optimizer, lambda: scaler.scale(nn.functional.cross_entropy(model(x), y))):
-        before = flat(model.parameters()).clone()
-        with pytest.raises(OptimizerError, match="GradScaler"):
-            scaler.step(optimizer)
-    assert torch.equal(flat(model.parameters()), before)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_bsam_by_closure(own: bool) -> None:
-    """Also a closure that opens the context itself, as IVON's may."""
-    problem = Quadratic()
-    results = []
-    for closed in (False, True):
-        theta = nn.Parameter(problem.start.clone())
-        optimizer = BSAM([theta], lr=0.1, ess=40, generator=torch.Generator().manual_seed(2))
-        for t in range(4):
-
-            def closure(t: int = t, theta: Tensor = theta, optimizer: Any = optimizer) -> Tensor:
-                optimizer.zero_grad()
-                loss = problem.loss(theta, t)
-                loss.backward()
-                return loss
-
-            def opening(optimizer: Any = optimizer, closure: Any = closure) -> Tensor:
-                with optimizer.sampled_params(train=True):
-                    return closure()
-
-            if closed:
-                assert float(optimizer.step(opening if own else closure)) > 0
-                continue
-            with optimizer.sampled_params(train=True):
-                closure()
-            with optimizer.adversarial_params():
-                closure()
-            optimizer.step()
-        results.append(theta.detach())
-    assert torch.equal(*results)
-
-
-def test_bsam_in_the_wrong_order() -> None:
-    problem = Quadratic()
-    theta = nn.Parameter(problem.start.clone())
-    optimizer = BSAM([theta], lr=0.1, ess=40)
-
-    def sample() -> None:
-        with optimizer.sampled_params(train=True):
-            problem.loss(theta, 0).backward()
-
-    with pytest.raises(OptimizerError, match="without a sample"), optimizer.adversarial_params():
-        pass
-    sample()
-    with pytest.raises(OptimizerError, match="two samples"):
-        sample()
-    sample()
-    with pytest.raises(OptimizerError, match="between a sample"):
-        optimizer.state_dict()
-    with pytest.raises(OptimizerError, match="without its adversary"):
-        optimizer.step()
-    assert torch.equal(theta.detach(), problem.start)
-
-
-def test_what_is_refused() -> None:
-    params = list(network().parameters())
-    for name in ("Kalman filter", "Newton", "dropout", "STE"):
-        with pytest.raises(InputError, match="no elementwise row"):
-            RowOptimizer(params, name, lr=0.1)
-    with pytest.raises(InputError, match="use BSAM"):
-        RowOptimizer(params, "bSAM", lr=0.1)
-    with pytest.raises(InputError, match="no row is called 'adamm'"):
-        RowOptimizer(params, "adamm", lr=0.1)
-    with pytest.raises(InputError, match="beta2 must be from 0 to 1"):
-        RowOptimizer(params, "Adam", lr=0.1, beta2=2.0)
-    with pytest.raises(InputError, match="starts at 0"):
-        Vadam(params, lr=0.1, ess=10, weight_decay=0.0)
-    with pytest.raises(InputError, match="pass model=model"):
-        RowOptimizer(params, "VOGN", lr=0.1, ess=10, hess_init=1.0)
-    with pytest.raises(InputError, match="leave it out"):
-        RowOptimizer(params, "Adam", lr=0.1, model=nn.Linear(1, 1))
-    with pytest.raises(InputError, match="radius must be"):
-        BSAM(params, lr=0.1, ess=10, radius=-1.0)
-    adam = RowOptimizer(params, "Adam", lr=0.1)
-    with pytest.raises(OptimizerError, match="learns no posterior"), adam.sampled_params():
-        pass
-    with pytest.raises(OptimizerError, match="no parameter has a gradient"):
-        adam.step()
-    vadam = Vadam(params, lr=0.1, ess=10)
-    with pytest.raises(OptimizerError, match="state of Vadam, not of Adam"):
-        adam.load_state_dict(vadam.state_dict())
 
 
 def test_diagonal_newton_where_the_hessian_is_diagonal() -> None:

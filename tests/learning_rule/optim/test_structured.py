@@ -11,7 +11,6 @@ from oracles import rows, unflatten
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
 
 N, LR, DECAY, BETA2, DAMPING = 40, 0.1, 0.05, 0.8, 0.02
@@ -182,18 +181,3 @@ def test_draws_come_from_q_and_the_mean_comes_back(kind: type) -> None:
     found = torch.stack(draws)
     covariance = found.mT @ found / len(found)
     assert (covariance - inverse).norm() < 0.2 * inverse.norm()
-
-
-@pytest.mark.parametrize("kind", [NoisyKFAC, SLANG, VOGGN])
-def test_what_cannot_be(kind: type) -> None:
-    model = network()
-    optimizer = kind(model, **settings())
-    for wrong in (optimizer.step, optimizer.posterior):
-        with pytest.raises(OptimizerError):
-            wrong()
-    with pytest.raises(OptimizerError, match="copied"):
-        copy.deepcopy((model, optimizer))
-    with pytest.raises(InputError):
-        kind(network(), lr=-1.0, ess=3)
-    with pytest.raises(OptimizerError), optimizer.sampled_params(), optimizer.sampled_params():
-        pass

@@ -1,0 +1,143 @@
+"""Every optimizer of the rule, on a small network, with a generator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
+from blr_analysis.learning_rule.optim import (
+    BSAM,
+    IVON,
+    OGGN,
+    SLANG,
+    STE,
+    VOGGN,
+    BayesBiNN,
+    Dropout,
+    Newton,
+    NoisyKFAC,
+    RowOptimizer,
+    Vadam,
+    Vprop,
+)
+from blr_analysis.learning_rule.table import ROWS, runs_elementwise
+
+N, BATCH = 60, 12
+G = torch.Generator().manual_seed(1)
+X, Y = torch.randn(N, 4, generator=G), torch.randint(3, (N,), generator=G)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def row(model: nn.Module, generator: Any, name: str, params: Any = None, **options: Any) -> Any:
+    settings: dict[str, Any] = {"lr": 0.01, "ess": N, "hess_init": 0.5, "weight_decay": 0.01}
+    settings |= {"generator": generator}
+    if name == "AdaDelta":  # whose first steps are √eps
+        settings |= {"lr": 1.0, "eps": 1e-4}
+    if ROWS[name].curvature == GAUSS_NEWTON:
+        settings["model"] = model
+    params = [*model.parameters()] if params is None else params
+    if name == "bSAM":
+        return BSAM(params, **{**settings, **options})
+    return RowOptimizer(params, name, **{**settings, **options})
+
+
+def dropout(
+    model: Any, generator: Any, row: str, params: Any = None, keep_lr: float = 0.0, **options: Any
+) -> Any:
+    last = model[2].weight
+    rest = [p for p in model.parameters() if p is not last]
+    groups = [{"params": [last], "keep": 0.6, "keep_lr": keep_lr}, {"params": rest}]
+    extra = {"model": model, "weight_decay": 0.1} if row == "VOGN" else {}
+    given = {"ess": N, "generator": generator, **extra, **options}
+    return Dropout(groups if params is None else params, 0.01, row, **given)
+
+
+def of(kind: type, **settings: Any) -> Callable[..., Any]:
+    def make(model: nn.Module, generator: Any, params: Any = None, **options: Any) -> Any:
+        params = [*model.parameters()] if params is None else params
+        given = {**settings, **options}
+        return kind(params, **({} if kind in (STE, Newton) else {"generator": generator}), **given)
+
+    return make
+
+
+def whole(kind: type) -> Callable[..., Any]:
+    given = {"lr": 0.1, "ess": N, "weight_decay": 0.05, "beta2": 0.8, "damping": 0.02}
+    return lambda model, generator, **options: kind(model, generator=generator, **given, **options)
+
+
+ELEMENTWISE = [name for name, found in ROWS.items() if runs_elementwise(found)]
+MAKERS: dict[str, Callable[..., Any]] = {
+    **{name: partial(row, name=name) for name in ELEMENTWISE},
+    "IVON itself": of(IVON, lr=0.1, ess=N, beta2=0.9),
+    "IVON, gradsq": of(IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
+    "Vadam itself": of(Vadam, lr=0.01, ess=N),
+    "Vprop itself": of(Vprop, lr=0.01, ess=N),
+    **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},
+    "dropout, learned": partial(dropout, row="SGD", keep_lr=0.02),
+    "BayesBiNN": of(BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
+    "STE": of(STE, lr=0.05),
+    "STE with Adam": of(STE, lr=0.05, row="Adam", clip=2.0),
+    **{kind.__name__: whole(kind) for kind in (NoisyKFAC, SLANG, VOGGN, OGGN)},
+    "Newton": of(Newton, lr=0.5, ess=N, weight_decay=1.0),
+}
+WHOLE = ("NoisyKFAC", "SLANG", "VOGGN", "OGGN")  # of a whole model, and one draw a step
+BINARY = ("BayesBiNN", "STE", "STE with Adam")
+ALONE = ("Newton", *WHOLE)  # neither groups nor several draws
+
+
+def make(name: str, model: nn.Module, seed: int = 3, **options: Any) -> Any:
+    return MAKERS[name](model, torch.Generator().manual_seed(seed), **options)
+
+
+def loss_of(model: Any, t: int) -> Tensor:
+    """Of the t-th minibatch."""
+    rows = slice(BATCH * t % N, BATCH * t % N + BATCH)
+    outputs = model(X[rows].to(model[0].weight.dtype))
+    wide = outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+    return nn.functional.cross_entropy(wide, Y[rows])
+
+
+def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) -> None:
+    """One draw with its gradients, however many looks the row takes."""
+    with optimizer.sampled_params(train=True, **options):
+        optimizer.zero_grad()
+        loss().backward(create_graph=name == "diagonal Newton")
+    if name == "bSAM":
+        with optimizer.adversarial_params(**options):
+            loss().backward()
+
+
+def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
+    """Draws ``start`` to ``stop``, with a step after every second one where it can take several."""
+    for t in range(start, stop):
+        if name == "Newton":
+            optimizer.step(lambda t=t: loss_of(model, t))
+            continue
+        draw(name, optimizer, lambda t=t: loss_of(model, t))
+        if t % 2 or name in WHOLE:
+            optimizer.step()
+
+
+def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Copies of the weights and of everything in the state."""
+    state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
+    tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
+    return [t.detach().clone() for t in (*model.parameters(), *tensors)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -1,0 +1,286 @@
+"""What several draws, several backward passes, and changes of ``p.grad`` make of a step of IVON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from learning_rule.optim.makers import draw, flat, held, loss_of, make, network, same
+from torch import Tensor, nn
+
+from blr_analysis.learning_rule.optim import IVON
+
+IVONS = ("IVON itself", "IVON, gradsq")
+
+
+def run(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, Any]:
+    model = network(dtype)
+    return model, make(name, model)
+
+
+def usual(name: str, draws: int, steps: int = 3, by: float = 1.0) -> list[Tensor]:
+    """The reference: zero_grad inside the context."""
+    model, optimizer = run(name)
+    for _ in range(steps):
+        for k in range(draws):
+            draw(name, optimizer, lambda k=k: loss_of(model, k) * by)
+        optimizer.step()
+    return held(model, optimizer)
+
+
+def assert_close(one: list[Tensor], other: list[Tensor], rtol: float = 1e-10) -> None:
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=1e-13)
+
+
+def test_several_backward_passes_in_a_context_add_up() -> None:
+    model, optimizer = run("IVON itself")
+    with optimizer.sampled_params(train=True):
+        for k in range(5):  # the five minibatches
+            (loss_of(model, k) / 5).backward()
+    optimizer.step()
+    whole, other = run("IVON itself")
+    draw("IVON", other, lambda: sum(loss_of(whole, k) for k in range(5)) / 5)
+    other.step()
+    assert_close(held(model, optimizer), held(whole, other))
+
+
+@pytest.mark.parametrize("name", IVONS)
+@pytest.mark.parametrize("where", ["never", "before each", "zeros before each", "manual"])
+def test_several_contexts_average_wherever_gradients_are_cleared(where: str, name: str) -> None:
+    model, optimizer = run(name)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for k in range(3):
+            if where == "before each":
+                model.zero_grad()
+            elif where == "zeros before each":
+                optimizer.zero_grad(set_to_none=False)
+            with optimizer.sampled_params(train=True):
+                if where == "manual":
+                    gradients = torch.autograd.grad(loss_of(model, k), [*model.parameters()])
+                    for param, gradient in zip(model.parameters(), gradients, strict=True):
+                        param.grad = gradient
+                else:
+                    loss_of(model, k).backward()
+        optimizer.step()
+    assert same(held(model, optimizer), usual(name, 3))
+
+
+def test_p_grad_holds_the_mean_gradient_of_the_draws() -> None:
+    model, optimizer = run("IVON itself")
+    gradients = []
+    for k in range(3):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss_of(model, k).backward()
+            gradients.append(model[0].weight.grad.clone())
+    torch.testing.assert_close(model[0].weight.grad, torch.stack(gradients).mean(0))
+
+
+@pytest.mark.parametrize("way", ["in place", "foreach", "data", "replaced", "unscaled", "inside"])
+@pytest.mark.parametrize("draws", [1, 2])
+@pytest.mark.parametrize("name", IVONS)
+def test_clipping_acts_on_gradient_and_curvature(name: str, draws: int, way: str) -> None:
+    """Gradients divided by ten, after the draws, are the gradients of a tenth of the loss."""
+    model, optimizer = run(name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, enabled=way == "unscaled")
+
+    def divide() -> None:
+        for p in model.parameters():
+            if way == "foreach":
+                torch._foreach_div_([p.grad], 10)  # pyright: ignore[reportPrivateImportUsage]
+            elif way == "data":
+                p.grad.data.div_(10)
+            elif way == "replaced":
+                p.grad = p.grad / 10
+            else:
+                p.grad.div_(10)
+
+    for _ in range(4):
+        for k in range(draws):
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, k)).backward()
+                if way == "inside":
+                    divide()
+        scaler.unscale_(optimizer)
+        if way != "inside":
+            divide()
+        scaler.step(optimizer)
+        scaler.update()
+    assert_close(held(model, optimizer), usual(name, draws, 4, by=0.1))
+
+
+def test_what_was_done_to_the_gradients_is_saved() -> None:
+    """Clipped after two of three draws, saved, resumed."""
+    ends = []
+    for saved in (False, True):
+        model, optimizer = run("IVON itself", torch.float32)
+        for k in range(2):
+            draw("IVON", optimizer, lambda k=k, m=model: loss_of(m, k))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if saved:
+            state, (model, optimizer) = optimizer.state_dict(), run("IVON itself", torch.float32)
+            optimizer.load_state_dict(state)
+        draw("IVON", optimizer, lambda m=model: loss_of(m, 2))
+        optimizer.step()
+        ends.append(held(model, optimizer))
+    assert same(*ends)
+
+
+def test_loading_goes_through_the_hooks_of_the_user() -> None:
+    (model, one), (other, two) = run("IVON itself"), run("IVON itself")
+    draw("IVON", one, lambda: loss_of(model, 0))
+    one.step()
+
+    def double(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        entries = {k: {**v, "hess": v["hess"] * 2} for k, v in state["state"].items()}
+        return {**state, "state": entries}
+
+    two.register_load_state_dict_pre_hook(double)
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(two.state[other[0].weight]["hess"], one.state[model[0].weight]["hess"] * 2)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_only_the_failed_or_dropped_draw_is_missing(position: int) -> None:
+    model, optimizer = run("IVON itself")
+    for number in range(3):
+        state = optimizer.generator.get_state()
+        if number == position:
+            with pytest.raises(KeyError), optimizer.sampled_params(train=True):
+                loss_of(model, 0).backward()
+                raise KeyError
+            optimizer.generator.set_state(state)
+        else:
+            draw("IVON", optimizer, lambda k=number - (number > position): loss_of(model, k))
+    optimizer.step()
+    assert same(held(model, optimizer), usual("IVON itself", 2, 1))
+    for name in ("IVON itself", "bSAM", "dropout, learned"):
+        (model, optimizer), (other, twin) = run(name), run(name)
+        with optimizer.sampled_params(train=True):
+            (1e6 * loss_of(model, 0)).backward()
+        optimizer.drop_draws()
+        optimizer.generator.manual_seed(0), twin.generator.manual_seed(0)
+        for m, o in ((model, optimizer), (other, twin)):
+            draw(name, o, lambda m=m: loss_of(m, 1))
+            o.step()
+        assert same(held(model, optimizer), held(other, twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("draws", [1, 2])
+def test_half_precision_weights(dtype: torch.dtype, draws: int) -> None:
+    """Each step is the float32 step from the same point, rounded once."""
+    start, slope = torch.linspace(-2, 2, 40).to(dtype), torch.linspace(0.5, 3, 40)
+    theta = nn.Parameter(start.clone())
+    optimizer = IVON([theta], 0.1, 24, beta2=0.9, generator=torch.Generator().manual_seed(3))
+    normals, eps, grads = torch.Generator().manual_seed(3), [], []
+    for _ in range(draws):
+        noise = torch.empty(40).normal_(0.0, 24**-0.5, generator=normals) * 1.0001**-0.5
+        with optimizer.sampled_params(train=True):
+            assert torch.equal(theta.detach(), (start.float() + noise).to(dtype))
+            theta.grad = (slope * theta.detach().float()).to(dtype)
+            grads.append(theta.grad.float())
+        eps.append(noise)
+    optimizer.step()
+    g = torch.stack(grads).mean(0)
+    h_hat = 24 * 1.0001 * torch.stack([e * x for e, x in zip(eps, grads, strict=True)]).mean(0)
+    h = 0.9 + 0.1 * h_hat + 0.005 * (1 - h_hat) ** 2 / 1.0001
+    moved = start.float() - 0.1 * 1.0001 * (g + 1e-4 * start.float()) / (h + 1e-4)
+    torch.testing.assert_close(optimizer.state[theta]["hess"], h, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(optimizer.state[theta]["momentum"], 0.1 * g, rtol=1e-5, atol=1e-6)
+    ulp = torch.finfo(dtype).eps
+    assert ((theta.detach().float() - moved).abs() <= 0.51 * ulp * 2 * moved.abs() + 1e-6).all()
+
+
+def test_mixed_dtypes_are_trained_side_by_side() -> None:
+    """Each parameter as if its dtype were the only one: same gradients, same noise."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+
+    def train(kinds: list[torch.dtype]) -> list[Tensor]:
+        params = [nn.Parameter(torch.full((4,), 0.5, dtype=kind)) for kind in kinds]
+        optimizer = IVON(params, lr=0.1, ess=1e12, hess_approx="gradsq")  # no noise to speak of
+        for step in range(4):
+            with optimizer.sampled_params(train=True):
+                for param in params:
+                    param.grad = torch.full_like(param, 1e-6 * (step + 1))
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    for param, kind in zip(train(dtypes), dtypes, strict=True):
+        torch.testing.assert_close(param, train([kind])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_noise_of_each_parameter_has_its_precision() -> None:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    params = [nn.Parameter(torch.zeros(64, dtype=dtype)) for dtype in dtypes]
+    with IVON(params, lr=0.1, ess=10).sampled_params():
+        single, double, half = (param.detach().clone() for param in params)
+    assert single.unique().numel() == 64 and half.abs().max() > 0
+    assert not torch.equal(double, double.float().double())
+
+
+def test_parameters_that_share_memory_come_back() -> None:
+    one = nn.Parameter(torch.arange(4.0))
+    with IVON([one, nn.Parameter(one.detach())], lr=0.1, ess=1.0).sampled_params():
+        assert not torch.equal(one, torch.arange(4.0))
+    assert torch.equal(one, torch.arange(4.0))
+
+
+def test_large_gradients_are_no_error() -> None:
+    theta = nn.Parameter(torch.zeros(64))
+    optimizer = IVON([theta], lr=0.1, ess=60_000)
+    for _ in range(3):
+        with optimizer.sampled_params(train=True):
+            theta.grad = torch.full((64,), 1e10)
+        optimizer.step()
+    assert theta.isfinite().all() and optimizer.state[theta]["hess"].isfinite().all()
+
+
+def test_thawed_and_unused_parameters() -> None:
+    """A parameter joins with its first gradient, with a count of steps of its own."""
+    used, frozen, unused = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = IVON([used, frozen.requires_grad_(False), unused], lr=0.1, ess=10)
+    _ = optimizer.state[unused]  # torch makes an empty entry of a look
+    for step in range(3):
+        frozen.requires_grad_(step == 2)
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            (used * frozen).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(frozen.detach(), torch.ones(3)) == (step < 2)
+    assert [optimizer.state[p].get("step") for p in (used, frozen, unused)] == [3, 1, None]
+    assert torch.equal(unused.detach(), torch.ones(3))
+
+
+def test_a_gradient_in_some_draws_only_counts_as_zero_in_the_others() -> None:
+    for first in (True, False):
+        theta, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        optimizer = IVON([theta, other], lr=0.1, ess=10)
+        for has_gradient in (first, not first):
+            with optimizer.sampled_params(train=True):
+                optimizer.zero_grad()
+                other.grad = torch.ones(3)
+                theta.grad = torch.full((3,), 4.0) if has_gradient else None
+        assert torch.equal(theta.grad, torch.full((3,), 2.0))
+        optimizer.step()
+        torch.testing.assert_close(optimizer.state[theta]["momentum"], torch.full((3,), 0.2))
+
+
+def test_memory_formats_make_no_difference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = torch.randn(2, 3, 5, 7, 6, generator=generator)
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        theta = nn.Parameter(start.clone(memory_format=layout))
+        optimizer = IVON([theta], 0.1, 10, generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            with optimizer.sampled_params(train=True):
+                theta.grad = gradient.clone(memory_format=layout)
+            optimizer.step()
+        ends.append(flat([theta.contiguous()]))
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(ends[0], start.flatten())

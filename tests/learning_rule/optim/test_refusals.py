@@ -1,0 +1,258 @@
+"""What cannot be: the call, the error, and a word of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from learning_rule.optim.makers import MAKERS, draw, held, make, network, same
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.learning_rule import optim
+from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, Newton, RowOptimizer, Vadam
+from blr_analysis.learning_rule.optim.base import RuleOptimizer
+from blr_analysis.recipe import OPTIMIZERS
+
+
+def param(*shape: int, **kind: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape or (2,), **kind))
+
+
+def ivon(**options: Any) -> IVON:
+    return IVON([param()], **{"lr": 0.1, "ess": 10.0, **options})
+
+
+def newton(closure: Callable[[], Any] | None, model: nn.Module | None = None) -> Any:
+    return Newton((model or nn.Linear(2, 1)).parameters()).step(closure)
+
+
+def inside(act: Callable[[Any], Any], train: bool = False) -> None:
+    optimizer = ivon()
+    with optimizer.sampled_params(train):
+        act(optimizer)
+
+
+def after(name: str, act: Callable[[Any, Any], Any]) -> None:
+    """After one draw."""
+    model = network()
+    optimizer = make(name, model)
+    with optimizer.sampled_params(train=True):
+        model(torch.ones(3, 4).double()).square().mean().backward()
+    act(optimizer, model)
+
+
+def dropout(**options: Any) -> Any:
+    return optim.Dropout([param(2, 2)], 0.1, **options)
+
+
+def forgotten(kind: Any) -> None:
+    model = nn.Linear(2, 1)
+    with kind(model.parameters(), 0.1, 10, model=model).sampled_params(train=True):
+        model(torch.ones(3, 2))
+
+
+def sparse(optimizer: IVON) -> None:
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.ones(2).to_sparse()
+
+
+def called_backward() -> Tensor:
+    loss = A.weight.square().sum()
+    loss.backward()
+    return loss
+
+
+def newton_state(other: nn.Module) -> None:
+    optimizer = Newton(A.parameters(), weight_decay=0.1)
+    optimizer.step(lambda: A(torch.ones(3, 2)).square().mean())
+    Newton(B.parameters()).load_state_dict(optimizer.state_dict())
+    Newton(other.parameters()).load_state_dict(optimizer.state_dict())
+
+
+def foreign_state(name: str, value: Any) -> None:
+    optimizer = ivon()
+    with optimizer.sampled_params(train=True):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0][name] = value
+    if name == "exp_avg":
+        del state["state"][0]["hess"]
+    ivon().load_state_dict(state)
+
+
+def overflowing(value: float) -> None:
+    optimizer = ivon()
+    weight = optimizer.param_groups[0]["params"][0]
+    with optimizer.sampled_params(train=True):
+        weight.grad = torch.full((2,), value)
+    optimizer.step()
+
+
+def saved(optimizer: Any) -> dict[str, Any]:
+    return optimizer.state_dict()
+
+
+def draws(optimizer: Any, context: str = "sampled_params", **options: Any) -> None:
+    getattr(optimizer, context)(
+        *([True] if context == "sampled_params" else []), **options
+    ).__enter__()
+
+
+A, B = nn.Linear(2, 1), nn.Linear(2, 1)
+SETTINGS = (
+    *(("lr", -0.1), ("lr", "fast"), ("ess", 0.0), ("ess", "many"), ("hess_init", 0.0)),
+    *(("beta1", 1.0), ("beta2", 1.5), ("weight_decay", -1e-4), ("clip_radius", 0.0)),
+    ("hess_approx", "exact"),
+)
+SIGNS = (
+    *(("lr", 1.5), ("temperature", 0.0), ("floor", -1.0), ("noise", -1.0)),
+    *(("prior", math.nan), ("prior", [torch.ones(3)])),
+)
+NO_ROWS = {"Kalman filter": "no elementwise", "Newton": "newton runs", "STE": "binary runs"}
+NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
+KINDS = ("IVON", "bSAM", "SLANG", "Newton")
+STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: o.step(),
+    "state_dict": lambda o: o.state_dict(),
+    "load_state_dict": lambda o: o.load_state_dict({}),
+    "drop_draws": lambda o: o.drop_draws(),
+    "sampled_params": draws,
+}
+
+# fmt: off
+INPUT: list[tuple[Callable[[], Any], str]] = [
+    *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
+    *((lambda n=n, v=v: IVON([{"params": [param()], n: v}], 0.1, 10), n) for n, v in SETTINGS),
+    (lambda: ivon(mc_samples=0), "mc_samples"),
+    (lambda: ivon(generator=3), r"torch\.Generator"),
+    (lambda: ivon(steps=2.5), "steps"),
+    (lambda: ivon(steps=9, lr="fast"), "lr"),
+    (lambda: ivon(ess=0, hess_init="weights"), "ess"),
+    (lambda: ivon(hess_init="weight"), "hess_init"),
+    (lambda: IVON([nn.Parameter(torch.zeros(3, 2))], 0.1, 10, hess_init="weights"), "all 0"),
+    (lambda: Vadam([param()], 0.1, 9, weight_decay=0), "starts at 0"),
+    (lambda: BSAM([param()], 0.1, 10, radius=-1.0), "radius"),
+    (lambda: draws(ivon(), divided_by=0), "divided_by"),
+    *((lambda lr=lr: Newton([param()], lr=lr), "lr") for lr in (0, -1, 2, math.nan, None)),
+    *((lambda n=n, v=v: optim.BayesBiNN([param()], **{"lr": 0.1, "ess": 9, n: v}), n)
+      for n, v in SIGNS),
+    (lambda: optim.STE([param(dtype=torch.half)], 0.1), "float32"),
+    (lambda: optim.STE([param()], 0.1, clip=0.0), "clip"),
+    *((lambda n=n: optim.STE([param()], 0.1, n), word)
+      for n, word in (("IVON", "IVON"), ("OGN", "OGN"), ("bSAM", "BSAM"))),
+    (lambda: optim.Dropout([param()], 0.1, keep=0.5), "biases"),
+    (lambda: dropout(keep=1.5), "keep"),
+    (lambda: dropout(keep=0.5, dim=2), "dim"),
+    (lambda: dropout(keep=0.5, keep_lr=0.1, keep_prior=1.0), "keep_prior"),
+    (lambda: dropout(row="bSAM"), "BSAM"),
+    (lambda: dropout(row="OGN", weight_decay=1.0), "model"),
+    *((lambda n=n: RowOptimizer([param()], n, 0.1), word) for n, word in NO_ROWS.items()),
+    (lambda: RowOptimizer([param()], "Adam", 0.1, model=A), "leave it out"),
+    (lambda: optim.SLANG(nn.Linear(2, 1), 0.1, 9, rank=3), "rank"),
+    (lambda: optim.VOGGN(A, 0.1, 9, likelihood="huber"), "likelihood"),
+    (lambda: optim.NoisyKFAC(A, -1.0, 9), "lr"),
+    (lambda: optim.Mixture([ivon()]), "two or more"),
+    (lambda: optim.Mixture([ivon()] * 2), "same parameter"),
+    (lambda: optim.Mixture([ivon(), IVON([param(3)], 0.1, 10)]), "same shapes"),
+    (lambda: optim.Mixture([ivon(), Vadam([param()], 0.1, 9)]), "are IVON"),  # type: ignore[list-item]
+    *((lambda k=k, p=p: k(p, lr=0.1, ess=10), "params")
+      for k in (IVON, Vadam, BSAM, Newton) for p in (None, 3, [], A, {param()})),
+    *((lambda g=g: ivon().add_param_group(g), "a group") for g in (None, 3, {}, [param()])),
+    (lambda: IVON([param(dtype=torch.cfloat)], 0.1, 10), "complex64"),
+    (lambda: Newton([{"params": [A.weight]}, {"params": [A.bias]}]), "one group"),
+    (lambda: Newton(nn.Linear(2, 1).half().parameters()), "float32"),
+    (lambda: Newton(nn.Linear(100, 100).parameters()), "fit_laplace"),
+    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "not positive definite"),
+]
+OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
+    (lambda: draws(OGN(A.parameters(), 0.1, 9, model=B)), "not in model"),
+    (lambda: ivon().step(), "without a draw"),
+    (lambda: RowOptimizer([param()], "Adam", 0.1).step(), "backward"),
+    (lambda: RowOptimizer([param()], "Adam", 0.1).sampled_params().__enter__(), "no posterior"),
+    (lambda: forgotten(VOGN), r"loss\.backward"),
+    (lambda: inside(lambda o: None, True), "no parameter has"),
+    (lambda: inside(sparse, True), "sparse"),
+    (lambda: overflowing(1e20), "overflow"),
+    *((lambda act=act: inside(act), f"{word}.* inside") for word, act in INSIDE.items()),
+    (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
+    (lambda: after("IVON", lambda o, m: o.step_param(m[0].weight)), "inside the one"),
+    (lambda: ivon().step_param(param()), "inside the one"),
+    (lambda: after("bSAM", lambda o, m: o.step()), "without its adversary"),
+    (lambda: after("bSAM", lambda o, m: draws(o)), "two samples"),
+    (lambda: after("bSAM", lambda o, m: saved(o)), "between a sample"),
+    (lambda: draws(BSAM([param()], 0.1, 10), "adversarial_params"), "without a sample"),
+    (lambda: after("SLANG", lambda o, m: draws(o)), "one draw"),
+    (lambda: after("SLANG", lambda o, m: saved(o)), "after step"),
+    (lambda: copy.deepcopy(make("SLANG", network())), "copied"),
+    (lambda: make("SLANG", network()).posterior(), "after a step"),
+    (lambda: after("dropout, learned", lambda o, m: saved(o)), "keep is learned"),
+    (lambda: after("diagonal Newton", lambda o, m: None), "create_graph"),
+    (lambda: newton(None), "closure"),
+    (lambda: newton(called_backward, A), "without backward"),
+    *((lambda loss=loss: newton(lambda: loss), "loss")
+      for loss in (None, 0.3, torch.ones(2), torch.tensor(math.nan))),
+    *((lambda n=n: make(n, network()).step(3), "closure") for n in KINDS),
+    *((lambda n=n, s=s: make(n, network()).load_state_dict(s), "load a state_dict")
+      for n in KINDS for s in STATES),
+    (lambda: make("Adam", network()).load_state_dict(saved(make("Vadam", network()))), "Vadam"),
+    (lambda: ivon().load_state_dict(saved(IVON([param(), param()], 0.1, 10))), "groups of"),
+    (lambda: newton_state(nn.Linear(3, 1)), "does not fit"),
+    (lambda: foreign_state("hess", torch.ones(3)), r"Size\(\[3\]\)"),
+    (lambda: foreign_state("hess", -torch.ones(2)), "not positive"),
+    (lambda: foreign_state("hess", torch.full((2,), math.nan)), "finite"),
+    (lambda: foreign_state("momentum", [0.0]), "momentum of"),
+    (lambda: foreign_state("exp_avg", torch.ones(2)), "exp_avg"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "word"),
+    [
+        *((InputError, *case) for case in INPUT),
+        *((OptimizerError, *case) for case in OPTIMIZER),
+        (TypeError, lambda: Vadam([param()], 0.1, 10, speed=1), "speed"),
+    ],
+)
+def test_refused(error: type[Exception], call: Callable[[], Any], word: str) -> None:
+    with pytest.raises(error, match=word):
+        call()
+
+
+BROKEN = {"lr": math.nan, "ess": -5, "weight_decay": -3, "beta1": 1.0, "hess_init": "much"}
+
+
+@pytest.mark.parametrize("setting", BROKEN)
+@pytest.mark.parametrize("name", [n for n in MAKERS if n != "Newton"])
+def test_a_setting_that_is_broken_later(name: str, setting: str) -> None:
+    model = network()
+    optimizer = make(name, model)
+    before = held(model, optimizer)
+    optimizer.param_groups[-1][setting] = BROKEN[setting]
+    with pytest.raises(InputError, match=f"{setting} must be"):
+        draw(name, optimizer, lambda: model(torch.ones(3, 4).double()).square().mean())
+    assert same(held(model, optimizer), before)
+
+
+def test_a_schedule_may_end_at_zero_less_rounding() -> None:
+    optimizer = ivon()
+    optimizer.param_groups[0]["lr"] = -1e-18
+    with optimizer.sampled_params(train=True):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+
+
+def test_every_optimizer_has_its_name() -> None:
+    made = {c for c in vars(optim).values() if isinstance(c, type) and issubclass(c, RuleOptimizer)}
+    assert made - {RowOptimizer} == {*optim.BY_NAME.values()}
+    assert optim.BY_NAME.items() <= OPTIMIZERS.items()
+    assert all(name == kind.__name__.lower() for name, kind in optim.BY_NAME.items())
+    assert blr.IVON is optim.IVON and blr.VOGN is optim.VOGN
