@@ -146,7 +146,7 @@ def test_shards_have_the_size_that_was_asked_for(
 FAILURES = {
     "no folder": (["recipe.yml"], "name the folder to write"),
     "no recipe": (["none.yml", "out"], "the recipe 'none.yml' cannot be read"),
-    "bad recipe": (["bad.yml", "out"], "bad.yml: method 'ties' needs the base"),
+    "bad recipe": (["bad.yml", "out"], "method 'ties' needs the base"),
     "full folder": (["recipe.yml", "base"], "is not empty"),
     "a file": (["recipe.yml", "recipe.yml"], "is there already"),
     "size": (["recipe.yml", "out", "--shard-size", "big"], "--shard-size must be a size"),

@@ -14,8 +14,8 @@ from blr_analysis.terminal import Teller, grid, pairs, show
 
 if TYPE_CHECKING:
     from blr_analysis.merging.auto import Choice
-    from blr_analysis.merging.fates import Item
     from blr_analysis.merging.folders import MergeReport
+    from blr_analysis.merging.items import Item
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
@@ -127,7 +127,7 @@ def merge(
         from blr_analysis.huggingface.fisher import text_tasks
 
         say("reading data")
-        tasks = text_tasks(reference_folder(job), data, labelled=parsed.auto)
+        tasks = text_tasks(reference_folder(job) or Path(), data, labelled=parsed.auto)
         job = replace(job, tasks=tasks)
     if parsed.auto:
         job, choice = _chosen(job, validate or [], say)
@@ -162,7 +162,7 @@ def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choic
     say("choosing the method")
     held_out: dict[str, Task] = {}
     if validate:
-        read = text_tasks(reference_folder(job), validate, labelled=True)
+        read = text_tasks(reference_folder(job) or Path(), validate, labelled=True)
         held_out = dict(zip(map(str, validate), read, strict=True))
     return chosen(job, held_out or None)
 

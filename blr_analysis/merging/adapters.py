@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,9 +33,6 @@ from blr_analysis.merging.lora import (
     read_entries,
     translate,
 )
-
-if TYPE_CHECKING:
-    from blr_analysis.merging.plan import MergePlan
 
 REAL = torch.float32
 
@@ -120,8 +116,8 @@ class Decomposed:
         ranks, lost: by tensor, r and ‖ΔW − BA‖ / ‖ΔW‖.
     """
 
-    def __init__(self, plan: MergePlan, folder: Path) -> None:
-        self._plan, self._folder, self.names = plan, folder, [TENSORS]
+    def __init__(self, job: Job, products: Mapping[str, Product], folder: Path) -> None:
+        self._job, self._products, self._folder, self.names = job, products, folder, [TENSORS]
         self._open: dict[str, tuple[Tensor, int]] = {}
         self._lock = threading.Lock()
         self._tensors: dict[str, Tensor] = {}
@@ -130,7 +126,7 @@ class Decomposed:
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Take a piece; the last one of a tensor decomposes it."""
-        product, dtype = self._plan.products[name], self._plan.job.out_dtype or REAL
+        product, dtype = self._products[name], self._job.out_dtype or REAL
         size = product.rows * product.cols
         with self._lock:
             whole, left = self._open.pop(name, None) or (torch.empty(size), size)
@@ -140,7 +136,7 @@ class Decomposed:
                 return
         step = whole.view(product.rows, product.cols)
         step = step.T if product.turned else step
-        b, a, lost = low_rank(step, float(self._plan.job.rank or 1))
+        b, a, lost = low_rank(step, float(self._job.rank or 1))
         stored = {key: t.to(dtype).contiguous() for key, t in ((product.a, a), (product.b, b))}
         if not all(bool(t.isfinite().all()) for t in stored.values()):
             raise ModelError(f"the factors of {name!r} do not fit into {dtype}: widen out_dtype")
@@ -150,9 +146,9 @@ class Decomposed:
 
     def finish(self) -> None:
         """Write what PEFT loads, with s = 1 everywhere: α is the rank of each module."""
-        first = Path(self._plan.job.members[0].model).expanduser()
+        first = Path(self._job.members[0].model).expanduser()
         save_file(self._tensors, self._folder / TENSORS, {"format": "pt"})
-        ranks = {self._plan.products[n].module: r for n, r in self.ranks.items()}
+        ranks = {self._products[n].module: r for n, r in self.ranks.items()}
         usual = max(ranks.values())
         odd = {f"^{re.escape(name)}": r for name, r in ranks.items() if r != usual}
         dropped = ("exclude_modules", "layers_to_transform", "layers_pattern")

@@ -63,7 +63,7 @@ def state_of(state: Any, name: str) -> State:
         InputError: something else, or nothing in it.
         StorageError: a folder that cannot be read.
     """
-    source = open_model(state.folder if isinstance(state, Tabular) else state, name)
+    source = open_model(vars(state)["folder"] if isinstance(state, Tabular) else state, name)
     if isinstance(source, Loaded):
         return source.tensors
     return {n: source.tensor(n) for n in source.specs}

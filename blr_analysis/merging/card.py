@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from blr_analysis.checks import package_version, printable
-from blr_analysis.merging.fates import AVERAGED
 from blr_analysis.merging.folders import MergeReport
+from blr_analysis.merging.items import AVERAGED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_place
 

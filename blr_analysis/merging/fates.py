@@ -3,75 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.files import Source, Spec
+from blr_analysis.files import Spec
+from blr_analysis.merging.items import (
+    AVERAGED,
+    BASE,
+    COPIED,
+    MERGED,
+    OWN,
+    ZERO,
+    Item,
+    MergePlan,
+    OpenModel,
+)
 from blr_analysis.merging.job import Weight
-from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.sources import MERGEABLE, same_bytes
 
-if TYPE_CHECKING:
-    from blr_analysis.merging.plan import MergePlan
-
-MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
-# What stands for the precision of one task in one tensor.
-ZERO, OWN, BASE = "zero", "own", "base"
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"
 # What BatchNorm measured: no weights, and a variance extrapolated may be negative.
 STATISTICS = ("running_mean", "running_var")
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """One fine-tuned model, opened.
-
-    Attributes:
-        source: θ_t.
-        precision: H_t, or None.
-        weight: α_t, a number or a function of the tensor's name.
-        density: the share of θ_t − θ_0 that stays, the same.
-        buffers: the names of tensors that are known to be no parameters.
-        reads: by a tensor of the result, its name in this model.
-    """
-
-    source: Source
-    precision: StoredPrecision | None
-    weight: Weight
-    density: Weight
-    buffers: frozenset[str]
-    reads: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor of the result.
-
-    Attributes:
-        name, fate: "merged", "averaged" (a running statistic, under every method) or "copied".
-        spec: shape and the dtype that is written.
-        reads: its name in each model, in order.
-        weights: α_t, normalised where the method says so.
-        curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
-        note: what a reader of the report should know.
-        layer: the weight of the layer whose matrix it is part of, where that is solved as one.
-        densities, scale: of methods that leave a part of θ_t − θ_0 out: each model's share, and λ.
-    """
-
-    name: str
-    fate: str
-    spec: Spec
-    reads: tuple[str, ...]
-    weights: tuple[float, ...] = ()
-    curved: tuple[str, ...] = ()
-    note: str = ""
-    layer: str = ""
-    densities: tuple[float, ...] = ()
-    scale: float = 1.0
 
 
 def fates(plan: MergePlan) -> tuple[Item, ...]:

@@ -19,7 +19,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.files import Loaded, Shards, check_free, check_room, drafted
 from blr_analysis.files.headers import read_json
 from blr_analysis.merging.adapters import Decomposed
-from blr_analysis.merging.fates import COPIED
+from blr_analysis.merging.items import COPIED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.lora import is_adapter, is_place
@@ -149,7 +149,7 @@ def execute(
     with drafted(target) as draft:
         draft.mkdir()
         if plan.products:
-            sink = Decomposed(plan, draft)
+            sink = Decomposed(plan.job, plan.products, draft)
             exact = [replace(i, spec=replace(i.spec, dtype=torch.float32)) for i in plan.items]
             met = _fill(replace(plan, items=tuple(exact)), sink, progress)
             sink.finish()

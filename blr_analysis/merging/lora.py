@@ -309,7 +309,8 @@ class Adapted(Source):
         self, name: str, base: Source, file: Source, changed: Mapping[str, Product | Tensor],
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        self.name, self.base, self.origin, self._changed = name, base, file, changed
+        self.name, self.base, self._changed = name, base, changed
+        self.origin = self._file = file
         self.products = {n: p for n, p in changed.items() if isinstance(p, Product)}
         self.changes = {
             n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" if isinstance(p, Product) else "by PEFT"
@@ -343,7 +344,7 @@ class Adapted(Source):
         top, last = start // p.cols // step * step, min(p.rows, -(-stop // p.cols))
         edges = range(top, last, step)
         left = self._left(p, top, min(p.rows, edges[-1] + step), scratch).to(real, copy=True)
-        right = self.origin.tensor(p.b).T if p.turned else self.origin.tensor(p.a)
+        right = self._file.tensor(p.b).T if p.turned else self._file.tensor(p.a)
         right = right.to(real).contiguous()
         for row in edges:
             part = left[row - top : row - top + step].clone()  # placed alike for all pieces
@@ -357,9 +358,9 @@ class Adapted(Source):
     def _left(self, p: Product, first: int, last: int, scratch: Scratch) -> Tensor:
         """[rows, r]: rows of B, or columns of A where the base is stored turned."""
         if p.turned:
-            return self.origin.tensor(p.a)[:, first:last].T.contiguous()
+            return self._file.tensor(p.a)[:, first:last].T.contiguous()
         own = Owned(scratch, (self, "file"))
-        return self.origin.read(p.b, first * p.rank, last * p.rank, own).view(-1, p.rank)
+        return self._file.read(p.b, first * p.rank, last * p.rank, own).view(-1, p.rank)
 
 
 def merge_and_unload(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,12 +13,12 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
-from blr_analysis.merging.adapters import bytes_of, open_products
-from blr_analysis.merging.fates import COPIED, MERGED, OWN, Item, OpenModel, fates
+from blr_analysis.merging.adapters import open_products
+from blr_analysis.merging.fates import fates
 from blr_analysis.merging.formula import BLOCK
+from blr_analysis.merging.items import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.job import MISSING, Job, Member
 from blr_analysis.merging.lora import Product, is_adapter, is_place, open_model
-from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -29,9 +27,7 @@ from blr_analysis.merging.precisions import (
 )
 from blr_analysis.merging.sources import MERGEABLE, Lengthened, differs_somewhere, match
 from blr_analysis.task import unwrapped
-from blr_analysis.views import Tabular
 
-CHUNK = 2**19  # entries of a tensor in hand at a time, at most
 HELD = 2**24  # bytes that they take with what is computed of them, if no fewer are asked for
 ROWS = 2**18  # entries of a layer's rows that are merged together
 WORKERS = 8
@@ -41,116 +37,6 @@ SAME = (
     *("model_type", "num_attention_heads", "num_key_value_heads", "n_head", "hidden_act"),
     *("activation_function", "rope_theta", "rope_scaling"),
 )
-
-
-@dataclass(frozen=True)
-class MergePlan(Tabular):
-    """A merge that can be carried out: ``table`` shows every tensor's fate.
-
-    Attributes:
-        job: what to merge with what, and how.
-        base: θ_0, or None.
-        parts: the fine-tuned models.
-        base_precision: H_0 without δ, or None.
-        items: the tensors of the result, in the order of reading.
-        products: of adapters that are merged into one, where each tensor's product lies.
-        ranks: their ranks, once these are known.
-        chunk, workers: entries at a time, and threads.
-        memory: bytes of buffers that this takes at most.
-    """
-
-    job: Job
-    base: Source | None
-    parts: tuple[OpenModel, ...]
-    base_precision: StoredPrecision | None
-    items: tuple[Item, ...]
-    products: Mapping[str, Product] = field(default_factory=dict)
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    chunk: int = CHUNK
-    workers: int = 1
-    memory: int = 0
-
-    @cached_property
-    def method(self) -> Method:
-        """The row of the registry."""
-        return self.job.row
-
-    @property
-    def delta(self) -> float:
-        """δ; 0 where the method has no H_0."""
-        return float(self.job.delta) if self.method.uses_base_precision else 0.0
-
-    def family(self, key: str) -> tuple[float | None, float, float | None]:
-        """Shrink (None: as measured), power and damping of a layer's precisions with factors.
-        Measured is where all of its moments are singular, and no H_0 holds what they leave out."""
-        based = self.base_precision is not None or self.delta
-        singular = not based and all(p.chance.get(key) for p in self.used)
-        shrink = 1.0 if self.job.shrink is None and not singular else self.job.shrink
-        return shrink, float(self.job.power), self.job.damping
-
-    @property
-    def used(self) -> list[StoredPrecision]:
-        """The models' precisions."""
-        return [p.precision for p in self.parts if p.precision is not None]
-
-    @property
-    def held(self) -> list[StoredPrecision]:
-        """The precisions, the base's first."""
-        return [*([] if self.base_precision is None else [self.base_precision]), *self.used]
-
-    @cached_property
-    def layers(self) -> dict[str, Joint]:
-        """The layers that are solved as one matrix, by their weights."""
-        joints = {k: j for p in self.held for k, (j, _) in p.layers.items()}
-        used = {item.layer for item in self.items}
-        return {key: joint for key, joint in joints.items() if key in used}
-
-    @property
-    def reference(self) -> Source:
-        """The model whose names, shapes and files the result takes over."""
-        return self.parts[0].source if self.base is None else self.base
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user should be told about the models."""
-        notes = [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
-        kinds = sorted({p.kind for p in self.used if p.kind})
-        if len(kinds) > 1:
-            notes.append(f"precisions of different kinds, in other units: {', '.join(kinds)}")
-        names = [p.name for p in self.used]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        return notes + [f"the precision {name!r} stands for several models" for name in twice]
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of tensors in the result."""
-        return sum(map(self.bytes_for, self.items))
-
-    def bytes_for(self, item: Item) -> int:
-        """Bytes that are written for one tensor."""
-        if item.name not in self.products:
-            return item.spec.nbytes
-        rank = self.ranks.get(item.name, self.job.rank or 1)
-        return bytes_of(self.products[item.name], rank, item.spec.dtype)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights and precisions that the merge reads."""
-        return sum(self.bytes_of(item) for item in self.items)
-
-    def bytes_of(self, item: Item) -> int:
-        """What the merge reads for one tensor, with the factors of its layer at its weight."""
-        factors = 0
-        if item.layer == item.name:
-            factors = sum(p.factor_bytes(item.name) for p in self.held)
-        return item.spec.numel * _stored_per_entry(self, item) * self.passes(item) + factors
-
-    def passes(self, item: Item) -> int:
-        """How often a tensor is read: once more for its products, twice for what is largest."""
-        if item.fate != MERGED:
-            return 1
-        trims = self.method.thinned == "size" and min(item.densities) < 1
-        return 1 + (self.method.span is not None) + 2 * trims
 
 
 def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> MergePlan:
@@ -296,20 +182,6 @@ def _compare_configs(job: Job) -> None:
             )
 
 
-def _stored_per_entry(plan: MergePlan, item: Item) -> int:
-    """Bytes on disk that stand behind one entry of a tensor, factors apart."""
-    if item.fate == COPIED:
-        return plan.reference.specs[item.name].dtype.itemsize
-    size = 0 if plan.base is None else plan.base.specs[item.name].dtype.itemsize
-    for part, read, curved in zip(plan.parts, item.reads, item.curved, strict=True):
-        size += part.source.specs[read].dtype.itemsize
-        if curved == OWN and part.precision is not None:
-            own = part.precision.spec(item.name)
-            size += 0 if own is None else own.dtype.itemsize
-    first = None if plan.base_precision is None else plan.base_precision.spec(item.name)
-    return size + (0 if first is None else first.dtype.itemsize)
-
-
 def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     """The same plan with as many threads and as long pieces as the memory allows."""
     positive_int("max_memory", max_memory)
@@ -318,7 +190,7 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     )
     workers = min(cores, WORKERS) if threads is None else positive_int("threads", threads)
     acc = plan.job.dtype.itemsize
-    stored = max((_stored_per_entry(plan, i) for i in plan.items), default=0)
+    stored = max((stored_per_entry(plan, i) for i in plan.items), default=0)
     # What is read, H = S − δ and H_0 + δ computed from it, the result, and its rounded copy.
     each = stored + acc * (len(plan.parts) + 1) + 2 * acc
     fixed = 7 * BLOCK * acc

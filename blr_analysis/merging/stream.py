@@ -17,8 +17,8 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Scratch, Source
 from blr_analysis.merging import sparse
-from blr_analysis.merging.fates import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
+from blr_analysis.merging.items import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.layers import Part, Solved, solver
 from blr_analysis.merging.plan import MergePlan, rows_at_once
 

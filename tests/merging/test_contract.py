@@ -297,8 +297,8 @@ def merged(method: str, base: Any, models: Any, **more: Any) -> Tensor:
 
 
 def test_quadratic_losses_give_the_optimum_of_all_tasks() -> None:
-    """ℓ_t(θ) = ½ (θ − c_t)ᵀ H_t (θ − c_t); θ_t minimises ℓ_t + ½ (θ − θ_0)ᵀ H_0 (θ − θ_0): α = 1, the
-    default, is the optimum of all, and no other weight is; −1 takes a task out again."""
+    """ℓ_t(θ) = ½ (θ − c_t)ᵀ H_t (θ − c_t); θ_t minimises ℓ_t + ½ (θ − θ_0)ᵀ H_0 (θ − θ_0). α = 1,
+    the default, is the optimum of all, and no other weight is; −1 takes a task out again."""
     g = torch.Generator().manual_seed(0)
     centres = torch.randn(3, 7, generator=g, dtype=torch.float64)
     h = torch.randn(3, 7, generator=g, dtype=torch.float64).exp()
@@ -394,7 +394,10 @@ def test_opposite_models_have_no_spherical_mean() -> None:
 
 def test_the_power_of_diagonals_is_that_of_every_number() -> None:
     """Of the data's part, the prior off, and the base's own; δ is added as it is."""
-    models, held = one([1.0, 2.0], [3.0, 0.5], [0.3, 0.2]), one([4.0, 1.0], [9.0, 0.25], [1.0, 16.0])
+    models, held = (
+        one([1.0, 2.0], [3.0, 0.5], [0.3, 0.2]),
+        one([4.0, 1.0], [9.0, 0.25], [1.0, 16.0]),
+    )
     roots = [{"w": h["w"].sqrt()} for h in held]
     posteriors = [
         blr.Posterior(m, {"w": h["w"] + 3.0}, prior_precision=3.0, n_data=5)
