@@ -33,7 +33,7 @@ help:
 	@echo 'make clean    remove the environments and the caches'
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/blr-analysis demo $(ARGS)
+	$(VENV)/bin/blr-analysis demo --force $(ARGS)
 
 test: parity-deps
 	$(PYTEST) -m 'not slow' $(ARGS)

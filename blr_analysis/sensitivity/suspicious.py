@@ -166,14 +166,28 @@ def suspicious(
         >>> int(wrong.order[0]), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
         (7, 'label', True)
     """
-    several = all_fitted(task, posterior)
     instance("duplicates", duplicates, bool, "True or False")
     checks.share("share", share)
     positive_int("samples", samples)
+    loo = leave_one_out(task, posterior)
+    how = {"duplicates": duplicates, "share": share, "samples": samples, "seed": seed}
+    return suspicions_of(task, posterior, loo, **how)
+
+
+def suspicions_of(
+    task: Task,
+    posterior: Posterior | Sequence[Posterior],
+    loo: Any,
+    *,
+    duplicates: bool = True,
+    share: float = 0.05,
+    samples: int = 32,
+    seed: int = 0,
+) -> Suspicions:
+    """The same from left-out predictions that are there already."""
+    several = all_fitted(task, posterior)
     where, q = several[-1]
-    runs = [p for _, p in several]
-    losses = torch.stack([mean_losses(task, p) for p in runs]).mean(0)
-    loo: Any = leave_one_out(task, runs)
+    losses = torch.stack([mean_losses(task, p) for _, p in several]).mean(0)
     closeness, twin, distinct = None, None, None
     if duplicates:
         closeness, twin, told = twins(where, q, samples=samples, seed=seed)
