@@ -219,14 +219,11 @@ def _of_posterior(q: Posterior, label: str) -> StoredPrecision:
         raise PosteriorError(
             f"{label} is of structure {q.structure!r}: fit 'diag', 'gram' or 'kron'"
         )
-    tensors, prior = {n: q.precision(n) for n in q.mean}, q.prior
-    if prior.tensors:
-        tensors = {n: s - prior.like(n, s) for n, s in tensors.items()}
-        prior = Prior({None: 0.0})
+    tensors = {n: q.precision(n) for n in q.mean}
     source = Loaded(label, tensors)
     stored = _stored(source, list(tensors), q.record.get("tied"))
     return StoredPrecision(
-        source, stored, prior.numbers(tensors), frozen=_frozen(q.record), mean=q.mean
+        source, stored, q.prior.numbers(tensors), frozen=_frozen(q.record), mean=q.mean
     )
 
 
