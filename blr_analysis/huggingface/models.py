@@ -38,6 +38,7 @@ ENDINGS = {
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
 }
+OTHER_BASE = ("size mismatch", "not found in the base model")  # as torch and peft say it
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
@@ -199,12 +200,19 @@ def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:
 
 def _adapted(loaded: Pretrained, place: Path) -> Any:
     """The base with the adapter, all of whose tensors must find their place."""
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    wrong = f"the adapter {str(place)!r} is damaged, or of another base than {str(loaded.folder)!r}"
+    wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
     stored = Folder.open(place, stem="adapter_model").specs
-    with told_as(ModelError, wrong):
-        model = PeftModel.from_pretrained(loaded.model, str(place), is_trainable=True)
+    with told_as(StorageError, f"cannot read {CONFIG} in {str(place)!r}"):
+        how: Any = {"config": PeftConfig.from_pretrained(str(place)), "is_trainable": True}
+    with told_as(ModelError, f"peft cannot load the adapter {str(place)!r}"):
+        try:
+            model = PeftModel.from_pretrained(loaded.model, str(place), **how)
+        except (RuntimeError, ValueError) as error:
+            if any(sign in str(error) for sign in OTHER_BASE):
+                raise ModelError(f"{wrong}: {error!s:.300}") from error
+            raise
     taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
     if taken != {n: spec.shape for n, spec in stored.items()}:
         raise ModelError(f"{wrong}: {some(sorted(set(taken) ^ set(stored)) or sorted(taken))}")
