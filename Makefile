@@ -19,11 +19,12 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist wor
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test docs notebooks bench fidelity peers lint format parity-deps clean
+.PHONY: help demo test test-slow docs notebooks bench fidelity peers lint format parity-deps clean
 
 help:
 	@echo 'make demo     train a small network with IVON and audit its data'
-	@echo 'make test     run all tests           (ARGS="-k posterior" for some of them)'
+	@echo 'make test     run the fast tests      (ARGS="-k posterior" for some of them)'
+	@echo 'make test-slow  run the others'
 	@echo 'make docs     build the site: docs/_build/index.html'
 	@echo 'make notebooks  write the tutorials as notebooks, beside them'
 	@echo 'make bench    measure side by side with other packages'
@@ -32,10 +33,13 @@ help:
 	@echo 'make clean    remove the environments and the caches'
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/blr-analysis demo $(ARGS)
+	$(VENV)/bin/blr-analysis demo --force $(ARGS)
 
-test: parity-deps $(VENV)/.chromium
-	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) $(ARGS)
+test: parity-deps
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: parity-deps $(VENV)/.chromium
+	PATH="$(CURDIR)/$(VENV)/chromium/bin:$$PATH" $(PYTEST) -m slow $(ARGS)
 
 # A warning, a broken link among them, is an error.
 docs: $(VENV)/.test

@@ -82,19 +82,12 @@ class Examples:
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
         items: list[Any] = []
-        with told_as(
-            DataError,
-            lambda: f"the dataset failed on example {int(indices[len(items)])} of {len(self)}",
-            f"each index 0 … {len(self) - 1} must give an example",
-        ):
-            for i in indices.tolist():
+        for i in indices.tolist():
+            failed = f"the dataset failed on example {i} of {len(self)}"
+            with told_as(DataError, failed, f"each index 0 … {len(self) - 1} must give an example"):
                 items.append(self.dataset[i])
-        failed = "the collate function failed on examples"
-        with told_as(
-            DataError,
-            lambda: f"{failed} {some(indices.tolist())}",
-            "pass a DataLoader with its collate_fn",
-        ):
+        failed = f"the collate function failed on examples {some(indices.tolist())}"
+        with told_as(DataError, failed, "pass a DataLoader with its collate_fn"):
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
@@ -262,10 +255,9 @@ def _of_numbers(feature: Any) -> bool:
 
 def _examples(data: Any) -> Examples:
     if isinstance(data, DataLoader):
-        if isinstance(data.dataset, IterableDataset):
-            raise _not_indexed(data.dataset)
+        inside = _examples(data.dataset).dataset
         _check_sampler(data)
-        return Examples(_examples(data.dataset).dataset, data.collate_fn)
+        return Examples(inside, data.collate_fn)
     several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
     if several and any(hasattr(part, "__array__") for part in data):
         pair = _pair(data)
@@ -279,21 +271,13 @@ def _examples(data: Any) -> Examples:
             raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
         inner = inner.dataset
     unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
-    if unfit or not hasattr(data, "__getitem__"):
-        raise _not_indexed(data)
-    try:
-        len(data)
-    except (TypeError, NotImplementedError) as error:
-        raise _not_indexed(data) from error
+    if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise DataError(
+            "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
+            f"{type(data).__name__}; examples are addressed by index, so list an iterable first, "
+            "and take one split of a dictionary of datasets"
+        )
     return Examples(data)
-
-
-def _not_indexed(data: Any) -> DataError:
-    return DataError(
-        "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
-        f"{type(data).__name__}; examples are addressed by index, so list an iterable first, and "
-        "take one split of a dictionary of datasets"
-    )
 
 
 def _pair(data: Sequence[Any]) -> TensorDataset:
@@ -382,10 +366,8 @@ def row_labels(
 def _digest(digest: Any, part: Any) -> None:
     """Add what can be told of a batch without knowing it: numbers, texts, their names."""
     if isinstance(part, Mapping):
-        for name in sorted(part, key=str):
-            digest.update(f"{name}:".encode())
-            _digest(digest, part[name])
-    elif isinstance(part, (list, tuple)):
+        part = [(str(name), part[name]) for name in sorted(part, key=str)]
+    if isinstance(part, (list, tuple)):
         digest.update(f"{len(part)};".encode())
         for each in part:
             _digest(digest, each)
@@ -411,19 +393,18 @@ def chosen_indices(
     """
     if hasattr(indices, "get_indexer"):
         return _labelled(indices, name, labels)
-    masked = hasattr(indices, "reindex") and indices.dtype.kind == "b"
-    if masked:
-        indices = _by_label(indices, n_data, name, labels)
+    if hasattr(indices, "reindex") and indices.dtype.kind == "b":
+        indices = _by_label(indices, n_data, name, labels).to_numpy(dtype=bool)
+    elif isinstance(indices, (range, set)):
+        indices = list(indices)
+    elif hasattr(indices, "to_numpy"):
+        indices = indices.to_numpy()
     try:
-        if hasattr(indices, "to_numpy"):
-            indices = indices.to_numpy(dtype=bool) if masked else indices.to_numpy()
-        if isinstance(indices, np.ndarray):
-            indices = np.require(indices, requirements="W")
-        values = torch.as_tensor(list(indices) if isinstance(indices, (range, set)) else indices)
+        values = indices if isinstance(indices, Tensor) else torch.tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{name} must be a boolean mask or integer indices, got {type(indices).__name__}"
-        ) from error
+        got = type(indices).__name__
+        said = f"{name} must be a boolean mask or integer indices, got {got}"
+        raise InputError(said) from error
     values = values.reshape(1) if values.ndim == 0 else values
     if values.ndim != 1:
         raise InputError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
@@ -434,9 +415,8 @@ def chosen_indices(
     if len(values) and (values.is_floating_point() or values.is_complex()):
         raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
     chosen = [int(i) for i in values.tolist()]
-    bad = next((i for i in chosen if not 0 <= i < n_data), None)
-    if bad is not None:
-        raise InputError(f"{name} names example {bad}, but the examples are 0 … {n_data - 1}")
+    if bad := [i for i in chosen if not 0 <= i < n_data]:
+        raise InputError(f"{name} names example {bad[0]}, but the examples are 0 … {n_data - 1}")
     return chosen
 
 
@@ -470,15 +450,11 @@ def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
     """The places of a pandas Index of labels."""
-    if labels is None:
-        raise InputError(
-            f"{name} holds row labels, the task has none; pass mask.to_numpy(), or places"
-        )
-    places = {label: i for i, label in enumerate(labels)}
-    if len(places) < len(labels):
-        raise InputError(f"{name} holds row labels, which repeat here; pass a mask")
-    strange = [label for label in chosen if label not in places]
-    if strange:
+    places = {label: i for i, label in enumerate(labels or ())}
+    if labels is None or len(places) < len(labels):
+        what = "the task has none" if labels is None else "which repeat here"
+        raise InputError(f"{name} holds row labels, {what}; pass mask.to_numpy(), or places")
+    if strange := [label for label in chosen if label not in places]:
         raise InputError(f"{name} holds {strange[0]!r}, the label of no example; pass a mask")
     return [places[label] for label in chosen]
 
@@ -488,21 +464,15 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     try:
         given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
     except (TypeError, KeyError, IndexError) as error:
-        raise InputError(
-            f"metadata must be columns by name, {{'source': [...]}}, got {type(metadata).__name__}"
-        ) from error
+        said = "metadata must be columns by name, {'source': [...]}, got"
+        raise InputError(f"{said} {type(metadata).__name__}") from error
     columns: dict[str, list[Any]] = {}
     for name, column in given.items():
-        whole = isinstance(column, str) or getattr(column, "ndim", 1) == 0
-        if whole or not hasattr(column, "__iter__"):
-            raise InputError(
-                f"metadata column {name!r} must be one value per example, got {column!r}"
-            )
+        if isinstance(column, str) or not getattr(column, "ndim", hasattr(column, "__iter__")):
+            raise InputError(f"metadata column {name!r} must be one value per example")
         columns[name] = column.tolist() if isinstance(column, Tensor) else list(column)
-        if len(columns[name]) != n_data:
-            raise InputError(
-                f"metadata column {name!r} has {len(columns[name])} values for {n_data} examples"
-            )
+        if (count := len(columns[name])) != n_data:
+            raise InputError(f"metadata column {name!r} has {count} values for {n_data} examples")
     return columns
 
 

@@ -53,7 +53,7 @@ def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
         collapse_padding=True,
         header_style="dim",
     )
-    cells = {name: [str(v) for v in values] for name, values in columns.items()}
+    cells = {name: [printable(str(v)) for v in values] for name, values in columns.items()}
     for name, values in cells.items():
         words = any(v[:1].isalpha() for v in values)
         table.add_column(name, justify="left" if words else "right", overflow="fold")

@@ -184,7 +184,7 @@ def test_data_with_nan_are_not_taken_for_random() -> None:
         (None, {"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
         (None, {"batch_size": True}, InputError, "batch_size must be a positive .*, got True"),
         (None, {"memory_budget": 2.5}, InputError, "memory_budget must be a positive integer"),
-        (None, {"device": "gpu"}, DeviceError, "device 'gpu' is unknown"),
+        (None, {"device": "gpu"}, DeviceError, "device 'gpu' cannot be used"),
         (None, {"device": "meta"}, DeviceError, "'0.weight' is on another device"),
         (None, {"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
         (None, {"recipe": "adamw"}, InputError, r"recipe must be a blr_analysis\.Recipe"),
@@ -203,7 +203,7 @@ def test_bad_arguments_of_a_task(model, options, error: type[BLRError], message:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_cuda_where_there_is_none() -> None:
     for call in (lambda: task_of(device="cuda"), lambda: fitted(task_of()).to("cuda")):
-        with pytest.raises(DeviceError, match=r"device 'cuda' cannot be used here .*\"cpu\""):
+        with pytest.raises(DeviceError, match=r"device 'cuda' cannot be used here .*\"cpu\" can"):
             call()
 
 
@@ -555,9 +555,9 @@ def test_foreign_files(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, str(weights))
     (tmp_path / "folder").mkdir()
     for path, message in (
-        (text, "truncated or is no safetensors file"),
+        (text, "no safetensors file"),
         (weights, "no 'blr_analysis' record"),
-        (tmp_path / "folder", "holds no precision_config.json"),
+        (tmp_path / "folder", "holds no 'blr_analysis' record"),
         (tmp_path / "absent.safetensors", "nothing is stored at"),
     ):
         with pytest.raises(StorageError, match=message):
@@ -605,8 +605,8 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"relabel": {N: 0}}, "relabel names example 12, but the examples are 0 … 11"),
         ({"relabel": {True: 0}}, "the mask relabel has 1 entries for 12 examples"),
         ({"relabel": {3: 1}, "remove": [2, 3]}, "example 3 is both removed and relabelled"),
-        ({"relabel": {3: 5}}, "relabel must map indices to targets: .* must lie in 0 … 2"),
-        ({"relabel": {3: 0.5}}, "relabel must map .*: categorical targets must be integers"),
+        ({"relabel": {3: 5}}, "must lie in 0 … 2"),
+        ({"relabel": {3: 0.5}}, "categorical targets must be integers"),
         ({"relabel": {3: "cat"}}, "'cat' is no number"),
     ],
 )

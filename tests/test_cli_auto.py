@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_transformers as tiny
 import torch
+from commands import run
 
 from blr_analysis import merge
 from blr_analysis.cli import main
@@ -42,16 +44,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(
-    capsys: pytest.CaptureFixture[str], place: Path, out: str, *options: object
-) -> tuple[int, str, str]:
-    code = main(["merge", str(place / "recipe.yml"), str(place / out), *map(str, options)])
-    said, err = capsys.readouterr()
-    return code, said, err
+def merged(capsys: Any, place: Path, out: str, *options: object) -> tuple[int, str, str]:
+    return run(capsys, "merge", place / "recipe.yml", place / out, *options)
 
 
-def test_by_the_predicted_gap(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said, err = run(capsys, here, "by_gap")
+def test_by_the_predicted_gap(here: Path, capsys: Any) -> None:
+    code, said, err = merged(capsys, here, "by_gap")
     assert code == 0, err
     assert "fisher, diag, power 0.5, balanced" in err
     assert "average" in said
@@ -63,9 +61,9 @@ def test_by_the_predicted_gap(here: Path, capsys: pytest.CaptureFixture[str]) ->
         torch.testing.assert_close(ours.tensor(name), half, rtol=1e-5, atol=1e-6)
 
 
-def test_by_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_validation(here: Path, capsys: Any) -> None:
     options = ("--validate", here / "a.jsonl", "--validate", here / "b.jsonl")
-    code, said, err = run(capsys, here, "by_file", *options)
+    code, said, err = merged(capsys, here, "by_file", *options)
     assert code == 0, err
     tried = said.split("Tried")[1].splitlines()
     rows = [line.rsplit(None, 1) for line in tried if " " in line.strip()][1:]
@@ -76,9 +74,7 @@ def test_by_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("method", ["fisher", "auto"])
-def test_statistics_behind_merged_layers(
-    here: Path, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
+def test_statistics_behind_merged_layers(here: Path, capsys: Any, method: str) -> None:
     """The bits of the same merge in memory; a dry run says what it takes and reads no data."""
     models = (
         "[{model: a, data: a.jsonl, precision: null}, "
@@ -110,7 +106,7 @@ def test_statistics_behind_merged_layers(
         assert word in capsys.readouterr().err
 
 
-def test_swapped_and_misused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_and_misused(here: Path, capsys: Any) -> None:
     (here / "swapped.yml").write_text(
         "merge_method: gradient_matching\nbase_model: base\nmodels:\n"
         "- {model: a, precision: b/precision}\n- {model: b, precision: a/precision}\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_transformers as tiny
 import torch
-from commands import run
+from commands import CommandContract, refused, run
 
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import storage
@@ -27,16 +27,19 @@ N = 7
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tiny.save(tmp_path_factory.mktemp("model"), tiny.build("bert"))
-    rows = [
-        {"premise": a, "hypothesis": b, "label": i % 3}
-        for i, (a, b) in enumerate(
-            zip(tiny.sentences(N), tiny.sentences(N, high=4, seed=1), strict=True)
-        )
-    ]
+    pairs = zip(tiny.sentences(N), tiny.sentences(N, high=4, seed=1), strict=True)
+    rows = [{"premise": a, "hypothesis": b, "label": i % 3} for i, (a, b) in enumerate(pairs)]
     (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     texts = "".join(f"{row['premise']}\t{row['label']}\n" for row in rows)
     (place / "data.tsv").write_text("text\tlabel\n" + texts)
     return place
+
+
+@pytest.fixture
+def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def rows(out: str) -> dict[str, str]:
@@ -45,117 +48,83 @@ def rows(out: str) -> dict[str, str]:
     return dict(pair for pair in split if len(pair) == 2)
 
 
-def test_what_is_printed_is_what_was_written(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "p"
-    code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", out, "--seed", 3)
-    assert code == 0
-    tensors, record = storage.read(out)
-    zeros = sum(int((t == 0).sum()) for t in tensors.values())
-    size = sum(t.numel() for t in tensors.values())
-    found = rows(said)
-    assert found["kind"] == record["kind"] == "fisher_mc"
-    assert found["tensors"] == str(len(tensors))
-    assert found["parameters"] == f"{size:,}, {zeros / size:.1%} of them exactly 0"
-    assert found["n_data"] == str(N)
-    assert float(found["seconds"]) > 0
-    assert found["written"] == str(out)
-    assert found["next"].startswith("blr-analysis merge")
-    assert record["seed"] == 3
-    assert "loading" in err
-    assert "Traceback" not in err
+class TestFisher(CommandContract):
+    name, word = "fisher", "no folder 'nowhere'"
+    argv = ("model", "model/data.tsv", "--seed", 3)
+    bad = ("nowhere", "model/data.tsv")
+
+    def check(self, out: Path, said: str) -> None:
+        tensors, record = storage.read(out)
+        zeros = sum(int((t == 0).sum()) for t in tensors.values())
+        size = sum(t.numel() for t in tensors.values())
+        found = rows(said)
+        assert found["kind"] == record["kind"] == "fisher_mc" and record["seed"] == 3
+        assert found["tensors"] == str(len(tensors))
+        assert found["parameters"] == f"{size:,}, {zeros / size:.1%} of them exactly 0"
+        assert found["n_data"] == str(N) and float(found["seconds"]) > 0
+        assert found["written"] == "out" and found["next"].startswith("blr-analysis merge")
 
 
-def test_the_options_arrive(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_options_arrive(here: Path, capsys: Any) -> None:
     columns = ["--text", "premise", "--text", "hypothesis", "--label", "label"]
-    data, out = model / "pairs.jsonl", tmp_path / "p"
-    options = ["--kind", "squared-minibatch", "--batch-size", 2, "--examples", 5, "--out", out]
-    more = ["--max-length", 9, "--dtype", "bfloat16", "--max-memory", "1MB"]
-    code, said, _ = run(capsys, "fisher", model, data, *columns, *options, *more)
-    assert code == 0
-    record = read_precision_record(out)
-    assert record["kind"] == "squared_minibatch"
-    assert (record["batch_size"], record["examples"], record["n_data"]) == (2, 5, N)
-    assert (record["max_length"], record["columns"]) == (9, ["premise", "hypothesis", "label"])
-    assert "not the Fisher" in record["definition"]
-    assert "not the Fisher" in said
+    options = ["--kind", "emp", "--examples", 5, "--out", "p", "--max-length", 9]
+    more = ["--bfloat16", "--max-memory", "1MB"]
+    code, said, _ = run(capsys, "fisher", "model", "model/pairs.jsonl", *columns, *options, *more)
+    record = read_precision_record(here / "p")
+    assert code == 0 and record["kind"] == "fisher_emp"
+    assert (record["examples"], record["n_data"], record["max_length"]) == (5, N, 9)
+    assert record["columns"] == ["premise", "hypothesis", "label"] and record["truncated"] > 0
     assert "5 used, scaled" in rows(said)["n_data"]
-    assert record["truncated"] > 0
     assert f"{record['truncated']} texts were cut to 9 tokens" in rows(said)["n_data"]
-    assert {t.dtype for t in storage.read(out)[0].values()} == {torch.bfloat16}
+    assert {t.dtype for t in storage.read(here / "p")[0].values()} == {torch.bfloat16}
 
 
-def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_language_model(tmp_path: Path, capsys: Any) -> None:
     place = tiny.save(tmp_path / "m", tiny.build("gpt2", "causal_lm"))
     (tmp_path / "corpus.txt").write_text("\n".join(tiny.sentences(N)))
-    code, said, _ = run(capsys, "fisher", place, tmp_path / "corpus.txt", "--task", "causal-lm")
-    assert code == 0
-    assert rows(said)["n_data"] == str(N)
+    argv = ("fisher", place, tmp_path / "corpus.txt")
+    code, said, _ = run(capsys, *argv, "--task", "causal_lm")
+    assert code == 0 and rows(said)["n_data"] == str(N)
     assert read_precision_record(place / "precision")["likelihood"] == "causal_lm"
-    code, _, err = run(capsys, "fisher", place, tmp_path / "corpus.txt", "--kind", "ggn", "--force")
-    assert code == 2
-    assert "kind='mc'" in err
+    assert "kind='mc'" in refused(capsys, *argv, "--kind", "ggn", "--force")
     assert read_precision_record(place / "precision")["kind"] == "fisher_mc"
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "word"),
     [
-        (["nowhere", "data.tsv"], "no folder 'nowhere'"),
-        (["{model}", "gone.tsv"], "gone.tsv"),
-        (["{model}", "{model}/data.tsv", "--kind", "hessian"], "--kind"),
-        (["{model}", "{model}/data.tsv", "--kind", "squared-minibatch"], "batch_size"),
-        (["{model}", "{model}/data.tsv", "--text", "nothing"], "'text', 'label'"),
-        (["{model}", "{model}/pairs.jsonl", "--max-memory", "much"], "--max-memory"),
-        (["{model}", "{model}/data.tsv", "--device", "abacus"], "abacus"),
-        (["{model}"], "DATA"),
+        ("model gone.tsv", "gone.tsv"),
+        ("model model/data.tsv --kind hessian", "kind must be one of"),
+        ("model model/data.tsv --kind emp --samples 5", "samples"),
+        ("model model/data.tsv --text nothing", "'text', 'label'"),
+        ("model model/pairs.jsonl --max-memory much", "--max-memory"),
+        ("model model/data.tsv --device abacus", "abacus"),
+        ("model", "DATA"),
     ],
 )
-def test_failures_are_one_line(
-    argv: list[str],
-    words: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    out = [] if len(argv) < 2 else ["--out", tmp_path / "p"]
-    code, said, err = run(capsys, "fisher", *(a.format(model=model) for a in argv), *out)
-    assert (code, said) == (2, "")
-    complaint = [line for line in err.splitlines() if line.startswith("blr-analysis: ")]
-    assert len(complaint) == 1
-    assert words in complaint[0]
-    assert list(tmp_path.iterdir()) == []
+def test_refusals(here: Path, capsys: Any, argv: str, word: str) -> None:
+    assert word in refused(capsys, "fisher", *argv.split())
+    assert [path.name for path in here.iterdir()] == ["model"]
 
 
 def test_an_interrupt_leaves_nothing(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blr_analysis.huggingface.diagonals.chunks", interrupt)
-    code, said, err = run(capsys, "fisher", model, model / "data.tsv", "--out", tmp_path / "p")
-    assert (code, said) == (130, "")
-    assert err.endswith("interrupted\n")
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("blr_analysis.huggingface.fisher.fit_kept", interrupt)
+    code, said, err = run(capsys, "fisher", "model", "model/data.tsv", "--out", "p")
+    assert (code, said) == (130, "") and err.endswith("interrupted\n")
+    assert not (here / "p").exists()
 
 
-def test_a_dry_run_counts_passes_and_bytes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_counts_passes_and_bytes(here: Path, capsys: Any) -> None:
     """Of three labels "ggn" takes two backward passes; factors are as large as they will be."""
-    data = model / "data.tsv"
+    argv = ("fisher", "model", "model/data.tsv")
 
     def passes(*how: object) -> float:
-        found = rows(run(capsys, "fisher", model, data, *how, "--dry-run")[1])
+        found = rows(run(capsys, *argv, *how, "--dry-run")[1])
         return float(found["passes"].split()[0])
 
     assert passes() == 1
@@ -164,17 +133,15 @@ def test_a_dry_run_counts_passes_and_bytes(
     for structure, times in (("gram", 1 / 3), ("kron", 2)):
         how = ("--structure", structure)
         assert passes(*how) == pytest.approx(times, abs=0.5 / N)
-        assert run(capsys, "fisher", model, data, *how, "-o", tmp_path / structure)[0] == 0
-        size = sum(t.nbytes for t in storage.read(tmp_path / structure)[0].values())
-        assert fisher_cost(model, data, structure=structure).disk == size
-    for wrong in (("--kind", "emp", "--samples", 5), ("--kind", "squared-minibatch")):
-        assert run(capsys, "fisher", model, data, *wrong, "--dry-run")[0] == 2
+        assert run(capsys, *argv, *how, "-o", structure)[0] == 0
+        size = sum(t.nbytes for t in storage.read(here / structure)[0].values())
+        assert fisher_cost("model", "model/data.tsv", structure=structure).disk == size
 
 
 @pytest.mark.parametrize(("kind", "task"), [("bert", "classification"), ("gpt2", "causal_lm")])
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 def test_precisions_with_structure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], structure: str, kind: str, task: str
+    tmp_path: Path, capsys: Any, structure: str, kind: str, task: str
 ) -> None:
     """Written by the names of the files, and taken by a merge; swapped, refused."""
     (tmp_path / "corpus.txt").write_text("\n".join(tiny.sentences(N)))

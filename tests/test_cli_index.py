@@ -1,5 +1,5 @@
-"""``blr-analysis index``, ``query`` and ``audit`` of language models: what they print is what the
-library gives, and what they read is what trainers make of it."""
+"""``blr-analysis index``, ``query``, ``what-if`` and ``audit`` of language models: what they print
+is what the library gives, and what they read is what trainers make of it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ import pandas as pd
 import pytest
 import tiny_transformers as tiny
 import torch
-from commands import run
+from commands import refused, run
 from safetensors.torch import load_file, save_file
 
 import blr_analysis as blr
 from blr_analysis.backprop import engine
-from blr_analysis.cli import index as commands
 from blr_analysis.cli import main
 from blr_analysis.errors import DataError, InputError, ModelError, StorageError
 from blr_analysis.files import held
-from blr_analysis.huggingface.data import read_texts
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
-from blr_analysis.huggingface.tokens import encode
 
 pytest.importorskip("transformers")
 
@@ -68,26 +65,6 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
-
-
-def test_what_training_began_with(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = load_model(model).model
-    generator = torch.Generator().manual_seed(0)
-    first = {
-        n: p + 0.05 * torch.randn(p.shape, generator=generator)
-        for n, p in loaded.named_parameters()
-    }
-    torch.save(first, tmp_path / "first.pt")
-    way = ["--fit", "diag", "--initial", tmp_path / "first.pt", "--out", tmp_path / "out"]
-    code, out, err = run(capsys, "index", model, model / "data.jsonl", *way)
-    assert code == 0, err
-    index = blr.Index.open(tmp_path / "out")
-    assert ("averaged" in out) == index.averaged
-    assert index.posterior.initial is not None
-    for name, start in index.posterior.initial.items():
-        assert torch.allclose(start, first[name].detach(), atol=1e-6)
 
 
 def test_the_loss_of_a_question_is_that_of_its_answer(model: Path) -> None:
@@ -192,57 +169,13 @@ def test_datasets_are_read_as_their_files_are(model: Path, tmp_path: Path) -> No
         assert task.metadata["source"] == table["source"].tolist()
 
 
-def test_two_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "index"
-    options = ("--prior-precision", 1.0, "--rank", 10**6)
-    code, out, err = run(capsys, "index", model, model / "data.jsonl", "--out", place, *options)
-    assert code == 0, err
-    assert f"sequences  {N}" in out
-    assert "rough" not in err
-    found = tmp_path / "found"
-    asked = ("query", place, model / "asked.jsonl", "--top", 3, "--out", found, "--tokens")
-    code, out, err = run(capsys, *asked, "--refine", 3, "--no-normalize")
-    assert code == 0, err
-    table = pd.read_parquet(found / "sources.parquet")
-    loaded = load_model(model)
-    task = language_task(loaded, model / "data.jsonl")
-    test = language_task(loaded, model / "asked.jsonl")
-    how = {"structure": "kron", "curvature": "mc_fisher", "prior_precision": 1.0}
-    exact = blr.influence(task, blr.fit_laplace(task, **how), test, k=3, progress=False)
-    assert table["example"].tolist() == exact.helpful.flatten().tolist()
-    assert table["influence"].tolist() == pytest.approx(
-        exact.helpful_values.flatten().tolist(), rel=1e-4
-    )
-    first = int(exact.helpful[0, 0])
-    assert task.metadata["text"][first] in out
-    code, _, err = run(capsys, *asked[:5], "--out", tmp_path / "by length")
-    assert code == 0 and "normalized influence" in err, err
-    by_length = pd.read_parquet(tmp_path / "by length" / "sources.parquet")
-    q = blr.fit_laplace(task, **how)
-    exact = blr.influence(task, q, test, k=3, normalize=True, progress=False)
-    assert by_length["example"].tolist() == exact.helpful.flatten().tolist()
-    assert by_length["normalized_influence"].tolist() == pytest.approx(
-        exact.helpful_values.flatten().tolist(), rel=1e-3
-    )
-    steering = {**ASKED[0], "prompt": "the film\u202e\x1b[31m"}
-    code, out, err = run(capsys, "query", place, written(tmp_path, [steering]), "--top", 999)
-    assert code == 0 and f"all {N} texts" in out, err
-    assert "the film??[31m" in out and "\x1b" not in out
-    shares = pd.read_parquet(found / "tokens.parquet")
-    sums = shares.groupby(["question", "example"])["influence"].sum()
-    for row in table.itertuples():
-        assert float(sums[row.question, row.example]) == pytest.approx(row.influence, rel=1e-3)
-    words = shares.query("question == 0 and example == @first")["token"].tolist()
-    assert words == task.metadata["text"][first].split()[1:]
-
-
 def test_an_adapter_is_indexed_on_its_base(
-    adapter: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: Path, model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     place = tmp_path / "index"
     code, _, err = run(capsys, "index", adapter, model / "data.jsonl", "--out", place)
     assert code == 0, err
-    assert "by retrieval: MRR" in err  # was found
+    assert "prior precision" in err  # was found
     names = set(blr.Index.open(place).posterior.mean)
     assert names and all("lora_" in name for name in names)
     code, out, err = run(capsys, "query", place, model / "asked.jsonl", "--top", 1)
@@ -261,9 +194,7 @@ def test_an_adapter_is_indexed_on_its_base(
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_a_tied_table(
-    target: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_of_a_tied_table(target: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Has gradients of its own; what ``fisher`` would add it to is two layers."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
@@ -277,94 +208,8 @@ def test_an_adapter_of_a_tied_table(
     assert code == 2 and "untied" in err, err
 
 
-def test_an_encoder_decoder_needs_forward(tmp_path: Path) -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
-    ids = torch.randint(1, 16, (4, 5))
-    with pytest.raises(ModelError, match="forward="):
-        blr.fit_laplace(blr.Task(t5, (ids, ids), likelihood="tokens"), curvature="mc_fisher")
-    t5.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="forward="):
-        load_language_model(tmp_path)
-
-
-def test_an_audit_of_texts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "audit"
-    options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--by", "source")
-    options += ("--max-length", 5)
-    code, printed, err = run(capsys, "audit", model, model / "data.jsonl", "-o", out, *options)
-    assert code == 0, err
-    assert "perplexity" in printed
-    table = pd.read_parquet(out / "table.parquet")
-    loaded = load_model(model)
-    task = language_task(loaded, model / "data.jsonl", max_length=5)
-    longer = sum(len(text.split()) > 5 for text in task.metadata["text"])
-    assert f"{longer} of {N} texts" in err and longer > 0
-    q = blr.Posterior.load(out / "posterior.safetensors")
-    loo = blr.leave_one_out(task, q)
-    assert table["left_out_loss"].tolist() == pytest.approx(loo.losses.tolist(), rel=1e-4)
-    assert table["text"].tolist() == task.metadata["text"]
-    assert pd.read_parquet(out / "removals.parquet")["group"].tolist() == ["a", "b"]
-    page = (out / "report.html").read_text()
-    assert task.metadata["text"][0] in page
-    assert "Suspicious texts" in page
-    assert (out / "memory_map.png").is_file()
-
-
-def test_a_dry_run_counts_what_the_run_then_does(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran: list[int] = []
-    true = engine.record
-    monkeypatch.setattr(engine, "record", lambda *a, **k: ran.append(k["size"]) or true(*a, **k))
-    monkeypatch.setattr(commands, "ROUGH", 0.01)
-    place, argv = tmp_path / "index", ("index", model, model / "data.jsonl", "--rank", 64)
-    for options in (("--prior-precision", 1.0), ("--fit", "diag", "--prior-precision", 1.0), ()):
-        code, out, err = run(capsys, *argv, *options, "--out", place, "--dry-run")
-        assert code == 0 and not place.exists(), err
-        said = float(out.split("passes")[1].split()[0])
-        ran.clear()
-        code, out, err = run(capsys, *argv, *options, "--out", place)
-        assert code == 0, err
-        assert ("averaged" in out) == (not options)
-        found = 0 if options else 3  # without records: the loss, the training's time, first outputs
-        assert sum(ran) / N == pytest.approx(said - found, rel=0.05)
-        assert "rough" in err
-        shutil.rmtree(place)
-
-
-def test_dry_runs_write_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for argv in (
-        ("audit", model, model / "data.jsonl", "-o", tmp_path / "audit"),
-        ("fisher", model, model / "data.jsonl", "-o", tmp_path / "precision"),
-    ):
-        code, out, err = run(capsys, *argv, "--dry-run")
-        assert code == 0, err
-        assert {line.split()[0] for line in out.splitlines()} == {
-            "passes",
-            "time",
-            "memory",
-            "disk",
-            *["besides"][: argv[0] == "audit"],
-        }
-        assert not list(tmp_path.iterdir())
-    said = []
-    for more in ((), ("--by", "source", "--passes", 50), ("--test", model / "asked.jsonl")):
-        _, out, _ = run(capsys, "audit", model, model / "data.jsonl", "--dry-run", *more)
-        said.append(float(out.split("passes")[1].split()[0]))
-    groups_and_test = [passes - said[0] for passes in said[1:]]
-    assert groups_and_test == pytest.approx([2 * 50, len(ASKED) / N], abs=0.011)
-
-
 def test_a_query_names_the_model_that_the_index_was_made_with(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     place, other = tmp_path / "index", tmp_path / "other"
     assert run(capsys, "index", model, model / "data.jsonl", "--out", place)[0] == 0
@@ -389,45 +234,6 @@ def test_a_query_names_the_model_that_the_index_was_made_with(
     (other / "tokenizer.json").write_text(json.dumps(words))
     code, _, err = run(capsys, *asked)
     assert code == 2 and f"the tokenizer of '{other}' is not the index's" in err
-    about = json.loads((place / commands.SOURCE).read_text())
-    del about["tokenizer"]
-    (place / commands.SOURCE).write_text(json.dumps(about))  # of an earlier version
-    assert run(capsys, *asked)[0] == 0
-
-
-def test_a_place_for_an_index_is_looked_at_before_the_work(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, fits = tmp_path / "index", []
-    argv = ("index", model, model / "data.jsonl", "--prior-precision", 1.0, "--out")
-    assert run(capsys, *argv, place)[0] == 0
-    plain = blr.fit_laplace
-    monkeypatch.setattr(
-        "blr_analysis.posterior.fit_laplace", lambda *a, **k: fits.append(1) or plain(*a, **k)
-    )
-    other = tmp_path / "other"
-    loaded = load_model(model)
-    loaded.tokenizer.save_pretrained(other)
-    with torch.no_grad():
-        next(loaded.model.parameters()).mul_(1.05)
-    loaded.model.save_pretrained(other)
-    (tmp_path / "file").touch()
-    for where, way, word in (
-        (tmp_path / "file", argv, "is no folder"),
-        (other, argv, "is not empty"),
-        (place, (argv[0], other, *argv[2:]), "an index with another model: name"),
-        (place, (*argv[:2], model / "asked.jsonl", *argv[3:]), "another number of examples, data:"),
-        (place, (*argv[:-1], "--rank", 7, "--out"), "another rank"),
-    ):
-        for how in ((), ("--dry-run",)):
-            code, out, err = run(capsys, *way, where, *how)
-            assert code == 2 and word in err and not out, err
-    with held(tmp_path / "new"):  # by a run that began before
-        argv_held = [*map(str, argv), str(tmp_path / "new")]
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(main, argv_held).result() == 2
-    assert "another run is writing" in capsys.readouterr().err and not fits
-    assert run(capsys, *argv, place)[0] == 0 and fits  # the same again
 
 
 @pytest.mark.parametrize(
@@ -455,65 +261,154 @@ def test_bad_rows(model: Path, tmp_path: Path, rows: list[dict[str, Any]], words
         language_task(loaded, written(tmp_path, rows))
 
 
-def test_a_prompt_that_leaves_no_room(model: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": "the film was", "answer": " good"}]
-    with pytest.raises(DataError, match="leaves nothing to predict in 3 tokens"):
-        language_task(load_model(model), written(tmp_path, rows), max_length=3)
-
-
-def test_a_chat_without_template(model: Path, tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "assistant", "content": "the"}]}]
-    with pytest.raises(InputError, match="no chat template"):
-        language_task(load_model(model), written(tmp_path, rows))
-
-
-def test_a_tokenizer_of_another_model(model: Path, tmp_path: Path) -> None:
+def test_tokens_and_adapters_of_other_models(model: Path, adapter: Path, tmp_path: Path) -> None:
     loaded = load_model(model)
+    rows = written(tmp_path, [{"messages": [{"role": "assistant", "content": "the"}]}])
+    with pytest.raises(InputError, match="no chat template"):
+        language_task(loaded, rows)
     loaded.model.resize_token_embeddings(6)
     rows = written(tmp_path, [{"text": "the bright book"}])
     with pytest.raises(DataError, match="tokenizer"):
         language_task(loaded, rows)
-    with pytest.raises(DataError, match="tokenizer"):
-        encode(read_texts(rows), loaded)
-
-
-def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
     wide = tiny.save(tmp_path / "wide", tiny.build("llama", "causal_lm", hidden_size=16))
     other = tiny.save(tmp_path / "other", tiny.build("gpt2", "causal_lm"))
-    for base in (wide, other):
-        with pytest.raises(ModelError, match="another base"):
+    for base, word in ((wide, "another base"), (other, "another base"), (tmp_path / "x", "--base")):
+        with pytest.raises(ModelError, match=word):
             load_language_model(adapter, base=base)
-    with pytest.raises(ModelError, match="--base"):
-        load_language_model(adapter, base=tmp_path / "none")
-
-
-def test_an_adapter_that_cannot_be_read_is_not_of_another_base(
-    adapter: Path, model: Path, tmp_path: Path
-) -> None:
-    spoilt = {
-        "type": (StorageError, {"peft_type": "NONE"}),
-        "rank": (ModelError, {"r": 0}),
-    }
+    spoilt = {"NONE": (StorageError, {"peft_type": "NONE"}), "rank": (ModelError, {"r": 0})}
     for name, (error, change) in spoilt.items():
-        shutil.copytree(adapter, tmp_path / name)
-        place = tmp_path / name / "adapter_config.json"
+        place = shutil.copytree(adapter, tmp_path / name) / "adapter_config.json"
         place.write_text(json.dumps(json.loads(place.read_text()) | change))
         with pytest.raises(error) as caught:
             load_language_model(tmp_path / name, base=model)
         assert "another base" not in str(caught.value)
 
 
-def test_one_line_for_each_failure(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# The commands
+
+
+def test_an_index_and_its_questions(model: Path, tmp_path: Path, capsys: Any) -> None:
+    place, found = tmp_path / "index", tmp_path / "found"
+    options = ("--prior-precision", 1.0, "--rank", 10**6)
+    code, out, err = run(capsys, "index", model, model / "data.jsonl", "--out", place, *options)
+    assert code == 0 and f"sequences  {N}" in out and "rough" not in err, err
+    asked = ("query", place, model / "asked.jsonl", "--top", 3)
+    more = ("--out", found, "--tokens", "--refine", 3, "--no-normalize")
+    code, out, err = run(capsys, *asked, *more)
+    assert code == 0, err
+    table = pd.read_parquet(found / "sources.parquet")
+    loaded = load_model(model)
+    task = language_task(loaded, model / "data.jsonl")
+    test = language_task(loaded, model / "asked.jsonl")
+    how = {"structure": "kron", "curvature": "mc_fisher", "prior_precision": 1.0}
+    q = blr.fit_laplace(task, **how)
+    exact = blr.influence(task, q, test, k=3)
+    assert table["example"].tolist() == exact.helpful.flatten().tolist()
+    values = exact.helpful_values.flatten().tolist()
+    assert table["influence"].tolist() == pytest.approx(values, rel=1e-4)
+    first = int(exact.helpful[0, 0])
+    assert task.metadata["text"][first][:48] in out and "0  the film was good" in out
+    code, _, err = run(capsys, *asked, "--out", tmp_path / "by length")
+    by_length = pd.read_parquet(tmp_path / "by length" / "sources.parquet")
+    exact = blr.influence(task, q, test, k=3, normalize=True)
+    values = exact.helpful_values.flatten().tolist()
+    assert by_length["normalized_influence"].tolist() == pytest.approx(values, rel=1e-3)
+    steering = {**ASKED[0], "prompt": "the film\u202e\x1b[31m"}
+    code, out, err = run(capsys, "query", place, written(tmp_path, [steering]), "--top", 999)
+    assert code == 0 and f"all {N} examples" in err, err
+    assert "the film??[31m" in out and "\x1b" not in out
+    shares = pd.read_parquet(found / "tokens.parquet")
+    sums = shares.groupby(["question", "example"])["influence"].sum()
+    for row in table.itertuples():
+        assert float(sums[row.question, row.example]) == pytest.approx(row.influence, rel=1e-3)
+    words = shares.query("question == 0 and example == @first")["token"].tolist()
+    assert words == task.metadata["text"][first].split()[1:]
+
+
+def test_an_audit_and_a_what_if_of_texts(model: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "audit"
+    options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--max-length", 5)
+    code, printed, err = run(capsys, "audit", model, model / "data.jsonl", "-o", out, *options)
+    assert code == 0 and "perplexity" in printed, err
+    task = language_task(load_model(model), model / "data.jsonl", max_length=5)
+    longer = sum(len(text.split()) > 5 for text in task.metadata["text"])
+    assert f"{longer} of {N} texts" in err and longer > 0
+    table = pd.read_parquet(out / "table.parquet")
+    q = blr.Posterior.load(out / "posterior.safetensors")
+    loo = blr.leave_one_out(task, q)
+    assert table["left_out_loss"].tolist() == pytest.approx(loo.losses.tolist(), rel=1e-4)
+    assert table["text"].tolist() == task.metadata["text"]
+    order = pd.read_parquet(out / "suspicious.parquet")["index"].tolist()
+    assert order == blr.suspicious(task, q).order.tolist()
+    page = (out / "report.html").read_text()
+    assert task.metadata["text"][0] in page and (out / "memory_map.png").is_file()
+    argv = (model, model / "data.jsonl", "-p", out / "posterior.safetensors", "--max-length", 5)
+    asked = ("--remove", "source == 'a'", "--solver", "posterior")
+    code, printed, err = run(capsys, "what-if", *argv, *asked)
+    gone = [i for i, source in enumerate(task.metadata["source"]) if source == "a"]
+    truth = blr.what_if(task, q, remove=gone, solver="posterior")
+    assert code == 0 and f"{truth.nll:.3f}" in printed, err
+
+
+def test_a_dry_run_counts_what_the_run_then_does(
+    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for argv, word in (
-        (("query", tmp_path / "none", model / "asked.jsonl"), "holds no index"),
-        (("query", tmp_path / "none", model / "asked.jsonl", "--tokens"), "--out"),
-        (("audit", model), "MODEL DATA"),
-        (("audit", "train.py:task", "--text", "words"), "MODEL DATA"),
-        (("index", model, tmp_path / "none.jsonl", "-o", tmp_path / "i"), "none.jsonl"),
-        (("index", "none.py:task", "--fit", "lowrank", "-o", tmp_path / "i"), "lowrank"),
+    ran: list[int] = []
+    true = engine.record
+    monkeypatch.setattr(engine, "record", lambda *a, **k: ran.append(k["size"]) or true(*a, **k))
+    place, argv = tmp_path / "index", ("index", model, model / "data.jsonl", "--rank", 64)
+    for options, found in ((("--fit", "diag", "--prior-precision", 1.0), 0), ((), 1)):
+        # a pass without records: the loss of the model
+        code, out, err = run(capsys, *argv, *options, "--out", place, "--dry-run")
+        assert code == 0 and not place.exists(), err
+        said = float(out.split("passes")[1].split()[0])
+        ran.clear()
+        assert run(capsys, *argv, *options, "--out", place)[0] == 0
+        assert sum(ran) / N == pytest.approx(said - found, rel=0.05)
+        shutil.rmtree(place)
+    argv = ("audit", model, model / "data.jsonl", "-o", tmp_path / "audit", "--dry-run")
+    said = []
+    for more in ((), ("--by", "source", "--passes", 50), ("--test", model / "asked.jsonl")):
+        code, out, err = run(capsys, *argv, *more)
+        assert code == 0 and [line.split()[0] for line in out.splitlines()][3:] == [
+            "disk",
+            "besides",
+        ]
+        said.append(float(out.split("passes")[1].split()[0]))
+    groups_and_test = [passes - said[0] for passes in said[1:]]
+    assert groups_and_test == pytest.approx([3 * 3 * 50, len(ASKED) / N], abs=0.011)
+    assert not list(tmp_path.glob("audit"))
+
+
+def test_a_place_for_an_index_is_looked_at_before_the_work(
+    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, fits = tmp_path / "index", []
+    argv = ("index", model, model / "data.jsonl", "--prior-precision", 1.0, "--out")
+    assert run(capsys, *argv, place)[0] == 0
+    plain = blr.fit_laplace
+    monkeypatch.setattr(
+        "blr_analysis.posterior.fit_laplace", lambda *a, **k: fits.append(1) or plain(*a, **k)
+    )
+    other = tmp_path / "other"
+    loaded = load_model(model)
+    loaded.tokenizer.save_pretrained(other)
+    with torch.no_grad():
+        next(loaded.model.parameters()).mul_(1.05)
+    loaded.model.save_pretrained(other)
+    (tmp_path / "file").touch()
+    for where, way, word in (
+        (tmp_path / "file", argv, "is no folder"),
+        (other, argv, "is not empty"),
+        (place, (argv[0], other, *argv[2:]), "an index with another model: name"),
+        (place, (*argv[:2], model / "asked.jsonl", *argv[3:]), "another number of examples, data:"),
+        (place, (*argv[:-1], "--rank", 7, "--out"), "another rank"),
     ):
-        code, _, err = run(capsys, *argv)
-        assert code == 2
-        assert err.strip().splitlines()[-1].count(word) == 1, err
+        for how in ((), ("--dry-run",)):
+            assert word in refused(capsys, *way, where, *how)
+    with held(tmp_path / "new"):  # by a run that began before
+        argv_held = [*map(str, argv), str(tmp_path / "new")]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(main, argv_held).result() == 2
+    assert "another run is writing" in capsys.readouterr().err and not fits
+    assert run(capsys, *argv[:-1], "--rank", 7, "--force", "--out", place)[0] == 0 and fits

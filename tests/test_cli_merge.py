@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from commands import run
+from commands import CommandContract, refused, run
 from merging.models_on_disk import family_in_memory, near, state, write_family, write_model
 from safetensors.torch import load_file
 
 import blr_analysis as blr
-from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import read_size
-from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
-from blr_analysis.merging.plan import MAX_MEMORY, SHARD
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -51,24 +47,31 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: source.tensor(name) for name in source.specs}
 
 
-def test_it_writes_what_the_library_gives(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "merge", "recipe.yml", "merged")
-    assert code == 0, err
-    expected = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25)
-    found = load(here / "merged")
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[n], expected[n]) for n in expected)
-    assert "6 tensors merged, 0 copied" in out
-    assert "had no positive precision" not in out  # there are none
-    assert re.search(r"3\.62 kB read, 604 B written in \d+\.\d s, [\d.e-]+ GB/s", out)
-    assert "written to merged: model.safetensors" in out
-    assert "recipe.yml, line 3: base_precision: taken from" in err
-    assert "done" in err
+class TestMerge(CommandContract):
+    name, word = "merge", "the recipe 'none.yml' cannot be read"
+    argv, bad, to = ("recipe.yml",), ("none.yml",), ("out",)
+
+    def check(self, out: Path, said: str) -> None:
+        expected = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25)
+        found = load(out)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        assert "6 tensors merged, 0 copied" in said
+        assert "had no positive precision" not in said  # there are none
+        assert re.search(r"3\.62 kB read, 604 B written in \d+\.\d s, [\d.e-]+ GB/s", said)
+        assert "written to out: model.safetensors" in said
 
 
-def test_a_linear_recipe_of_mergekit_by_hand(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_folder_but_that_of_a_merge_is_replaced(here: Path, capsys: Any) -> None:
+    line = refused(capsys, "merge", "recipe.yml", "base", "--force")
+    assert "is not empty" in line and (here / "base").is_dir()
+    assert (
+        "recipe.yml, base_precision: taken from"
+        in run(capsys, "merge", "recipe.yml", "--dry-run")[2]
+    )
+
+
+def test_a_linear_recipe_of_mergekit_by_hand(here: Path, capsys: Any) -> None:
     (here / "linear.yml").write_text(
         "models:\n- model: ft1\n  parameters: {weight: 1.0}\n- model: ft2\n"
         "  parameters: {weight: [0.0, 3.0]}\nmerge_method: linear\ndtype: float32\n"
@@ -82,9 +85,7 @@ def test_a_linear_recipe_of_mergekit_by_hand(
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_task_arithmetic_recipe_of_mergekit_by_hand(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_arithmetic_recipe_of_mergekit_by_hand(here: Path, capsys: Any) -> None:
     (here / "ta.yml").write_text(
         "models:\n- model: base\n- model: ft1\n  parameters: {weight: 0.5, density: 0.3}\n"
         "- model: ft2\n  parameters:\n    weight:\n    - {filter: mlp, value: 2}\n    - value: 1\n"
@@ -101,7 +102,7 @@ def test_a_task_arithmetic_recipe_of_mergekit_by_hand(
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(here: Path, capsys: Any) -> None:
     before = sorted(here.rglob("*"))
     code, out, err = run(capsys, "merge", "recipe.yml", "merged", "--dry-run")
     assert code == 0, err
@@ -117,7 +118,7 @@ def test_a_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]
     assert run(capsys, "merge", "recipe.yml", "--dry-run")[1] == out
 
 
-def test_every_tensor_is_listed_on_demand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_tensor_is_listed_on_demand(here: Path, capsys: Any) -> None:
     for more in (["--dry-run"], ["merged"]):
         code, out, _ = run(capsys, "merge", "recipe.yml", "--tensors", *more)
         assert code == 0
@@ -125,9 +126,7 @@ def test_every_tensor_is_listed_on_demand(here: Path, capsys: pytest.CaptureFixt
         assert len(re.findall(r"^layers\.", out, re.MULTILINE)) == 4
 
 
-def test_shards_have_the_size_that_was_asked_for(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_have_the_size_that_was_asked_for(here: Path, capsys: Any) -> None:
     assert (
         run(capsys, "merge", "recipe.yml", "merged", "--shard-size", "300B", "--threads", "1")[0]
         == 0
@@ -143,24 +142,23 @@ def test_shards_have_the_size_that_was_asked_for(
 
 
 FAILURES = {
-    "no folder": (["recipe.yml"], "name the folder to write"),
-    "no recipe": (["none.yml", "out"], "the recipe 'none.yml' cannot be read"),
-    "bad recipe": (["bad.yml", "out"], "bad.yml, line 1, column 1"),
-    "full folder": (["recipe.yml", "base"], "is not empty"),
-    "a file": (["recipe.yml", "recipe.yml"], "is there already"),
-    "size": (["recipe.yml", "out", "--shard-size", "big"], "--shard-size must be a size"),
-    "memory": (["recipe.yml", "out", "--max-memory", "-1"], "--max-memory must be a size"),
-    "threads": (["recipe.yml", "out", "--threads", "0"], "--threads"),
-    "option": (["recipe.yml", "out", "--dryrun"], "--dryrun"),
-    "too many": (["recipe.yml", "out", "more"], "more"),
-    "wrong models": (["wrong.yml", "out"], "not the same model"),
-    "the base itself": (["same.yml", "out"], "equals its base"),
+    "no folder": ("recipe.yml", "name the folder to write"),
+    "bad recipe": ("bad.yml out", "method 'ties' needs the base"),
+    "full folder": ("recipe.yml base", "is not empty"),
+    "a file": ("recipe.yml recipe.yml", "is there already"),
+    "size": ("recipe.yml out --shard-size big", "--shard-size must be a size"),
+    "memory": ("recipe.yml out --max-memory -1", "--max-memory must be a size"),
+    "threads": ("recipe.yml out --threads 0", "threads must be"),
+    "option": ("recipe.yml out --dryrun", "--dryrun"),
+    "too many": ("recipe.yml out more", "more"),
+    "wrong models": ("wrong.yml out", "not the same model"),
+    "the base itself": ("same.yml out", "equals its base"),
 }
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_every_failure_is_one_line_and_leaves_nothing(
-    here: Path, capsys: pytest.CaptureFixture[str], failure: str
+    here: Path, capsys: Any, failure: str
 ) -> None:
     (here / "bad.yml").write_text("merge_method: ties\nmodels: [{model: ft1}]")
     write_model(here / "odd", {"other.weight": torch.ones(2)})
@@ -170,27 +168,8 @@ def test_every_failure_is_one_line_and_leaves_nothing(
     (here / "same.yml").write_text(f"{head}[{{model: twin}}]")
     before = sorted(here.rglob("*"))
     argv, expected = FAILURES[failure]
-    code, out, err = run(capsys, "merge", *argv)
-    assert code == 2
-    assert out == ""
-    last = err.splitlines()[-1]
-    assert last.startswith("blr-analysis: ")
-    assert expected in last
+    assert expected in refused(capsys, "merge", *argv.split())
     assert sorted(here.rglob("*")) == before
-
-
-def test_the_defaults_are_those_of_the_library() -> None:
-    options = {p.name: p.default for p in inspect.signature(merge).parameters.values()}
-    assert read_size("--max-memory", options["max_memory"]) == MAX_MEMORY
-    assert read_size("--shard-size", options["shard_size"]) == SHARD
-
-
-def test_sizes() -> None:
-    sizes = {"1": 1, "5GB": 5 * 10**9, "256MiB": 256 * 2**20, "1.5 k": 1500, "2e9": 2 * 10**9}
-    assert {text: read_size("--x", text) for text in sizes} == sizes
-    for text in ("", "GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB"):
-        with pytest.raises(InputError, match="--x must be a size"):
-            read_size("--x", text)
 
 
 def test_start_up_and_merging_load_only_what_they_need(here: Path) -> None:

@@ -16,6 +16,7 @@ import blr_analysis as blr
 from blr_analysis.audit import investigate
 from blr_analysis.learning_rule.families import FullGaussian
 from blr_analysis.learning_rule.inference import Conjugate, linear
+from blr_analysis.sensitivity import token_sensitivity
 
 N = 24
 
@@ -73,13 +74,13 @@ TABLES = {
     "top influence": lambda t, v, q: blr.influence(t, q, v, k=2),
     "group influence": lambda t, v, q: blr.influence(t, q, v).group(),
     "groups": lambda t, v, q: blr.what_if_each(t, q, by="target", evaluate=v),
-    "findings": lambda t, v, q: investigate(t, q, test=v, progress=False),
+    "findings": lambda t, v, q: investigate(t, q, test=v, by=None),
     "prior": lambda t, v, q: blr.select_prior_precision(t, [0.1, 1.0]),
     "predictions": lambda t, v, q: q.predict(v, draws=2),
     "stationarity": lambda t, v, q: q.stationarity,
     "sequences": lambda *_: blr.sensitivity(*language()),
     "sequences left out": lambda *_: blr.leave_one_out(*language()),
-    "tokens": lambda *_: blr.token_sensitivity(*language()),
+    "tokens": lambda *_: token_sensitivity(*language()),
     "probabilistic model": lambda *_: fitted(),
     "merge curve": lambda *_: curve(),
     "mismatch": lambda *_: blr.gradient_mismatch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +112,6 @@ def test_labels_that_are_numbers_stay_themselves(labels: Any) -> None:
     assert y.tolist() == list(labels)
 
 
-def test_labels_that_read_alike_are_refused() -> None:
-    with pytest.raises(DataError, match="1 and '1' read alike"):
-        of(FRAME.assign(label=[1, "1", 2, "2"] * 6), nn.Linear(3, 4))
-
-
 def test_masks_have_the_index_of_the_frame() -> None:
     shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
     cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
@@ -125,24 +119,6 @@ def test_masks_have_the_index_of_the_frame() -> None:
     ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
     with pytest.raises(InputError, match="to_numpy"):
         ambiguous.subset(FRAME.label == "cat")
-
-
-def test_a_frame_is_read_in_the_models_dtype(model: nn.Module) -> None:
-    far = 1e10 + np.arange(24.0)
-    frame = FRAME.assign(c=far, label=FRAME.index % 2)
-    with pytest.warns(UserWarning, match="24 values of the column 'c' become 1 "):
-        of(frame, model)
-    with pytest.warns(UserWarning, match="24 values of the column 'c' become 1 "):
-        of(frame.assign(c=2**60 + np.arange(24)), copy.deepcopy(model).double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        of(FRAME, model)
-        x, _ = of(frame, copy.deepcopy(model).double()).dataset.tensors
-        assert torch.equal(x[:, 2], torch.from_numpy(far))
-        values = blr.Task(
-            nn.Linear(2, 1).double(), frame[["a", "b", "c"]], target="c", likelihood="gaussian"
-        )
-        assert torch.equal(values.dataset.tensors[1], torch.from_numpy(far))
 
 
 def test_numbers_of_object_dtype_are_inputs(model: nn.Module) -> None:

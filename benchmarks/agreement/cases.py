@@ -126,7 +126,7 @@ def retrained(
     parameters = list(model.parameters())
     optimizer = torch.optim.LBFGS(
         parameters,
-        max_iter=400,
+        max_iter=2000,
         history_size=30,
         tolerance_grad=1e-7,
         tolerance_change=0,

@@ -3,16 +3,17 @@
     python -m benchmarks.field [CASE ...] [--truths DIR]
     python -m benchmarks.field --widening [--truths DIR]
 
-Truth is retraining by the same recipe from two other seeds (of the converged model a descent from
-its weights), kept in DIR (``$BLR_CACHE`` or ``~/.cache/blr_analysis``, in ``field``). 4 % of the
-training targets are wrong. Printed of each case:
+Truth is retraining by the same recipe from other seeds, three for the halves and two else (of the
+converged model a descent from its weights), kept in DIR (``field`` in ``$BLR_CACHE`` or
+``~/.cache/blr_analysis``). 4 % of the training targets are wrong. Printed of each case:
 
 * linear datamodeling score: over 32 random halves, of 150 test examples; by four checkpoints, two
   runs, Kronecker factors recorded while it trained, and the end alone.
 * leave-one-out: the mean loss, in parts of that of 20-fold cross-validation (of the converged model
   the rises of 40 single examples, in total), and rank correlations with one seed's truth; "seeds":
   of the two seeds with each other.
-* groups: the test loss without each, Pearson's r, mean relative error, truths in the interval.
+* groups: the test loss without each, Pearson's r, mean relative error, truths in the interval; and
+  what two seeds of retraining have of them.
 * wrong labels: the share of planted ones among the first k of ``suspicious``.
 
 ``--widening`` tells, of the cases run before, the factor by which intervals must be widened for
@@ -35,7 +36,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from benchmarks.agreement.cases import retrained
-from benchmarks.agreement.metrics import linear_datamodeling, pearson, spearman
+from benchmarks.agreement.metrics import ceiling, linear_datamodeling, pearson, spearman
 from benchmarks.field.cases import CASES, Data, losses, trained
 from benchmarks.field.truth import ASKED, Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
@@ -66,7 +67,7 @@ class Field:
         self.test = self._task((data.x_test, data.y_test))
         if not case.delta:
             retrain = by_recipe(case, self.task)
-        self.truths = Truths(name, case, data, retrain, folder)
+        self.truths = Truths(name, case, data, retrain, repr(self.task.recipe), folder)
         own, unseen = losses(model, data.x, data.y), losses(model, data.x_test, data.y_test)
         self.row("trained", f"{self.truths.seconds:.2f} s a training; loss {own.mean():.3f}, "
                  f"test {unseen.mean():.3f}")  # fmt: skip
@@ -99,6 +100,8 @@ class Field:
     def influence(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
         kept, true = halves(len(self.data.x)), self.truths.halves.mean(0)
         asked = self.test.subset(range(ASKED))
+        other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
+        self.row("influence, one seed of the others", str(other))
         for name, (task, q) in fits.items():
             start = time.process_time()
             matrix = blr.influence(task, q, asked).as_subclass(Tensor).double()
@@ -137,11 +140,13 @@ class Field:
             inside = int(((low <= true) & (true <= high)).sum())
             error = float(((guess - true).abs() / true).mean())
             seeds = self.truths.groups.double()
+            apart = float(((seeds[0] - seeds[-1]).abs() / true).mean())
             self.row(
                 f"groups, {name}",
                 f"r {float(pearson(guess, true)):.3f}, error {error:.1%}, {inside} of {len(true)} "
                 f"inside; truths {true.min():.2f} to {true.max():.2f}, seeds "
-                f"r {float(pearson(seeds[0], seeds[-1])):.2f}; {taken:.0f} s; {table.note[0]!r}",
+                f"r {float(pearson(seeds[0], seeds[-1])):.2f}, {apart:.1%} apart; {taken:.0f} s; "
+                f"{table.note[0]!r}",
             )
             half = (high - low) / 2 / WIDENED
             kept.append({"how": name, "off": (guess - true).abs().tolist(), "half": half.tolist()})
@@ -162,7 +167,8 @@ class Field:
 
     def run(self) -> None:
         fits = self.fitted()
-        self.influence(fits)
+        if not self.case.delta:
+            self.influence(fits)
         first, *_ = fits.values()
         some = {n: fit for n, fit in fits.items() if n in ("four checkpoints", "the end alone")}
         some = some or fits

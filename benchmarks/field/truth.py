@@ -19,7 +19,7 @@ from blr_analysis.likelihoods import resolve
 from blr_analysis.sensitivity.training import trained
 
 HALVES, FOLDS, ALONE, ASKED = 32, 20, 40, 150  # the last: test examples of the halves
-SEEDS = (10, 11)
+SEEDS = {"halves": 3, "folds": 2, "groups": 2}  # from 10 on
 
 Retrain = Callable[[Tensor, int], nn.Module]  # the examples that stay, the seed
 
@@ -65,31 +65,43 @@ class Truths:
     """What retraining gave.
 
     Attributes:
-        seeds: of the retrainings.
-        halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``.
+        halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``; not of the converged.
         folds: the left-out loss of each example, ``[seeds, N]``; NaN where it was not left out.
         groups: the mean test loss without each group, ``[seeds, G]``.
         seconds: of one training.
     """
 
-    def __init__(self, name: str, case: Case, data: Data, retrain: Retrain, folder: Path) -> None:
-        self.name, self.data, self.retrain = name, data, retrain
-        alone = case.delta > 0
-        self.seeds = SEEDS[:1] if alone else SEEDS
-        self.parts = left_out(len(data.x), alone)
-        told = f"{case.recipe} {case.patience} {case.base} {case.delta} {len(data.x)}"
-        made = hashlib.sha256(told.encode()).hexdigest()[:16]
-        path = folder / f"{name.replace(' ', '_')}.safetensors"
-        found = store.read(path, made)
-        if found is None:
-            start = time.process_time()
-            tensors = {"halves": self._halves(), "folds": self._folds(), "groups": self._groups()}
-            count = len(self.seeds) * (HALVES + len(self.parts) + tensors["groups"].shape[1])
-            seconds = (time.process_time() - start) / count
-            found = store.Stored(tensors, {"hash": made, "seconds": seconds})
-            store.write(path, found.tensors, found.record)
-        self.halves, self.folds = found.tensors["halves"], found.tensors["folds"]
-        self.groups, self.seconds = found.tensors["groups"], found.record["seconds"]
+    def __init__(
+        self, name: str, case: Case, data: Data, retrain: Retrain, how: str, folder: Path
+    ) -> None:
+        self.name, self.data, self.retrain, self.folder = name, data, retrain, folder
+        self.alone, self.seconds = case.delta > 0, 0.0
+        self.parts = left_out(len(data.x), self.alone)
+        told = f"{how} {case.patience} {case.base} {case.delta} {len(data.x)}"
+        self.made = hashlib.sha256(told.encode()).hexdigest()[:16]
+        self.halves, self.folds, self.groups = (
+            self._kept(kind, how)
+            for kind, how in (
+                ("halves", self._halves), ("folds", self._folds), ("groups", self._groups)
+            )
+        )  # fmt: skip
+
+    def _kept(self, kind: str, how: Callable[[int], list[Tensor]]) -> Tensor:
+        found = []
+        if self.alone and kind == "halves":
+            return torch.empty(0)
+        for seed in range(10, 11 if self.alone else 10 + SEEDS[kind]):
+            path = self.folder / self.name.replace(" ", "_") / f"{kind}-{seed}.safetensors"
+            stored = store.read(path, self.made)
+            if stored is None:
+                start, rows = time.process_time(), how(seed)
+                about = {"hash": self.made, "seconds": (time.process_time() - start) / len(rows)}
+                whole = self._joined(rows) if kind == "folds" else torch.stack(rows)
+                stored = store.Stored({"losses": whole}, about)
+                store.write(path, stored.tensors, stored.record)
+            found.append(stored.tensors["losses"])
+            self.seconds = stored.record["seconds"]
+        return torch.stack(found)
 
     def _without(self, gone: Tensor, seed: int) -> nn.Module:
         keep = torch.ones(len(self.data.x), dtype=torch.bool)
@@ -97,23 +109,20 @@ class Truths:
         print(f"{self.name}: without {int((~keep).sum())}", file=sys.stderr, flush=True)
         return self.retrain(keep, seed)
 
-    def _halves(self) -> Tensor:
+    def _halves(self, seed: int) -> list[Tensor]:
         x, y = self.data.x_test[:ASKED], self.data.y_test[:ASKED]
-        rows = [[losses(self._without(~kept, s), x, y) for kept in halves(len(self.data.x))]
-                for s in self.seeds]  # fmt: skip
-        return torch.stack([torch.stack(row) for row in rows])
+        return [losses(self._without(~kept, seed), x, y) for kept in halves(len(self.data.x))]
 
-    def _folds(self) -> Tensor:
-        x, y, found = self.data.x, self.data.y, []
-        for seed in self.seeds:
-            each = torch.full((len(x),), torch.nan, dtype=torch.float64)
-            for part in self.parts:
-                each[part] = losses(self._without(part, seed), x[part], y[part])
-            found.append(each)
-        return torch.stack(found)
+    def _folds(self, seed: int) -> list[Tensor]:
+        x, y = self.data.x, self.data.y
+        return [losses(self._without(part, seed), x[part], y[part]) for part in self.parts]
 
-    def _groups(self) -> Tensor:
+    def _joined(self, rows: list[Tensor]) -> Tensor:
+        each = torch.full((len(self.data.x),), torch.nan, dtype=torch.float64)
+        each[torch.cat(self.parts)] = torch.cat(rows)
+        return each
+
+    def _groups(self, seed: int) -> list[Tensor]:
         x, y, groups = self.data.x_test, self.data.y_test, self.data.groups
         members = [(groups == g).nonzero().flatten() for g in groups.unique()]
-        rows = [[losses(self._without(m, s), x, y).mean() for m in members] for s in self.seeds]
-        return torch.tensor(rows)
+        return [losses(self._without(m, seed), x, y).mean() for m in members]

@@ -1,7 +1,8 @@
 """The audit of a model's data: everything that the analyses say, as one job.
 
-    task + posterior ─ investigate ─► Findings ─ summary ─► what to print
-                                               ─ write ───► a folder of tables and pictures
+    task + posterior ─ investigate ─► Findings ─ sections ─► in_text ─► what to print
+                                               ├ sections ─► the page
+                                               └ write ────► a folder of tables and pictures
 
 The command line and the demo are two ways to call it; from Python:
 
@@ -17,42 +18,20 @@ The command line and the demo are two ways to call it; from Python:
 
 from __future__ import annotations
 
-from blr_analysis.audit.findings import (
-    Findings,
-    check_column,
-    evaluated,
-    investigate,
-    most_influential,
-    most_suspicious,
-)
+from blr_analysis.audit.findings import Findings, check_column, investigate
 from blr_analysis.audit.pictures import write, write_picture, write_text
-from blr_analysis.audit.summary import (
-    extremes_section,
-    files_section,
-    loo_section,
-    map_section,
-    summary,
-    trust_section,
-    what_if_section,
-)
-from blr_analysis.files import folder_for
+from blr_analysis.audit.sections import Section, sections
+from blr_analysis.audit.text import in_text, written
 
 __all__ = [
     "Findings",
+    "Section",
     "check_column",
-    "evaluated",
-    "extremes_section",
-    "files_section",
-    "folder_for",
+    "in_text",
     "investigate",
-    "loo_section",
-    "map_section",
-    "most_influential",
-    "most_suspicious",
-    "summary",
-    "trust_section",
-    "what_if_section",
+    "sections",
     "write",
     "write_picture",
     "write_text",
+    "written",
 ]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from blr_analysis.audit.findings import Findings, most_suspicious
-from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.audit.findings import Findings
+from blr_analysis.audit.sections import plain
 from blr_analysis.files import drafted
-from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import (
     plot_deviations,
     plot_examples,
@@ -22,7 +20,7 @@ from blr_analysis.plots import (
     plot_memory_map,
     plot_what_if,
 )
-from blr_analysis.sensitivity import LeaveOneOut, SequenceLeaveOneOut
+from blr_analysis.sensitivity import LeaveOneOut
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
 
@@ -37,90 +35,49 @@ SOMETIMES = (
 
 def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
     """Each picture that the findings allow, as (file stem, figure)."""
-    images, labels = images_of(findings.task), verdicts(findings.table)
-    yield "memory_map", figure_of(plot_memory_map(findings.memory, images=images, labels=labels))
-    yield "deviations", figure_of(plot_deviations(findings.scores, labels=labels))
-    if findings.on_test is not None and findings.test_targets is not None:
-        yield "leave_one_out", loo_picture(findings.loo, findings.on_test, findings.test_targets)
-    grid = None if images is None else suspicious_picture(findings.table, images)
-    if grid is not None:
-        yield "suspicious", grid
+    images, labels = images_of(findings.task), verdicts(findings)
+    yield "memory_map", _figure(plot_memory_map(findings.memory, images=images, labels=labels))
+    yield "deviations", _figure(plot_deviations(findings.scores, labels=labels))
+    if findings.on_test is not None:
+        yield "leave_one_out", _against_test(findings)
+    worst = findings.suspects["index"].tolist()[:GRID]
+    if images is not None and worst:
+        kinds = findings.table["kind"]
+        titles = [f"#{i} {kinds[i]}\n{labels[i]}" for i in worst]
+        title = "Suspicious: wrong labels, strangers, duplicates"
+        yield "suspicious", _figure(plot_examples(images, worst, titles, title=title))
     if findings.removals is not None:
-        yield "removals", figure_of(plot_what_if(findings.removals))
+        yield "removals", _figure(plot_what_if(findings.removals))
 
 
-def figure_of(ax: Any) -> Figure:
-    """The figure that a picture was drawn on."""
-    return ax.figure
+def verdicts(findings: Findings) -> Mapping[int, str]:
+    """What stands beside an example's index in a picture: "3", or "3 or 8?" where its label is
+    suspected; the second is the best other one."""
+    table = findings.suspicions.table.sort_values("index")
+    if "target" not in table:
+        return {int(i): "" for i in table["index"]}
+    labels = table["target"].map(plain).tolist()
+    others = table["proposed"].map(plain).tolist()
+    doubts = (table["kind"] == "label") & table["proposed"].notna()
+    told = zip(labels, others, doubts, strict=True)
+    return {i: f"{y} or {z}?" if doubt else y for i, (y, z, doubt) in enumerate(told)}
 
 
-def verdicts(table: pd.DataFrame) -> Mapping[int, str]:
-    """What stands beside an example's index in a picture: "3", or "3 not 8" where contradicted.
-
-    The first is the label, the second what the model says without the example.
-    """
-    if "target" not in table or "suspicious" not in table:
-        values = table["target"] if "target" in table else table["index"]
-        return {int(i): f"{v:.3g}" for i, v in zip(table["index"], values, strict=True)}
-    return {
-        int(i): f"{label} or {other}?" if doubt else f"{label}"
-        for i, label, other, doubt in zip(
-            table["index"],
-            table["target"].map(plain),
-            table["left_out_prediction"].map(plain),
-            table["suspicious"],
-            strict=True,
-        )
-    }
-
-
-def plain(value: Any) -> str:
-    """A number as short as it can be: 3 for 3.0."""
-    if isinstance(value, float | np.floating):
-        return f"{value:.4g}"
-    return str(value)
-
-
-def map_picture(memory: MemoryMap, task: Task) -> Figure:
-    """A memory map by itself; extremes carry their label and, where it differs, the prediction."""
-    table = memory.table
-    labels = None
-    if "target" in table:
-        pairs = zip(table["target"].map(plain), table["prediction"].map(plain), strict=True)
-        labels = [y if y == said else f"{y} or {said}?" for y, said in pairs]
-    return figure_of(plot_memory_map(memory, images=images_of(task), labels=labels))
-
-
-def loo_picture(
-    loo: LeaveOneOut | SequenceLeaveOneOut, on_test: Evaluation, test_targets: Tensor
-) -> Figure:
+def _against_test(findings: Findings) -> Figure:
     """The leave-one-out loss beside the test loss, of all data and of each of a few classes."""
+    loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
+    assert on_test is not None and there is not None
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    targets = test_targets[:0] if isinstance(loo, SequenceLeaveOneOut) else loo.targets
-    flat = targets.ndim == 1 or targets.shape[-1] == 1
-    classes = targets.unique().tolist() if flat and loo.likelihood.is_classification else []
-    if 2 <= len(classes) <= MOST_CLASSES:
-        for c in classes:
-            here, there = targets.flatten() == c, test_targets.flatten() == c
+    if isinstance(loo, LeaveOneOut) and findings.task.likelihood.is_classification:
+        here = loo.targets.reshape(len(loo), -1)
+        classes = here.unique().tolist() if here.shape[1] == 1 else []
+        for c in classes if 2 <= len(classes) <= MOST_CLASSES else ():
             labels.append(plain(c))
-            ours.append(float(loo.losses[here].double().mean()))
-            theirs.append(float(on_test.losses[there].double().mean()))
+            ours.append(float(loo.losses[here[:, 0] == c].double().mean()))
+            theirs.append(float(on_test.losses[there.flatten() == c].double().mean()))
     ax = plot_leave_one_out(ours, theirs, labels=labels)
     ax.set_xlabel("all data, and each class" if len(labels) > 1 else "")
-    return figure_of(ax)
-
-
-def suspicious_picture(table: pd.DataFrame, images: Any) -> Figure | None:
-    """The most suspicious examples as a grid of images; None where no label is contradicted."""
-    worst = most_suspicious(table, GRID)["index"].tolist()
-    if not worst:
-        return None
-    said = verdicts(table)
-    titles = [f"#{i}\n{said[i]}" for i in worst]
-    title = "Most suspicious: the label, or the model's answer without the example?"
-    if "suspicious" not in table:
-        title = "Most suspicious: worst predicted without the example"
-    return figure_of(plot_examples(images, worst, titles, title=title))
+    return _figure(ax)
 
 
 def images_of(task: Task) -> Any:
@@ -132,10 +89,6 @@ def images_of(task: Task) -> Any:
     first, *_, last = x.shape
     sides = x.shape[1:] if first in (1, 3, 4) else x.shape[:2]
     return task.dataset if (first in (1, 3, 4) or last in (1, 3, 4)) and min(sides) >= 4 else None
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def write(
@@ -151,6 +104,7 @@ def write(
         say(f"writing tables and pictures to {folder}")
     earlier = (folder / "table.parquet").is_file()
     files = [*write_table(findings.table, folder, "table")]
+    files += write_table(findings.suspicions.table, folder, "suspicious")
     files += write_table(findings.loo.table, folder, "leave_one_out")
     if findings.removals is not None:
         files += write_table(findings.removals, folder, "removals")
@@ -164,15 +118,15 @@ def write(
     return files
 
 
-def write_picture(figure: Figure, folder: Path, stem: str) -> Path:
-    """Write ``folder/stem.png``, whole or not at all.
+def write_picture(drawn: Any, folder: Path, stem: str) -> Path:
+    """Write a figure, or the one of these axes, as ``folder/stem.png``, whole or not at all.
 
     Raises:
         StorageError: it cannot be written.
     """
     target = folder / f"{stem}.png"
     with drafted(target) as draft:
-        figure.savefig(draft, dpi=150, format="png")
+        getattr(drawn, "figure", drawn).savefig(draft, dpi=150, format="png")
     return target
 
 
@@ -186,3 +140,7 @@ def write_text(text: str, folder: Path, name: str) -> Path:
     with drafted(target) as draft:
         draft.write_text(text, encoding="utf-8")
     return target
+
+
+def _figure(ax: Any) -> Figure:
+    return ax.figure

@@ -3,28 +3,22 @@ only this command needs is imported inside of it, so that no other pays for it."
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import DryRun, read_size, show_forecast
+from blr_analysis.cli.options import Shared, show_forecast, takes
 from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:
     from blr_analysis.huggingface.fisher import FisherResult
 
 
-Kind = StrEnum(
-    "Kind", {"mc": "mc", "emp": "emp", "ggn": "ggn", "squared_minibatch": "squared-minibatch"}
-)
-Shape = StrEnum("Shape", "diag gram kron")
-ModelTask = StrEnum("ModelTask", {"classification": "classification", "causal_lm": "causal-lm"})
-StoredDtype = StrEnum("StoredDtype", "float32 bfloat16")
-
-
+@takes("huggingface/fisher.py", "fisher", "kind", "structure", "samples", "label", "task")
+@takes("huggingface/fisher.py", "fisher", "examples", "max_length", "seed")
 def fisher(
+    shared: Shared,
     model: Annotated[
         Path,
         typer.Argument(
@@ -44,30 +38,8 @@ def fisher(
         ),
     ],
     base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="An adapter's base, unless its configuration names a folder here."
-        ),
+        Path | None, typer.Option(metavar="PATH", help="An adapter's base, if it was moved.")
     ] = None,
-    kind: Annotated[
-        Kind,
-        typer.Option(
-            help="mc: the Fisher, with labels drawn from the model; emp: the empirical Fisher, "
-            "with the labels of the data; ggn: as mc, exact, for classifiers (a backward pass for "
-            "every label but one: see --dry-run); squared-minibatch: "
-            "what published scripts compute, whose expectation is NOT the Fisher."
-        ),
-    ] = Kind.mc,
-    structure: Annotated[
-        Shape,
-        typer.Option(
-            help="diag: a number per weight; gram: second moments of the layers' inputs, by "
-            "forward passes alone (RegMean); kron: Kronecker factors of inputs and gradients."
-        ),
-    ] = Shape.diag,
-    samples: Annotated[
-        int, typer.Option(metavar="K", min=1, help="Labels drawn per example, for --kind mc.")
-    ] = 1,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,65 +48,14 @@ def fisher(
             "sentence, sentence1 and sentence2, ...).",
         ),
     ] = None,
-    label: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="The label's column, for --kind emp and squared-minibatch; the others need none.",
-        ),
-    ] = None,
-    examples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="M", min=1, help="Use M random examples, and scale the sum to all of them."
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            min=1,
-            help="Tokens read of a text; otherwise what the model reads, at most 512.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="B",
-            min=1,
-            help="For --kind squared-minibatch, and for it alone: the result depends on it.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of labels, examples and batches.")] = 0,
-    task: Annotated[
-        ModelTask | None,
-        typer.Option(help="Where the model's configuration does not say what it is."),
-    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", metavar="PATH", help="Where to write; otherwise MODEL/precision."
-        ),
+        typer.Option("--out", "-o", metavar="PATH", help="Where to write; else MODEL/precision."),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a precision that is already there.")
+    half: Annotated[
+        bool, typer.Option("--bfloat16", help="Store half the bytes; else float32.")
     ] = False,
-    dtype: Annotated[
-        StoredDtype, typer.Option(help="Of the numbers on disk.")
-    ] = StoredDtype.float32,
-    device: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, mps.")
-    ] = "cpu",
-    max_memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Of the passes over the data. On top come the model, the sum, and the check of "
-            "the first gradients, some 20 bytes per parameter in all; one example is taken "
-            "whatever it needs.",
-        ),
-    ] = "256MiB",
-    dry_run: DryRun = False,
+    **how: Any,
 ) -> None:
     """The precision of a fine-tuned model, from its data: what a merge weighs it by.
 
@@ -151,8 +72,7 @@ def fisher(
     examples of its squared gradients, each example by itself. With --kind mc, the Fisher, labels
     are drawn from the model's own predictions, so that DATA needs none; --kind ggn is the same
     without the noise of drawing, for classifiers with few labels; --kind emp takes the labels of
-    DATA. --kind squared-minibatch squares the mean gradient of B examples (--batch-size), as
-    published scripts do: its expectation is not the Fisher, and its size depends on B.
+    DATA.
 
     Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
     """
@@ -161,34 +81,15 @@ def fisher(
     from blr_analysis.huggingface.fisher import fisher as compute
     from blr_analysis.huggingface.fisher import fisher_cost
 
-    say = Teller()
+    say, label, seed = Teller(), how.pop("label"), how.pop("seed")
     say(f"loading {model}")
-    asked: dict[str, Any] = {
-        "kind": str(kind).replace("-", "_"),
-        "structure": str(structure),
-        "samples": samples,
-        "batch_size": batch_size,
-        "base": base,
-        "text": text or None,
-        "examples": examples,
-        "max_length": max_length,
-        "task": None if task is None else str(task).replace("-", "_"),
-        "device": device,
-        "dtype": torch.bfloat16 if dtype is StoredDtype.bfloat16 else None,
-    }
-    if dry_run:
-        show_forecast(fisher_cost(model, data, **asked))
+    dtype = torch.bfloat16 if half else None
+    how |= {"base": base, "text": text or None, "device": shared.device or "cpu", "dtype": dtype}
+    if shared.dry_run:
+        show_forecast(fisher_cost(model, data, **how))
         return
-    result = compute(
-        model,
-        data,
-        **asked,
-        label=label,
-        seed=seed,
-        out=out,
-        force=force,
-        memory_budget=read_size("--max-memory", max_memory),
-    )
+    kept = {"label": label, "seed": seed, "out": out, "force": shared.force}
+    result = compute(model, data, **how, **kept, memory_budget=shared.memory)
     say("done")
     show_result(result)
 
@@ -210,8 +111,3 @@ def show_result(result: FisherResult) -> None:
             "next": "blr-analysis merge recipe.yml OUT",
         }
     )
-    if result.kind == "squared_minibatch":
-        typer.echo(
-            "\nsquared_minibatch is not the Fisher: its size depends on the batch size. --kind mc "
-            "is one, by example."
-        )

@@ -3,27 +3,31 @@ inside of it, so that no other pays for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import read_size
-from blr_analysis.terminal import Teller, grid, pairs, show
+from blr_analysis.cli.options import Shared, read_size, takes
+from blr_analysis.errors import InputError
+from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
     from blr_analysis.merging.auto import Choice
-    from blr_analysis.merging.fates import Item
-    from blr_analysis.merging.folders import MergeReport
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
-    from blr_analysis.merging.stream import Outcome
     from blr_analysis.task import Task
 
+REPORT = "merge_report.csv"  # by which the folder of a merge is known
 
+
+@takes("merging/plan.py", "make_plan", "threads")
 def merge(
+    shared: Shared,
     recipe: Annotated[
         Path,
         typer.Argument(
@@ -32,30 +36,16 @@ def merge(
             show_default=False,
         ),
     ],
+    threads: int | None,
     out: Annotated[
         Path | None,
         typer.Argument(
             metavar="OUT", help="The folder to write: new, or empty.", show_default=False
         ),
     ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check everything and print the plan; write nothing."),
-    ] = False,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List the fate of every tensor.")
     ] = False,
-    max_memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Of the buffers, at most; Python and torch themselves (some 0.2 GB) come on top.",
-        ),
-    ] = "256MiB",
-    threads: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="One per core, up to 8, unless you say otherwise."),
-    ] = None,
     shard_size: Annotated[
         str,
         typer.Option(
@@ -65,7 +55,6 @@ def merge(
     validate: Annotated[
         list[Path] | None,
         typer.Option(
-            "--validate",
             metavar="FILE",
             help="For merge_method: auto, labelled examples that no model was trained on; once for "
             "each task.",
@@ -99,27 +88,24 @@ def merge(
 
     Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
     weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
-    and the fate of every tensor (merge_report.csv, merge_report.json). The recipes that mergekit
-    has for linear and task_arithmetic run unchanged.
+    and the fate of every tensor (merge_report.csv). The recipes that mergekit has for linear and
+    task_arithmetic run unchanged.
     """
     from dataclasses import replace
-    from functools import partial
 
-    from blr_analysis.errors import InputError
     from blr_analysis.files import check_free, check_room
-    from blr_analysis.merging.card import documents
-    from blr_analysis.merging.folders import execute
-    from blr_analysis.merging.plan import SHARD, plan_folders, reference_folder
-    from blr_analysis.merging.propagation import PropagatedJob, stream_propagated
+    from blr_analysis.merging.card import documents, outcome
+    from blr_analysis.merging.folders import SHARD, execute, reference_folder
+    from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
-    from blr_analysis.merging.stream import stream
 
-    if out is None and not dry_run:
+    if out is None and not shared.dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
-    memory, shard = read_size("--max-memory", max_memory), read_size("--shard-size", shard_size)
-    say = Teller()
-    if out is not None:
-        check_free(out.expanduser())
+    memory, shard = shared.memory or MAX_MEMORY, read_size("--shard-size", shard_size)
+    out, say = out and out.expanduser(), Teller()
+    replaces = out is not None and shared.force and (out / REPORT).is_file()
+    if out is not None and not replaces:
+        check_free(out)
     parsed = read_recipe(recipe)
     for note in parsed.notes:
         say(f"{parsed.path.name}, {note}")
@@ -127,135 +113,112 @@ def merge(
         raise InputError("--validate is for merge_method: auto")
     job = replace(parsed.job, trust=trust)
     data = [m.data for m in job.members if m.data is not None]
-    tasks: list[Task] = []
-    if data and (parsed.auto or not dry_run):
+    if data and (parsed.auto or not shared.dry_run):
         from blr_analysis.huggingface.fisher import text_tasks
 
         say("reading data")
-        tasks = text_tasks(reference_folder(job), data, labelled=parsed.auto)
+        tasks = text_tasks(reference_folder(job) or Path(), data, labelled=parsed.auto)
+        job = replace(job, tasks=[shared.of(task) for task in tasks])
     if parsed.auto:
-        job, choice = _chosen(job, validate or [], tasks, say)
+        job, choice = _chosen(job, validate or [], say)
         say(f"auto: {choice!r}")
         by = sorted(choice.points, key=lambda point: point.nll)
-        values = [p.accuracy if choice.by == "accuracy" else p.nll for p in by]
-        tried = {"merge": [p.method for p in by], choice.by: [f"{value:.4g}" for value in values]}
+        tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
-    write: Callable[..., MergeReport]
-    plan: MergePlan
-    fill: Callable[..., Outcome] = stream
-    if parsed.adapter_rank is None:
-        plan = plan_folders(job, max_memory=memory, threads=threads)
-        if isinstance(job, PropagatedJob):
-            fill = partial(stream_propagated, tasks=tasks, progress=None)
-        write = partial(execute, plan, max_shard_bytes=shard, fill=fill)
-    else:
-        from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
-
-        if shard != SHARD:
-            raise InputError("an adapter is one file: no --shard-size")
-        plan = plan_adapters(job, parsed.adapter_rank, max_memory=memory, threads=threads)
-        write = partial(write_adapter, plan)
+    if job.rank is not None and shard != SHARD:
+        raise InputError("an adapter is one file: no --shard-size")
+    plan = make_plan(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
-        check_room(out.expanduser(), plan.bytes_written)
-    if dry_run or out is None:
-        show_plan(plan, parsed, tensors=tensors)
+        check_room(out, plan.bytes_written)
+    if shared.dry_run or out is None:
+        show_plan(plan, parsed)
+        if tensors:
+            show_tensors(plan, {})
+        typer.echo("\nNothing was written (--dry-run).")
         return
+    if replaces:
+        shutil.rmtree(out)
     say(f"merging {len(plan.parts)} models by {plan.method.name}")
-    report = write(out, documents=lambda report: documents(report, parsed))
+    report = execute(
+        plan, out, max_shard_bytes=shard, documents=lambda made: documents(made, parsed.text)
+    )
     say("done")
-    show_report(report, tensors=tensors)
+    for sentence in outcome(report):
+        typer.echo(sentence)
+    if tensors:
+        show_tensors(report.plan, report.fallback)
+    beside = "a card, the recipe and the report beside them"
+    typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
 
 
-def _chosen(
-    job: Job, validate: Sequence[Path], tasks: Sequence[Task], say: Teller
-) -> tuple[Job, Choice]:
+def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
     from blr_analysis.huggingface.fisher import text_tasks
-    from blr_analysis.merging.auto import chosen_job
-    from blr_analysis.merging.plan import reference_folder
+    from blr_analysis.merging.auto import chosen
+    from blr_analysis.merging.folders import reference_folder
 
     say("choosing the method")
     held_out: dict[str, Task] = {}
     if validate:
-        read = text_tasks(reference_folder(job), validate, labelled=True)
+        read = text_tasks(reference_folder(job) or Path(), validate, labelled=True)
         held_out = dict(zip(map(str, validate), read, strict=True))
-    return chosen_job(job, held_out or None, tasks or None)
+    return chosen(job, held_out or None)
 
 
-def show_plan(plan: MergePlan, recipe: Recipe, *, tensors: bool) -> None:
+def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     """What would be done."""
     from blr_analysis.merging.card import shown, size
-    from blr_analysis.merging.propagation import PropagatedJob
 
     job = recipe.job
-    rows = {"method": f"{plan.method.name}: {plan.method.formula}"}
-    if job.base is not None:
-        rows["base"] = str(job.base)
-    if plan.base_precision is not None:
-        rows["base precision"] = plan.base_precision.name
-    if plan.method.uses_base_precision:
-        rows["delta"] = f"{plan.delta:g}"
-    if job.scale != 1:
-        rows["lambda"] = repr(job.scale)
-    rows["to read"], rows["to write"] = size(plan.bytes_read), size(plan.bytes_written)
-    rows["memory"] = f"{size(plan.memory)} of buffers at most, {plan.workers} threads"
-    if isinstance(job, PropagatedJob):
+    rows = {
+        "method": f"{plan.method.name}: {plan.method.formula}",
+        "base": job.base,
+        "base precision": plan.base_precision and plan.base_precision.name,
+        "delta": f"{plan.delta:g}" if plan.method.uses_base_precision else None,
+        "lambda": repr(job.scale) if job.scale != 1 else None,
+        "to read": size(plan.bytes_read),
+        "to write": size(plan.bytes_written),
+        "memory": f"{size(plan.memory)} of buffers at most, {plan.workers} threads",
+    }
+    if job.propagates:
         whole = 4 * sum(item.spec.numel for item in plan.items)
         rows["on top"] = (
             f"{size(3 * whole)} at most: the result, a model and the tasks' own in memory; a sweep "
             "of forward passes over each model's data for every layer"
         )
-    pairs(rows)
-    models = {
+    pairs({name: value for name, value in rows.items() if value is not None})
+    models: dict[str, list[str]] = {
         "model": [shown(m.model) for m in job.members],
         "weight": [repr(m.weight) for m in job.members],
     }
     if plan.method.uses_precisions:
         stored = [m.precision for m in job.members]
         models["precision"] = ["" if place is None else shown(place) for place in stored]
-    data = [m.data for m in job.members if m.data is not None]
-    if data:
-        models["data"] = [shown(place) for place in data]
+    if any(m.data is not None for m in job.members):
+        models["data"] = [shown(m.data) for m in job.members if m.data is not None]
     _show("Models", models)
-    _show_fates(plan)
-    if tensors:
-        _show_tensors(plan, {})
-    typer.echo("\nNothing was written (--dry-run).")
-
-
-def show_report(report: MergeReport, *, tensors: bool) -> None:
-    """What was done."""
-    from blr_analysis.merging.card import outcome
-
-    for sentence in outcome(report):
-        typer.echo(sentence)
-    if tensors:
-        _show_tensors(report.plan, report.fallback)
-    beside = "a card, the recipe and the report beside them"
-    typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
-
-
-def _show_fates(plan: MergePlan) -> None:
-    from blr_analysis.merging.card import size
-
-    groups: dict[tuple[str, str, str], list[Item]] = {}
+    counts: Counter[Any] = Counter()
+    numbers, sizes = Counter(counts), Counter(counts)
     for item in plan.items:
         key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
-        groups.setdefault(key, []).append(item)
+        counts[key] += 1
+        numbers[key] += item.spec.numel
+        sizes[key] += plan.bytes_for(item)
     columns = {
-        "fate": [fate for fate, _, _ in groups],
-        "tensors": [f"{len(items):,}" for items in groups.values()],
-        "numbers": [f"{sum(i.spec.numel for i in items):,}" for items in groups.values()],
-        "dtype": [dtype for _, dtype, _ in groups],
-        "to write": [size(sum(map(plan.bytes_for, items))) for items in groups.values()],
-        "note": [note for _, _, note in groups],
+        "fate": [fate for fate, _, _ in counts],
+        "tensors": [f"{n:,}" for n in counts.values()],
+        "numbers": [f"{n:,}" for n in numbers.values()],
+        "dtype": [dtype for _, dtype, _ in counts],
+        "to write": [size(n) for n in sizes.values()],
+        "note": [note for _, _, note in counts],
     }
     _show("Tensors", columns)
 
 
-def _show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
+def show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
+    """The fate of each."""
     columns = {
         "tensor": [item.name for item in plan.items],
         "fate": [item.fate for item in plan.items],
@@ -271,7 +234,4 @@ def _show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
 
 
 def _show(title: str, columns: Mapping[str, Sequence[str]]) -> None:
-    from rich.console import Group
-    from rich.text import Text
-
-    show(Group(Text(f"\n{title}", style="bold"), grid(columns)))
+    show(section(title, "", grid(columns)))

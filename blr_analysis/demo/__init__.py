@@ -9,6 +9,6 @@ Everything that it prints is computed while it runs: ``blr-analysis demo``, or
 from __future__ import annotations
 
 from blr_analysis.demo.job import run
-from blr_analysis.demo.training import RECIPE, Digits, TrainingRecipe, load, network, train
+from blr_analysis.demo.training import Digits, load, network, recipe, train
 
-__all__ = ["RECIPE", "Digits", "TrainingRecipe", "load", "network", "run", "train"]
+__all__ = ["Digits", "load", "network", "recipe", "run", "train"]

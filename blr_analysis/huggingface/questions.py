@@ -1,5 +1,4 @@
-"""Texts, questions with their answers, and conversations as the task of a language model, in the
-order of their rows.
+"""Texts, questions with their answers, and conversations as token ids, in the order of their rows.
 
 What has an answer is scored on the answer alone, as trainers mask prompts: the tokens of
 "prompt" + "answer" after those of "prompt"; of "messages", written by the tokenizer's chat
@@ -38,9 +37,8 @@ def language_task(
     Columns "messages" (conversations) hold lists of {"role": …, "content": …}; "prompt" (question,
     instruction) and "answer" (completion, response, output) are texts, or both such lists; an
     "instruction" is followed by a blank line and its "input", where that is not empty, unless the
-    rows have a "text" of their own, which is read then; otherwise the texts are read as
-    :func:`blr_analysis.huggingface.data.read_texts` does. Other columns of words and numbers are
-    the task's metadata.
+    rows have a "text" of their own, which is read then; otherwise the texts are those of the one
+    column with a usual name. Other columns of words and numbers are the task's metadata.
 
     Args:
         data: a file, a folder of ``Dataset.save_to_disk``, or a ``datasets.Dataset``.
@@ -60,8 +58,6 @@ def language_task(
     if max_length is not None:
         read_length(loaded, max_length)
     table, where = read_rows(data)
-    if not len(table):
-        raise DataError(f"{where} holds no examples")
     columns, tokens, words = read_tokens(loaded, table, where, text, max_length)
     shown = [" ".join(each.split())[:SHOWN] for each in words]
     about = {"text": shown, **_others(table, {*columns, "text"})}
@@ -69,17 +65,33 @@ def language_task(
 
 
 def read_tokens(
-    loaded: Pretrained, table: Any, where: str, text: str | None, max_length: int | None
+    loaded: Pretrained,
+    table: Any,
+    where: str,
+    text: str | Sequence[str] | None,
+    max_length: int | None,
+    labels: Sequence[int] | None = None,
 ) -> tuple[tuple[str, ...], Tokens, list[str]]:
-    """The columns that are read; every row's ids and labels, and words."""
+    """The columns that are read; every row's ids and labels, and words.
+
+    Args:
+        labels: of a classifier, a class per row; None where none are needed.
+    """
     columns, encode = _reader(loaded, table, where, text)
     rows, shown, cut = [], [], 0
     each = zip(*(table[c].tolist() for c in columns), strict=True)
-    for place, values in zip(places_of(table, where), each, strict=True):
+    for k, (place, values) in enumerate(zip(places_of(table, where), each, strict=True)):
         words, row, start = encode(values, place)
-        _check(loaded, row, start, max_length, place)
-        cut += max_length is not None and len(row["input_ids"]) > max_length
-        rows.append({n: ids[:max_length] for n, ids in row.items()})
+        longer = max_length is not None and len(row["input_ids"]) > max_length
+        cut += longer
+        if start is None:
+            if longer:
+                row = _ids(loaded, *values, truncation=True, max_length=max_length)
+            row["labels"] = 0 if labels is None else labels[k]
+        else:
+            _check(loaded, row, start, max_length, place)
+            row = {n: ids[:max_length] for n, ids in row.items()}
+        rows.append(row)
         shown.append(words)
     return columns, Tokens(rows, loaded.pad_id, max_length, cut, loaded.tokenizer), shown
 
@@ -96,14 +108,16 @@ def answer_columns(table: Any) -> tuple[str, ...]:
     return (*pair, "input") if instructed else pair
 
 
-Encoded = tuple[str, dict[str, Ids], int]  # the words, ids with labels, where labels begin
+# The words, ids (of language models with labels), where labels begin (None: of classifiers)
+Encoded = tuple[str, dict[str, Any], int | None]
 
 
 def _reader(
-    loaded: Pretrained, table: Any, where: str, text: str | None
+    loaded: Pretrained, table: Any, where: str, text: str | Sequence[str] | None
 ) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...], str], Encoded]]:
     """The columns that are read, and what makes ids of a row of them."""
-    columns = answer_columns(table) if text is None else ()
+    causal = loaded.task == "causal_lm"
+    columns = answer_columns(table) if causal and text is None else ()
     if len(columns) == 1:
         return columns, lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
     if columns:
@@ -111,14 +125,24 @@ def _reader(
             loaded, _joined(row, place), columns[:2], place
         )
     columns = text_columns(table, where, text)
-    if len(columns) > 1:
-        raise DataError(f"a language model reads one text, not {', '.join(columns)}: name it")
-    return columns, lambda row, place: _text(loaded, row[0], place)
+    if causal and len(columns) > 1:
+        raise DataError(
+            f"a language model reads one text, not {', '.join(columns)}: name it, text= (--text)"
+        )
+
+    def plain(row: tuple[Any, ...], place: str) -> Encoded:
+        if causal:
+            words = _words(row[0], columns[0], place)
+            return words, *_labelled(loaded, words, "")
+        words = [v if isinstance(v, str) else _words(v, columns[0], place) for v in row]
+        return " ".join(words), _ids(loaded, *words), None
+
+    return columns, plain
 
 
-def _text(loaded: Pretrained, text: Any, place: str) -> Encoded:
-    words = _words(text, "text", place)
-    return words, *_labelled(loaded, words, "")
+def _ids(loaded: Pretrained, *words: str, **how: Any) -> dict[str, Any]:
+    encoded: Any = loaded.tokenizer(*words, verbose=False, **how)
+    return {n: list(encoded[n]) for n in loaded.inputs if n in encoded}
 
 
 def _words(value: Any, name: str, place: str) -> str:
@@ -154,8 +178,7 @@ def _answered(
 
 def _labelled(loaded: Pretrained, whole: str, prompt: str) -> tuple[dict[str, Ids], int]:
     """Ids of the whole text; labels after what it has in common with the prompt's ids."""
-    encoded: Any = loaded.tokenizer(whole, verbose=False)
-    row = {n: list(encoded[n]) for n in loaded.inputs if n in encoded}
+    row = _ids(loaded, whole)
     before = list(loaded.tokenizer(prompt, verbose=False)["input_ids"]) if prompt else []
     start = _common(before, row["input_ids"])
     return _with_labels(row, [(start, len(row["input_ids"]))]), start

@@ -1,4 +1,4 @@
-"""Texts as what a model takes: token ids, truncated, padded batch by batch, sorted by length."""
+"""Examples as token ids: a dataset whose batches are padded to their longest row."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from torch.utils.data import DataLoader
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.data import Texts
 from blr_analysis.huggingface.models import LONGEST, Pretrained
 from blr_analysis.task import Task
 
 IGNORED = -100
 BATCH = 8
 KNOWN_BY = 256  # texts whose ids tell tokenizers apart
-AT_ONCE = 1000  # texts that the tokenizer is given together
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,10 @@ class Tokens:
         pad_id: what fills up short rows.
         max_length: tokens that are kept of a row; None: all.
         cut: how many rows were longer.
-        tokenizer: of a language model, what made the ids.
+        tokenizer: what made the ids.
     """
 
-    rows: Rows
+    rows: list[dict[str, Any]]
     pad_id: int
     max_length: int | None = None
     cut: int = 0
@@ -49,11 +46,6 @@ class Tokens:
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return self.rows[i]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each example."""
-        return [len(row["input_ids"]) for row in self.rows]
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """A batch padded to its longest row.
@@ -79,7 +71,8 @@ class Tokens:
         """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
         how: Any = {"batch_size": BATCH, "collate_fn": self.collate}
         loader = DataLoader(self, **how)  # type: ignore[arg-type]
-        return Task(loaded.model, loader, likelihood=loaded.likelihood, batch_size=BATCH, **about)
+        about = {"likelihood": loaded.likelihood, "batch_size": BATCH, **about}
+        return Task(loaded.model, loader, **about)
 
 
 def ids_known_by(
@@ -92,52 +85,6 @@ def ids_known_by(
     names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
     digest = hashlib.sha256(json.dumps([names, ids]).encode()).hexdigest()
     return {"tokens": size, "sha256": digest}
-
-
-def encode(
-    texts: Texts,
-    loaded: Pretrained,
-    labels: Sequence[int] | None = None,
-    *,
-    max_length: int | None = None,
-    chosen: Sequence[int] | None = None,
-) -> Tokens:
-    """Token ids of the texts (or of the ``chosen`` ones), sorted by length.
-
-    Sorted, so that batches of neighbours are padded little; the sums over examples that are asked
-    for do not depend on the order.
-
-    Args:
-        labels: a class per text for classifiers; None where none are needed.
-        max_length: tokens that are kept of a text (of a pair: of both); default: what the model
-            reads, at most 512.
-
-    Raises:
-        InputError: a ``max_length`` that the model cannot read.
-        DataError: a pair for a language model; a text of less than two tokens for one; another
-            model's tokenizer.
-    """
-    most = read_length(loaded, max_length)
-    causal = loaded.task == "causal_lm"
-    if causal and len(texts.texts[0]) > 1:
-        raise DataError(
-            f"a language model reads one text, not {', '.join(texts.columns)}: name one with "
-            "text= (--text)"
-        )
-    order = list(range(len(texts))) if chosen is None else list(chosen)
-    rows, cut = _tokenised(texts, loaded, order, most)
-    for i, row in zip(order, rows, strict=True):
-        count = len(row["input_ids"])
-        if count < 1 + causal:
-            raise DataError(
-                f"{texts.places[i]} has {count} token(s), which leaves nothing to predict; drop it"
-            )
-        if causal:
-            check_known(loaded, row["input_ids"], texts.places[i])
-        # 0 stands where a class must: whoever gives none uses none
-        row["labels"] = row["input_ids"] if causal else labels[i] if labels else 0
-    rows.sort(key=lambda row: len(row["input_ids"]))
-    return Tokens(rows, loaded.pad_id, most, cut)
 
 
 def check_known(loaded: Pretrained, ids: Sequence[int], place: str) -> None:
@@ -161,28 +108,3 @@ def read_length(loaded: Pretrained, max_length: int | None) -> int:
             f"{str(loaded.folder)!r} reads"
         )
     return max_length or min(loaded.longest, LONGEST)
-
-
-def _tokenised(
-    texts: Texts, loaded: Pretrained, order: Sequence[int], most: int
-) -> tuple[Rows, int]:
-    rows: Rows = []
-    truncated = 0
-    for start in range(0, len(order), AT_ONCE):
-        part = [texts.texts[i] for i in order[start : start + AT_ONCE]]
-        encoded = _ids(loaded, part, truncation=False)
-        long = [k for k, row in enumerate(encoded) if len(row["input_ids"]) > most]
-        if long:
-            cut = _ids(loaded, [part[k] for k in long], truncation=True, max_length=most)
-            for k, row in zip(long, cut, strict=True):
-                encoded[k] = row
-        truncated += len(long)
-        rows += encoded
-    return rows, truncated
-
-
-def _ids(loaded: Pretrained, part: list[tuple[str, ...]], **how: Any) -> Rows:
-    columns = [list(column) for column in zip(*part, strict=True)]
-    encoded = loaded.tokenizer(*columns, verbose=False, **how)
-    names = [n for n in loaded.inputs if n in encoded]
-    return [{n: list(encoded[n][k]) for n in names} for k in range(len(part))]

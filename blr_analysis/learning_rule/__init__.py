@@ -6,8 +6,8 @@ models in :mod:`blr_analysis.learning_rule.inference`, the posteriors they learn
 :mod:`blr_analysis.learning_rule.families`.
 """
 
-from blr_analysis.learning_rule.moves import Move, natural_momentum
+from blr_analysis.learning_rule.moves import Move
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS, Row, row, table1
 
-__all__ = ["ROWS", "Move", "Row", "blr_step", "natural_momentum", "row", "table1"]
+__all__ = ["ROWS", "Move", "Row", "blr_step", "row", "table1"]

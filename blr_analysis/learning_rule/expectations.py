@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_map
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.families.base import ExponentialFamily
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
 Value = TypeVar("Value")
@@ -56,43 +54,18 @@ AT_ADVERSARY = Look("at samples of q, then at their adversary near the mean", no
 AT_DROPPED_OUT_MEAN = Look("at the mean, units dropped out", noisy=True)
 AT_SIGN = Look("at the sign of the mean (delta method, zero temperature)")
 AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
-BY_NODES = Look("by quadrature or samples", noisy=True)
+BY_NODES = Look("by quadrature")
 
 
-def at_mean(q: ExponentialFamily, f: Callable[[Any], Value]) -> Value:
-    """E_q[f(θ)] ≈ f(E_q[θ]), the delta method (Khan & Rue, Eq. 7); exact where f is linear.
-
-    Raises:
-        InputError: θ has no mean, such as the number of a class.
-
-    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
-    >>> at_mean(q, torch.square)
-    tensor([4.])
-    """
-    return f(q.expected_point())
-
-
-def at_samples(
-    q: ExponentialFamily,
-    f: Callable[[Any], Value],
-    n: int = 1,
-    *,
-    generator: torch.Generator | None = None,
-) -> Value:
-    """The mean of f over ``n`` draws of q; tensors in tuples, lists or dictionaries alike.
-
-    Raises:
-        InputError: ``n`` is no positive integer.
+def at_samples(q: Any, f: Callable[[Any], Tensor], n: int, *, generator: Any = None) -> Tensor:
+    """The mean of f over ``n`` draws of q.
 
     >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
     >>> draws = at_samples(q, torch.square, 20000, generator=torch.Generator().manual_seed(0))
     >>> abs(draws - 5).item() < 0.1
     True
     """
-    draws = q.sample(positive_int("n", n), generator=generator)
-    values = (f(tree_map(lambda t, i=i: t[i], draws)) for i in range(n))
-    total = reduce(lambda a, b: tree_map(torch.add, a, b), values)
-    return tree_map(lambda t: t / n, total)
+    return torch.stack([f(theta) for theta in q.sample(n, generator=generator)]).mean(0)
 
 
 def places(
@@ -141,18 +114,7 @@ def check_nodes(nodes: int, variables: int = 1) -> None:
     if nodes > MOST_NODES:
         raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {nodes}")
     if variables != 1:
-        raise InputError(
-            f"quadrature is for one variable; take look='samples' for {variables} of them"
-        )
-
-
-def adversary(mean: Tensor, gradient: Tensor, precision: Tensor, radius: float) -> Tensor:
-    """m + radius·g/s: where the loss rises fastest, measured by the posterior's own precision.
-
-    SAM's neighbour where s = 1, up to SAM's normalisation of the gradient (Möllenhoff & Khan,
-    ICLR 2023, Algorithm 1).
-    """
-    return mean + radius * gradient / precision
+        raise InputError(f"quadrature is for one variable, not {variables}: take look='samples'")
 
 
 Tensors = list[Tensor]

@@ -7,8 +7,6 @@ For a diagonal Gaussian with S = ess·(h + δ) the rule is
 ĝ and ĥ gradient and Hessian of the mean loss, δ = weight_decay the prior's share. Deep learning
 departs from it in a few ways that recur, and :class:`Move` names them. With none of them, one
 step of :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`.
-
-For any family there is natural momentum (Khan & Rue, App. F): :func:`natural_momentum`.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -20,11 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from blr_analysis.learning_rule.expectations import HessianEstimate, Tensors
-from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
-from blr_analysis.learning_rule.rule import blr_step
+from blr_analysis.learning_rule.families.base import ExponentialFamily
 
 Q = TypeVar("Q", bound=ExponentialFamily)
 
@@ -222,26 +218,3 @@ def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:
 
 def _squares(tensors: Tensors) -> Tensors:
     return list(torch._foreach_mul(tensors, tensors))
-
-
-def natural_momentum(
-    q: Q, previous: Q, loss_gradient: Mapping[str, Tensor], rho: float, gamma: float
-) -> Q:
-    """The rule with momentum along the posterior's own geometry (Khan & Rue, Eq. 80).
-
-        λ ← (1 − ρ) λ − ρ ∇_μ E_q[ℓ̄ + log h] + γ (λ − λ_previous)
-
-    For a Gaussian with fixed covariance this is Polyak's heavy ball (K&R 75).
-
-    Raises:
-        InputError: ρ outside of (0, 1], or λ leaves the family's domain.
-
-    Example:
-        >>> from blr_analysis.learning_rule.families import FixedGaussian
-        >>> before, now = (FixedGaussian(torch.tensor([m]), torch.ones(1)) for m in (0.0, 1.0))
-        >>> natural_momentum(now, before, {"linear": torch.tensor([2.0])}, 0.1, 0.5).mean
-        tensor([1.3000])
-    """
-    moved = blr_step(q, loss_gradient, rho)
-    drift = scale(subtract(q.natural, previous.natural), gamma)
-    return q.with_natural(add(moved.natural, drift))

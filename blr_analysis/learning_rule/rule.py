@@ -1,6 +1,6 @@
 """The Bayesian learning rule, once.
 
-    λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ]            (Khan & Rue, Eq. 6)
+    λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) ]            (Khan & Rue, Eq. 6, for a constant base measure h)
 
 minimises E_q[ℓ̄] − H(q) over the members q of an exponential family, by natural gradients: ∇_μ is
 the natural gradient with respect to λ. A loss that is a sum over examples gives each of them a
@@ -49,5 +49,4 @@ def blr_step(q: Q, loss_gradient: Mapping[str, Tensor], rho: float) -> Q:
         DiagonalGaussian(mean=tensor([1.3333]), precision=tensor([3.]))
     """
     share("rho", rho)
-    moved = scale(add(loss_gradient, q.base_gradient()), -rho)
-    return q.with_natural(add(scale(q.natural, 1 - rho), moved))
+    return q.with_natural(add(scale(q.natural, 1 - rho), scale(loss_gradient, -rho)))

@@ -197,9 +197,9 @@ _ROWS = (
         "stochastic approximation, local learning rate 1",
         "5.3", SITES, f"{INFERENCE}.lda"),
     Row("VMP", MEAN_FIELD, EXACTLY, EXACT, RULE, "learning rate 1 for all nodes",
-        "5.3", SITES, f"{INFERENCE}.vmp"),
+        "5.3", SITES, f"{INFERENCE}.messages"),
     Row("non-conjugate VMP", MEAN_FIELD, BY_NODES, EXACT, RULE, "learning rate 1 for all nodes",
-        "5.3", SITES, f"{INFERENCE}.nonconjugate"),
+        "5.3", SITES, f"{INFERENCE}.cvi"),
     Row("non-conjugate VI", "exponential family, or a mixture of them (skew normal)", BY_NODES,
         EXACT, RULE, "none",
         "5.4", SITES, f"{INFERENCE}.cvi"),
@@ -252,7 +252,7 @@ class Table1(Tabular):
 
 
 def table1() -> Any:
-    """Table 1 as a DataFrame, one row per algorithm; printing it shows its first five columns.
+    """Table 1 as a DataFrame, one row per algorithm.
 
     Columns: algorithm, family, loss (where it is looked at), hessian, departures, approximations,
     section, analysable, through (what hands the posterior over), runs

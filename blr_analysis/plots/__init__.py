@@ -19,7 +19,6 @@ from blr_analysis.plots.examples import (
     plot_deviations,
     plot_examples,
     plot_site_leave_one_out,
-    plot_site_scores,
     plot_suspicious,
 )
 from blr_analysis.plots.influence import plot_influence
@@ -41,35 +40,23 @@ from blr_analysis.sensitivity.suspicious import Suspicions
 from blr_analysis.sensitivity.what_if import WhatIf
 from blr_analysis.views import make_plot
 
-__all__ = [
-    "extremes",
-    "image_of",
-    "plot_deviations",
-    "plot_examples",
-    "plot_history",
-    "plot_influence",
-    "plot_leave_one_out",
-    "plot_memory_map",
-    "plot_merge_curve",
-    "plot_mismatch",
-    "plot_monitor",
-    "plot_prior_selection",
-    "plot_site_leave_one_out",
-    "plot_site_scores",
-    "plot_suspicious",
-    "plot_what_if",
-]
+PICTURES = {
+    MemoryMap: plot_memory_map,
+    Monitor: plot_monitor,
+    PriorSelection: plot_prior_selection,
+    NetworkScores: plot_deviations,
+    SiteScores: plot_deviations,
+    SiteLeaveOneOut: plot_site_leave_one_out,
+    Suspicions: plot_suspicious,
+    Influence: plot_influence,
+    TopInfluence: plot_influence,
+    WhatIf: plot_what_if,
+    GradientMismatch: plot_mismatch,
+    MergeCurve: plot_merge_curve,
+    Fitted: plot_history,
+}
+for result, picture in PICTURES.items():
+    make_plot.register(result, picture)
 
-make_plot.register(MemoryMap, plot_memory_map)
-make_plot.register(Monitor, plot_monitor)
-make_plot.register(PriorSelection, plot_prior_selection)
-make_plot.register(NetworkScores, plot_deviations)
-make_plot.register(SiteScores, plot_site_scores)
-make_plot.register(SiteLeaveOneOut, plot_site_leave_one_out)
-make_plot.register(Suspicions, plot_suspicious)
-make_plot.register(Influence, plot_influence)
-make_plot.register(TopInfluence, plot_influence)
-make_plot.register(WhatIf, plot_what_if)
-make_plot.register(GradientMismatch, plot_mismatch)
-make_plot.register(MergeCurve, plot_merge_curve)
-make_plot.register(Fitted, plot_history)
+__all__ = ["extremes", "image_of", "plot_examples", "plot_leave_one_out"]
+__all__ += sorted({picture.__name__ for picture in PICTURES.values()})

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.offsetbox import AnnotationBbox, HPacker, OffsetBox, OffsetImage, TextArea
 from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.errors import InputError
@@ -24,6 +24,8 @@ SKY, GREY = "#56B4E9", "#7F7F7F"
 
 Labels = Sequence[Any] | Mapping[int, Any]
 MEASURES = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
+THUMBNAIL = 26  # points of the longer side
+LEADER = {"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkB": 3, "relpos": (0, 0.5)}
 LOO = "leave-one-out, from training data"
 # Colour, marker and line of what is measured where, in every picture.
 LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,62 +63,46 @@ def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
     return ax
 
 
-@dataclass(frozen=True)
-class AxisScale:
-    """Linear or logarithmic; on a logarithmic axis, values below ``floor`` are drawn under it."""
+def scale_of(values: np.ndarray) -> dict[str, Any]:
+    """Options of ``set_xscale``: logarithmic where the positive values span much more than a linear
+    axis can show, and linear near 0.
 
-    log: bool
-    floor: float = 0.0
-    clipped: int = 0
-
-    def draw(self, values: np.ndarray) -> np.ndarray:
-        """The values as they are drawn."""
-        return np.where(values < self.floor, self.floor / 2, values) if self.log else values
-
-    def line(self, threshold: float) -> float:
-        """Where a threshold is drawn: 0 lies between the floor and what is drawn under it."""
-        return threshold if threshold > 0 or not self.log else self.floor / 1.4
-
-    def limits(self, drawn: np.ndarray, low_pad: float, high_pad: float) -> tuple[float, float]:
-        """Axis limits around what is drawn, padded by fractions of the whole axis."""
-        drawn = np.log10(drawn) if self.log else drawn
-        low, high = float(drawn.min()), float(drawn.max())
-        if high <= low:
-            low, high = (low / 2, 1.5 * high) if low else (0.0, 1.0)
-        width = (high - low) / (1 - low_pad - high_pad)
-        low, high = low - low_pad * width, high + high_pad * width
-        return (10 ** max(low, -307), 10 ** min(high, 308)) if self.log else (low, high)
-
-    @property
-    def name(self) -> Literal["linear", "log"]:
-        return "log" if self.log else "linear"
-
-    @property
-    def note(self) -> str:
-        """What to add to the axis label where values were moved to be seen; or nothing."""
-        return f"\n({self.clipped:,} below {self.floor:.1g} at the edge)" if self.clipped else ""
-
-
-def choose_scale(values: np.ndarray, threshold: float | None = None) -> AxisScale:
-    """Logarithmic where the positive values span much more than a linear axis can show.
-
-    That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor
-    of 30 apart. The floor is the smallest positive value, or six decades below the largest as
-    long as no more than one in a hundred of the positive values lies under it. A value keeps its
-    side of the threshold.
+    That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor of 30
+    apart. Near 0 is below the smallest positive value, or six decades below the largest as long as
+    no more than one in a hundred of the positive values lies there, or twelve.
     """
     positive = values[values > 0]
     if len(positive) < 2:
-        return AxisScale(False)
+        return {"value": "linear"}
     least, low, middle, high, top = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
     if high <= 30 * low and top <= 30 * middle:
-        return AxisScale(False)
-    floor = float(positive.min())
-    if threshold is None or threshold > 0:
-        floor = max(floor, min(float(top) * 1e-6, float(least)))
-    if threshold is not None and threshold > 0:
-        floor = min(floor, threshold)
-    return AxisScale(True, floor, int((values < floor).sum()))
+        return {"value": "linear"}
+    floor = max(float(positive.min()), min(float(top) * 1e-6, float(least)), float(top) * 1e-12)
+    return {"value": "symlog", "linthresh": floor, "linscale": 0.3}
+
+
+def label_points(
+    ax: Axes,
+    points: np.ndarray,
+    texts: Sequence[str],
+    images: Sequence[np.ndarray] | None = None,
+    cmap: str = "gray",
+) -> None:
+    """Label points [K, 2] in a column beside the axes, in the order of their heights; each with its
+    image, where given, before its text."""
+    order = np.argsort(-ax.transData.transform(points)[:, 1], kind="stable") if len(points) else []
+    step = min(0.11, 1 / max(1, len(points)))
+    for place, k in enumerate(order):
+        content: OffsetBox = TextArea(texts[k], textprops={"fontsize": 8})
+        if images is not None:
+            zoom = THUMBNAIL / max(images[k].shape[:2])
+            picture = OffsetImage(images[k], zoom=zoom, cmap=cmap, interpolation="nearest")
+            content = HPacker(children=[picture, content], align="center", pad=0, sep=3)
+        at = (float(points[k, 0]), float(points[k, 1]))
+        box = AnnotationBbox(content, at, xybox=(1.03, 0.97 - place * step), pad=0, frameon=False,
+                             boxcoords="axes fraction", box_alignment=(0, 0.5), arrowprops=LEADER,
+                             annotation_clip=False, zorder=5)  # fmt: skip
+        ax.add_artist(box)
 
 
 def as_array(values: Any) -> np.ndarray:

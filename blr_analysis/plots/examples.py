@@ -15,33 +15,29 @@ from blr_analysis.plots._canvas import (
     GREY,
     ORANGE,
     VERMILLION,
-    AxisScale,
     Labels,
     as_array,
     axes_or_new,
-    choose_scale,
     count_of,
     count_ticks,
+    label_points,
     named,
+    scale_of,
 )
-from blr_analysis.plots._labels import label_points
-from blr_analysis.sensitivity.suspicious import KINDS, NONE, Suspicions
+from blr_analysis.sensitivity.suspicious import KINDS, NONE
 
 __all__ = [
     "image_of",
     "plot_deviations",
     "plot_examples",
     "plot_site_leave_one_out",
-    "plot_site_scores",
     "plot_suspicious",
 ]
 
-_SUSPECTED = {
-    "none": (GREY, ".", "nothing suspected"),
-    "label": (VERMILLION, "x", "label"),
-    "unfamiliar": (BLUE, "^", "unfamiliar"),
-    "duplicate": (ORANGE, "s", "duplicate"),
-}
+COLOURS = dict(zip((NONE, *KINDS), (GREY, VERMILLION, BLUE, ORANGE), strict=True))
+MARKERS = dict(zip((NONE, *KINDS), ".x^s", strict=True))
+LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": VERMILLION, "mec": "black", "zorder": 3}
+SELF_INFLUENCE = "self-influence gᵀΣg [nats]  (→ shapes more)"
 
 
 def plot_deviations(
@@ -61,9 +57,6 @@ def plot_deviations(
         labels: shown beside the index of a labelled example; ``labels[index]``.
         n_labels: how many examples to label.
 
-    Returns:
-        The Axes.
-
     Raises:
         InputError: neither deviation nor self-influence, no examples, or values not finite.
 
@@ -74,85 +67,46 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    is_table = hasattr(scores, "columns")
-    index = as_array(scores["index"] if is_table else np.arange(len(values))).astype(int)
-    order = np.argsort(-values, kind="stable")
-    steep = values[order[0]] > 100 * values[order[len(values) // 20]]
-    scale = choose_scale(values) if steep else AxisScale(False)
-    height = scale.draw(values[order])
-    rank = np.arange(1, len(values) + 1)
+    index = as_array(scores["index"] if hasattr(scores, "columns") else np.arange(len(values)))
+    order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
+    height, few = values[order], len(order) <= 100
+    points = np.column_stack([np.arange(1, len(order) + 1), height])
     ax = axes_or_new(ax)
-    few = len(values) <= 100
-    ax.plot(rank, height, color=BLUE, lw=1.5, marker="." if few else "", zorder=2)
-    ax.fill_between(rank, height, height.min() if scale.log else 0, color=BLUE, alpha=0.15, lw=0)
+    ax.plot(*points.T, color=BLUE, lw=1.5, marker="." if few else "", zorder=2)
+    ax.fill_between(*points.T, color=BLUE, alpha=0.15, lw=0)  # type: ignore[misc]
     ax.set_xscale("linear" if few else "log")
-    ax.set_yscale(scale.name)
+    if height[0] > 100 * height[len(order) // 20]:
+        ax.set_yscale(**scale_of(height))
     if few:
         count_ticks(ax)
-        ax.set_xlim(0.5, len(values) + 0.5)
-    else:
-        ax.set_xlim(0.8, len(values) * 1.1)
-    low, high = scale.limits(height if scale.log else np.append(height, 0.0), 0.03, 0.12)
-    ax.set_ylim(max(low, 0.0) if not scale.log else low, high)
+    ax.set_ylim(0)
     top = order[: max(n_labels, 0)]
     top = top[values[top] > 0]
-    texts = named(index[top].tolist(), labels)
-    points = np.column_stack([rank, height])
-    ax.plot(*points[: len(top)].T, ls="", marker="D", ms=5, mfc=VERMILLION, mec="black", zorder=3)
-    label_points(ax, points[: len(top)], texts, points)
+    ax.plot(*points[: len(top)].T, **LARGEST)
+    label_points(ax, points[: len(top)], named(index[top].astype(int).tolist(), labels))
     ax.set_xlabel("rank (1 = shapes the model most)")
-    ax.set_ylabel(f"{unit}{scale.note}")
-    ax.set_title(f"How far predictions would move: {count_of(len(values))}")
+    ax.set_ylabel(unit)
+    ax.set_title(f"How far predictions would move: {count_of(len(order))}")
     return ax
 
 
 def _values(scores: Any) -> tuple[np.ndarray, str]:
     """The deviations and their name with units, or the self-influences where there are none."""
-    units = {
-        "deviation": _deviation_unit(getattr(scores, "likelihood", None)),
-        "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
-    }
-    for name, unit in units.items():
-        is_table = hasattr(scores, "columns")
-        values = scores.get(name) if is_table else getattr(scores, name, None)
-        values = None if values is None else as_array(values).reshape(-1)
-        if values is None or (len(values) and np.isnan(values).all()):
-            continue
-        if not len(values):
-            raise InputError("plot_deviations got no examples: pass at least one")
-        if not np.isfinite(values).all():
-            raise InputError(f"{(~np.isfinite(values)).sum()} {name}s are not finite")
-        return values, unit
+    likelihood = getattr(scores, "likelihood", None)
+    deviation = "deviation without the example  (→ shapes more)"
+    if likelihood is not None:
+        deviation = "deviation ‖Δf‖₂ [output]  (→ shapes more)"
+        if likelihood.is_classification:
+            deviation = "deviation ‖Δp‖₁, 0 to 2  (→ shapes more)"
+    for name, unit in {"deviation": deviation, "self_influence": SELF_INFLUENCE}.items():
+        found = scores.get(name) if hasattr(scores, "columns") else getattr(scores, name, None)
+        values = as_array([] if found is None else found).reshape(-1)
+        if np.isinf(values).any():
+            raise InputError(f"{np.isinf(values).sum()} {name}s are not finite")
+        if np.isfinite(values).any():
+            return values, unit
     got = type(scores).__name__
-    raise InputError(f"expected scores with a deviation or a self_influence, got {got}")
-
-
-def _deviation_unit(likelihood: Any) -> str:
-    if likelihood is None:
-        return "deviation without the example  (→ shapes more)"
-    if likelihood.is_classification:
-        return "deviation ‖Δp‖₁, 0 to 2  (→ shapes more)"
-    return "deviation ‖Δf‖₂ [output]  (→ shapes more)"
-
-
-def plot_site_scores(
-    scores: Any, ax: Axes | None = None, *, labels: Labels | None = None, n_labels: int = 8
-) -> Axes:
-    """Draw the deviations in falling order; what was not observed is left out.
-
-    Args:
-        scores: what :func:`blr_analysis.sensitivity` returns for a sum of sites.
-        ax, labels, n_labels: see :func:`blr_analysis.plots.plot_deviations`.
-
-    Returns:
-        The Axes.
-    """
-    seen = scores.table.dropna(subset=["deviation"])
-    ax = plot_deviations(seen, ax, labels=labels, n_labels=n_labels)
-    unit = "log-predictive lost without it [nats]"
-    ax.set_ylabel(ax.get_ylabel().replace("deviation without the example", unit))
-    ax.set_title(f"What each tells about itself: {count_of(len(seen))}")
-    return ax
+    raise InputError(f"expected scores of examples with a deviation or self_influence, got {got}")
 
 
 def plot_site_leave_one_out(
@@ -162,15 +116,6 @@ def plot_site_leave_one_out(
 
     Points on the dashed line lose nothing when they are left out; those far above it are known
     to the model by themselves only.
-
-    Args:
-        loo: what :func:`blr_analysis.leave_one_out` returns for a sum of sites.
-        ax: where to draw; a new figure if None.
-        labels: shown beside the index of a labelled example; ``labels[index]``.
-        n_labels: how many examples to label.
-
-    Returns:
-        The Axes.
 
     Raises:
         InputError: nothing was observed, or labels that do not cover every example.
@@ -183,8 +128,8 @@ def plot_site_leave_one_out(
     ax.axline((points[seen[0], 0],) * 2, slope=1, color="0.25", lw=0.9, ls="--", zorder=0.5)
     ax.plot(*points[seen].T, ls="", marker="o", ms=4, color=BLUE, alpha=0.6, label="examples")
     top = seen[np.argsort(points[seen, 0] - points[seen, 1], kind="stable")][: max(n_labels, 0)]
-    ax.plot(*points[top].T, ls="", marker="D", ms=5, mfc=VERMILLION, mec="black", zorder=3)
-    label_points(ax, points[top], named(top.tolist(), labels), points[seen])
+    ax.plot(*points[top].T, **LARGEST)
+    label_points(ax, points[top], named(top.tolist(), labels))
     ax.set_xlabel("loss with the example [nats]  (→ worse)")
     ax.set_ylabel("loss without the example [nats]  (→ worse)")
     ax.set_title(f"Leave-one-out of {count_of(len(seen))}: {loo.nll:.3g} nats each")
@@ -197,32 +142,20 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
     Args:
         suspicions: what :func:`blr_analysis.suspicious` returns.
         ax: where to draw; a new figure if None.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        InputError: something else.
     """
-    if not isinstance(suspicions, Suspicions):
-        got = type(suspicions).__name__
-        raise InputError(f"plot_suspicious expects what suspicious(...) returns; got {got}")
     ax = axes_or_new(ax, (7.2, 5.0))
-    unfamiliarity, up = as_array(suspicions.unfamiliarity), as_array(suspicions.losses)
-    across = choose_scale(unfamiliarity)
-    x, kind = across.draw(unfamiliarity), np.array(suspicions.kind)
-    for name in (NONE, *KINDS):
-        chosen = kind == name
+    unfamiliarity, losses = as_array(suspicions.unfamiliarity), as_array(suspicions.losses)
+    kinds = np.array(suspicions.kind)
+    for kind, colour in COLOURS.items():
+        chosen = kinds == kind
+        size, alpha = (8, 0.4) if kind == NONE else (26, 0.9)
+        label = f"{'nothing suspected' if kind == NONE else kind} ({int(chosen.sum()):,})"
         if chosen.any():
-            colour, marker, words = _SUSPECTED[name]
-            size, alpha = (8, 0.4) if name == NONE else (26, 0.9)
-            label = f"{words} ({int(chosen.sum()):,})"
-            ax.scatter(
-                x[chosen], up[chosen], s=size, c=colour, marker=marker, alpha=alpha, label=label
-            )
-    ax.set_xscale(across.name)
+            ax.scatter(unfamiliarity[chosen], losses[chosen], s=size, c=colour,
+                       marker=MARKERS[kind], alpha=alpha, label=label)  # fmt: skip
+    ax.set_xscale(**scale_of(unfamiliarity))
     ax.set_ylabel("mean loss over the run [nats]  (→ label more suspicious)")
-    ax.set_xlabel(f"unfamiliarity tr ΛV [parameters]  (→ less familiar){across.note}")
+    ax.set_xlabel("unfamiliarity tr ΛV [parameters]  (→ less familiar)")
     ax.set_title(f"What looks wrong in {count_of(len(suspicions))}")
     ax.legend(loc="best", fontsize="small")
     return ax
@@ -244,8 +177,7 @@ def image_of(images: Any, index: int) -> np.ndarray:
     except (IndexError, KeyError, TypeError) as fault:
         raise InputError(f"images[{index}] does not exist: pass one image per example") from fault
     item = item[0] if isinstance(item, tuple) else item
-    item = item.detach().cpu().numpy() if hasattr(item, "detach") else item
-    picture = np.asarray(item)
+    picture = np.asarray(item.detach().cpu() if hasattr(item, "detach") else item)
     shape = picture.shape
     if picture.ndim == 1 and math.isqrt(picture.size) ** 2 == picture.size > 0:
         picture = picture.reshape(math.isqrt(picture.size), -1)
@@ -259,7 +191,13 @@ def image_of(images: Any, index: int) -> np.ndarray:
             f"images[{index}] of shape {shape}, {picture.dtype}, is no image: expected [H, W], "
             "[C, H, W], [H, W, C] or a flattened square"
         )
-    return _stretched(picture)
+    if picture.dtype == np.uint8:
+        return picture / 255
+    picture = np.nan_to_num(picture.astype(np.float64), posinf=0.0, neginf=0.0)
+    low, high = picture.min(), picture.max()
+    if low >= 0 and high <= 1:
+        return picture
+    return (picture - low) / (high - low) if high > low else np.zeros_like(picture)
 
 
 def plot_examples(
@@ -319,13 +257,3 @@ def plot_examples(
     if title is not None:
         ax.set_title(title)
     return ax
-
-
-def _stretched(picture: np.ndarray) -> np.ndarray:
-    if picture.dtype == np.uint8:
-        return picture / 255
-    picture = np.nan_to_num(picture.astype(np.float64), posinf=0.0, neginf=0.0)
-    low, high = picture.min(), picture.max()
-    if low >= 0 and high <= 1:
-        return picture
-    return (picture - low) / (high - low) if high > low else np.zeros_like(picture)

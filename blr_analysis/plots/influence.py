@@ -71,46 +71,37 @@ def plot_influence(
     place = np.arange(len(values))
     ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
     for at, value in zip(place, values, strict=True):
-        helps = value >= 0
-        ax.barh(at, value, 0.72, color=BLUE if helps else ORANGE, ec="black", lw=0.7,
-                hatch="" if helps else "///")  # fmt: skip
+        colour, hatch = (BLUE, "") if value >= 0 else (ORANGE, "///")
+        ax.barh(at, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
     ax.axvline(0, color="black", lw=0.8)
-    ax.set_yticks(place, _labels(result, indices, names))
+    known = result.pairs.described(torch.from_numpy(indices.copy()))
+    ticks = [f"#{i}" for i in indices]
+    if known:
+        targets = zip(ticks, known["target"].tolist(), strict=True)
+        ticks = [f"{tick}  {_name(target, names)}" for tick, target in targets]
+    ax.set_yticks(place, ticks)
     ax.invert_yaxis()
     if images is not None:
         ax.tick_params(axis="y", length=0, pad=THUMBNAIL + 8)
         for at, index in zip(place, indices, strict=True):
             _thumbnail(ax, image_of(images, int(index)), float(at))
-    rise = "rise of the test loss" if result.pairs.measure == "loss" else "rise"
-    unit = " [nats]" if result.pairs.measure == "loss" else f" of {result.pairs.measure}"
-    if result.pairs.quantity == "influence":
-        what = f"{rise}{unit} without the training example"
-    else:
-        what = result.pairs.quantity.replace("_", " ")
+    measure, quantity = result.pairs.measure, result.pairs.quantity
+    unit = "of the test loss [nats]" if measure == "loss" else f"of {measure}"
+    what = f"rise {unit} without the training example"
+    what = what if quantity == "influence" else quantity.replace("_", " ")
     ax.set_xlabel(f"{what}\n← it harms      it helps →")
     ax.set_ylabel("training example")
-    ax.set_title(_title(result, test, names))
+    asked = result.pairs.described(torch.tensor([test]), test=True)
+    title = f"What shapes test example #{test}"
+    if asked:
+        said = [_name(asked[key].tolist()[0], names) for key in ("target", "prediction")]
+        title += ": {}, predicted {}".format(*said)
+    ax.set_title(title)
     if test_images is not None:
         corner = ax.inset_axes((0.78, 0.04, 0.2, 0.3))
         corner.imshow(image_of(test_images, test), cmap="gray", interpolation="nearest")
         corner.set(xticks=[], yticks=[], xlabel="test")
     return ax
-
-
-def _labels(result: TopInfluence, indices: np.ndarray, names: Any) -> list[str]:
-    known = result.pairs.described(torch.from_numpy(indices.copy()))
-    if "target" not in known:
-        return [f"#{i}" for i in indices]
-    pairs = zip(indices, known["target"].tolist(), strict=True)
-    return [f"#{i}  {_name(target, names)}" for i, target in pairs]
-
-
-def _title(result: TopInfluence, test: int, names: Any) -> str:
-    known = result.pairs.described(torch.tensor([test]), test=True)
-    if not known:
-        return f"What shapes test example #{test}"
-    target, answer = (_name(known[key].tolist()[0], names) for key in ("target", "prediction"))
-    return f"What shapes test example #{test}: {target}, predicted {answer}"
 
 
 def _name(target: Any, names: Any) -> str:

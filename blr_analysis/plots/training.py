@@ -23,13 +23,13 @@ from blr_analysis.plots._canvas import (
     Labels,
     as_array,
     axes_or_new,
-    choose_scale,
     count_of,
     count_ticks,
     curve,
     diamond,
     named,
     paired_bars,
+    scale_of,
 )
 
 __all__ = ["plot_history", "plot_leave_one_out", "plot_monitor", "plot_prior_selection"]
@@ -111,22 +111,21 @@ def _sensitivities(
     values = as_array(monitor.history(drawn))  # [E, n]
     if not np.isfinite(values).all():
         raise InputError(f"the monitor's {drawn} is not finite everywhere; draw another measure")
-    epochs, scale = np.asarray(monitor.epochs), choose_scale(values.reshape(-1))
-    marker = "." if len(epochs) <= 30 else ""
+    epochs, marker = np.asarray(monitor.epochs), "." if len(monitor.epochs) <= 30 else ""
     for low, high, label, alpha in BANDS:
-        edges = scale.draw(np.quantile(values, [low, high], axis=1))
+        edges = np.quantile(values, [low, high], axis=1)
         ax.fill_between(epochs, *edges, color=SKY, alpha=alpha, lw=0, label=f"{label} of examples")
-    ax.plot(epochs, scale.draw(np.median(values, axis=1)), color=BLACK, lw=1.8, marker=marker,
-            label="median")  # fmt: skip
+    middle = np.median(values, axis=1)
+    ax.plot(epochs, middle, color=BLACK, lw=1.8, marker=marker, label="median")
     order = np.argsort(-values[-1], kind="stable")[: max(top, 0)]
     indices = [int(monitor.indices[place]) for place in order.tolist()]
     names = [f"example {i}" for i in indices] if labels is None else named(indices, labels)
     for rank, (place, name) in enumerate(zip(order.tolist(), names, strict=True)):
         color = (VERMILLION, BLUE, ORANGE, GREY)[rank % 4]
-        ax.plot(epochs, scale.draw(values[:, place]), color=color, lw=1.2, marker=marker,
-                ls=LINES[rank % 4], label=name)  # fmt: skip
-    ax.set_yscale(scale.name)
-    ax.set_ylabel(UNITS[drawn] + scale.note)
+        ax.plot(epochs, values[:, place], color=color, lw=1.2, marker=marker, ls=LINES[rank % 4],
+                label=name)  # fmt: skip
+    ax.set_yscale(**scale_of(values.reshape(-1)))
+    ax.set_ylabel(UNITS[drawn])
     ax.set_title(f"Sensitivities while training: {count_of(values.shape[1])}")
     ax.legend(fontsize=8)
 
@@ -201,7 +200,7 @@ def plot_leave_one_out(
     for name, other in (("test_values", test), ("epochs", epochs), ("labels", labels)):
         if other is not None and len(other) != len(loo):
             raise InputError(f"{name} holds {len(other)} values for {len(loo)} loo_values")
-    if not np.isfinite(np.concatenate([loo, test])).any() or np.isinf([*loo, *test]).any():
+    if not np.isfinite(np.concatenate([loo, test])).any():
         raise InputError("loo_values and test_values must be finite numbers (NaN marks a gap)")
     ax = axes_or_new(ax)
     if labels is not None or len(loo) == 1:
@@ -213,8 +212,7 @@ def plot_leave_one_out(
         curve(ax, x, loo, *LOOKS["loo"])
         curve(ax, x, test, *LOOKS["test"])
         ax.set_xlabel("epoch")
-        if epochs is None:
-            count_ticks(ax)
+        count_ticks(ax)
     ax.set_ylabel(MEASURES.get(measure, measure))
     ax.set_title("Leave-one-out estimate against test data")
     ax.legend()
@@ -222,11 +220,7 @@ def plot_leave_one_out(
 
 
 def _numbers(values: Any, measure: str) -> np.ndarray:
-    values = getattr(values, measure, values) if measure in MEASURES else values
-    numbers = np.atleast_1d(as_array(values))
-    if numbers.ndim != 1 or not len(numbers):
-        raise InputError(f"expected a number or a list of numbers, got shape {numbers.shape}")
-    return numbers
+    return as_array(getattr(values, measure, values) if measure in MEASURES else values).reshape(-1)
 
 
 def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
@@ -23,7 +24,6 @@ from blr_analysis.plots._canvas import (
 __all__ = ["plot_what_if"]
 
 MAX_GROUPS = 20
-VANISHING = 0.04  # of the axis
 Truth = Mapping[Any, float] | Sequence[float] | float
 
 
@@ -64,84 +64,60 @@ def plot_what_if(
         ['before', 'after, predicted']
     """
     one_of("measure", measure, tuple(MEASURES))
-    is_table = hasattr(result, "columns")
-    groups, before, after = _from_table(result, measure) if is_table else _of(result, measure)
-    known = _truths(truth, groups)
-    total = len(groups)
-    if total > max_groups:
-        change = np.nan_to_num(np.abs(after - before))
-        keep = np.sort(np.argsort(-change, kind="stable")[:max_groups])
-        groups = [groups[k] for k in keep]
-        before, after, known = before[keep], after[keep], known[keep]
+    table, by_group = (result, True) if hasattr(result, "columns") else (_whole(result), False)
+    key = "group" if "group" in table else "class"
+    wanted = {key, f"{measure}_before", f"{measure}_after"}
+    if not wanted <= {*table} or not len(table):
+        got = f"{len(table)} rows of {list(table)}"
+        raise InputError(f"expected a table with rows and {', '.join(sorted(wanted))}; got {got}")
+    values = table[[f"{measure}_before", f"{measure}_after"]].to_numpy(float)
+    if not np.isfinite(values).all():
+        raise InputError(f"the {measure} is not a finite number for every group")
+    known = _truths(truth, table[key].tolist())
+    kept = np.sort(np.argsort(-np.abs(values[:, 1] - values[:, 0]), kind="stable")[:max_groups])
+    groups = [shortened(name_of(table[key].iloc[k], names)) for k in kept]
     ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
-    _draw(ax, before, after, known)
-    shown = [shortened(name_of(group, names)) for group in groups]
-    long = sum(map(len, shown)) > 60 or max(map(len, shown)) > 12
-    tilt = {"rotation": 45, "ha": "right"} if long else {}
-    ax.set_xticks(range(len(shown)), shown, **tilt)
-    ax.set_xlabel("group taken out" if is_table else "evaluated on")
+    ends = table[["nll_low", "nll_high"]].to_numpy(float)[kept] if "nll_low" in table else None
+    _draw(ax, *values[kept].T, known[kept], ends if measure == "nll" else None)
+    long = sum(map(len, groups)) > 60 or max(map(len, groups)) > 12
+    ax.set_xticks(range(len(groups)), groups, **({"rotation": 45, "ha": "right"} if long else {}))
+    ax.set_xlabel("group taken out" if by_group else "evaluated on")
     ax.set_ylabel(MEASURES[measure])
-    rest = f" ({len(groups)} of {total} groups, the largest changes)" if len(groups) < total else ""
-    ax.set_title(("What if a group were gone?" if is_table else "What if?") + rest)
+    rest = f" ({len(groups)} of {len(table)} groups, the largest changes)"
+    title = "What if a group were gone?" if by_group else "What if?"
+    ax.set_title(title + rest * (len(groups) < len(table)))
     if measure == "accuracy":
         ax.set_yticks(np.linspace(0, 1, 6))
-    handles, texts = ax.get_legend_handles_labels()
-    order = np.argsort([text.endswith("retrained") for text in texts], kind="stable")
-    handles, texts = zip(*[(handles[k], texts[k]) for k in order], strict=True)
-    ax.legend(handles, texts, loc="upper center", ncols=3, fontsize=9)
+    ax.legend(loc="upper center", ncols=2, fontsize=9)
     return ax
 
 
-def _draw(ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray) -> None:
+def _draw(
+    ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray, ends: np.ndarray | None
+) -> None:
     second = paired_bars(ax, before, after, ("before", "after, predicted"), SKY)
-    there = np.isfinite(known)
-    if there.any():
-        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white",
-                mec="black", mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     drawn = np.concatenate([before, after, known, [0.0]])
+    if ends is not None and np.isfinite(ends).any():
+        ax.vlines(second, *ends.T, color="black", lw=1.5, label="likely between", zorder=2.5)
+        drawn = np.append(drawn, ends)
+    if (there := np.isfinite(known)).any():
+        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white", mec="black",
+                mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
     low, high = 1.3 * float(np.nanmin(drawn)), 1.3 * float(np.nanmax(drawn))
-    ax.set_ylim(low, top := high or -0.3 * low or 1.0)  # room for the legend above losses below 0
-    if len(before) > 6:
-        for place, value in enumerate(before):
-            if abs(value) < VANISHING * (top - low):  # a bar that nobody sees says its number
-                ax.annotate(f"{value:.2g}", (place - 0.19, value), xytext=(0, 2), ha="center",
-                            textcoords="offset points", rotation=90, fontsize=7)  # fmt: skip
+    ax.set_ylim(low, high or -0.3 * low or 1.0)  # room for the legend above losses below 0
 
 
-def _from_table(table: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
-    """Groups and values from a table by group, or by class."""
-    key = next((name for name in ("group", "class") if name in table.columns), None)
-    wanted = [f"{measure}_before", f"{measure}_after"]
-    if key is None or not set(wanted) <= set(table.columns) or not len(table):
-        got = f"{len(table)} rows of {list(table.columns)}"
-        raise InputError(f"expected a table with rows and group, {', '.join(wanted)}; got {got}")
-    before, after = (as_array(table[name]) for name in wanted)
-    return table[key].tolist(), *_finite(before, after, measure)
-
-
-def _of(result: Any, measure: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
-    """Groups and values of one what-if: the whole evaluation set, then its classes."""
-    if not hasattr(result, measure) or not hasattr(result, "before"):
-        got = type(result).__name__
-        raise InputError(f"plot_what_if expects what what_if(...) returns; got {got}")
-    whole = as_array([getattr(result.before, measure), getattr(result, measure)])
-    groups, before, after = ["all"], whole[:1], whole[1:]
+def _whole(result: Any) -> pd.DataFrame:
+    """The whole evaluation set, then its classes where they can be told apart."""
+    measured = {"nll": result.nll, "accuracy": result.accuracy}
+    whole = {f"{name}_after": [value] for name, value in measured.items()}
+    whole |= {f"{name}_before": [getattr(result.before, name)] for name in measured}
+    table = pd.DataFrame({"class": ["all"], **whole})
     targets = getattr(result, "targets", None)
     one_each = targets is None or targets.ndim == 1 or targets.shape[-1] == 1
-    if one_each and getattr(result, "accuracy", None) is not None:  # classes can be told apart
-        more, b, a = _from_table(result.by_class, measure)
-        groups, before, after = groups + more, np.append(before, b), np.append(after, a)
-    return groups, *_finite(before, after, measure)
-
-
-def _finite(before: np.ndarray, after: np.ndarray, measure: str) -> tuple[np.ndarray, np.ndarray]:
-    if not np.isfinite(np.concatenate([before, after])).all():
-        raise InputError(
-            f"the {measure} is not a finite number for every group: "
-            + ("regression has no accuracy; use measure='nll'" if measure == "accuracy" else
-               "the step was too large for the model to bear")
-        )  # fmt: skip
-    return before, after
+    if one_each and result.accuracy is not None:
+        table = pd.concat([table, result.by_class], ignore_index=True)
+    return table.astype({name: float for name in whole})
 
 
 def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
@@ -153,9 +129,9 @@ def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
         if strangers:
             raise InputError(f"truth names groups that were not analysed: {strangers}")
         return np.array([float(truth.get(group, np.nan)) for group in groups])
-    if np.ndim(truth) == 0 and (len(groups) == 1 or groups[0] == "all"):
-        return np.array([float(as_array(truth))] + [np.nan] * (len(groups) - 1))
     values = np.atleast_1d(as_array(truth))
+    if np.ndim(truth) == 0 and groups[0] == "all":
+        values = np.append(values, [np.nan] * (len(groups) - 1))
     if values.shape != (len(groups),):
         raise InputError(f"truth holds {values.size} values for {len(groups)} groups")
     return values

@@ -41,7 +41,6 @@ def report(
     monitor: Monitor | None = None,
     title: str | None = None,
     classes: Sequence[str] | None = None,
-    progress: bool | None = None,
 ) -> Path:
     """Run every analysis of a task and write what it says as one HTML file.
 
@@ -49,7 +48,7 @@ def report(
     example as a row to sort, search and export, suspicious labels with keep, relabel and drop,
     groups taken out, and what each of some test examples rests on. It begins with how far all
     that can be trusted. Below 6 MB for 10,000 examples with thumbnails; of more, 10,000 are shown
-    one by one and all are counted in cells.
+    one by one.
 
     Args:
         task: the model and the data it was trained on; metadata become columns, and a column of
@@ -66,7 +65,6 @@ def report(
         title: the page's heading.
         classes: the classes' names, in the order of the outputs; left out, those of a Hugging Face
             model's configuration.
-        progress: None shows bars on a terminal when the work is long.
 
     Returns:
         The path.
@@ -81,7 +79,7 @@ def report(
         >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
         >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report(task, q, f"{folder}/report.html", progress=False).stat().st_size < 2e6
+        ...     report(task, q, f"{folder}/report.html").stat().st_size < 2e6
         True
     """
     from blr_analysis.audit import investigate
@@ -93,7 +91,7 @@ def report(
         if isinstance(given, Sized) and len(given) != task.n_data:
             raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")
     with held(target):
-        findings = investigate(task, posterior, test=test, by=by, passes=passes, progress=progress)
+        findings = investigate(task, posterior, test=test, by=by, passes=passes)
         return write_report(
             findings,
             target,
@@ -102,7 +100,6 @@ def report(
             monitor=monitor,
             title=title,
             classes=classes,
-            progress=progress,
         )
 
 

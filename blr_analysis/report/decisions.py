@@ -35,32 +35,21 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
     """
     try:
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        rows = table[["index", "action", "label"]].to_numpy()
+    except (OSError, ValueError, KeyError) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read decisions from {str(path)!r}: {said}") from error
-    if not {"index", "action", "label"} <= set(table):
-        raise InputError(f"{str(path)!r} needs columns index, action, label; it has {list(table)}")
     remove: list[int] = []
     relabel: dict[int, int | float] = {}
-    for row, (index, action, label) in enumerate(
-        zip(table["index"], table["action"], table["label"], strict=True)
-    ):
-        if not index.isdigit() or action not in ACTIONS:
-            raise InputError(f"row {row} of {str(path)!r} is no decision: {index!r}, {action!r}")
-        if action == "drop":
-            remove.append(int(index))
-        elif action == "relabel":
-            relabel[int(index)] = _number(label, row, path)
+    for row, (index, action, label) in enumerate(rows):
+        try:
+            place, where = int(index), ACTIONS.index(action)
+            if where == 1:
+                relabel[place] = int(label) if label.lstrip("-").isdigit() else float(label)
+        except ValueError:
+            said = f"{index!r}, {action!r}, {label!r}"
+            raise InputError(f"row {row} of {str(path)!r} is no decision: {said}") from None
+        remove += [place] * (where == 2)
     if not remove and not relabel:
         raise InputError(f"{str(path)!r} keeps every example: nothing to ask")
     return {"remove": remove or None, "relabel": relabel or None}
-
-
-def _number(label: str, row: int, path: str | Path) -> int | float:
-    try:
-        return int(label)
-    except ValueError:
-        try:
-            return float(label)
-        except ValueError:
-            raise InputError(f"row {row} of {str(path)!r}: {label!r} is no label") from None

@@ -52,8 +52,7 @@ const known = (k, names) => {
   return list;
 };
 const ABOUT = ["target", "left_out_prediction", "region", "loss", "left_out_loss", "deviation", "leverage"];
-const DERIVED = new Set([...ABOUT, "index", "prediction", "error", "variance", "self_influence",
-  "label_quality", "suspicious"]);
+const DERIVED = new Set([...ABOUT, "index", "kind", "prediction", "error", "variance", "self_influence"]);
 const inputs = data.inputs.slice(0, 12);
 const extra = [...data.columns.map((c) => c.name)
   .filter((name) => !DERIVED.has(name) && !data.inputs.includes(name)).slice(0, 5), ...inputs];
@@ -235,10 +234,12 @@ const decided = () => {
   $("decided").textContent = decisions.size
     ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet";
 };
-const suspect = (k, place) => {
-  const doubt = data.classes.length ? `${said(value("target", k))} or ${said(value("left_out_prediction", k))}?` : "";
-  const item = make("li", {}, ...about(k, ["target", "left_out_prediction", "label_quality", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
-  const proposed = data.proposed[place];
+const suspect = ({ row: k, kind, proposed, twin, loss }) => {
+  const other = data.classes.find(([c]) => c === proposed)?.[1];
+  const doubt = kind === "label" && other !== undefined ? `${said(value("target", k))} or ${said(other)}?`
+    : kind === "duplicate" ? `twin of ${twin}` : kind;
+  const item = make("li", {}, ...about(k, ["kind", "target", "left_out_prediction", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
+  item.querySelector("dl").append(make("dt", { textContent: "mean loss" }), make("dd", { textContent: said(loss) }));
   const label = data.classes.length
     ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
     : make("input", { ariaLabel: "new target", size: 8, value: said(proposed) });

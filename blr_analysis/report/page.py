@@ -12,25 +12,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from blr_analysis.audit import Findings
-from blr_analysis.audit.findings import influence_column
-from blr_analysis.audit.summary import (
-    DIAGONAL,
-    agreement,
-    doubts,
-    expectations,
-    removed_how,
-    trust_notes,
-)
+from blr_analysis.audit import Findings, sections
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
-from blr_analysis.posterior.predictive import measure_of
-from blr_analysis.report.charts import memory_chart, removals_chart, training_chart
+from blr_analysis.plots import plot_monitor, plot_what_if
+from blr_analysis.report.charts import drawn_here, memory_chart
 from blr_analysis.report.contents import (
     class_names,
     classes_of,
@@ -41,14 +31,12 @@ from blr_analysis.report.contents import (
     named,
     neighbours_of,
     pictures_of,
-    proposals_of,
-    regions_of,
     rows_of,
     sheet_of,
     suspects_of,
     tests_of,
 )
-from blr_analysis.sensitivity import Monitor, SequenceScores
+from blr_analysis.sensitivity import Monitor
 
 
 def write_page(
@@ -60,49 +48,44 @@ def write_page(
     monitor: Monitor | None = None,
     title: str | None = None,
     classes: Sequence[str] | None = None,
-    removals: pd.DataFrame | None = None,
     truth: Mapping[Any, float] | None = None,
-    progress: bool | None = None,
 ) -> Path:
-    """Write the page; ``removals`` in place of the findings' own, ``truth`` beside them."""
+    """Write the page; ``truth`` is what retraining without some groups gave."""
     names = class_names(findings, classes)
-    neighbours = neighbours_of(findings, progress)
+    neighbours = neighbours_of(findings)
     rows = rows_of(findings, texts, neighbours)
     rows = replace(rows, table=rows.table.rename(columns=label_names(findings, classes)))
     pictures = pictures_of(findings, rows, neighbours, images)
     sheet = None if pictures is None else sheet_of(pictures)
-    removals = findings.removals if removals is None else removals
-    charts = {"map": memory_chart(findings.memory, rows.index)}
     chosen = names if findings.by == "target" else None  # names of groups
-    if removals is not None:
-        told = removals.assign(group=[named(group, chosen) for group in removals["group"]])
-        truths = {named(group, chosen): nll for group, nll in (truth or {}).items()}
-        charts["removals"] = removals_chart(told, truths)
+    drawn = {}
+    if findings.removals is not None:
+        called = {group: named(group, chosen) for group in findings.removals["group"]}
+        drawn["removals"] = drawn_here(plot_what_if(findings.removals, truth=truth, names=called))
     if monitor is not None and len(monitor.rows):
-        charts["training"] = training_chart(monitor.table)
-    colours, suspects = colours_of(rows), suspects_of(findings, rows)
+        drawn["training"] = drawn_here(plot_monitor(monitor))
+    colours = colours_of(rows)
     data = {
         "n": len(findings.table),
         "columns": columns_of(rows, names),
-        "by": influence_column(rows.table),
+        "by": findings.influence,
         "texts": rows.texts,
         "inputs": rows.inputs,
         "colours": colours,
         "filters": filters_of(rows, colours),
         "classes": classes_of(findings, names),
-        "suspects": suspects,
-        "proposed": proposals_of(findings, rows, suspects),
+        "suspects": suspects_of(findings, rows),
         "tests": tests_of(rows, neighbours, names),
         "testsPictured": sheet is not None and sheet.n > len(rows.index),
         "across": None if sheet is None else sheet.across,
-        "charts": charts,
+        "charts": {"map": memory_chart(findings.memory, rows.index)},
     }
     script = _own("page.js")
     library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
     text = _template().render(
-        title=title or f"Audit of {counted(findings.task.n_data)}",
-        question=question(findings, removals),
-        trust=trust(findings, removals, chosen),
+        title=title or f"Audit of {findings.task.n_data:,} training examples",
+        question=question(findings),
+        said=sections(findings, lambda value: named(value, chosen)),
         policy=policy(library, script),
         style=Markup(_own("page.css")),
         script=Markup(script),
@@ -112,19 +95,12 @@ def write_page(
         sheet=sheet,
         n=len(findings.table),
         n_shown=len(rows.index),
-        regions=regions_of(findings),
-        judged=judged(findings),
-        agreement=None if findings.on_test is None else agreement(findings.loo, findings.on_test),
-        classification="suspicious" in findings.table,
-        suspicious=_doubtful(findings),
-        n_suspects=len(suspects),
-        n_doubted=sum(findings.table["suspicious"]) if "suspicious" in findings.table else 0,
-        removals=removal_rows(removals, chosen),
-        removed_by=grouped(findings),
+        regions=findings.memory.counts(),
+        suspects=data["suspects"],
+        drawn=drawn,
+        noun=findings.noun,
         tests=data["tests"],
         influence_note="" if neighbours is None else neighbours.top.note,
-        measure=measured(findings),
-        charts=charts,
         version=package_version(),
         bokeh=metadata.version("bokeh"),
     )
@@ -133,101 +109,18 @@ def write_page(
     return path
 
 
-def measured(findings: Findings) -> str:
-    """What its losses are, for the head of a column."""
-    measure = measure_of(findings.task.likelihood.kind)
-    if measure == "nll" or isinstance(findings.scores, SequenceScores):
-        return "NLL [nats]"
-    outputs = findings.scores.outputs.shape[-1]
-    return measure if outputs == 1 else f"{measure}, summed over {outputs} outputs"
-
-
-def counted(n: int) -> str:
-    """How many training examples, in words."""
-    return f"{n:,} training example{'' if n == 1 else 's'}"
-
-
-def question(findings: Findings, removals: pd.DataFrame | None) -> str:
+def question(findings: Findings) -> str:
     """What was asked, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
     asked = (
-        f"Which of {counted(task.n_data)} shape this model "
+        f"Which of {task.n_data:,} training examples shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
         "well will it do on new data"
     )
-    if removals is not None:
-        asked += f", with each {grouped(findings)} or without it"
+    if findings.removals is not None:
+        asked += f", with each {findings.noun} or without it"
     return asked + "?"
-
-
-def grouped(findings: Findings) -> str:
-    """What the groups taken out are called."""
-    return "class" if findings.by in (None, "target") else str(findings.by)
-
-
-def trust(
-    findings: Findings, removals: pd.DataFrame | None, names: Sequence[str] | None = None
-) -> list[str]:
-    """How far the answers hold: what the reader must know before the first number."""
-    said = trust_notes(findings.task, findings.posterior, findings.loo)
-    record = findings.posterior.record
-    if (error := findings.posterior.temperature_error) is not None:
-        said.append(
-            f"Its temperature was measured: {findings.posterior.temperature:.3g}, "
-            f"give or take {error:.0%}."
-        )
-    if findings.posterior.structure == "diag":
-        said.append(DIAGONAL)
-    if (record.get("initial_share") or 0.0) > 0.5:
-        said.append(
-            "More than half of the precision is still the optimizer's starting value, not the "
-            "data's: the scale of every estimate rests on that choice."
-        )
-    if removals is not None:
-        said.append(
-            f"Groups were taken out {removed_how(removals)}; the ranges shown with them are rough: "
-            "their widths rest on small networks, or on a guess."
-        )
-        said += doubts(removals, lambda group: named(group, names))
-    return said
-
-
-def judged(findings: Findings) -> list[dict[str, str]]:
-    """Loss and accuracy of the training data, the leave-one-out estimate, the test data."""
-    names = ("training data, as fitted", "estimate for new data (leave-one-out)", "test data")
-    n, tested = findings.task.n_data, findings.on_test
-    many = (n, n, 0 if tested is None else len(tested.losses))
-    return [
-        {
-            "what": what,
-            "n": f"{count:,}",
-            "nll": f"{nll:.4f}",
-            "accuracy": "" if accuracy is None else f"{accuracy:.1%}",
-        }
-        for what, count, (nll, accuracy) in zip(
-            names, many, expectations(findings.loo, tested), strict=False
-        )
-    ]
-
-
-def removal_rows(
-    removals: pd.DataFrame | None, names: Sequence[str] | None = None
-) -> list[dict[str, str]]:
-    """The table behind the chart of groups, the largest change first."""
-    if removals is None:
-        return []
-    ordered = removals.iloc[(-removals["nll_change"].abs()).argsort(kind="stable").to_numpy()]
-    return [
-        {
-            "group": named(row["group"], names)[:200],
-            "n": f"{row['n']:,}",
-            "after": f"{row['nll_after']:.3f}",
-            "change": f"{row['nll_change']:+.3f}",
-            "range": f"{row['nll_low']:.2f} to {row['nll_high']:.2f}",
-        }
-        for row in ordered.to_dict("records")
-    ]
 
 
 def policy(*scripts: str) -> str:
@@ -244,13 +137,6 @@ def _template() -> Any:
     loader = PackageLoader("blr_analysis.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return env.get_template("page.html.jinja")
-
-
-def _doubtful(findings: Findings) -> str:
-    """What may be wrong with an example."""
-    if "suspicious" in findings.table:
-        return "labels"
-    return "texts" if findings.task.likelihood.is_sequence else "targets"
 
 
 def _own(name: str) -> str:

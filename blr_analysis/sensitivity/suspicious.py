@@ -76,7 +76,7 @@ class Suspicions(PerExample, Plottable):
         closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
             copy. None where twins were not asked for.
         twin: index of the nearest other example, ``[N]``, or None.
-        kind: "label" (the run or the left-out prediction contradicts it), "unfamiliar",
+        kind: "label" (most of the run, or the left-out prediction, contradicts it), "unfamiliar",
             "duplicate" or "none": the fault that is suspected.
         order: indices: wrong labels by their loss, then strangers, duplicates, and the rest.
         targets, predictions: None of sequences.
@@ -166,14 +166,28 @@ def suspicious(
         >>> int(wrong.order[0]), wrong.kind[7], int(wrong.proposed[7]) == 1 - int(y[7])
         (7, 'label', True)
     """
-    several = all_fitted(task, posterior)
     instance("duplicates", duplicates, bool, "True or False")
     checks.share("share", share)
     positive_int("samples", samples)
+    loo = leave_one_out(task, posterior)
+    how = {"duplicates": duplicates, "share": share, "samples": samples, "seed": seed}
+    return suspicions_of(task, posterior, loo, **how)
+
+
+def suspicions_of(
+    task: Task,
+    posterior: Posterior | Sequence[Posterior],
+    loo: Any,
+    *,
+    duplicates: bool = True,
+    share: float = 0.05,
+    samples: int = 32,
+    seed: int = 0,
+) -> Suspicions:
+    """The same from left-out predictions that are there already."""
+    several = all_fitted(task, posterior)
     where, q = several[-1]
-    runs = [p for _, p in several]
-    losses = torch.stack([mean_losses(task, p) for p in runs]).mean(0)
-    loo: Any = leave_one_out(task, runs)
+    losses = torch.stack([mean_losses(task, p) for _, p in several]).mean(0)
     closeness, twin, distinct = None, None, None
     if duplicates:
         closeness, twin, told = twins(where, q, samples=samples, seed=seed)
@@ -207,12 +221,13 @@ def suspicious(
 
 
 def _contradicted(task: Task, q: Posterior, left_out: Tensor, targets: Tensor) -> Tensor:
-    """Where the left-out prediction, or that of an earlier checkpoint, has another label."""
-    found = best_label(task.likelihood.plain, left_out, targets)[0] > 0
-    for p in q.earlier:
+    """Where the left-out prediction, or those of most of the run, have another label."""
+    plain, votes = task.likelihood.plain, []
+    for p in q.run:
         f, _ = predict(task.holding(p.buffers), p.mean, progress=False)
-        found |= best_label(task.likelihood.plain, f, targets)[0] > 0
-    return found
+        votes.append(best_label(plain, f, targets)[0] > 0)
+    most = torch.stack(votes).double().mean(0) > 0.5
+    return most | (best_label(plain, left_out, targets)[0] > 0)
 
 
 def _first(score: Tensor, share: float) -> Tensor:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Subset
 
 from blr_analysis.checks import positive_int
+from blr_analysis.data import checked
 from blr_analysis.errors import BLRError, InputError, ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
@@ -113,13 +115,48 @@ def _mean_loss(under: Task, batch: list[tuple[Task, Tensor]]) -> Tensor:
     """As people train: a mean over examples; of sequences over the tokens that count."""
     total, count = torch.zeros((), device=under.device), 0.0
     leaves = {n: p for n, p in under.model.named_parameters() if p.requires_grad}
-    for task, chosen in batch:
-        f, y = task.run(task.fetch(chosen), leaves, chosen)
+    for (task, chosen), (f, y) in zip(batch, _answers(under, batch, leaves), strict=True):
         total = total + task.likelihood.at(chosen).nll(f, y).sum()
         counted = task.likelihood.counted(y)
         outputs = f.shape[-1] if task.mean_over_outputs else 1
         count += float(counted.sum()) if counted is not None else len(chosen) * outputs
     return total / max(count, 1.0)
+
+
+def _answers(
+    under: Task, batch: list[tuple[Task, Tensor]], leaves: State
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs and targets of each part of a minibatch: of all in one forward pass, as BatchNorm
+    takes them, where they can be put together."""
+    held = [task.fetch(chosen) for task, chosen in batch]
+    renamed = [isinstance(task.dataset, Labelled) for task, _ in batch]
+    inner = [part[0] if new else part for part, new in zip(held, renamed, strict=True)]
+    alike = all(
+        new or t.forward is under.forward for (t, _), new in zip(batch, renamed, strict=True)
+    )
+    whole = _joined(inner) if alike and len(batch) > 1 else None
+    if whole is None:
+        return [t.run(part, leaves, i) for (t, i), part in zip(batch, held, strict=True)]
+    sizes = [len(chosen) for _, chosen in batch]
+    pairs = zip(*(x.split(sizes) for x in under.run(whole, leaves)), strict=True)
+    return [
+        checked(f, held[k][1], batch[k][0].likelihood, None) if renamed[k] else (f, y)
+        for k, (f, y) in enumerate(pairs)
+    ]
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Batches as one; None of such as differ in more than their length."""
+    flat = [tree_flatten(tuple(p) if isinstance(p, list) else p) for p in parts]
+    leaves, specs = zip(*flat, strict=True)
+    if any(spec != specs[0] for spec in specs):
+        return None
+    rows = list(zip(*leaves, strict=True))
+    if not all(isinstance(x, Tensor) and x.ndim for row in rows for x in row):
+        return None
+    if any(x.shape[1:] != row[0].shape[1:] for row in rows for x in row):
+        return None
+    return tree_unflatten([torch.cat(row) for row in rows], specs[0])
 
 
 def _minibatches(

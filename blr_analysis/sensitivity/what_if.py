@@ -57,7 +57,7 @@ SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")
 FEW = 0.01  # of the data: up to there "auto" takes one step
 EPOCHS = 8  # of a short training
 DESCENT = 60  # passes of "cg"
-WIDENED = 1.0  # times t · spread, for four of five: python -m benchmarks.field --widening
+WIDENED = 2.3  # times t · spread, for four of five: python -m benchmarks.field --widening
 STEP = "off the minimum: one step, a ranking of changes"
 DRIFT = "off the minimum: shows training that goes on"
 UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
@@ -224,7 +224,7 @@ def what_if(
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step), "cg" (a descent), "replay" (short trainings), "retrain" (the
             whole recipe), or "auto": "posterior" for up to 1 % of the data, else "cg" for a model
-            at its minimum, else "replay", or "retrain" by a recipe of ``train=``. ``result.solver``
+            at its minimum, else "replay" ("retrain" of a recipe of ``train=``). ``result.solver``
             says which.
         seeds: trainings of "replay" and "retrain"; one gives no interval.
         passes: of "cg" over the changed data (60); epochs of a "replay" (8, or the recipe's).
@@ -335,7 +335,7 @@ class _Solvers:
         if solver == "auto":
             few = change.count <= max(1, FEW * self.task.n_data)
             solver = "posterior" if few else "cg" if self.q.at_minimum else "replay"
-            if solver == "replay" and self.recipe.train is not None:
+            if solver == "replay" and self.recipe.train is not None:  # which cannot be shortened
                 solver = "retrain"
         return getattr(self, f"_{solver}")(change)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,9 +16,16 @@ import torch
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface import checkpoint_precision
-from blr_analysis.huggingface.data import class_indices, read_file, read_texts
+from blr_analysis.huggingface.data import (
+    class_indices,
+    label_column,
+    places_of,
+    read_rows,
+    text_columns,
+)
 from blr_analysis.huggingface.models import checkpoint_names, load_model
-from blr_analysis.huggingface.tokens import encode
+from blr_analysis.huggingface.questions import read_tokens
+from blr_analysis.huggingface.tokens import Tokens
 
 pytest.importorskip("transformers")
 
@@ -66,152 +74,139 @@ def as_parquet(path: Path) -> None:
 def test_every_format_says_the_same(write: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / f"d.{write.__name__.removeprefix('as_')}"
     write(path)
-    found = read_texts(path, labelled=True)
+    table, where = read_rows(path)
     spaces = "\t" if write is not as_tsv else " "
-    assert [t for (t,) in found.texts] == [t.replace("\t", spaces) for t in TEXTS]
-    assert class_indices(found, {}, 3) == LABELS
-    assert found.columns == ("text", "label")
-    unlabelled = read_texts(path)
-    assert unlabelled.labels is None
-    assert unlabelled.texts == found.texts
+    assert text_columns(table, where, None) == ("text",)
+    assert table["text"].tolist() == [t.replace("\t", spaces) for t in TEXTS]
+    label = label_column(table, where, None)
+    assert class_indices(table[label].tolist(), places_of(table, where), {}, 3) == LABELS
 
 
-def test_plain_text_is_a_text_per_line(tmp_path: Path) -> None:
-    found = read_texts(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
-    assert found.texts == [("one",), (" two ",)]
-    assert found.places[1].startswith("line 4 of")
-
-
-def test_a_quoted_line_break_is_text(tmp_path: Path) -> None:
-    found = read_texts(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'), labelled=True)
-    assert found.texts == [("a\nb",), ("c",)]
-    assert found.places[1].startswith("row 2 of")
-
-
-def test_pairs_by_their_usual_names_and_by_hand(tmp_path: Path) -> None:
-    path = written(tmp_path / "d.csv", "premise,hypothesis,idx,gold\na,b,1,x\n")
-    assert read_texts(path).texts == [("a", "b")]
-    by_hand = read_texts(path, text=["hypothesis", "idx"], label="gold", labelled=True)
-    assert by_hand.texts == [("b", "1")]
-    assert by_hand.labels == ["x"]
-    nli = written(tmp_path / "q.csv", "question,sentence,label\na,b,1\n")
-    assert read_texts(nli).texts == [("a", "b")]  # not the sentence alone
-
-
-def test_labels_by_name_and_number(tmp_path: Path) -> None:
-    names = {"neg": 0, "mid": 1, "pos": 2, "2": 0}
-    rows = [{"text": "a", "label": y} for y in ("pos", 1, "1", 2.0, " 0 ", "2")]
-    path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    # a name of the model's comes before a number
-    assert class_indices(read_texts(path, labelled=True), names, 3) == [2, 1, 1, 2, 0, 0]
+def test_texts_stand_as_they_are(tmp_path: Path) -> None:
+    table, where = read_rows(written(tmp_path / "d.txt", "one\n\n  \n two \n"))
+    assert table["text"].tolist() == ["one", " two "]
+    assert places_of(table, where)[1].startswith("line 4 of")
+    table, where = read_rows(written(tmp_path / "d.csv", 'text,label\n"a\nb",0\nc,1\n'))
+    assert table["text"].tolist() == ["a\nb", "c"]
+    assert places_of(table, where)[1].startswith("row 2 of")
+    dated = '{"text": "a", "date": "2020-01-01", "timestamp": 1600000000}\n'
+    table, _ = read_rows(written(tmp_path / "d.jsonl", dated))
+    assert table.iloc[0].tolist() == ["a", "2020-01-01", 1600000000]
 
 
 @pytest.mark.parametrize(
-    "label",
+    ("header", "asked", "found"),
     [
-        3,
-        -1,
-        1.5,
-        True,
-        None,
-        "Pos",
-        "",
-        "¹",
-        float("nan"),
-        [1],
+        ("premise,hypothesis,idx", None, ("premise", "hypothesis")),
+        ("premise,hypothesis,idx", ["hypothesis", "idx"], ("hypothesis", "idx")),
+        ("question,sentence,label", None, ("question", "sentence")),  # not the sentence alone
     ],
 )
-def test_labels_out_of_range_are_named(label: object, tmp_path: Path) -> None:
-    rows = [{"text": "a", "label": 0}, {"text": "b", "label": label}]
-    path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=r"line 2 of .*label .*0 … 2 .*'pos'"):
-        class_indices(read_texts(path, labelled=True), {"pos": 2}, 3)
+def test_pairs_by_their_usual_names_and_by_hand(
+    header: str, asked: Any, found: tuple[str, ...], tmp_path: Path
+) -> None:
+    table, where = read_rows(written(tmp_path / "d.csv", f"{header}\na,b,1\n"))
+    assert text_columns(table, where, asked) == found
+    assert table[found[0]].tolist() in (["a"], ["b"])
 
 
-BROKEN: list[tuple[str, str | bytes, type[BLRError], str]] = [
+NAMES = {"neg": 0, "mid": 1, "pos": 2, "2": 0}
+
+
+def test_labels_by_name_and_number() -> None:
+    given = ["pos", 1, "1", 2.0, " 0 ", "2"]  # a name of the model's comes before a number
+    assert class_indices(given, [""] * 6, NAMES, 3) == [2, 1, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "label", [3, -1, 1.5, True, None, "Pos", "", "¹", float("nan"), float("inf"), [1]]
+)
+def test_labels_out_of_range_are_named(label: object) -> None:
+    with pytest.raises(DataError, match=r"line 2 .*label .*0 … 2 .*'pos'"):
+        class_indices([0, label], ["line 1", "line 2"], {"pos": 2}, 3)
+
+
+BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [
     ("d.xlsx", "", DataError, r"none of \.jsonl"),
     ("d.json", "[]", DataError, "no examples"),
     ("d.jsonl", "", DataError, "no examples"),
     ("d.txt", "\n \n", DataError, "no examples"),
+    ("d.csv", "", DataError, "no examples"),
     ("d.csv", "tekst,label\na,1\n", DataError, r"'tekst', 'label'.*--text"),
     ("d.csv", "text,sentence,label\na,b,1\n", DataError, "several columns"),
     ("d.csv", "text,y\na,1\n", DataError, r"label.*--label"),
     ("d.csv", "text,label,target\na,1,1\n", DataError, "several columns that could be the label"),
-    ("d.csv", "text,text,label\na,b,1\n", DataError, "'text' twice"),
-    ("d.csv", "text,label\na,b,1\n", DataError, "2 fields in line 2, saw 3"),
-    ("d.csv", "text,label\na,1\nb\n", DataError, "row 2 .* fewer fields"),
+    ("d.csv", "text,text,label\na,b,1\n", DataError, "column twice"),
+    ("d.csv", "text,label\na,b,1\n", DataError, "row 1 has 3 fields, its header 2"),
+    ("d.csv", "text,label\na,1\nb\n", DataError, "row 2 has 1 fields"),
     ("d.csv", 'text,label\n"a,1\n', DataError, "no .csv"),
-    (
-        "d.csv",
-        "text,label\nna\u00efve,1\n".encode("latin-1"),
-        DataError,
-        "line 2 .* not in UTF-8.*iconv",
-    ),
-    ("d.jsonl", b'\n{"text": "\xe9"}', DataError, "line 2 .* not in UTF-8"),
-    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"text": ', DataError, "^line 3 .* no JSON: .* 10"),
-    ("d.jsonl", '\n{"text": "a"}\n["a"]', DataError, "line 3 .* no object"),
+    ("d.csv", "text,label\nna\u00efve,1\n".encode("latin-1"), DataError, "UTF-8.*iconv"),
+    ("d.jsonl", b'\n{"text": "\xe9"}', DataError, "not in UTF-8"),
+    ("d.jsonl", '{"text": "a", "label": 1}\n\n{"text": ', DataError, "line 3 is no JSON"),
+    ("d.jsonl", '\n{"text": "a"}\n["a"]', DataError, "line 3 is no JSON object"),
     ("d.jsonl", '{"text": "a", "label": 1}\n\n{"label": 1}', DataError, "line 3 .* has no text"),
     ("d.jsonl", '{"text": 5, "label": 1}', DataError, "line 1 .* has 5 for its text"),
     ("d.json", '[{"text": "a"},\n{"text": ]', DataError, "line 2 column 10"),
     ("d.parquet", "PAR1 no", DataError, "no .parquet"),
+    ("gone.csv", None, StorageError, "No such file"),
+    ("folder", None, DataError, "no folder of Dataset"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "error", "words"), BROKEN)
 def test_broken_files_are_named(
-    name: str, content: str | bytes, error: type[BLRError], words: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path / name, content)
+    name: str, content: str | bytes | None, error: type[BLRError], words: str, bert: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "folder").mkdir()
+    if content is not None:
+        written(tmp_path / name, content)
     with pytest.raises(error, match=words) as caught:
-        read_texts(path, labelled=not name.endswith(".txt"))
+        tokens_of(bert, tmp_path / name, labelled=True)
     assert name in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"gone\.csv"):
-        read_texts(tmp_path / "gone.csv")
-    with pytest.raises(DataError, match="plain text without labels"):
-        read_texts(written(tmp_path / "d.txt", "a\n"), labelled=True)
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(StorageError, match="directory"):
-        read_texts(tmp_path / "folder.csv")
-
-
 @pytest.mark.parametrize("columns", [["text", "nothing"], ["a", "b", "c"], []])
-def test_columns_that_cannot_be(columns: list[str], tmp_path: Path) -> None:
-    path = written(tmp_path / "d.csv", "text,label\na,1\n")
+def test_columns_that_cannot_be(columns: list[str]) -> None:
     with pytest.raises(DataError, match="column"):
-        read_texts(path, text=columns)
+        text_columns(pd.DataFrame({"text": ["a"]}), "here", columns)
 
 
 # --- token ids --------------------------------------------------------------------------------
 
 
-def test_rows_are_sorted_padded_and_masked(bert: Path, tmp_path: Path) -> None:
-    loaded = load_model(bert)
+def tokens_of(model: Path, path: Path, labelled: bool = False, most: int = 16) -> Tokens:
+    table, where = read_rows(path)
+    labels = None
+    if labelled:
+        given = table[label_column(table, where, None)].tolist()
+        labels = class_indices(given, places_of(table, where), {}, 12)
+    return read_tokens(load_model(model), table, where, None, most, labels)[1]
+
+
+def test_rows_are_padded_and_masked(bert: Path, tmp_path: Path) -> None:
     texts = tiny.sentences(12, low=1, high=20)
-    path = written(tmp_path / "d.txt", "\n".join(texts))
-    labels = list(range(12))
-    encoded = encode(read_texts(path), loaded, labels, max_length=10)
+    rows = [{"text": t, "label": k} for k, t in enumerate(texts)]
+    path = written(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)))
+    encoded = tokens_of(bert, path, labelled=True, most=10)
     tokenizer = tiny.tokenizer()
-    assert encoded.lengths == sorted(encoded.lengths)
     assert encoded.cut == sum(len(t.split()) + 2 > 10 for t in texts) > 0
-    for row in encoded:
-        label = row["labels"]
-        assert row["input_ids"] == tokenizer(texts[label], truncation=True, max_length=10).input_ids
-    batch = encoded.collate([encoded[i] for i in range(12)])
-    for ids, mask, i in zip(batch["input_ids"], batch["attention_mask"], range(12), strict=True):
-        count = encoded.lengths[i]
-        assert ids[:count].tolist() == encoded[i]["input_ids"]
+    for row, text in zip(encoded, texts, strict=True):
+        assert row["input_ids"] == tokenizer(text, truncation=True, max_length=10).input_ids
+    batch = encoded.collate(encoded.rows)
+    for ids, mask, row in zip(
+        batch["input_ids"], batch["attention_mask"], encoded.rows, strict=True
+    ):
+        count = len(row["input_ids"])
+        assert ids[:count].tolist() == row["input_ids"]
         assert ids[count:].eq(0).all()
         assert mask.tolist() == [1] * count + [0] * (len(ids) - count)
-    assert batch["labels"].tolist() == [row["labels"] for row in encoded]
+    assert batch["labels"].tolist() == list(range(12))
 
 
 def test_the_labels_of_a_language_model_are_its_ids(llama: Path, tmp_path: Path) -> None:
-    loaded = load_model(llama)
-    encoded = encode(read_texts(written(tmp_path / "d.txt", "a film was\nit was")), loaded)
-    batch = encoded.collate([encoded[0], encoded[1]])
+    encoded = tokens_of(llama, written(tmp_path / "d.txt", "it was\na film was"))
+    batch = encoded.collate(encoded.rows)
     assert "token_type_ids" not in batch  # which Llama does not take
     assert torch.equal(batch["labels"][1], batch["input_ids"][1])
     assert batch["labels"][0, 2] == -100
@@ -219,17 +214,14 @@ def test_the_labels_of_a_language_model_are_its_ids(llama: Path, tmp_path: Path)
 
 
 def test_texts_that_a_language_model_cannot_score(llama: Path, tmp_path: Path) -> None:
-    loaded = load_model(llama)
-    with pytest.raises(DataError, match=r"line 2 .* 1 token"):
-        encode(read_texts(written(tmp_path / "d.txt", "a film\na\n")), loaded)
-    pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na,b\n"))
+    with pytest.raises(DataError, match=r"line 2 .*nothing to predict"):
+        tokens_of(llama, written(tmp_path / "d.txt", "a film\na\n"))
     with pytest.raises(DataError, match="reads one text"):
-        encode(pairs, loaded)
+        tokens_of(llama, written(tmp_path / "d.csv", "text1,text2\na,b\n"))
 
 
 def test_pairs_are_one_row(bert: Path, tmp_path: Path) -> None:
-    pairs = read_texts(written(tmp_path / "d.csv", "text1,text2\na film,it\n"))
-    (item,) = encode(pairs, load_model(bert))
+    (item,) = tokens_of(bert, written(tmp_path / "d.csv", "text1,text2\na film,it\n"))
     assert item["input_ids"] == tiny.tokenizer()("a film", "it").input_ids
     assert 1 in item["token_type_ids"]
 
@@ -317,10 +309,3 @@ def test_other_faults_of_loading(
     for read in (load_model, partial(checkpoint_precision, n_data=1)):
         with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
             read(bert)
-
-
-@pytest.mark.filterwarnings("error")
-def test_dates_stand_as_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "dated.jsonl"
-    file.write_text('{"text": "a", "date": "2020-01-01", "timestamp": 1600000000}\n')
-    assert read_file(file).iloc[0].tolist() == ["a", "2020-01-01", 1600000000]

@@ -25,6 +25,7 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.sensitivity import Influence
 from blr_analysis.sensitivity.influence.results import ProjectionError
 
 STRUCTURES = ("diag", "kron", "lowrank", "full")
@@ -240,7 +241,7 @@ def test_it_is_a_tensor_that_is_copied_saved_and_drawn(
     assert np.asarray(found).dtype == np.float64
     assert pd.DataFrame(found).shape == (40, 7)
     twin = copy.deepcopy(found)
-    assert isinstance(twin, blr.Influence) and twin.data_ptr() != found.data_ptr()
+    assert isinstance(twin, Influence) and twin.data_ptr() != found.data_ptr()
     assert torch.equal(twin.top(2).helpful, found.top(2).helpful)
     file = io.BytesIO()
     torch.save(found, file)

@@ -362,7 +362,7 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda f: blr.leave_one_out(f, TASK), InputError, "stands alone"),
     (lambda f: blr.leave_one_out(None, Fitted(f.q, [0.0], "evidence")), InputError, "no sites"),
     (lambda f: blr.sensitivity(f).top(0), InputError, "k must be"),
-    (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, r"SiteScores has no memory map"),
+    (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "SiteScores"),
     (lambda f: blr.influence(f), InputError, "predict"),
     (lambda f: blr.influence(f, f, TASK), DataError, "pair"),
     (lambda f: blr.suspicious(f, None), InputError, "without"),

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, one_hot
+from torch.nn.functional import one_hot
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
@@ -22,13 +22,8 @@ from blr_analysis.learning_rule.families.domain import (
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, uniform
 from blr_analysis.learning_rule.families.special import (
-    HALF_LOG_2PI,
-    digamma,
     inverse_digamma,
-    lgamma,
     lgamma_divergence,
-    log_minus_digamma,
-    stirling_remainder,
     trigamma,
 )
 
@@ -74,7 +69,7 @@ class Dirichlet(ExponentialFamily):
     @property
     def expectation(self) -> Natural:
         total = self.concentration.sum(-1, keepdim=True)
-        return {"log": digamma(self.concentration) - digamma(total)}
+        return {"log": torch.digamma(self.concentration) - torch.digamma(total)}
 
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1)
@@ -91,16 +86,7 @@ class Dirichlet(ExponentialFamily):
         return {"log": theta.log()}
 
     def log_partition(self) -> Tensor:
-        return lgamma(self.concentration).sum(-1) - lgamma(self.concentration.sum(-1))
-
-    def entropy(self) -> Tensor:
-        # A(λ) − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ
-        alpha, total = self.concentration, self.concentration.sum(-1)
-        free = alpha.shape[-1] - 1
-        parts = 0.5 * alpha.log() + (alpha - 1) * log_minus_digamma(alpha)
-        parts = (parts + stirling_remainder(alpha)).sum(-1)
-        whole = (total - free - 1) * log_minus_digamma(total) + stirling_remainder(total)
-        return parts - whole - (free + 0.5) * total.log() + free * HALF_LOG_2PI
+        return torch.lgamma(self.concentration).sum(-1) - torch.lgamma(self.concentration.sum(-1))
 
     def _kl(self, other: Self) -> Tensor:
         ours, theirs = self.concentration, other.concentration
@@ -183,9 +169,6 @@ class Beta(ExponentialFamily):
     def log_partition(self) -> Tensor:
         return self._dirichlet.log_partition()
 
-    def entropy(self) -> Tensor:
-        return self._dirichlet.entropy()
-
     def _kl(self, other: Self) -> Tensor:
         return self._dirichlet.kl(other._dirichlet)
 
@@ -219,97 +202,11 @@ def _concentration(logs: Tensor) -> Tensor:
         alpha = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
     for _ in range(2):  # α − F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)
         total, bend = alpha.sum(-1, keepdim=True), trigamma(alpha)
-        residual = digamma(alpha) - digamma(total) - logs
+        residual = torch.digamma(alpha) - torch.digamma(total) - logs
         shared = (residual / bend).sum(-1, keepdim=True)
         constant = 1 / trigamma(total) - (1 / bend).sum(-1, keepdim=True)
         alpha = alpha - (residual + shared / constant) / bend
     return alpha
-
-
-@dataclass(frozen=True, eq=False)
-class BernoulliFamily(ExponentialFamily):
-    """P independent signs θ_j ∈ {−1, +1}: λ = ½ log(p / (1 − p)), μ = 2p − 1 = tanh λ.
-
-    p is the probability of +1 and T(θ) = θ (Khan & Rue, section 4.5 and Table 2). Entropy and KL
-    are exact also where tanh λ rounds to ±1; :meth:`with_expectation` cannot be.
-
-    Attributes:
-        half_logit: λ ``[..., P]``.
-
-    Raises:
-        InputError: λ is not finite.
-
-    Example:
-        >>> q = BernoulliFamily(torch.tensor([0.0, 1.0]))
-        >>> q.expectation["linear"], q.probability
-        (tensor([0.0000, 0.7616]), tensor([0.5000, 0.8808]))
-    """
-
-    half_logit: Tensor
-    ranks: ClassVar[Mapping[str, int]] = {"linear": 1}
-
-    def __post_init__(self) -> None:
-        finite("half_logit", self.half_logit, rank=1, half=True)
-
-    @property
-    def probability(self) -> Tensor:
-        """P(θ_j = +1), ``[..., P]``."""
-        return torch.sigmoid(2 * self.half_logit)
-
-    @property
-    def natural(self) -> Natural:
-        return {"linear": self.half_logit}
-
-    @property
-    def expectation(self) -> Natural:
-        return {"linear": torch.tanh(self.half_logit)}
-
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        return type(self)(natural["linear"])
-
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        mean = expectation["linear"]
-        expectation_inside("Bernoulli", mean.abs() < 1, "each lies strictly between −1 and 1")
-        return type(self)(torch.atanh(mean))
-
-    def statistics(self, theta: Tensor) -> Natural:
-        """θ itself; for relaxed signs it may lie anywhere."""
-        points(theta, self.half_logit, 1)
-        return {"linear": theta}
-
-    def log_partition(self) -> Tensor:
-        return (self.half_logit - logsigmoid(2 * self.half_logit)).sum(-1)
-
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """log q(θ), in nats.
-
-        Raises:
-            InputError: points that are not −1 or +1.
-        """
-        points(theta, self.half_logit, 1)
-        if not bool((theta.abs() == 1).all()):
-            raise InputError("points of a Bernoulli distribution are −1 or +1 (2y − 1 for 0 and 1)")
-        return logsigmoid(2 * theta * self.half_logit).sum(-1)
-
-    def entropy(self) -> Tensor:
-        up, down = 2 * self.half_logit, -2 * self.half_logit
-        parts = logsigmoid(up) * torch.sigmoid(up) + logsigmoid(down) * torch.sigmoid(down)
-        return -parts.sum(-1)
-
-    def _kl(self, other: Self) -> Tensor:
-        signs = (2.0, -2.0)
-        gaps = [
-            torch.sigmoid(s * self.half_logit)
-            * (logsigmoid(s * self.half_logit) - logsigmoid(s * other.half_logit))
-            for s in signs
-        ]
-        return (gaps[0] + gaps[1]).sum(-1)
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        """Signs ±1 in the dtype of λ, ``[n, ..., P]``."""
-        wanted = many(self.probability.detach(), n)
-        ones = torch.ones_like(wanted)
-        return torch.where(uniform(wanted, generator) < wanted, ones, -ones)
 
 
 @dataclass(frozen=True, eq=False)

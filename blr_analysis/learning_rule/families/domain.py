@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 
 HALF = (torch.float16, torch.bfloat16)
+STEP = ": a smaller learning rate keeps a step inside of the family"
+
+
+def _refuse(name: str, wanted: str, value: Any) -> None:
+    got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    raise InputError(f"{name} must be {wanted}, got {got}")
 
 
 def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
@@ -20,50 +25,34 @@ def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
     and no matrices.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{name} must be a tensor of floating-point numbers, got {got}")
+        _refuse(name, "a tensor of floating-point numbers", value)
     if value.dtype in HALF and not half:
-        raise InputError(f"{name} must be in single or double precision, got {value.dtype}")
+        _refuse(name, "in single or double precision", value)
     if value.ndim < rank:
-        raise InputError(
-            f"{name} needs at least {rank} dimension{'s' * (rank > 1)}, got a shape of "
-            f"{tuple(value.shape)}"
-        )
+        raise InputError(f"{name} needs at least {rank} dimensions, got {tuple(value.shape)}")
     if not bool(torch.isfinite(value).all()):
         bad = int((~torch.isfinite(value)).sum())
         raise InputError(f"{name} must be finite; {bad} of {value.numel()} entries are not")
-
-
-STEP = ": a smaller learning rate keeps a step inside of the family"
 
 
 def above(name: str, value: Any, least: float = 0.0, rank: int = 0, *, advice: str = STEP) -> None:
     """Raise unless every entry is finite and above ``least``."""
     finite(name, value, rank)
     if not bool((value > least).all()):
-        raise InputError(
-            f"{name} must lie above {least:g} everywhere, got {float(value.min()):g}{advice}"
-        )
+        most = float(value.min())
+        raise InputError(f"{name} must lie above {least:g} everywhere, got {most:g}{advice}")
 
 
-def symmetric_matrix(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a finite symmetric matrix (per copy)."""
+def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
+    """Raise unless ``value`` is a finite, symmetric, positive definite matrix (per copy)."""
     finite(name, value, rank=2)
     if value.shape[-1] != value.shape[-2]:
         raise InputError(f"{name} must be a square matrix, got a shape of {tuple(value.shape)}")
     matrix = value.detach()
-    gaps = (matrix - matrix.mT).abs()
-    if gaps.numel() and bool(
-        gaps.max() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max()
-    ):
-        gap = float(gaps.max())
-        raise InputError(f"{name} must be symmetric; it differs from its transpose by {gap:g}")
-
-
-def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
-    """Raise unless ``value`` is a matrix (per copy), symmetric and positive definite."""
-    symmetric_matrix(name, value)
-    if bool((torch.linalg.cholesky_ex(value.detach())[1] != 0).any()):
+    slack = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax((-2, -1), keepdim=True)
+    if bool(((matrix - matrix.mT).abs() > slack).any()):
+        raise InputError(f"{name} must be symmetric: it differs from its transpose")
+    if bool((torch.linalg.cholesky_ex(matrix)[1] != 0).any()):
         raise InputError(f"{name} must be positive definite{advice}")
 
 
@@ -77,10 +66,9 @@ def same_shape(**given: Tensor) -> None:
 
 def same_dtype(**given: Tensor) -> None:
     """Raise unless all of these tensors have one dtype and one device."""
-    kinds = {name: (value.dtype, value.device) for name, value in given.items()}
-    if len(set(kinds.values())) > 1:
-        got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
-        raise InputError(f"{' and '.join(kinds)} must agree in dtype and device, got {got}")
+    if len({(value.dtype, value.device) for value in given.values()}) > 1:
+        got = {name: f"{value.dtype} on {value.device}" for name, value in given.items()}
+        raise InputError(f"{' and '.join(given)} must agree in dtype and device, got {got}")
 
 
 def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
@@ -90,29 +78,23 @@ def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
     is broadcast within a point. θ may be of lower precision, or of integers.
     """
     if not isinstance(theta, Tensor) or theta.is_complex():
-        got = theta.dtype if isinstance(theta, Tensor) else type(theta).__name__
-        raise InputError(f"{name} must be a tensor of real numbers, got {got}")
+        _refuse(name, "a tensor of real numbers", theta)
     if theta.ndim < rank or not go_together(theta.shape, like.shape, rank):
-        shape = ", ".join(["...", *map(str, like.shape[like.ndim - rank :])])
-        raise InputError(
-            f"{name} must be a tensor [{shape}] for parameters of shape {tuple(like.shape)}, got "
-            f"{tuple(theta.shape)}"
-        )
+        ends = ", ".join(["...", *map(str, like.shape[like.ndim - rank :])])
+        raise InputError(f"{name} must be a tensor [{ends}], got {tuple(theta.shape)}")
     if torch.promote_types(theta.dtype, like.dtype) != like.dtype:
         raise InputError(f"{name} are {theta.dtype}, the parameters {like.dtype}: convert one")
 
 
-def derivatives(mean: Tensor, gradient: Tensor, hessian: Tensor, rank: int) -> None:
+def derivatives(mean: Tensor, gradient: Tensor, hessian: Any, rank: int) -> None:
     """Raise unless a gradient ``[..., P]`` and its Hessian, or the diagonal, fit the mean."""
     points(gradient, mean, 1, "the gradient")
-    instance("the Hessian", hessian, Tensor, "a tensor")
-    size = mean.shape[-1:]
-    if hessian.shape[-rank:] != size * rank or hessian.ndim != gradient.ndim + rank - 1:
-        wanted = ("diagonal of the Hessian", "Hessian")[rank - 1]
-        raise InputError(
-            f"the {wanted} must be {[*gradient.shape, *size * (rank - 1)]} for a gradient of shape "
-            f"{tuple(gradient.shape)}, got {tuple(hessian.shape)}"
-        )
+    wanted = (*gradient.shape, *mean.shape[-1:] * (rank - 1))
+    ends = mean.shape[-1:] * rank
+    shape = getattr(hessian, "shape", ())
+    if len(shape) != len(wanted) or shape[-rank:] != ends:
+        said = ("diagonal of the Hessian", "Hessian")[rank - 1]
+        raise InputError(f"the {said} must be {wanted}, got {tuple(shape)}")
 
 
 def go_together(left: torch.Size, right: torch.Size, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Gamma, inverse-Gamma and Normal–Gamma distributions, elementwise, and (Normal–)Wishart ones."""
+"""Gamma distributions, elementwise, and (Normal–)Wishart ones."""
 
 from __future__ import annotations
 
@@ -23,21 +23,16 @@ from blr_analysis.learning_rule.families.domain import (
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
 from blr_analysis.learning_rule.families.special import (
-    HALF_LOG_2PI,
     LOG_2PI,
     compare,
-    digamma,
     inverse,
     invert_excess_logarithm,
-    lgamma,
     lgamma_divergence,
-    log_minus_digamma,
     log_ratio,
     logdet,
     multivariate_digamma,
     multivariate_lgamma,
     outer,
-    stirling_remainder,
     symmetric,
 )
 
@@ -78,7 +73,10 @@ class Gamma(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        return {"log": digamma(self.shape) - self.rate.log(), "linear": self.shape / self.rate}
+        return {
+            "log": torch.digamma(self.shape) - self.rate.log(),
+            "linear": self.shape / self.rate,
+        }
 
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1, -natural["linear"])
@@ -92,13 +90,7 @@ class Gamma(ExponentialFamily):
         return {"log": theta.log(), "linear": theta}
 
     def log_partition(self) -> Tensor:
-        return lgamma(self.shape) - self.shape * self.rate.log()
-
-    def entropy(self) -> Tensor:
-        # a − log b + log Γ(a) + (1 − a) ψ(a), without cancellation
-        shape = self.shape
-        remainder = stirling_remainder(shape) + (shape - 1) * log_minus_digamma(shape)
-        return 0.5 * shape.log() + HALF_LOG_2PI + remainder - self.rate.log()
+        return torch.lgamma(self.shape) - self.shape * self.rate.log()
 
     def _kl(self, other: Self) -> Tensor:
         logs = log_ratio(other.rate, self.rate)
@@ -112,80 +104,6 @@ class Gamma(ExponentialFamily):
         return logs.exp().clamp(min=torch.finfo(logs.dtype).tiny)
 
 
-@dataclass(frozen=True, eq=False)
-class InverseGamma(ExponentialFamily):
-    """1/θ ~ Gamma(a, b): λ = (−a − 1, −b), T(θ) = (log θ, 1/θ), μ = (log b − ψ(a), a/b), h = 1.
-
-    Attributes:
-        shape: a > 0, ``[...]``.
-        scale: b > 0, ``[...]``.
-
-    Raises:
-        InputError: shape or scale that is not positive and finite, or of different shapes.
-
-    Example:
-        >>> InverseGamma(torch.tensor(3.0), torch.tensor(4.0)).natural
-        {'log': tensor(-4.), 'inverse': tensor(-4.)}
-    """
-
-    shape: Tensor
-    scale: Tensor
-    ranks: ClassVar[Mapping[str, int]] = {"log": 0, "inverse": 0}
-
-    def __post_init__(self) -> None:
-        above("shape", self.shape)
-        above("scale", self.scale)
-        same_shape(shape=self.shape, scale=self.scale)
-
-    @property
-    def _reciprocal(self) -> Gamma:
-        """The distribution of 1/θ."""
-        return Gamma(self.shape, self.scale)
-
-    @property
-    def natural(self) -> Natural:
-        return {"log": -self.shape - 1, "inverse": -self.scale}
-
-    @property
-    def expectation(self) -> Natural:
-        return {"log": self.scale.log() - digamma(self.shape), "inverse": self.shape / self.scale}
-
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        return type(self)(-natural["log"] - 1, -natural["inverse"])
-
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        log, inverse = expectation["log"], expectation["inverse"]
-        return type(self)(*shape_and_rate("InverseGamma", -log, inverse))
-
-    def statistics(self, theta: Tensor) -> Natural:
-        points(theta, self.shape, 0)
-        above("points of an inverse-Gamma distribution", theta, advice="")
-        return {"log": theta.log(), "inverse": 1 / theta}
-
-    def log_partition(self) -> Tensor:
-        return self._reciprocal.log_partition()
-
-    def entropy(self) -> Tensor:
-        # d(1/θ) = −dθ/θ²: the entropy of 1/θ, + 2 E[log θ]
-        alone = Gamma(self.shape, torch.ones_like(self.shape)).entropy()
-        return alone + self.scale.log() - 2 * digamma(self.shape)
-
-    def _kl(self, other: Self) -> Tensor:
-        return self._reciprocal.kl(other._reciprocal)
-
-    def expected_point(self) -> Tensor:
-        """b / (a − 1)."""
-        if bool((self.shape <= 1).any()):
-            least = float(self.shape.amin())
-            raise InputError(f"an InverseGamma has a mean for shapes above 1, got {least:.6g}")
-        return self.scale / (self.shape - 1)
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        """Positive numbers ``[n, ...]``; none overflows."""
-        logs = self.scale.log() - log_gamma_draw(many(self.shape, n), generator)
-        return logs.exp().clamp(max=torch.finfo(logs.dtype).max)
-
-
 def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """(a, b) with ψ(a) − log b = ``log`` and a/b = ``mean``."""
     finite("expectation parameters", log)
@@ -197,117 +115,6 @@ def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tens
     )
     shape = invert_excess_logarithm(excess)
     return shape, shape / mean
-
-
-@dataclass(frozen=True, eq=False)
-class NormalGamma(ExponentialFamily):
-    """Mean x and precision τ of a normal distribution: x | τ ~ N(m, 1/(κτ)), τ ~ Gamma(a, b).
-
-    θ is a dictionary with ``mean`` and ``precision``. T(θ) = (τx, τx², τ, log τ), h = 1 and
-    λ = (κm, −κ/2, −b − κm²/2, a − ½). An observation y adds (y, −½, −y²/2, ½) to λ.
-
-    Attributes:
-        mean: m ``[...]``.
-        kappa: κ > 0, ``[...]``: how many observations the mean is worth.
-        shape: a > 0, ``[...]``.
-        rate: b > 0, ``[...]``.
-
-    Raises:
-        InputError: a parameter outside of its domain, or of another shape.
-
-    Example:
-        >>> zero, one = torch.tensor(0.0), torch.tensor(1.0)
-        >>> q = NormalGamma(zero, one, one, one)
-        >>> y = torch.tensor(2.0)
-        >>> site = {"shift": y, "square": -one / 2, "linear": -y**2 / 2, "log": one / 2}
-        >>> from blr_analysis.learning_rule.families.base import add
-        >>> posterior = q.with_natural(add(q.natural, site))
-        >>> posterior.mean, posterior.kappa, posterior.shape, posterior.rate
-        (tensor(1.), tensor(2.), tensor(1.5000), tensor(2.))
-    """
-
-    mean: Tensor
-    kappa: Tensor
-    shape: Tensor
-    rate: Tensor
-    ranks: ClassVar[Mapping[str, int]] = {"shift": 0, "square": 0, "linear": 0, "log": 0}
-
-    def __post_init__(self) -> None:
-        finite("mean", self.mean)
-        for name in ("kappa", "shape", "rate"):
-            above(name, getattr(self, name))
-        same_shape(mean=self.mean, kappa=self.kappa, shape=self.shape, rate=self.rate)
-
-    @property
-    def _gamma(self) -> Gamma:
-        """The marginal of τ."""
-        return Gamma(self.shape, self.rate)
-
-    @property
-    def natural(self) -> Natural:
-        pull = self.kappa * self.mean
-        return {
-            "shift": pull,
-            "square": -0.5 * self.kappa,
-            "linear": -self.rate - 0.5 * pull * self.mean,
-            "log": self.shape - 0.5,
-        }
-
-    @property
-    def expectation(self) -> Natural:
-        of_precision = self._gamma.expectation
-        shift = of_precision["linear"] * self.mean
-        square = 1 / self.kappa + of_precision["linear"] * self.mean.square()
-        return {"shift": shift, "square": square, **of_precision}
-
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        kappa = -2 * natural["square"]
-        above("kappa", kappa)
-        mean = natural["shift"] / kappa
-        rate = -natural["linear"] - 0.5 * kappa * mean.square()
-        return type(self)(mean, kappa, natural["log"] + 0.5, rate)
-
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        precision = expectation["linear"]
-        shape, rate = shape_and_rate("NormalGamma", expectation["log"], precision)
-        mean = expectation["shift"] / precision
-        spread = expectation["square"] - mean * expectation["shift"]
-        expectation_inside("NormalGamma", spread > 0, "E[τx²] lies above E[τx]² / E[τ]")
-        return type(self)(mean, 1 / spread, shape, rate)
-
-    def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
-        self._check_point(theta, ("mean", "precision"))
-        x, tau = theta["mean"], theta["precision"]
-        points(x, self.mean, 0, "mean")
-        points(tau, self.mean, 0, "precision")
-        above("precisions", tau, advice="")
-        return {"shift": tau * x, "square": tau * x.square(), "linear": tau, "log": tau.log()}
-
-    def log_partition(self) -> Tensor:
-        return self._gamma.log_partition() + 0.5 * (LOG_2PI - self.kappa.log())
-
-    def entropy(self) -> Tensor:
-        # of the Gamma, and of a normal distribution of precision κτ on average over τ
-        log_precision = self.kappa.log() + self.expectation["log"]
-        return self._gamma.entropy() + 0.5 * (LOG_2PI + 1 - log_precision)
-
-    def _kl(self, other: Self) -> Tensor:
-        ratio = (other.kappa - self.kappa) / self.kappa
-        gap = other.kappa * self.shape / self.rate * (self.mean - other.mean).square()
-        of_mean = 0.5 * (ratio - log_ratio(other.kappa, self.kappa) + gap)
-        return self._gamma.kl(other._gamma) + of_mean
-
-    def expected_point(self) -> dict[str, Tensor]:
-        """``{"mean": m, "precision": a / b}``; m is the centre of x where x has no mean, a ≤ ½."""
-        return {"mean": self.mean, "precision": self.shape / self.rate}
-
-    def sample(
-        self, n: int | None = None, *, generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """``{"mean": x, "precision": τ}``, each ``[n, ...]``."""
-        tau = self._gamma.sample(n, generator=generator)
-        noise = normal(many(self.mean, n), generator)
-        return {"mean": self.mean + noise / (self.kappa * tau).sqrt(), "precision": tau}
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,16 +180,6 @@ class Wishart(ExponentialFamily):
     def log_partition(self) -> Tensor:
         half = 0.5 * self.dof
         return multivariate_lgamma(half, self.size) - half * logdet(0.5 * self.rate)
-
-    def entropy(self) -> Tensor:
-        p, half = self.size, 0.5 * self.dof
-        j = torch.arange(p, dtype=half.dtype, device=half.device)
-        parts = half.unsqueeze(-1) - 0.5 * j
-        # A − ⟨λ, μ⟩ with Stirling's terms, which cancel, taken out of every log Γ and ψ
-        left = (half - 0.5 * (p + 1)).unsqueeze(-1) * log_minus_digamma(parts)
-        terms = 0.5 * (p - j) * parts.log() + 0.5 * j + stirling_remainder(parts) + left
-        constant = p * HALF_LOG_2PI + p * (p - 1) / 4 * math.log(math.pi)
-        return terms.sum(-1) + constant - 0.5 * (p + 1) * logdet(0.5 * self.rate)
 
     def _kl(self, other: Self) -> Tensor:
         half, theirs = 0.5 * self.dof, 0.5 * other.dof

@@ -1,6 +1,6 @@
-"""Gaussians: with a fixed, a diagonal, and a full precision (Khan & Rue, Eq. 9 and Table 2).
+"""Gaussians with a diagonal and a full precision (Khan & Rue, Eq. 9 and Table 2).
 
-All three store mean and precision, of which λ and μ are views. Derivatives of a loss with respect
+Both store mean and precision, of which λ and μ are views. Derivatives of a loss with respect
 to θ become derivatives with respect to μ by the theorems of Bonnet and Price (K&R 10, 11):
 
     ∇_μ₁ E_q[ℓ] = E_q[∇ℓ] − E_q[∇²ℓ] m,      ∇_μ₂ E_q[ℓ] = ½ E_q[∇²ℓ]
@@ -23,9 +23,9 @@ from blr_analysis.learning_rule.families.domain import (
     expectation_inside,
     finite,
     points,
+    positive_definite,
     same_dtype,
     same_shape,
-    symmetric_matrix,
 )
 from blr_analysis.learning_rule.families.drawing import many, normal
 from blr_analysis.learning_rule.families.special import (
@@ -51,9 +51,7 @@ class _Elementwise(ExponentialFamily):
         finite("precision", self.precision, half=True)
         same_shape(mean=self.mean, precision=self.precision)
         if not bool((self.precision > 0).all()):
-            raise InputError(
-                "the precision is not positive: lower the learning rate, or keep curvature positive"
-            )
+            raise InputError("the precision is not positive: lower the learning rate")
 
     def log_prob(self, theta: Tensor) -> Tensor:
         points(theta, self.mean, 1)
@@ -68,67 +66,6 @@ class _Elementwise(ExponentialFamily):
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         return self.mean + normal(many(self.mean, n), generator) / self.precision.sqrt()
-
-
-@dataclass(frozen=True, eq=False)
-class FixedGaussian(_Elementwise):
-    """N(m, S⁻¹) with known diagonal S: λ = S m, μ = m, log h = −½ θᵀSθ + const.
-
-    Attributes:
-        mean: m ``[..., P]``.
-        precision: the diagonal of S, ``[..., P]``; not learned.
-
-    Example:
-        >>> q = FixedGaussian(torch.zeros(2), torch.ones(2))
-        >>> q.with_natural({"linear": torch.tensor([1.0, 2.0])}).mean
-        tensor([1., 2.])
-    """
-
-    ranks: ClassVar[Mapping[str, int]] = {"linear": 1}
-
-    @property
-    def natural(self) -> Natural:
-        return {"linear": self.precision * self.mean}
-
-    @property
-    def expectation(self) -> Natural:
-        return {"linear": self.mean}
-
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        linear = natural["linear"]
-        points(linear, self.precision.to(linear), 1, "the natural parameters")
-        precision = self.precision.to(linear)
-        return type(self)(linear / precision, precision)
-
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        return type(self)(expectation["linear"], self.precision.to(expectation["linear"]))
-
-    def statistics(self, theta: Tensor) -> Natural:
-        points(theta, self.mean, 1)
-        return {"linear": theta}
-
-    def log_partition(self) -> Tensor:
-        return 0.5 * (self.precision * self.mean.square()).sum(-1)
-
-    def log_base(self, theta: Tensor) -> Tensor:
-        points(theta, self.mean, 1)
-        return 0.5 * (self.precision.log() - LOG_2PI - self.precision * theta.square()).sum(-1)
-
-    def expected_log_base(self) -> Tensor:
-        squares = self.precision * self.mean.square() + 1
-        return 0.5 * (self.precision.log() - LOG_2PI - squares).sum(-1)
-
-    def base_gradient(self) -> Natural:
-        return {"linear": -self.precision * self.mean}
-
-    def _kl(self, other: Self) -> Tensor:
-        if not torch.equal(self.precision, other.precision):
-            raise InputError("the KL divergence of two FixedGaussians needs one precision for both")
-        return 0.5 * (self.precision * (self.mean - other.mean).square()).sum(-1)
-
-    def pull_back(self, gradient: Tensor, hessian: Tensor | None = None) -> Natural:
-        """∇_μ E_q[ℓ] from E_q[∇ℓ]; a Hessian has nothing to say about a fixed covariance."""
-        return {"linear": gradient}
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,13 +157,8 @@ class FullGaussian(ExponentialFamily):
         if self.precision.shape != (*self.mean.shape, self.mean.shape[-1]):
             mean, precision = tuple(self.mean.shape), tuple(self.precision.shape)
             raise InputError(f"a mean {mean} has a matrix for each copy, got {precision}")
-        symmetric_matrix("precision", self.precision)
+        positive_definite("precision", self.precision, advice=": lower lr, or take Gauss–Newton")
         same_dtype(mean=self.mean, precision=self.precision)
-        _, failed = torch.linalg.cholesky_ex(self.precision.detach())
-        if bool((failed != 0).any()):
-            raise InputError(
-                "the precision is not positive definite: lower lr, or take Gauss–Newton"
-            )
 
     @property
     def covariance(self) -> Tensor:

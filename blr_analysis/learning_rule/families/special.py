@@ -1,9 +1,6 @@
-"""Functions of the Gamma family, exact in float64 from 1e-3 to 1e6 and in their derivatives.
-
-``torch.polygamma(1, x)``, and with it the derivative of ``torch.digamma``, is only good to 5e-10;
-:func:`lgamma` and :func:`digamma` here take their derivatives from Hurwitz' zeta function, which
-is exact. Differences of large terms are taken by Stirling's series where they would cancel. At the
-end symmetric positive definite matrices, one for each copy.
+"""Functions of the Gamma family, from 1e-3 to 1e6: differences of large terms are taken by
+Stirling's series where they would cancel. At the end symmetric positive definite matrices, one for
+each copy.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,56 +24,6 @@ def trigamma(x: Tensor) -> Tensor:
     return torch.special.zeta(2.0, x)
 
 
-def _elementwise(
-    function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Any]:
-    """A function of each entry that takes its derivative from ``slope``."""
-
-    class WithSlope(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return function(x)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-            ctx.save_for_backward(inputs[0])
-            ctx.save_for_forward(inputs[0])
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            return gradient * slope(ctx.saved_tensors[0])
-
-        @staticmethod
-        def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
-            return tangent * slope(ctx.saved_tensors[0])
-
-    return WithSlope.apply
-
-
-def digamma(x: Tensor) -> Tensor:
-    """ψ(x) = d log Γ(x) / dx.
-
-    >>> digamma(torch.tensor(1.0))
-    tensor(-0.5772)
-    """
-    return _digamma(x)
-
-
-def lgamma(x: Tensor) -> Tensor:
-    """log Γ(x).
-
-    >>> lgamma(torch.tensor(4.0))
-    tensor(1.7918)
-    """
-    return _lgamma(x)
-
-
-_digamma = _elementwise(torch.digamma, trigamma)
-_lgamma = _elementwise(torch.lgamma, digamma)
-
-
 def _by_series(
     x: Tensor, direct: Callable[[Tensor], Tensor], series: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
@@ -92,14 +38,14 @@ def log_minus_digamma(x: Tensor) -> Tensor:
     def series(y: Tensor, z: Tensor) -> Tensor:
         return y * (0.5 + y * (1 / 12 - z * (1 / 120 - z * (1 / 252 - z * (1 / 240 - z / 132)))))
 
-    return _by_series(x, lambda x: x.log() - digamma(x), series)
+    return _by_series(x, lambda x: x.log() - torch.digamma(x), series)
 
 
 def stirling_remainder(x: Tensor) -> Tensor:
     """log Γ(x) − [ (x − ½) log x − x + ½ log 2π ], which is ≈ 1/(12x) for large x."""
 
     def direct(x: Tensor) -> Tensor:
-        return lgamma(x) - (x - 0.5) * x.log() + x - HALF_LOG_2PI
+        return torch.lgamma(x) - (x - 0.5) * x.log() + x - HALF_LOG_2PI
 
     def series(y: Tensor, z: Tensor) -> Tensor:
         return y * (1 / 12 - z * (1 / 360 - z * (1 / 1260 - z * (1 / 1680 - z / 1188))))
@@ -147,12 +93,12 @@ def _halves_off(parts: Tensor) -> Tensor:
 
 def multivariate_lgamma(x: Tensor, size: int) -> Tensor:
     """log Γ_p(x) = p(p−1)/4 · log π + Σ_j log Γ(x − j/2), with p = ``size`` and x > (p − 1)/2."""
-    return lgamma(_halves(x, size)).sum(-1) + size * (size - 1) / 4 * math.log(math.pi)
+    return torch.lgamma(_halves(x, size)).sum(-1) + size * (size - 1) / 4 * math.log(math.pi)
 
 
 def multivariate_digamma(x: Tensor, size: int) -> Tensor:
     """ψ_p(x) = Σ_j ψ(x − j/2), the derivative of log Γ_p."""
-    return digamma(_halves(x, size)).sum(-1)
+    return torch.digamma(_halves(x, size)).sum(-1)
 
 
 def excess_logarithm(x: Tensor, size: int) -> Tensor:

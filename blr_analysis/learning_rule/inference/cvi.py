@@ -11,68 +11,296 @@ number, by quadrature.
 
 Every question about an example is one about a Gaussian number, too: leaving it out subtracts a pair
 of numbers from the natural parameters of f_i (the cavity), and predicting is an integral over f.
-Nothing of the size of the posterior is copied for an example.
+Nothing of the size of the posterior is copied for an example. All is in double precision.
+
+*Non-conjugate message passing* (Knowles & Minka, 2011; K&R 5.3): a factor of its own for every
+coefficient. A likelihood that is not conjugate still sends each node a message in its own family,
+λ̃_ij = ∇_μ_j E_q[log p(y_i | x_iᵀθ)], and the nodes move in turn, each to the sum of its messages.
+
+A likelihood is asked for nothing but log p(y|f): its derivatives are those of an expectation, which
+closed forms or Gauss–Hermite quadrature and autograd provide,
+
+    E_q[g(f)] ≈ Σ_k w_k g(m + √v z_k),
+
+with nodes a third of √v apart where q has its mass: good for functions of f that bend no faster,
+as log p(y|f) of the likelihoods here for √v up to 3. The density p(y|f) itself, of a large count
+for example, may be far narrower than q, and far from its mean: its integral is over a grid of
+√v / 50.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, reduce
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from blr_analysis.checks import share
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
+from blr_analysis.learning_rule.expectations import places
+from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference.factors import real
-from blr_analysis.learning_rule.inference.fitted import Fitted, answer, rows, rows_of, until_flat
-from blr_analysis.learning_rule.inference.scalar_likelihoods import (
-    ScalarLikelihood,
-    check_elementwise,
-    checked_targets,
-    expected_log_prob,
-    expected_mean,
-    log_predictive,
-    scalar_likelihood,
-)
-from blr_analysis.likelihoods import Likelihood
+from blr_analysis.learning_rule.inference.conjugate import columns, pairs, wide
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, rows, until_flat
+from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 
-# E_q[·] of a function of the latent numbers, element by element, such as at_samples.
-Expectation = Callable[[DiagonalGaussian, Callable[[Tensor], Tensor]], Tensor]
+NODES = 100
+REACH, GRID = 16.0, 1601
+Function = Callable[[Tensor], Tensor]
+"""Places ``[K, N]`` → as many values, element by element."""
+Integral = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(y, m, v) → an integral over f ~ N(m, v), element by element."""
+
+
+def expected(f: DiagonalGaussian, function: Function) -> Tensor:
+    """E_q[function(f_i)] of each number, ``[N]``; differentiable in mean and precision of ``f``.
+
+    >>> expected(DiagonalGaussian(torch.zeros(2), torch.tensor([1.0, 0.01])), torch.square)
+    tensor([  1., 100.])
+    """
+    at, weights = places(f, "quadrature", NODES)
+    return weights @ function(at)
+
+
+def log_expected(f: DiagonalGaussian, log_function: Function) -> Tensor:
+    """log E_q[exp(log_function(f_i))] of each number, ``[N]``; safe where the integral underflows.
+
+    >>> log_expected(DiagonalGaussian(torch.zeros(1), torch.ones(1)), lambda t: 2 * t)
+    tensor([2.])
+    """
+    z = torch.linspace(-REACH, REACH, GRID, dtype=torch.float64).to(f.mean).unsqueeze(1)
+    parts = (
+        (log_function(f.mean + part * f.precision.rsqrt()) - 0.5 * part.square()).logsumexp(0)
+        for part in z.split(NODES)
+    )
+    return reduce(torch.logaddexp, parts) - (-0.5 * z.square()).logsumexp(0)
+
+
+@dataclass(frozen=True)
+class ScalarLikelihood:
+    """p(y_i | f_i) with one number f_i for each example.
+
+    Attributes:
+        name: for messages.
+        log_prob: (y ``[N]``, f ``[N]`` or ``[K, N]``) → log p(y|f), element by element and
+            broadcast, in nats; differentiable.
+        mean: f → E[y|f], the probability of y = 1 for labels; None where nobody asks for it.
+        targets: the likelihood of the package whose targets these are, for checks; None: any.
+        expected: E_q[log p(y|f)] in closed form; None: by quadrature.
+        predictive: log E_q[p(y|f)] in closed form; None: by quadrature.
+
+    Example:
+        >>> logistic = scalar_likelihood("bernoulli")
+        >>> logistic.log_prob(torch.tensor([1.0]), torch.tensor([0.0]))
+        tensor([-0.6931])
+    """
+
+    name: str
+    log_prob: Callable[[Tensor, Tensor], Tensor]
+    mean: Callable[[Tensor], Tensor] | None = None
+    targets: Likelihood | None = None
+    expected: Integral | None = None
+    predictive: Integral | None = None
+
+
+def from_package(likelihood: Likelihood) -> ScalarLikelihood:
+    """A likelihood of :mod:`blr_analysis.likelihoods` with one output, its constant included."""
+    if isinstance(likelihood, Poisson):
+        likelihood = Poisson()
+    elif isinstance(likelihood, Gaussian):
+        likelihood = Gaussian(likelihood.variance)
+
+    def log_prob(y: Tensor, f: Tensor) -> Tensor:
+        return -likelihood.nll(f.unsqueeze(-1), y.expand_as(f).unsqueeze(-1))
+
+    def mean(f: Tensor) -> Tensor:
+        return likelihood.mean(f.unsqueeze(-1)).squeeze(-1)
+
+    return ScalarLikelihood(likelihood.name, log_prob, mean, likelihood, *_closed(likelihood))
+
+
+def _closed(likelihood: Likelihood) -> tuple[Integral | None, Integral | None]:
+    """``expected`` and ``predictive``, where they are known."""
+    if isinstance(likelihood, Poisson):
+        return lambda y, m, v: y * m - (m + 0.5 * v).exp() - torch.lgamma(y + 1), None
+    if isinstance(likelihood, Gaussian):
+        given = likelihood.variance
+        noise = given[0] if isinstance(given, tuple) else given  # f is one number
+        return (
+            lambda y, m, v: _log_normal(y - m, torch.full_like(v, noise)) - 0.5 * v / noise,
+            lambda y, m, v: _log_normal(y - m, v + noise),
+        )
+    return None, None
+
+
+def _log_normal(gap: Tensor, variance: Tensor) -> Tensor:
+    return -0.5 * (gap.square() / variance + (2 * math.pi * variance).log())
+
+
+NAMED = {known.name: from_package(known) for known in (Bernoulli(), Poisson(), Gaussian())}
+NAMED["probit"] = ScalarLikelihood(
+    "probit",
+    lambda y, f: torch.special.log_ndtr((2 * y - 1) * f),
+    torch.special.ndtr,
+    Bernoulli(),
+    predictive=lambda y, m, v: torch.special.log_ndtr((2 * y - 1) * m * (1 + v).rsqrt()),
+)
+
+
+def scalar_likelihood(
+    likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor],
+) -> ScalarLikelihood:
+    """The likelihood of this name, of this object, or of a function log p(y|f).
+
+    Raises:
+        InputError: none of these, or a likelihood of many outputs.
+    """
+    if isinstance(likelihood, ScalarLikelihood):
+        return likelihood
+    if isinstance(likelihood, Bernoulli | Poisson | Gaussian):
+        return from_package(likelihood)
+    if isinstance(likelihood, str) and likelihood in NAMED:
+        return NAMED[likelihood]
+    if callable(likelihood) and not isinstance(likelihood, type | Likelihood):
+        return ScalarLikelihood(getattr(likelihood, "__name__", "given"), likelihood)
+    named = ", ".join(map(repr, NAMED))
+    raise InputError(f"likelihood must be one of {named}, or (y, f) -> log p(y|f)")
+
+
+def checked_targets(likelihood: ScalarLikelihood, y: Tensor) -> Tensor:
+    """Targets ``[N]`` as the likelihood takes them; its log p(y|f) is tried on them.
+
+    Raises:
+        DataError: targets outside the support, or not finite.
+        InputError: log p(y|f) is no number for each example that torch can differentiate in f.
+    """
+    if likelihood.targets is not None:
+        y = likelihood.targets.prepare_targets(y, y.new_zeros(y.shape).unsqueeze(-1)).squeeze(-1)
+    if not bool(torch.isfinite(y).all()):
+        raise DataError("the targets contain NaN or inf; drop or mend those examples")
+    wanted = (
+        f"likelihood {likelihood.name!r} must be a function (y [N], f [K, N]) -> log p(y|f), "
+        "differentiable in f"
+    )
+    with torch.enable_grad():
+        f = y.new_zeros(2, len(y)).requires_grad_()
+        if not answer(wanted, f.shape, likelihood.log_prob, y, f).requires_grad:
+            raise InputError(wanted)
+    return y
+
+
+def expected_log_prob(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor) -> Tensor:
+    """E_q[log p(y_i|f_i)] of each example, ``[N]``, in nats; differentiable in q.
+
+    >>> f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
+    >>> expected_log_prob(scalar_likelihood("poisson"), f, torch.ones(1))
+    tensor([-1.6487])
+    """
+    if likelihood.expected is not None:
+        return likelihood.expected(y, f.mean, 1 / f.precision)
+    return expected(f, lambda at: likelihood.log_prob(y, at))
+
+
+def expected_mean(likelihood: ScalarLikelihood, f: DiagonalGaussian) -> Tensor:
+    """E_q[E[y_i|f_i]], ``[N]``.
+
+    Raises:
+        InputError: a likelihood without a mean.
+
+    >>> f = DiagonalGaussian(torch.ones(1), torch.ones(1))
+    >>> expected_mean(scalar_likelihood("probit"), f)
+    tensor([0.7602])
+    """
+    if likelihood.mean is None:
+        raise InputError("the likelihood has no mean: give ScalarLikelihood(name, log_prob, mean)")
+    return expected(f, likelihood.mean)
+
+
+def log_predictive(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor) -> Tensor:
+    """log ∫ p(y|f) q(f) df of each example, ``[N]``, in nats; safe where p underflows.
+
+    >>> f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
+    >>> log_predictive(scalar_likelihood("bernoulli"), f, torch.ones(1)).exp()
+    tensor([0.5000])
+    """
+    if likelihood.predictive is not None:
+        return likelihood.predictive(y, f.mean, 1 / f.precision)
+    return log_expected(f, lambda at: likelihood.log_prob(y, at))
+
+
 HALVINGS = 20
 STARTS = 50
+ROUNDING = 1e-14  # of an ELBO
+SMALL = 1e-7  # a change that is rounding where derivatives are taken of it
 Q = TypeVar("Q", FullGaussian, DiagonalGaussian)
 
 
+NOTHING = torch.zeros(0)
+# x [M, D] → the rows φ(x) [M, P], and the variance of f that θ does not explain, [M].
+Features = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """A Gaussian prior, and examples that see one number of θ each.
+class Problem(Model, Generic[Q]):
+    """A Gaussian prior, and examples that see one number of θ each, f_i = φ_iᵀθ + e_i.
 
     Attributes:
         prior: p(θ), over P numbers.
-        design: Φ ``[N, P]``, whose rows are φ_i.
-        targets: y ``[N]``.
         likelihood: log p(y_i|f_i).
-        expectation: how E_q[log p(y_i|f_i)] is taken; None: in closed form or by quadrature.
-        residual: Var(e_i) of f_i = φ_iᵀθ + e_i, where θ does not explain f_i wholly, ``[N]``.
+        features: inputs → their rows of the design, and Var(e_i).
+        design: Φ ``[N, P]``, whose rows are φ_i.
+        residual: Var(e_i) ``[N]``, where θ does not explain f_i wholly.
+        targets: y ``[N]``.
     """
 
-    prior: FullGaussian
-    design: Tensor
-    targets: Tensor
+    prior: Q
     likelihood: ScalarLikelihood
-    expectation: Expectation | None = None
-    residual: Tensor | float = 0.0
+    features: Features
+    design: Tensor = NOTHING
+    residual: Tensor = NOTHING
+    targets: Tensor = NOTHING
 
-    def posterior(self, sites: Natural) -> FullGaussian:
-        """λ_prior + Σ_i λ̃_i as a distribution, from ``[N]`` sites."""
+    @property
+    def nodes(self) -> Sequence[Any]:
+        """What moves in turn: all of θ at once."""
+        return [1.0]
+
+    def posterior(self, sites: Natural) -> Q:
+        """λ_prior + Σ_i λ̃_i as a distribution."""
         return self.prior.with_natural(add(self.prior.natural, summed(self.design, sites)))
+
+    def told(self, theta: Tensor, of_f: Natural) -> Natural:
+        """λ̃_i from ∇_μ E_q[log p(y_i|f_i)] of f_i, at a q whose mean is ``theta``."""
+        return of_f
+
+    def aims(self, q: Q) -> tuple[Natural, Tensor]:
+        """∇_μ E_q[log p(y_i|f_i)], and the expectations themselves ``[N]``."""
+        marginals = latent(q, self.design, self.residual)
+        of_f, values = aims(marginals, self.targets, self.likelihood)
+        return self.told(q.mean, of_f), values
+
+    def check(self, data: Any) -> tuple[Tensor, Tensor]:
+        x, y = pairs(data, self.prior.mean)
+        return x, checked_targets(self.likelihood, y)
+
+    def log_predictive(self, q: Q, data: Any) -> Tensor:
+        x, y = data
+        return log_predictive(self.likelihood, latent(q, *self.features(x)), y)
+
+    def step(self, q: Q, data: Any) -> Q:
+        """λ_prior + Σ_i ∇_μ E_q[log p(y_i|f_i)] of these examples."""
+        there = self.on(data)
+        return there.posterior(there.aims(q)[0])
+
+    def on(self, data: Any) -> Self:
+        """The same for other examples."""
+        design, residual = self.features(data[0])
+        return replace(self, design=design, residual=residual, targets=data[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,23 +321,21 @@ class State(Generic[Q]):
     elbo: float
 
 
-def latent(q: FullGaussian, design: Tensor, residual: Tensor | float = 0.0) -> DiagonalGaussian:
+def latent(q: Any, design: Tensor, residual: Tensor | float = 0.0) -> DiagonalGaussian:
     """The marginals of f_i = φ_iᵀθ + e_i, Var(e_i) = ``residual``, under q.
 
-    With N copies in ``q``, each goes with its own row of the design ``[N, P]``.
+    With N copies in ``q``, each goes with its own row of the design ``[N, P]``; where f_i is 0 for
+    sure (φ_i = 0) its variance is ε.
     """
-    factor = torch.linalg.cholesky(q.precision)
-    if q.mean.ndim == 1:
-        roots = torch.linalg.solve_triangular(factor, design.mT, upper=False).mT
+    if isinstance(q, DiagonalGaussian):
+        variance = (design.square() / q.precision).sum(-1)
     else:
-        roots = torch.linalg.solve_triangular(factor, design.unsqueeze(-1), upper=False).squeeze(-1)
-    variance = roots.square().sum(-1) + residual
-    return DiagonalGaussian((design * q.mean).sum(-1), 1 / above_zero(variance))
-
-
-def above_zero(variance: Tensor) -> Tensor:
-    """Var(f_i), or ε where f_i is 0 for sure: φ_i = 0, as for an example without any feature."""
-    return torch.where(variance > 0, variance, torch.finfo(variance.dtype).eps)
+        factor = torch.linalg.cholesky(q.precision)
+        columns = design.mT if q.mean.ndim == 1 else design.unsqueeze(-1)
+        roots = torch.linalg.solve_triangular(factor, columns, upper=False)
+        variance = roots.square().sum(-2).reshape(len(design))
+    variance = (variance + residual).clamp(min=torch.finfo(design.dtype).eps)
+    return DiagonalGaussian((design * q.mean).sum(-1), 1 / variance)
 
 
 def summed(design: Tensor, sites: Natural) -> Natural:
@@ -118,191 +344,121 @@ def summed(design: Tensor, sites: Natural) -> Natural:
     return {"linear": design.mT @ sites["linear"], "square": square}
 
 
-def spread(design: Tensor, sites: Natural) -> Natural:
-    """λ̃_i in the family of q(θ), one by one: ``[N, P]`` and ``[N, P, P]``."""
-    outer = design.unsqueeze(-1) * design.unsqueeze(-2)
-    return {
-        "linear": sites["linear"].unsqueeze(-1) * design,
-        "square": sites["square"].unsqueeze(-1).unsqueeze(-1) * outer,
-    }
-
-
 def aims(
-    marginals: DiagonalGaussian,
-    targets: Tensor,
-    likelihood: ScalarLikelihood,
-    expectation: Expectation | None = None,
+    marginals: DiagonalGaussian, targets: Tensor, likelihood: ScalarLikelihood
 ) -> tuple[Natural, Tensor]:
     """∇_μ E_q[log p(y_i|f_i)], and the expectations themselves, for each example.
 
     The derivatives in the mean and the variance are those of the expectation as it is computed
     (∂/∂v E = ½ E[∂²], Price), so that a fixed point of the rule is a stationary point of the ELBO
     to rounding.
-
-    Returns:
-        Natural parameters of the sites, ``[N]`` each, and E_q[log p(y_i|f_i)] ``[N]``.
-
-    Raises:
-        InputError: an ``expectation`` that is no such function, or says nothing of the variance.
     """
     mean = marginals.mean.detach().requires_grad_()
     variance = (1 / marginals.precision).detach().requires_grad_()
     with torch.enable_grad():
-        there = DiagonalGaussian(mean, 1 / variance)
-        if expectation is None:
-            values = expected_log_prob(likelihood, there, targets)
-        else:
-            wanted = "expectation must be a function (marginals of f, function) -> E of it, [N]"
-            told = partial(likelihood.log_prob, targets)
-            values = answer(wanted, mean.shape, expectation, there, told)
-            if not values.requires_grad:
-                raise InputError(f"{wanted}, differentiable in the marginals")
-        slope, half_bend = torch.autograd.grad(values.sum(), (mean, variance), allow_unused=True)
-    if slope is None or half_bend is None:
-        raise InputError("expectation must depend on mean and variance of f, not on the mean alone")
+        values = expected_log_prob(likelihood, DiagonalGaussian(mean, 1 / variance), targets)
+        slope, half_bend = torch.autograd.grad(values.sum(), (mean, variance))
     return marginals.pull_back(slope, 2 * half_bend), values.detach()
 
 
-def look(problem: Problem, sites: Natural) -> State[FullGaussian]:
+def look(problem: Problem[Q], sites: Natural) -> State[Q]:
     """The state of these sites: their posterior, its ELBO, and where the sites should go.
 
     Raises:
         InputError: the sites make no positive definite precision.
     """
     q = problem.posterior(sites)
-    marginals = latent(q, problem.design, problem.residual)
-    goal, values = aims(marginals, problem.targets, problem.likelihood, problem.expectation)
+    goal, values = problem.aims(q)
     return State(sites, q, goal, float(values.sum() - q.kl(problem.prior)))
 
 
-def step(problem: Problem, state: State[FullGaussian], rho: float) -> State[FullGaussian]:
-    """One step of the rule in its site form (Khan & Rue, Eq. 60)."""
-    return look(problem, add(scale(state.sites, 1 - rho), scale(state.aims, rho)))
-
-
-def plain(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
-    """``attempt(ρ)``, the rule as it is written.
-
-    Raises:
-        InputError: it leaves the family.
-    """
-    try:
-        return attempt(rho)
-    except InputError as error:
-        raise InputError(
-            f"a step of rho={rho:g} leaves the Gaussians: take a smaller rho or halving=True "
-            f"({suspicion(state.aims, state.elbo)})"
-        ) from error
-
-
-def rounding(state: State[Any]) -> float:
-    """What is lost in the last digit of an ELBO."""
-    return torch.finfo(state.q.mean.dtype).eps * (1 + abs(state.elbo))
+def step(problem: Problem[Q], state: State[Q], rho: float, node: Tensor | float = 1.0) -> State[Q]:
+    """One step of the rule in its site form (Khan & Rue, Eq. 60), of one node of a mean field."""
+    moves = {k: v + rho * node * (state.aims[k] - v) for k, v in state.sites.items()}
+    return look(problem, moves)
 
 
 def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
     """``attempt(ρ)``, with ρ halved until its ELBO is not below that of ``state``.
 
     A departure from the rule; what leaves the family counts as a fall. Where even the whole step
-    changes q and its ELBO by rounding only, ``state`` is the fixed point and is returned.
+    changes the ELBO by rounding only, ``state`` is the fixed point and is returned.
 
     Raises:
         InputError: no step improves the ELBO: log p(y|f) or its derivatives are not finite.
     """
-    slack = 64 * rounding(state)
-    small = torch.finfo(state.q.mean.dtype).eps ** 0.45
-    resting = False
+    size, rests = 1 + abs(state.elbo), False
     for k in range(HALVINGS):
         try:
             after = attempt(rho / 2**k)
         except InputError:  # a precision that is not positive definite
             continue
-        if after.elbo >= state.elbo - slack:
+        if after.elbo >= state.elbo - ROUNDING * size:
             return after
-        if k == 0 and after.elbo >= state.elbo - small * (1 + abs(state.elbo)):
-            resting = float(after.q.kl(state.q)) <= small
-    if resting:
+        rests = rests or (k == 0 and after.elbo >= state.elbo - SMALL * size)
+    if rests:
         return state
     raise InputError(
-        f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): "
-        f"{suspicion(state.aims, state.elbo)}"
+        f"no step along the natural gradient improves the ELBO ({state.elbo:.6g} nats): scale the "
+        "inputs, take a narrower prior, or turn the sign of a loss given for log p(y|f)"
     )
 
 
-def suspicion(aims: Natural, elbo: float) -> str:
-    """What is likely wrong where no step succeeds."""
-    upward = int((aims["square"] > 0).sum())
-    if not math.isfinite(elbo):
-        return "E_q[log p(y|f)] is not finite: scale the inputs, or take a narrower prior"
-    if upward:
-        return (
-            f"log p(y|f) curves upward in f at {upward} of {len(aims['square'])} examples: was a "
-            "loss given for it, with the wrong sign?"
-        )
-    return "scale the inputs, or where expectations are random take halving=False with a small rho"
-
-
-def start(problem: Problem, *, near: bool) -> State[FullGaussian]:
-    """Sites of zero, so that q is the prior; with ``near`` those of a q near the mode.
-
-    Where a prior leaves f wide, E_q[e^f] and its like are so large that the first step gives
-    precisions from which there is no way back in floating point.
-    """
-    if near:
-        try:
-            state = look(problem, _near_the_mode(problem))
-        except InputError:  # a precision that is not positive definite, or values out of range
-            pass
-        else:
-            if math.isfinite(state.elbo):
-                return state
-    return look(problem, _no_sites(problem))
-
-
-def _no_sites(problem: Problem) -> Natural:
-    return dict.fromkeys(("linear", "square"), torch.zeros_like(problem.targets))
-
-
-def _near_the_mode(problem: Problem) -> Natural:
+def near_the_mode(problem: Problem[Q]) -> Natural:
     """Sites of examples near the mode of log p(y|f) + log p(θ), seen through f no wider than 1.
 
-    Newton's method with the smoothed derivatives that the sites are made of, its steps halved
-    until the mode is nearer; the last of them gains less than a nat.
+    Where a prior leaves f wide, E_q[e^f] and its like are so large that from the prior itself the
+    first step gives precisions from which there is no way back in floating point. So: Newton's
+    method with the smoothed derivatives that the sites are made of, its steps halved until the
+    mode is nearer; the last of them gains less than a nat.
     """
 
     def height(theta: Tensor) -> float:
         fit = problem.likelihood.log_prob(problem.targets, problem.design @ theta).sum()
         return float(fit + problem.prior.log_prob(theta))
 
-    q, theta = problem.prior, problem.prior.mean
-    best, sites = height(theta), _no_sites(problem)
+    q, theta, sites = problem.prior, problem.prior.mean, {}
+    best = height(theta)
     for _ in range(STARTS):
         widths = latent(q, problem.design).precision.clamp_min(1.0)
         narrow = DiagonalGaussian(problem.design @ theta, widths)
-        sites, _ = aims(narrow, problem.targets, problem.likelihood, problem.expectation)
+        sites = problem.told(theta, aims(narrow, problem.targets, problem.likelihood)[0])
         q = problem.posterior(sites)
         tried = (theta + 0.5**k * (q.mean - theta) for k in range(HALVINGS))
-        higher = next((t for t in tried if height(t) > best), theta)
-        before, theta = best, higher
-        best = height(theta)
+        theta = next((t for t in tried if height(t) > best), theta)
+        before, best = best, height(theta)
         if best - before < 1:
             break
     return sites
 
 
-# x [M, D] → the rows φ(x) [M, P], and the variance of f that θ does not explain, [M].
-Features = Callable[[Tensor], tuple[Tensor, Tensor]]
+def start(problem: Problem[Q]) -> State[Q]:
+    """The state near the mode, or where there is none the prior, with sites of zero."""
+    try:
+        state = look(problem, near_the_mode(problem))
+        if math.isfinite(state.elbo):
+            return state
+    except InputError:  # a precision that is not positive definite, or values out of range
+        pass
+    none = torch.zeros_like(problem.targets)
+    return look(problem, problem.told(problem.prior.mean, {"linear": none, "square": none}))
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+def swept(problem: Problem[Q], state: State[Q], rho: float) -> State[Q]:
+    """One step for each node."""
+    for node in problem.nodes:
+        state = halved(partial(step, problem, state, node=node), state, rho)
+    return state
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class LatentFitted(Fitted[FullGaussian]):
     """A :class:`Fitted` posterior over θ with latent numbers f_i = φ_iᵀθ.
 
     Attributes:
-        problem: the prior, the design Φ ``[N, P]``, the targets and the likelihood.
+        model: the :class:`Problem`: prior, design Φ ``[N, P]``, targets and likelihood.
         messages: the sites as Gaussian messages to the f_i, natural parameters ``[N]`` each; in
             the family of ``q`` they are :attr:`sites`.
-        features: inputs → their rows of the design.
 
     Example:
         >>> from blr_analysis.learning_rule.inference import GaussianProcess
@@ -314,191 +470,116 @@ class LatentFitted(Fitted[FullGaussian]):
         tensor([0.5452, 0.5000, 0.4425], dtype=torch.float64)
     """
 
-    problem: Problem
-    messages: Natural
-    features: Features
+    def site_of(self, chosen: Tensor) -> Natural:
+        design, sites = rows((self.model.design, self.messages), chosen)
+        square = torch.einsum("n,np,nq->npq", sites["square"], design, design)
+        return {"linear": sites["linear"].unsqueeze(1) * design, "square": square}
+
+    def _told(self, chosen: Tensor) -> Natural:
+        """Σ_{i∈M} λ̃_i, in one matrix, whatever M is."""
+        return summed(*rows((self.model.design, self.messages), chosen))
 
     def latent(self, x: Tensor) -> DiagonalGaussian:
         """The marginals of f at inputs ``[M, D]`` under q."""
-        return latent(self.q, *self.features(x))
+        return latent(self.q, *self.model.features(x))
 
     def predict(self, x: Tensor) -> Tensor:
         """E_q[E[y|f]] at inputs ``[M, D]``: the probability of y = 1, or the expected count.
 
         Raises:
-            InputError: a likelihood given as a function, which says nothing of E[y|f], or whose
-                mean does not work element by element.
+            InputError: a likelihood given as a function, which says nothing of E[y|f].
         """
-        return expected_mean(self.problem.likelihood, self.latent(x))
-
-    def _told(self, chosen: Tensor) -> Natural:
-        """Σ_{i∈M} λ̃_i, in one matrix, whatever M is."""
-        return summed(rows(self.problem.design, chosen), rows_of(self.messages, chosen))
+        return expected_mean(self.model.likelihood, self.latent(x))
 
     def cavities(self) -> DiagonalGaussian:
         """f_i under the posterior without example i, λ − λ̃_i: ``[N]`` Gaussian numbers."""
-        marginals = latent(self.q, self.problem.design)
+        marginals = latent(self.q, self.model.design)
         without = marginals.with_natural(subtract(marginals.natural, self.messages))
-        residual = self.problem.residual
-        return DiagonalGaussian(
-            without.mean, without.precision / (1 + residual * without.precision)
-        )
+        widened = 1 + self.model.residual * without.precision
+        return DiagonalGaussian(without.mean, without.precision / widened)
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`."""
-        return log_predictive(self.problem.likelihood, self.cavities(), self.problem.targets)
+        return log_predictive(self.model.likelihood, self.cavities(), self.model.targets)
 
 
-@dataclass(frozen=True)
 class LatentModel(ABC):
     """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it."""
 
-    @property
-    def _sparse(self) -> bool:
-        """Whether θ leaves part of f unexplained at the examples themselves."""
-        return False
+    kind: ClassVar[type[Fitted[Any]]] = LatentFitted
 
     @abstractmethod
-    def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
-        """The prior, what makes rows of the design, and the examples x, y, checked."""
+    def problem(self, data: Any) -> Problem[Any]:
+        """The prior, the likelihood and the features."""
 
     @torch.no_grad()
-    def fit(
-        self,
-        data: tuple[Tensor, Tensor],
-        *,
-        rho: float = 1.0,
-        halving: bool = True,
-        tol: float = 1e-10,
-        max_iter: int = 500,
-        expectation: Expectation | None = None,
-        progress: bool | None = None,
-    ) -> LatentFitted:
+    def fit(self, data: tuple[Tensor, Tensor], *, rho: float = 1.0, **stopping: Any) -> Any:
         """The Gaussian that maximises the ELBO, by the rule in its site form (K&R 60).
 
         Args:
-            data: (x ``[N, D]``, y ``[N]``). For regression put a column of ones for an intercept;
-                of a process, the dtype of x, single or double, is that of the computation (double
-                is wise, and taken for all others).
-            rho: ρ in (0, 1], with ``halving`` the first that is tried in each step.
-            halving: halve ρ, step by step, until the ELBO does not fall; False for random
-                expectations, or for the rule as it is written.
-            tol: stop when the ELBO changes by at most this many nats.
-            max_iter: at most this many steps.
-            expectation: (marginals of f, function) → E of it, element by element; in closed form
-                or by quadrature to 1e-9 by default;
-                ``partial(at_samples, n=100, generator=generator)`` is Monte Carlo.
-            progress: True shows a bar, False does not, None on a terminal when it takes long.
+            data: (x ``[N, D]``, y ``[N]``). For regression put a column of ones for an intercept.
+            rho: ρ in (0, 1], the first that is tried in each step; it is halved until the ELBO does
+                not fall.
+            stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to
+                show a bar; None: on a terminal after a second).
 
         Returns:
             The posterior: ``history`` is the ELBO in nats, ``sites`` are those of the rule.
 
         Raises:
             DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: no step improves the ELBO, settings out of range, a likelihood or an
-                expectation that does not work element by element, or a kernel that is none.
+            InputError: no step improves the ELBO, settings out of range, a likelihood that does
+                not work element by element, or a kernel that is none.
         """
         share("rho", rho)
-        likelihood = scalar_likelihood(self.likelihood)  # type: ignore[attr-defined]
-        prior, features, x, y = self._told(data)
-        design, residual = features(x)
-        left = residual if self._sparse else 0.0
-        problem = Problem(prior, design, y, likelihood, expectation, left)
-        state = start(problem, near=halving)
+        problem = self.problem(data)
+        data = problem.check(data)
+        problem = problem.on(data)
+        state = start(problem)
 
-        def elbo(t: int) -> float:
+        def sweep(t: int) -> float:
             nonlocal state
-            attempt = partial(step, problem, state)
-            state = (halved if halving else plain)(attempt, state, rho)
+            state = swept(problem, state, rho)
             return state.elbo
 
-        run = until_flat(
-            elbo,
-            "ELBO",
-            max_iter=max_iter,
-            tol=tol,
-            rounding=lambda: 4 * rounding(state),
-            progress=progress,
-        )
-
-        def predictive(q: FullGaussian, new: Any) -> Tensor:
-            inputs, targets = checked_pair(new, prior.mean, likelihood)
-            return log_predictive(likelihood, latent(q, *features(inputs)), targets)
-
-        def site_of(indices: Tensor) -> Natural:
-            return spread(rows(design, indices), rows_of(state.sites, indices))
-
-        return LatentFitted(
-            q=state.q,
-            **run,
-            prior=prior,
-            n_data=len(y),
-            site_of=site_of,
-            predictive=predictive,
-            data=(x, y),
-            step=partial(_step, problem, features),
-            problem=problem,
-            messages=state.sites,
-            features=features,
-        )
+        run = until_flat(sweep, "ELBO", **stopping)
+        known = {"prior": problem.prior, "model": problem, "messages": state.sites}
+        return self.kind(q=state.q, **run, **known, data=data)
 
 
-def _step(
-    problem: Problem, features: Features, q: FullGaussian, data: Any, kept: Tensor
-) -> FullGaussian:
-    """λ_prior + Σ_i ∇_μ E_q[log p(y_i|f_i)] of these examples."""
-    x, y = checked_pair(rows(data, kept), problem.prior.mean, problem.likelihood)
-    design, residual = features(x)
-    left = residual if isinstance(problem.residual, Tensor) else 0.0
-    there = replace(problem, design=design, targets=y, residual=left)
-    told, _ = aims(latent(q, design, left), y, problem.likelihood, problem.expectation)
-    return there.posterior(told)
+AnyLikelihood = str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor]
 
 
-def check_prior(prior: Any, kind: type) -> None:
-    """Raise unless a prior over coefficients is one member of this family."""
-    if not isinstance(prior, kind) or prior.mean.ndim != 1:
-        raise InputError(
-            f"the prior must be a {kind.__name__} over θ [P], without copies, got "
-            f"{type(prior).__name__}"
-        )
+class Regression(LatentModel):
+    """p(y_i | x_iᵀθ) and a Gaussian prior p(θ)."""
 
+    family: ClassVar[type]
+    problems: ClassVar[type[Problem[Any]]] = Problem
+    prior: Any
+    likelihood: Any
 
-def checked_inputs(x: Any, like: Tensor, columns: int) -> Tensor:
-    """Inputs ``[M, D]`` in the dtype and on the device of ``like``.
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, self.family) or self.prior.mean.ndim != 1:
+            wanted = self.family.__name__
+            raise InputError(f"the prior must be a {wanted} over θ [P], without copies")
+        scalar_likelihood(self.likelihood)
 
-    Raises:
-        DataError: not finite, or another number of columns.
-    """
-    x = real("x", x, like, 2)
-    if x.shape[-1] != columns:
-        raise DataError(f"x has {x.shape[-1]} columns; the model takes {columns}")
-    return x
+    def problem(self, data: Any) -> Problem[Any]:
+        prior = wide(self.prior)
 
+        def features(x: Tensor) -> tuple[Tensor, Tensor]:
+            x = columns(x, prior.mean, len(prior.mean))
+            return x, x.new_zeros(len(x))
 
-def checked_pair(data: Any, like: Tensor, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:
-    """(x ``[N, D]``, y ``[N]``) in a dtype and on a device.
-
-    Raises:
-        DataError: no such pair, numbers that are not finite, targets outside the support.
-        InputError: a likelihood that does not work element by element.
-    """
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise DataError("the data are a pair (x [N, D], y [N])")
-    x, y = real("x", data[0], like, 2), real("y", data[1], like, 1)
-    if len(x) != len(y):
-        raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
-    y = checked_targets(likelihood, y)
-    check_elementwise(likelihood, y)
-    return x, y
+        return self.problems(prior, scalar_likelihood(self.likelihood), features)
 
 
 @dataclass(frozen=True)
-class GeneralizedLinear(LatentModel):
+class GeneralizedLinear(Regression):
     """p(y_i | x_iᵀθ), θ ~ N(m_0, S_0⁻¹), with a full Gaussian posterior (K&R, section 5.4).
 
     Attributes:
-        prior: p(θ); its dtype and device are those of the computation (double is wise).
+        prior: p(θ).
         likelihood: ``"bernoulli"`` (logistic regression, y in 0 and 1), ``"probit"``,
             ``"poisson"`` (log-rates), ``"gaussian"``, a likelihood object, or a function
             (y, f) → log p(y|f), element by element.
@@ -516,23 +597,57 @@ class GeneralizedLinear(LatentModel):
     """
 
     prior: FullGaussian
-    likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor] = (
-        "bernoulli"
-    )
+    likelihood: AnyLikelihood = "bernoulli"
+    family: ClassVar[type] = FullGaussian
 
-    def __post_init__(self) -> None:
-        check_prior(self.prior, FullGaussian)
-        scalar_likelihood(self.likelihood)
 
-    def _told(self, data: Any) -> tuple[FullGaussian, Features, Tensor, Tensor]:
-        like = self.prior.mean
+class MeanField(Problem[DiagonalGaussian]):
+    """Sites λ̃_ij of every example and node, ``[N, P]`` each; the nodes move in turn."""
 
-        def features(x: Tensor) -> tuple[Tensor, Tensor]:
-            x = checked_inputs(x, like, len(like))
-            return x, x.new_zeros(len(x))
+    @property
+    def nodes(self) -> Sequence[Tensor]:
+        return [*torch.eye(self.design.shape[1]).to(self.design)]
 
-        return (
-            self.prior,
-            features,
-            *checked_pair(data, like, scalar_likelihood(self.likelihood)),
-        )
+    def posterior(self, sites: Natural) -> DiagonalGaussian:
+        told = {name: site.sum(0) for name, site in sites.items()}
+        return self.prior.with_natural(add(self.prior.natural, told))
+
+    def told(self, theta: Tensor, of_f: Natural) -> Natural:
+        bend = 2 * of_f["square"]
+        slope = of_f["linear"] + bend * (self.design @ theta)
+        here = DiagonalGaussian(theta, torch.ones_like(theta))
+        steep, bent = slope.unsqueeze(1) * self.design, bend.unsqueeze(1) * self.design.square()
+        return here.pull_back(steep, bent)
+
+    def step(self, q: DiagonalGaussian, data: Any) -> DiagonalGaussian:
+        """A sweep through the nodes, each to the messages of these examples."""
+        there, n = self.on(data), len(data[1])
+        gap = subtract(q.natural, self.prior.natural)
+        evenly = {name: (value / n).expand(n, -1) for name, value in gap.items()}
+        return swept(there, look(there, evenly), 1.0).q
+
+
+@dataclass(frozen=True)
+class MeanFieldRegression(Regression):
+    """p(y_i | x_iᵀθ) with a mean-field Gaussian posterior.
+
+    Attributes:
+        prior: p(θ), one Gaussian for each coefficient.
+        likelihood: ``"bernoulli"`` (logistic regression, y in 0 and 1), ``"probit"``,
+            ``"poisson"`` (log-rates), a likelihood object, or a function (y, f) → log p(y|f).
+
+    Raises:
+        InputError: a prior that is no DiagonalGaussian, or an unknown likelihood.
+
+    Example:
+        >>> prior = DiagonalGaussian(torch.zeros(2).double(), torch.ones(2).double())
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 2.0, 7.0])
+        >>> MeanFieldRegression(prior, "poisson").fit((x, y)).q.mean
+        tensor([0.0418, 0.8411], dtype=torch.float64)
+    """
+
+    prior: DiagonalGaussian
+    likelihood: AnyLikelihood = "poisson"
+    family: ClassVar[type] = DiagonalGaussian
+    problems: ClassVar[type[Problem[Any]]] = MeanField
+    kind: ClassVar[type[Fitted[Any]]] = Fitted

@@ -20,59 +20,136 @@ with Ψ diagonal, or σ² I (probabilistic PCA; Tipping & Bishop, 1999), and θ 
     E-step   q(z_i) = N(G Wᵀ Ψ⁻¹ (y_i − m), G),   G⁻¹ = I + Wᵀ Ψ⁻¹ W      conjugate Bayes
     M-step   [W, m] = E[y z̃ᵀ] E[z̃ z̃ᵀ]⁻¹,   Ψ = diag(E[y yᵀ] − [W, m] E[z̃ yᵀ]),     z̃ = (z, 1)
 
-What an example tells θ are its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y).
+What an example tells θ are its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y). Taking examples out is, for
+both, an M-step without what they tell; all is in double precision.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from blr_analysis.checks import at_least, one_of, positive_int, share, tolerance
+from blr_analysis.checks import at_least, one_of, positive_int, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
+from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.inference.fitted import CHUNK, Fitted, Sites, minibatch, until_flat
-from blr_analysis.learning_rule.inference.mixture_model import (
-    assign,
-    check_apart,
-    check_data,
-    first_responsibilities,
-    paired,
-    pooled,
-    shared,
+from blr_analysis.learning_rule.inference.conjugate import real
+from blr_analysis.learning_rule.inference.fitted import (
+    Fitted,
+    Model,
+    Sites,
+    minibatch,
+    rows,
+    until_flat,
 )
 
-Components = FullGaussian | DiagonalGaussian
-COLLAPSED = "a component has collapsed: raise floor, or take fewer components or covariance='diag'"
+
+def paired(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+    """⟨left_i, right_k⟩ of N examples and K components, ``[N, K]``."""
+    return sum(
+        (left[key].reshape(len(left[key]), -1) @ right[key].reshape(len(right[key]), -1).mT)
+        for key in left
+    )  # type: ignore[return-value]
 
 
-class Collapsed(UserWarning):
-    """A component of a mixture whose density is that of the floor, not of the data."""
+def pooled(weights: Tensor, statistics: Mapping[str, Tensor]) -> Natural:
+    """Σ_i r_ik T(y_i), for each component: ``[K, …]`` from weights ``[N, K]``."""
+    return {key: torch.tensordot(weights.mT, value, 1) for key, value in statistics.items()}
+
+
+def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor:
+    """The data ``[N, D]`` in double precision, or what is wrong with them.
+
+    Args:
+        data: what was given.
+        fewest: examples that there must be.
+        columns: D, where it is known.
+
+    Raises:
+        DataError: data that are misshapen, not finite or too few.
+    """
+    like = torch.empty((), dtype=torch.float64, device=getattr(data, "device", None))
+    data = real("data", data, like, 2)
+    if len(data) < fewest:
+        raise DataError(f"{fewest} components need as many examples, got {len(data)}")
+    if columns is not None and data.shape[1] != columns:
+        raise DataError(f"data must be [N, {columns}], as fitted, got {tuple(data.shape)}")
+    return data.detach()
+
+
+def first_responsibilities(
+    data: Tensor, n_components: int, start: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
+    """Where to begin: r ``[N, K]`` as given, or each example to the nearest of K seeds.
+
+    The seeds are examples: the first uniformly, each further one with a probability in
+    proportion to its squared distance from those before it (Arthur & Vassilvitskii, 2007).
+
+    Raises:
+        InputError: responsibilities of another shape, negative, not summing to 1, or the same for
+            two components.
+    """
+    if start is None:
+        return _seeded(data, n_components, generator)
+    shape = (len(data), n_components)
+    if not isinstance(start, Tensor) or start.shape != shape:
+        raise InputError(f"start must be responsibilities {[*shape]}")
+    start = start.to(data)
+    if not bool((start >= 0).all()) or not torch.allclose(start.sum(1), start.new_tensor(1.0)):
+        raise InputError("each example's responsibilities must be 0 or more and sum to 1")
+    if len(torch.unique(start.mT, dim=0)) < n_components:  # they would stay together for ever
+        raise InputError("two components of start are the same: move one a little")
+    return start.detach()
+
+
+def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
+    device = device_of(data, generator)
+    spread = data.std(0)
+    scaled = ((data - data.mean(0)) / torch.where(spread > 0, spread, 1.0)).to(device)
+    chosen = torch.randint(len(data), (1,), generator=generator, device=device)
+    gaps = torch.cdist(scaled, scaled[chosen])
+    for _ in range(n_components - 1):
+        weights = gaps.amin(1).square() + 1e-300  # all alike: any of them
+        chosen = torch.multinomial(weights, 1, generator=generator)
+        gaps = torch.cat([gaps, torch.cdist(scaled, scaled[chosen])], 1)
+    return one_hot(gaps.argmin(1), n_components).to(data)
+
+
+class FittedEM(Fitted[Any]):
+    """Parameters that an M-step finds from the sum of the sites, expected statistics."""
+
+    @cached_property
+    def totals(self) -> Natural:
+        """Σ_i of the sites."""
+        return self._told(torch.arange(self.n_data))
+
+    def _less(self, sites: Sites) -> Any:
+        try:
+            return self.model.maximise(subtract(self.totals, sites))  # type: ignore[arg-type]
+        except DataError as error:
+            raise DataError(f"a component rests on these examples alone: {error}") from error
 
 
 @dataclass(frozen=True)
-class GaussianMixtureEM:
+class GaussianMixtureEM(Model):
     """A mixture of Gaussians whose parameters EM finds.
 
     Attributes:
         n_components: K, two or more.
         covariance: ``"full"``, ``"diag"`` or ``"spherical"``.
-        floor: added to every variance in each M-step, in squared units of the data. With 0 every
-            iteration raises the likelihood, without bound where a component collapses onto a
-            point (an error); above 0 it may fall in the last digits, and a component whose
-            variance is little more than the floor is told of by a warning, :class:`Collapsed`.
+        floor: above 0, added to every variance in each M-step, in squared units of the data. A
+            component whose variance is little more has collapsed: take fewer, or scale the data.
 
     Raises:
-        InputError: another covariance, fewer than two components, or a negative floor.
+        InputError: another covariance, fewer than two components, or no positive floor.
 
     Example:
         >>> data = torch.tensor([[-5.0], [-4.0], [-3.0], [2.0], [4.0]])
@@ -90,8 +167,7 @@ class GaussianMixtureEM:
     def __post_init__(self) -> None:
         one_of("covariance", self.covariance, ("full", "diag", "spherical"))
         at_least(2, "n_components", self.n_components)
-        if tolerance("floor", self.floor) == math.inf:
-            raise InputError("floor must be finite")
+        positive_number("floor", self.floor)
 
     def fit(
         self,
@@ -100,14 +176,13 @@ class GaussianMixtureEM:
         start: Tensor | GaussianMixture | None = None,
         rho: float | Callable[[int], float] = 1.0,
         batch: int | None = None,
-        max_iter: int = 500,
-        tol: float = 1e-6,
         generator: torch.Generator | None = None,
-        progress: bool | None = None,
+        **stopping: Any,
     ) -> FittedMixture:
-        """Alternate E- and M-steps until the log-likelihood rests; in double precision.
+        """Alternate E- and M-steps until the log-likelihood rests.
 
-        With full covariances it holds the second moments of all examples, N·D² numbers.
+        With full covariances it holds the second moments of all examples, N·D² numbers, counted
+        from 0: centre data whose mean is many standard deviations away from it.
 
         Args:
             data: ``[N, D]``.
@@ -117,16 +192,14 @@ class GaussianMixtureEM:
                 which goes less far and also raises the likelihood.
             batch: B examples at each step, drawn with ``generator``, online EM: ``max_iter``
                 steps, with ρ_t = t^(−0.6) for example; None: all of them.
-            max_iter: the most iterations; a warning, :class:`NotConverged`, says if they are
-                too few.
-            tol: stop when the log-likelihood per example changes by no more than this.
-            generator: for the start.
-            progress: whether to show a bar; None shows it on a terminal after a second.
+            generator: for the start, and minibatches.
+            stopping: ``max_iter``, ``tol`` (of the log-likelihood per example) and ``progress``
+                (whether to show a bar; None: on a terminal after a second).
 
         Returns:
             The mixture (its ``q`` is the model at the point where the delta method looks) and
             log p(y|θ) at each E-step, before the M-step that follows; of minibatches N/B times
-            theirs, and ``converged`` is False. Sites are then those of a last E-step of all.
+            theirs, and ``converged`` is False.
 
         Raises:
             DataError: data that are not finite, misshapen, or fewer than K; a component onto
@@ -135,133 +208,83 @@ class GaussianMixtureEM:
                 out of range.
         """
         data = check_data(data, self.n_components)
-        origin = data.mean(0)
-        statistics = self._unit(data).statistics(data - origin)
-        mixture = self._first(data, statistics, start, generator)
-        n, totals, weights = len(data), _totals(mixture, len(data)), torch.empty(0)
-
-        def expected(chosen: Tensor) -> tuple[Tensor, Natural, Tensor]:
-            """r ``[B, K]``, N/B times its sites' sum, and log p(y | θ) ``[B]``."""
-            part = {k: v[chosen] for k, v in statistics.items()}
-            natural, at_zero = mixture.components.natural, mixture.components.log_partition()
-            scores = paired(part, natural) - at_zero
-            log_weights = mixture.weights.log()
-            weights = assign(log_weights, scores).probs
-            told = scale(_site(weights, part, pooled), n / len(chosen))
-            return weights, told, torch.logsumexp(scores + log_weights, 1)
+        statistics, n = self._statistics(data), len(data)
+        q = self._first(data, statistics, start, generator)
+        totals = scale({"count": q.weights, **q.expectation}, n)  # of n examples of the mixture
 
         def step(t: int) -> float:
-            nonlocal mixture, totals, weights
-            chosen = minibatch(n, batch, generator).to(data.device)
-            weights, told, log_p = expected(chosen)
+            nonlocal q, totals
+            chosen = minibatch(n, batch, generator)
+            factor = n / len(chosen)
             size = share("rho", rho(t + 1) if callable(rho) else rho)
-            totals = told if size == 1 else add(scale(totals, 1 - size), scale(told, size))
-            mixture = self.maximise(totals)
-            return n / len(chosen) * float(log_p.sum())
+            part = rows(statistics, chosen)
+            scores = paired(part, q.components.natural) - q.components.log_partition()
+            joint = q.weights.log() + scores
+            told = _told(joint.softmax(1), part)
+            totals = add(scale(totals, 1 - size), scale(told, size * factor))
+            q = self.maximise(totals)
+            return factor * float(joint.logsumexp(1).sum())
 
-        noisy, named = batch is not None, "log-likelihood"
-        run = until_flat(step, named, n, max_iter=max_iter, tol=tol, noisy=noisy, progress=progress)
-        if noisy:
-            weights, _, _ = expected(torch.arange(n, device=data.device))
+        run = until_flat(step, "log-likelihood", n, noisy=batch is not None, **stopping)
+        return FittedMixture(q=q, **run, model=self, data=data)
 
-        def site_of(chosen: Tensor) -> Natural:
-            at = chosen.to(data.device)
-            return _site(weights[at], {k: v[at] for k, v in statistics.items()}, shared)
+    def check(self, data: Any) -> Tensor:
+        return check_data(data)
 
-        totals = _site(weights, statistics, pooled)
-        _warn_of_collapse(mixture, totals["count"], self.floor)
-        return FittedMixture(
-            q=_shifted(mixture, origin),
-            **run,
-            n_data=len(data),
-            site_of=site_of,
-            predictive=log_density,
-            data=data,
-            step=partial(self._step, origin),
-            model=self,
-            origin=origin,
-            totals=totals,
-        )
+    def sites(self, q: GaussianMixture, data: Tensor) -> Natural:
+        weights = q.marginal.responsibilities(data)
+        told = {"count": torch.ones_like(data[:, 0]), **self._statistics(data)}
+        return {k: torch.einsum("nk,n...->nk...", weights, v) for k, v in told.items()}
 
-    def _step(
-        self, origin: Tensor, q: GaussianMixture, data: Tensor, kept: Tensor
-    ) -> GaussianMixture:
+    def step(self, q: GaussianMixture, data: Tensor) -> GaussianMixture:
         """E- and M-step."""
-        y = data[kept.to(data.device)]
-        statistics = self._unit(y).statistics(y - origin)
-        told = _site(q.marginal.responsibilities(y), statistics, pooled)
-        return _shifted(self.maximise(told), origin)
+        return self.maximise(_told(q.marginal.responsibilities(data), self._statistics(data)))
+
+    def log_predictive(self, q: GaussianMixture, data: Tensor) -> Tensor:
+        """log Σ_k π_k N(y_j | m_k, S_k⁻¹)."""
+        return q.marginal.log_prob(data)
 
     def maximise(self, totals: Natural) -> GaussianMixture:
         """The M-step, from Σ_i (r_ik, r_ik T(y_i)); leading dimensions are copies.
 
         Raises:
-            DataError: a component that no example, or only one point, falls onto.
+            DataError: a component that no example falls onto.
         """
         counts = totals["count"]
         if not bool((counts > 0).all()):
             raise DataError("a component has no examples left: start elsewhere, or with fewer")
-        average = {
-            k: v / counts.reshape(*counts.shape, *[1] * (v.ndim - counts.ndim))
-            for k, v in totals.items()
-            if k != "count"
-        }
-        mean, square = average["linear"], average["square"]
-        self._check_spread(mean, square)
+        mean = totals["linear"] / counts.unsqueeze(-1)
         if self.covariance == "full":
-            square = square + self.floor * torch.eye(mean.shape[-1]).to(mean)
-        elif self.covariance == "diag":
-            square = square + self.floor
+            second = totals["square"] / counts[..., None, None]
+            spread = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+            spread = spread + self.floor * torch.eye(mean.shape[-1]).to(mean)
+            parts = FullGaussian(mean, torch.linalg.inv(0.5 * (spread + spread.mT)))
         else:
-            pooled_variance = (square - mean.square()).mean(-1, keepdim=True)
-            square = mean.square() + pooled_variance + self.floor
-        try:
-            components = self._unit(mean).with_expectation({"linear": mean, "square": square})
-        except InputError as error:
-            raise DataError(COLLAPSED) from error
-        return GaussianMixture(counts / counts.sum(-1, keepdim=True), components)
+            variance = totals["square"] / counts.unsqueeze(-1) - mean.square()
+            if self.covariance == "spherical":
+                variance = variance.mean(-1, keepdim=True).expand_as(mean)
+            parts = DiagonalGaussian(mean, 1 / (variance.clamp(min=0) + self.floor))
+        return GaussianMixture(counts / counts.sum(-1, keepdim=True), parts)
 
-    def _check_spread(self, mean: Tensor, square: Tensor) -> None:
-        """Without a floor, a variance of rounding errors must not pass for one."""
-        second = square.diagonal(dim1=-2, dim2=-1) if self.covariance == "full" else square
-        rounding = 16 * torch.finfo(mean.dtype).eps * second
-        if not self.floor and bool((second - mean.square() <= rounding).any()):
-            raise DataError(COLLAPSED)
-
-    def _unit(self, like: Tensor) -> Components:
-        ones = torch.ones(like.shape[-1]).to(like)
-        if self.covariance == "full":
-            return FullGaussian(0 * ones, torch.diag(ones))
-        return DiagonalGaussian(0 * ones, ones)
+    def _statistics(self, y: Tensor) -> Natural:
+        """T(y_i) of the components' family."""
+        full = self.covariance == "full"
+        return {"linear": y, "square": y.unsqueeze(-1) * y.unsqueeze(-2) if full else y.square()}
 
     def _first(
         self, data: Tensor, statistics: Natural, start: Any, generator: torch.Generator | None
     ) -> GaussianMixture:
-        if not isinstance(start, GaussianMixture):
-            weights = first_responsibilities(data, self.n_components, start, generator)
-            return self.maximise(_site(weights, statistics, pooled))
-        kind, shape = type(self._unit(data)), (self.n_components, data.shape[1])
-        if type(start.components) is not kind or start.components.mean.shape != shape:
-            raise InputError(
-                f"start must be a mixture of {kind.__name__} with means {list(shape)}, got "
-                f"{type(start.components).__name__} with {list(start.components.mean.shape)}"
-            )
-        mean, precision = start.components.mean.to(data), start.components.precision.to(data)
-        check_apart(torch.cat([mean, precision.flatten(1)], 1))
-        return GaussianMixture(start.weights.to(data), kind(mean - data.mean(0), precision))
+        if isinstance(start, GaussianMixture):
+            return start
+        weights = first_responsibilities(data, self.n_components, start, generator)
+        return self.maximise(_told(weights, statistics))
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class FittedMixture(Fitted[GaussianMixture]):
-    """A mixture found by EM; its sites are expected statistics, counted from ``origin``.
+class FittedMixture(FittedEM):
+    """A mixture found by EM; its sites are expected statistics (r_ik, r_ik T(y_i)).
 
     Taking examples out is an M-step without them, their neighbours' responsibilities held; a
     component that rests on them alone is a :class:`DataError`.
-
-    Attributes:
-        model: the model that was fitted.
-        origin: the mean of the data ``[D]``, from which statistics are counted.
-        totals: Σ_i (r_ik, r_ik T(y_i)), what the last M-step was told.
 
     Example:
         >>> data = torch.tensor([[-5.0], [-4.0], [-3.0], [2.0], [4.0]])
@@ -272,83 +295,51 @@ class FittedMixture(Fitted[GaussianMixture]):
         tensor([-1.8352], dtype=torch.float64)
     """
 
-    model: GaussianMixtureEM
-    origin: Tensor
-    totals: Natural
-
     def responsibilities(self, data: Tensor) -> Tensor:
         """r_k(y_j) = p(z = k | y_j) of M examples, ``[M, K]``.
 
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        parts = check_data(data, 1, self.q.components.mean.shape[-1]).split(CHUNK)
-        return torch.cat([self.q.marginal.responsibilities(part) for part in parts])
-
-    def _less(self, sites: Sites) -> GaussianMixture:
-        left = subtract(self.totals, sites)  # type: ignore[arg-type]
-        try:
-            return _shifted(self.model.maximise(left), self.origin)
-        except DataError as error:
-            raise DataError(f"a component rests on these examples alone: {error}") from error
+        data = check_data(data, 1, self.q.components.mean.shape[-1])
+        return self.q.marginal.responsibilities(data)
 
 
-def log_density(q: GaussianMixture, data: Tensor) -> Tensor:
-    """log Σ_k π_k N(y_j | m_k, S_k⁻¹) of M examples, ``[M]``; M copies go with one each.
+def _told(weights: Tensor, statistics: Natural) -> Natural:
+    """Σ_i (r_ik, r_ik T(y_i))."""
+    return {"count": weights.sum(0), **pooled(weights, statistics)}
 
-    Raises:
-        DataError: data that are misshapen or not finite.
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """y = m + W z + e; a Gaussian whose covariance is W Wᵀ + Ψ. Leading dimensions are copies.
+
+    Attributes:
+        loadings: W ``[D, factors]``, up to a rotation.
+        mean: m ``[D]``.
+        noise: the diagonal of Ψ ``[D]``.
     """
-    data = check_data(data, 1, q.components.mean.shape[-1])
-    if q.weights.ndim > 1:
-        return q.marginal.log_prob(data)
-    return torch.cat([q.marginal.log_prob(part) for part in data.split(CHUNK)])
 
+    loadings: Tensor
+    mean: Tensor
+    noise: Tensor
 
-def _warn_of_collapse(mixture: GaussianMixture, counts: Tensor, floor: float) -> None:
-    """Warn of components whose smallest variance is hardly more than the floor."""
-    precision = mixture.components.precision
-    full = isinstance(mixture.components, FullGaussian)
-    largest = torch.linalg.eigvalsh(precision)[:, -1] if full else precision.amax(1)
-    flat = ((1 / largest <= 2 * floor) & (floor > 0)).nonzero().flatten().tolist()
-    if flat:
-        held = ", ".join(f"component {k} with {float(counts[k]):.3g} examples" for k in flat)
-        warnings.warn(
-            f"{held}: no variance but floor={floor:g} is left in some direction; take fewer "
-            "components, scale the data, leave out columns that do not vary, or set floor",
-            Collapsed,
-            stacklevel=3,
-        )
+    @property
+    def marginal(self) -> FullGaussian:
+        """N(m, W Wᵀ + Ψ)."""
+        covariance = self.loadings @ self.loadings.mT + torch.diag_embed(self.noise)
+        return FullGaussian(self.mean, torch.linalg.inv(covariance))
 
-
-def _site(weights: Tensor, statistics: Natural, combine: Any) -> Natural:
-    ones = {"count": torch.ones_like(weights[:, 0])}
-    return combine(weights, {**ones, **statistics})
-
-
-def _totals(mixture: GaussianMixture, n: int) -> Natural:
-    """What n examples of the mixture itself would tell: n (π_k, π_k E_k[T])."""
-    counts = n * mixture.weights
-    expected = mixture.components.expectation.items()
-    return {
-        "count": counts,
-        **{k: counts.reshape(-1, *[1] * (v.ndim - 1)) * v for k, v in expected},
-    }
-
-
-def _shifted(mixture: GaussianMixture, origin: Tensor) -> GaussianMixture:
-    components = mixture.components
-    moved = type(components)(components.mean + origin, components.precision)
-    return GaussianMixture(mixture.weights, moved)
-
-
-Theta = tuple[Tensor, Tensor, Tensor]
-"""W, m counted from the data's mean, and the diagonal of Ψ."""
-ROUNDING = 1e-10  # of a column's variance: less noise than that is none
+    def hidden(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """E[z_i] of every example, and the covariance of z, which is that of all."""
+        weighted = self.loadings / self.noise.unsqueeze(-1)
+        inverse = torch.eye(weighted.shape[1]).to(y) + self.loadings.mT @ weighted
+        covariance = torch.linalg.inv(inverse)
+        return (y - self.mean) @ weighted @ covariance, covariance
 
 
 @dataclass(frozen=True)
-class FactorAnalysis:
+class FactorAnalysis(Model):
     """Maximum likelihood of a Gaussian whose covariance is W Wᵀ + Ψ.
 
     Attributes:
@@ -373,24 +364,15 @@ class FactorAnalysis:
         positive_int("n_factors", self.n_factors)
         one_of("noise", self.noise, ("diagonal", "spherical"))
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        max_iter: int = 2000,
-        tol: float = 1e-9,
-        progress: bool | None = None,
-    ) -> FittedFactors:
-        """EM from the leading principal directions; in double precision.
+    def fit(self, data: Tensor, **stopping: Any) -> FittedFactors:
+        """EM from the leading principal directions.
 
         Args:
             data: ``[N, D]``, D above the number of factors.
-            max_iter: iterations at most.
-            tol: stop when the log-likelihood per example changes by no more than this.
-            progress: whether to show a bar.
+            stopping: as of :meth:`GaussianMixtureEM.fit`.
 
         Returns:
-            The Gaussian of y (``q``), W, Ψ, and log p(y) at each E-step.
+            W, m and Ψ (``q``), and log p(y) at each E-step.
 
         Raises:
             DataError: data that are misshapen or not finite, too few columns or examples, or
@@ -399,74 +381,48 @@ class FactorAnalysis:
         data = check_data(data, 2)
         if data.shape[1] <= self.n_factors:
             raise DataError(f"{self.n_factors} factors need more columns, got {data.shape[1]}")
-        origin = data.mean(0)
-        y = data - origin
-        variance = y.square().mean(0)
-        values, vectors = torch.linalg.eigh(y.mT @ y / len(y))
+        variance, mean = data.var(0, correction=0), data.mean(0)
+        values, vectors = torch.linalg.eigh(torch.cov(data.mT, correction=0))
         w = vectors[:, -self.n_factors :] * (values[-self.n_factors :] / 2).clamp(min=0).sqrt()
-        theta = (w, torch.zeros_like(origin), (variance - w.square().sum(1)).clamp(min=1e-3))
+        q = Factors(w, mean, (variance - w.square().sum(1)).clamp(min=1e-3))
 
         def step(t: int) -> float:
-            nonlocal theta
-            value = float(_density(theta).log_prob(y).sum())
-            theta = self.maximise(_total(theta, y), variance)
+            nonlocal q
+            value = float(q.marginal.log_prob(data).sum())
+            q = self.step(q, data)
+            if bool((q.noise <= 1e-10 * variance).any()):  # but rounding
+                raise DataError("the factors explain a column wholly: leave it out")
             return value
 
-        run = until_flat(
-            step, "log-likelihood", len(y), max_iter=max_iter, tol=tol, progress=progress
-        )
+        run = until_flat(step, "log-likelihood", len(data), **stopping)
+        return FittedFactors(q=q, **run, model=self, data=data)
 
-        def site_of(chosen: Tensor) -> Sites:
-            return _statistics(theta, y[chosen.to(y.device)])
+    def check(self, data: Any) -> Tensor:
+        return check_data(data)
 
-        w, mean, psi = theta
-        return FittedFactors(
-            q=_density((w, mean + origin, psi)),
-            **run,
-            n_data=len(y),
-            site_of=site_of,
-            predictive=lambda q, new: q.log_prob(check_data(new, 1, len(origin))),
-            data=data,
-            model=self,
-            loadings=w,
-            noise=psi,
-            origin=origin,
-            totals=_total(theta, y),
-        )
+    def sites(self, q: Factors, data: Tensor) -> Natural:
+        return _statistics(q, data, "ni,nj->nij")
 
-    def maximise(self, totals: Natural, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies.
+    def step(self, q: Factors, data: Tensor) -> Factors:
+        """E- and M-step."""
+        return self.maximise(_statistics(q, data, "ni,nj->ij"))
 
-        Raises:
-            DataError: a column without noise, beside its ``variance``.
-        """
+    def log_predictive(self, q: Factors, data: Tensor) -> Tensor:
+        """log N(y | m, W Wᵀ + Ψ)."""
+        return q.marginal.log_prob(data)
+
+    def maximise(self, totals: Natural) -> Factors:
+        """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies."""
         zz, yz = totals["zz"], totals["yz"]
         joint = torch.linalg.solve(zz, yz.mT).mT
-        psi = (totals["yy"] - (joint * yz).sum(-1)) / zz[..., -1, -1:]
+        noise = (totals["yy"] - (joint * yz).sum(-1)) / zz[..., -1, -1:]
         if self.noise == "spherical":
-            psi = psi.mean(-1, keepdim=True).expand_as(psi)
-        if bool((psi <= ROUNDING * variance).any()):
-            raise DataError("the factors explain a column wholly: leave it out")
-        return joint[..., :-1], joint[..., -1], psi
+            noise = noise.mean(-1, keepdim=True).expand_as(noise)
+        return Factors(joint[..., :-1], joint[..., -1], noise)
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class FittedFactors(Fitted[FullGaussian]):
-    """A factor model; ``q`` is the Gaussian of y. Taking examples out is an M-step without them.
-
-    Attributes:
-        model: what was fitted.
-        loadings: W ``[D, factors]``, up to a rotation.
-        noise: the diagonal of Ψ ``[D]``.
-        origin: from where statistics are counted ``[D]``.
-        totals: Σ_i of the sites.
-    """
-
-    model: FactorAnalysis
-    loadings: Tensor
-    noise: Tensor
-    origin: Tensor
-    totals: Natural
+class FittedFactors(FittedEM):
+    """A factor model; it answers as :class:`Factors` do."""
 
     def factors(self, data: Tensor) -> Tensor:
         """E[z | y] of M examples, ``[M, factors]``.
@@ -474,75 +430,17 @@ class FittedFactors(Fitted[FullGaussian]):
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        y = check_data(data, 1, len(self.origin))
-        return _posterior((self.loadings, self.q.mean, self.noise), y)[0]
-
-    def refitted(
-        self, remove: Any = (), *, add: Any = None, steps: int = 1
-    ) -> Iterator[FullGaussian]:
-        """An M-step without what is taken out, then steps of EM; see :meth:`Fitted.refitted`."""
-        chosen = self._chosen(remove)
-        data, kept = self._changed(remove, add)
-        y = check_data(data, 1, len(self.origin))[kept.to(data.device)] - self.origin
-        theta = (self.loadings, self.q.mean - self.origin, self.noise)
-        if len(chosen):
-            theta = self._without(self._told(chosen))
-        yield self._shown(theta)
-        for _ in range(steps):
-            theta = self.model.maximise(_total(theta, y), self.noise)
-            yield self._shown(theta)
-
-    def _without(self, sites: Sites) -> Theta:
-        return self.model.maximise(subtract(self.totals, sites), self.noise)  # type: ignore[arg-type]
-
-    def _shown(self, theta: Theta) -> FullGaussian:
-        w, mean, psi = theta
-        return _density((w, mean + self.origin, psi))
-
-    def _less(self, sites: Sites) -> FullGaussian:
-        return self._shown(self._without(sites))
+        return self.q.hidden(check_data(data, 1, len(self.q.mean)))[0]
 
 
-def _posterior(theta: Theta, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Means ``[M, K]`` and the covariance ``[K, K]`` of q(z_i)."""
-    w, mean, psi = theta
-    weighted = w / psi.unsqueeze(-1)
-    inverse = torch.eye(w.shape[1]).to(w) + w.mT @ weighted
-    covariance = torch.linalg.inv(inverse)
-    return (y - mean) @ weighted @ covariance, covariance
-
-
-def _hidden(theta: Theta, y: Tensor) -> tuple[Tensor, Tensor]:
-    """E[z̃] of every example, and the covariance of z̃, which is that of all."""
-    z, covariance = _posterior(theta, y)
+def _statistics(q: Factors, y: Tensor, pattern: str) -> Natural:
+    """(y z̃ᵀ, z̃ z̃ᵀ, y∘y), expected: of every example, or by the pattern their sums."""
+    z, covariance = q.hidden(y)
     joined = torch.cat([z, torch.ones_like(z[:, :1])], 1)
-    return joined, torch.nn.functional.pad(covariance, (0, 1, 0, 1))
-
-
-def _statistics(theta: Theta, y: Tensor) -> Natural:
-    """(y z̃ᵀ, z̃ z̃ᵀ, y∘y) of every example, expected."""
-    joined, square = _hidden(theta, y)
+    each = pattern.endswith("nij")
+    square = torch.nn.functional.pad(covariance, (0, 1, 0, 1)) * (1 if each else len(y))
     return {
-        "yz": y.unsqueeze(2) * joined.unsqueeze(1),
-        "zz": joined.unsqueeze(2) * joined.unsqueeze(1) + square,
-        "yy": y.square(),
+        "yz": torch.einsum(pattern, y, joined),
+        "zz": torch.einsum(pattern, joined, joined) + square,
+        "yy": y.square() if each else y.square().sum(0),
     }
-
-
-def _total(theta: Theta, y: Tensor) -> Natural:
-    """Their sums."""
-    joined, square = _hidden(theta, y)
-    return {
-        "yz": y.mT @ joined,
-        "zz": joined.mT @ joined + len(y) * square,
-        "yy": y.square().sum(0),
-    }
-
-
-def _density(theta: Theta) -> FullGaussian:
-    """N(m, W Wᵀ + Ψ)."""
-    w, mean, psi = theta
-    try:
-        return FullGaussian(mean, torch.linalg.inv(w @ w.mT + torch.diag_embed(psi)))
-    except (InputError, RuntimeError) as error:
-        raise DataError(f"the covariance is singular: scale the data ({error})") from error

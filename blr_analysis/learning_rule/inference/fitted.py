@@ -15,14 +15,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from scipy.sparse import vstack
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from blr_analysis.checks import positive_int, tolerance
 from blr_analysis.data import chosen_indices
-from blr_analysis.errors import InputError, told_as
+from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.progress import track
 from blr_analysis.views import Plottable, Tabular
@@ -39,6 +41,42 @@ class NotConverged(UserWarning):
     """A fit stopped at its limit of iterations."""
 
 
+class Model:
+    """What a model says of a posterior of its own; a :class:`Fitted` keeps it and asks.
+
+    ``data`` are those that :meth:`check` gave back. With M copies along the first dimension of
+    ``q``, each goes with its own example.
+    """
+
+    def check(self, data: Any) -> Any:
+        """The examples as the model computes with them.
+
+        Raises:
+            DataError: what is wrong with them.
+        """
+        parts = tree_leaves(data)
+        if not all(isinstance(p, Tensor) and p.ndim and len(p) == count(data) for p in parts):
+            raise DataError("data must be N examples, a tensor [N, …] or a tuple of them")
+        if not count(data) or not all(bool(part.isfinite().all()) for part in parts):
+            raise DataError("data are empty, or contain NaN or inf; drop those examples")
+        return data
+
+    def sites(self, q: Any, data: Any) -> Sites:
+        """λ̃_i of M examples at ``q``, with a leading dimension M."""
+        raise InputError("this posterior has no sites, so no example can be taken out of it")
+
+    def log_predictive(self, q: Any, data: Any) -> Tensor:
+        """log ∫ p(y_i|θ) q(θ) dθ of M examples, in nats ``[M]``."""
+        raise InputError("the predictive distribution of this model has no closed form")
+
+    def step(self, q: Any, data: Any) -> Any:
+        """q after one step of the rule, ρ = 1, on these examples."""
+        raise InputError("this model has no step to repeat: fit it again")
+
+
+NONE = Model()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Fitted(Tabular, Plottable, Generic[Q]):
     """A posterior, how it was found, and its sites.
@@ -52,17 +90,10 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         history: the objective after each iteration, in nats.
         objective: what ``history`` holds: ``"ELBO"``, ``"log-likelihood"``, ``"log evidence"``.
         prior: the prior, with the structure of ``q``; None where there is none.
-        n_data: N, the number of examples.
-        site_of: indices ``[M]`` → their sites λ̃_i, with a leading dimension M (see
-            :func:`indexed` for sites held in memory); of a mean field, the sites of the factors
-            that have them. None where the model has no sites.
-        predictive: (q, data of M examples) → ``[M]``, log ∫ p(y|θ) q(θ) dθ. With M copies along
-            the first dimension of ``q``, each goes with its own example. None where it has no
-            form.
-        data: the examples, a tensor ``[N, …]`` or a tuple of them, for :meth:`left_out`.
+        model: what was fitted.
+        data: the examples, as the model computes with them; None: nothing to take out.
+        messages: the sites that the fit left; None: the model's at ``q``.
         converged: whether the fit stopped by its tolerance (True for fits in one step).
-        step: (q, data, kept) → q after one step of the rule, ρ = 1, on the examples ``kept`` of
-            ``data``, for :meth:`refitted`; None where there is none to repeat.
         note: what to know of :meth:`without` and :meth:`left_out`, in a line; empty: nothing.
 
     Example:
@@ -71,24 +102,21 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
         >>> model = Conjugate(FullGaussian(torch.zeros(1), torch.eye(1)), linear(1.0))
         >>> fitted = model.fit((x, y))
-        >>> fitted.q.mean, fitted.without([1]).mean
-        (tensor([1.1667]), tensor([0.5000]))
-        >>> fitted.left_out()
-        tensor([-1.0268, -2.1349])
+        >>> fitted.q.mean.item(), fitted.without([1]).mean.item()
+        (1.1667, 0.5000)
+        >>> fitted.left_out().tolist()
+        [-1.0268, -2.1349]
     """
 
     q: Q
     history: Sequence[float]
     objective: str
     prior: Q | None = None
-    n_data: int = 0
-    site_of: Callable[[Tensor], Sites] | None = None
-    predictive: Callable[[Q, Any], Tensor] | None = None
+    model: Any = NONE
     data: Any = None
+    messages: Any = None
     converged: bool = True
-    step: Callable[[Q, Any, Tensor], Q] | None = None
     note: ClassVar[str] = ""
-    no_sites: ClassVar[str] = "this posterior has no sites, so no example can be taken out of it"
 
     def __repr__(self) -> str:
         last = f"{self.objective} {self.history[-1]:.6g} nats, " if len(self.history) else ""
@@ -106,10 +134,15 @@ class Fitted(Tabular, Plottable, Generic[Q]):
 
     def __getitem__(self, name: str) -> Any:
         """A factor of a mean field."""
-        if isinstance(self.q, Mapping) and name in self.q:
-            return self.q[name]
-        there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
-        raise InputError(f"no factor is called {name!r}: {there}")
+        if not isinstance(self.q, Mapping) or name not in self.q:
+            there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
+            raise InputError(f"no factor is called {name!r}: {there}")
+        return self.q[name]
+
+    @property
+    def n_data(self) -> int:
+        """N, the number of examples."""
+        return 0 if self.data is None else count(self.data)
 
     @property
     def sites(self) -> Sites:
@@ -118,7 +151,15 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Raises:
             InputError: the model has no sites.
         """
-        return self._site_of()(torch.arange(self.n_data))
+        return self.site_of(torch.arange(self.n_data))
+
+    def site_of(self, chosen: Tensor) -> Any:
+        """λ̃_i of the examples ``[M]``, with a leading dimension M."""
+        if self.data is None:
+            return NONE.sites(self.q, None)
+        if self.messages is not None:
+            return rows(self.messages, chosen)
+        return self.model.sites(self.q, rows(self.data, chosen))
 
     def without(self, indices: Any) -> Q:
         """The posterior with these examples taken out, λ − Σ_{i∈M} λ̃_i.
@@ -142,21 +183,21 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Args:
             remove: examples to take out, as indices or as a mask ``[N]``.
             add: further examples, as the model takes them.
-            steps: at most so many; none where the model has no step to repeat.
+            steps: at most so many.
 
         Raises:
-            InputError: examples that do not exist, or to add where there is no step.
+            InputError: examples that do not exist, or a model without steps.
         """
         q = self.without(remove)
         yield q
-        if self.step is None or self.data is None:
-            if add is not None:
-                raise InputError("this model takes no further examples: fit it again")
-            return
-        data, kept = self._changed(remove, add)
+        data = self._changed(self._chosen(remove), add)
         for _ in range(steps):
-            q = self.step(q, data, kept)
+            q = self.model.step(q, data)
             yield q
+
+    def predictive(self, q: Any, data: Any) -> Tensor:
+        """log ∫ p(y_j|θ) q(θ) dθ of M examples under any posterior of the model, ``[M]``."""
+        return self.model.log_predictive(q, self.model.check(data))
 
     def log_predictive(self, data: Any) -> Tensor:
         """log ∫ p(y_j|θ) q(θ) dθ of M further examples, in nats, ``[M]``.
@@ -164,7 +205,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Raises:
             InputError: the model's predictive has no form.
         """
-        return self._predictive()(self.q, data)
+        return self.predictive(self.q, data)
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i), every example under the posterior without it, in nats ``[N]``.
@@ -172,15 +213,12 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Its sum is the leave-one-out estimate of predictive fit: exact for conjugate models.
 
         Raises:
-            InputError: no sites, no form of the predictive, or no data kept.
+            InputError: no sites, or no form of the predictive.
         """
-        site_of, predictive = self._site_of(), self._predictive()
-        if self.data is None:
-            raise InputError("the examples were not kept with the fit: pass data=… to Fitted")
-        scores = []
-        for part in torch.arange(self.n_data).split(CHUNK):
-            scores.append(predictive(self._less(site_of(part)), rows(self.data, part)))
-        return torch.cat(scores)
+        parts = torch.arange(self.n_data).split(CHUNK)
+        each = ((self._less(self.site_of(part)), part) for part in parts)
+        scores = (self.model.log_predictive(q, rows(self.data, part)) for q, part in each)
+        return torch.cat([*scores])
 
     def _chosen(self, indices: Any) -> Tensor:
         """The examples that are named, each once."""
@@ -188,31 +226,18 @@ class Fitted(Tabular, Plottable, Generic[Q]):
 
     def _told(self, chosen: Tensor) -> Any:
         """Σ_{i∈M} λ̃_i."""
-        return total(self._site_of(), chosen)
+        return total(self.site_of, chosen)
 
-    def _changed(self, remove: Any, add: Any) -> tuple[Any, Tensor]:
-        """The data with further ones behind them, and which of all these are kept."""
-        data = self.data if add is None else self._with(add)
-        kept = torch.ones(count(data), dtype=torch.bool)
-        kept[self._chosen(remove)] = False
-        return data, kept.nonzero().flatten()
-
-    def _with(self, add: Any) -> Any:
-        return joined(self.data, add)
+    def _changed(self, gone: Tensor, add: Any) -> Any:
+        """The data that are kept, and further ones behind them."""
+        kept = torch.ones(self.n_data, dtype=torch.bool)
+        kept[gone] = False
+        data = rows(self.data, kept.nonzero().flatten())
+        return data if add is None else joined(data, self.model.check(add))
 
     def _less(self, sites: Sites) -> Q:
         """The posterior with these sites subtracted; a leading dimension of theirs makes copies."""
         return moved(self.q, sites, -1.0)
-
-    def _site_of(self) -> Callable[[Tensor], Sites]:
-        if self.site_of is None:
-            raise InputError(self.no_sites)
-        return self.site_of
-
-    def _predictive(self) -> Callable[[Q, Any], Tensor]:
-        if self.predictive is None:
-            raise InputError("the predictive distribution of this model has no closed form")
-        return self.predictive
 
 
 def moved(q: Q, sites: Sites, sign: float) -> Q:
@@ -223,45 +248,36 @@ def moved(q: Q, sites: Sites, sign: float) -> Q:
     return {**q, **corrected}  # type: ignore[dict-item,return-value]
 
 
-def indexed(sites: Sites) -> Callable[[Tensor], Sites]:
-    """Sites held in memory, ``[N, …]`` each, as the function of indices that Fitted asks for."""
-    return lambda chosen: rows_of(sites, chosen)
+def rows(data: Any, chosen: Tensor) -> Any:
+    """These examples of every tensor in tuples or dictionaries, or of a sparse matrix."""
 
-
-def rows_of(sites: Any, chosen: Tensor) -> Any:
-    """The sites of these examples."""
-    return _map(lambda leaf: leaf[chosen.to(leaf.device)], sites)
+    return tree_map(lambda part: part[chosen if isinstance(part, Tensor) else chosen.numpy()], data)
 
 
 def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
     """Σ_{i∈M} λ̃_i, without holding the sites of more than a chunk of examples at a time."""
-    sums = [_map(lambda leaf: leaf.sum(0), site_of(part)) for part in indices.split(CHUNK)]
-    return _sum(sums)
-
-
-def rows(data: Any, chosen: Tensor) -> Any:
-    """These examples of a tensor, or of each tensor in a tuple."""
-    if isinstance(data, Tensor):
-        return data[chosen.to(data.device)]
-    return tuple(rows(part, chosen) for part in data)
+    sums = [tree_map(lambda leaf: leaf.sum(0), site_of(part)) for part in indices.split(CHUNK)]
+    return tree_map(lambda *parts: sum(parts[1:], start=parts[0]), *sums)
 
 
 def count(data: Any) -> int:
     """N, of a tensor ``[N, …]`` or a tuple of them."""
-    return len(data[0] if isinstance(data, tuple | list) else data)
+    return tree_leaves(data)[0].shape[0]
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Dictionaries of tensors as one, with a leading dimension for them."""
+    return tree_map(lambda *leaves: torch.stack(leaves), *parts)
 
 
 def joined(data: Any, more: Any) -> Any:
-    """Examples one after the other.
+    """Examples one after the other."""
 
-    Raises:
-        InputError: other tensors in one than in the other.
-    """
-    if isinstance(data, Tensor) and isinstance(more, Tensor) and data.shape[1:] == more.shape[1:]:
-        return torch.cat([data, more.to(data)])
-    if isinstance(data, tuple) and isinstance(more, tuple) and len(data) == len(more):
-        return tuple(joined(a, b) for a, b in zip(data, more, strict=True))
-    raise InputError("add must be examples as those that were fitted: tensors of the same shapes")
+    def both(one: Any, other: Any) -> Any:
+        dense = isinstance(one, Tensor)
+        return torch.cat([one, other]) if dense else vstack([one, other], format="csr")
+
+    return tree_map(both, data, more)
 
 
 def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) -> Tensor:
@@ -273,77 +289,47 @@ def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) 
     return torch.randperm(n_data, generator=generator)[:size]
 
 
-class Run(TypedDict):
-    """What a :class:`Fitted` says of the iterations that led to it."""
-
-    history: list[float]
-    objective: str
-    converged: bool
-
-
 def until_flat(
     step: Callable[[int], float],
     objective: str,
     n_data: int = 1,
     *,
-    max_iter: int,
-    tol: float,
-    rounding: Callable[[], float] = lambda: 0.0,
     noisy: bool = False,
+    max_iter: int = 1000,
+    tol: float = 1e-9,
     progress: bool | None = None,
-) -> Run:
+) -> dict[str, Any]:
     """Call ``step(t)``, t = 0, 1, …, until the objective that it returns changes by at most ``tol``
-    for each of ``n_data`` examples, or by rounding; warn if it never does. What is ``noisy`` never
-    stands still, and all steps are made.
+    for each of ``n_data`` examples, or by rounding, or ``max_iter`` times; then warn. What is
+    ``noisy`` never stands still, and all steps are made.
 
     Returns:
-        The objective after each step, its name, and whether the last change was small enough.
+        ``history``, ``objective`` and ``converged`` of a :class:`Fitted`.
     """
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     history: list[float] = []
-    allowed = 0.0
+    run = {"history": history, "objective": objective}
     for t in track(range(max_iter), label=objective, show=progress):
         value = step(t)
         if not (math.isfinite(value) or noisy):
             raise InputError(f"the {objective} became {value} at iteration {t + 1}")
         history.append(value)
-        allowed = max(tol * n_data, rounding())
+        allowed = max(tol * n_data, 1e-15 * (1 + abs(value)))
         if t and not noisy and abs(value - history[-2]) <= allowed:
-            return Run(history=history, objective=objective, converged=True)
+            return {**run, "converged": True}
     if not noisy:
         warnings.warn(
-            f"the {objective} still changed by more than {allowed:g} after {max_iter} iterations: "
-            "raise max_iter or tol",
+            f"the {objective} still changed by more than {tol:g} an example after {max_iter} "
+            "iterations: raise max_iter or tol",
             NotConverged,
             stacklevel=3,
         )
-    return Run(history=history, objective=objective, converged=False)
-
-
-def _map(function: Callable[[Tensor], Tensor], sites: Any) -> Any:
-    if isinstance(sites, Tensor):
-        return function(sites)
-    return {name: _map(function, part) for name, part in sites.items()}
-
-
-def _sum(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], Tensor):
-        return sum(parts[1:], start=parts[0])
-    return {name: _sum([part[name] for part in parts]) for name in parts[0]}
+    return {**run, "converged": False}
 
 
 def answer(wanted: str, shape: torch.Size, function: Callable[..., Any], *given: Any) -> Tensor:
-    """``function(*given)``, a tensor of this shape.
-
-    Args:
-        wanted: what the function must be, in words.
-        shape: of its answer.
-        function: the user's.
-        given: its arguments.
-
-    Raises:
-        InputError: it raises something, or answers with something else.
+    """``function(*given)`` of the user's, a tensor of this shape, or what ``wanted`` says.
 
     >>> answer("f must be a function x -> y [N]", torch.Size([2]), torch.sum, torch.ones(2))
     Traceback (most recent call last):

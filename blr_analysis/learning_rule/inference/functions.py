@@ -12,8 +12,8 @@ with fixed π (Khan & Rue, Eqs. 29, 30; Lin et al., ICML 2019),
 
     m_k ← m_k − ρ S_k⁻¹ E_{q_k}[∇ℓ/T + ∇ log q],      S_k ← S_k + ρ E_{q_k}[∇²ℓ/T + ∇² log q]
 
-∇ log q pushes components away from where others are. Without it (``entropy=False``) each is a
-Newton method of its own.
+∇ log q pushes components away from where others are. Without it each would be a Newton method of
+its own.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad_and_value, hessian, vmap
 
-from blr_analysis.checks import instance, one_of, positive_int, positive_number, share, tolerance
-from blr_analysis.checks import tolerance as check_tolerance
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
 from blr_analysis.errors import InputError, told_as
-from blr_analysis.learning_rule.expectations import ESTIMATES, LOOKS, check_nodes, exact, places
+from blr_analysis.learning_rule.expectations import LOOKS, places
 from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.inference.fitted import Fitted, until_flat
+from blr_analysis.learning_rule.inference.fitted import Fitted, answer, until_flat
 from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
-Second = Callable[[Loss, Tensor], tuple[Tensor, Tensor]]
-"""(ℓ, places ``[S, P]``) → gradients ``[S, P]`` and Hessians ``[S, P, P]``, or their diagonals."""
+OBJECTIVE = "E_q[loss]/T − entropy"
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,16 @@ class VariationalNewton:
     """Variational online Newton on a loss of few variables.
 
     With ``look="mean"`` (the delta method) and ρ = 1 it is Newton's method; with an expectation
-    it prefers minima that stay low all around (K&R, Fig. 1). With ``curvature="gauss_newton"`` it
-    is OGN (at the mean) or VOGN (at samples) with a full covariance.
+    it prefers minima that stay low all around (K&R, Fig. 1).
 
     Args:
         look: "quadrature" (Gauss–Hermite, one variable only), "samples" or "mean".
         samples: draws per step, taken in pairs m ± ε; or the nodes of the quadrature.
         rho: ρ in (0, 1].
         temperature: T; smaller ones give narrower posteriors.
-        max_iter, tol: stop after so many steps, or when the objective moves less than that; what
-            is random never stands still, and all steps are made.
-        curvature: what the Hessian is taken to be:
-            "exact", "reparameterised" (gradients only, not at the mean), "hutchinson" (the
-            diagonal), and for a loss of every example "gauss_newton", Σ g_i g_iᵀ, or
-            "squared_gradient", the diagonal of (Σ g_i)(Σ g_i)ᵀ.
 
     Raises:
-        InputError: settings out of range, or that do not go together.
+        InputError: settings out of range.
 
     Example:
         >>> start = FullGaussian(torch.zeros(1), torch.eye(1))
@@ -76,104 +69,55 @@ class VariationalNewton:
     samples: int = 20
     rho: float = 0.1
     temperature: float = 1.0
-    max_iter: int = 1000
-    tol: float = 1e-10
-    curvature: str = "exact"
 
     def __post_init__(self) -> None:
         one_of("look", self.look, LOOKS)
-        one_of("curvature", self.curvature, tuple(ESTIMATES))
         positive_int("samples", self.samples)
-        positive_int("max_iter", self.max_iter)
-        tolerance("tol", self.tol)
         share("rho", self.rho)
         positive_number("temperature", self.temperature)
-        if self.look == "quadrature":
-            check_nodes(self.samples)
-        if self.look == "mean" and self.curvature == "reparameterised":
-            raise InputError("curvature='reparameterised' looks around the mean: look='samples'")
 
     def fit(
         self,
         loss: Loss,
         start: FullGaussian,
         *,
-        prior: FullGaussian | None = None,
         generator: torch.Generator | None = None,
-        progress: bool | None = None,
+        **stopping: Any,
     ) -> Fitted[FullGaussian]:
         """Run the rule from ``start``; ``history`` is E_q[ℓ]/T − H(q) before each step, in nats.
 
         Args:
-            loss: ℓ, from a vector ``[P]`` to a number, or to one number for each example ``[N]``,
-                which are summed; by torch operations.
+            loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
             start: q before the first step.
-            prior: p(θ), whose −log p(θ) is added in closed form, so that no estimate of curvature
-                takes it for data; ``history`` is then E_q[ℓ]/T + KL(q ‖ prior).
-            generator: of the draws, for "samples" and "hutchinson".
-            progress: a progress bar.
+            generator: of the draws, for "samples".
+            stopping: ``max_iter`` and ``tol`` (what is random never stands still, and all steps are
+                made), and ``progress`` (whether to show a bar).
 
         Raises:
             InputError: a loss that is no such number, or not finite where it is looked at; a start
-                or prior with copies, or of several variables for a quadrature; a curvature that
-                needs the loss of every example.
+                with copies, or of several variables for a quadrature.
         """
-        for name, q in {"start": start, **({} if prior is None else {"prior": prior})}.items():
-            instance(name, q, FullGaussian, "a FullGaussian")
-            if q.mean.ndim != 1:
-                copies = list(q.mean.shape[:-1])
-                raise InputError(f"{name} must be one Gaussian, got copies {copies}")
-        if self.look == "quadrature":
-            check_nodes(self.samples, len(start.mean))
-        if self.curvature == "gauss_newton" and not _values(loss, start.mean, examples=True).ndim:
-            raise InputError("curvature='gauss_newton' needs a loss of every example, [N]")
-        q, noisy = start, self.look == "samples" or self.curvature == "hutchinson"
+        instance("start", start, FullGaussian, "a FullGaussian")
+        if start.mean.ndim != 1:
+            raise InputError(f"start must be one Gaussian, got copies {[*start.mean.shape[:-1]]}")
+        q, noisy = start, self.look == "samples"
 
         def step(t: int) -> float:
             nonlocal q
-            q, objective = self._step(loss, q, prior, generator)
+            points, shares = places(q, self.look, self.samples, generator=generator)
+            values, gradients, hessians = derivatives(loss, points)
+            objective = shares @ values / self.temperature - q.entropy()
+            mean = torch.tensordot(shares, gradients, 1) / self.temperature
+            curved = torch.tensordot(shares, hessians, 1) / self.temperature
+            q = newton_step(q, mean, curved - q.precision, self.rho)
             return float(objective)
 
-        name = f"E_q[loss]/T {'− entropy' if prior is None else '+ KL(q ‖ prior)'}"
-        run = until_flat(
-            step, name, max_iter=self.max_iter, tol=self.tol, noisy=noisy, progress=progress
-        )
-        return Fitted(q, run["history"], name, converged=run["converged"] or noisy)
-
-    def _step(
-        self,
-        loss: Loss,
-        q: FullGaussian,
-        prior: FullGaussian | None,
-        generator: torch.Generator | None,
-    ) -> tuple[FullGaussian, Tensor]:
-        """The next q, and the objective at this one."""
-        points, shares = places(q, self.look, self.samples, generator=generator)
-        estimate = ESTIMATES[self.curvature]
-        values, gradients, hessians = derivatives(
-            loss, points, lambda losses, at: estimate(losses, at, q, generator)
-        )
-        mean = (shares[:, None] * gradients).sum(0) / self.temperature
-        curved = (shares[:, None, None] * hessians).sum(0) / self.temperature
-        objective = (shares * values).sum() / self.temperature
-        if prior is None:
-            objective = objective - q.entropy()
-        else:
-            objective = objective + q.kl(prior)
-            mean = mean + prior.precision @ (q.mean - prior.mean)
-            curved = curved + prior.precision
-        return newton_step(q, mean, curved - q.precision, self.rho), objective
+        run = until_flat(step, OBJECTIVE, noisy=noisy, **stopping)
+        return Fitted(q, run["history"], OBJECTIVE, converged=run["converged"] or noisy)
 
 
-def derivatives(
-    loss: Loss, points: Tensor, second: Second | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ℓ, ∇ℓ and ∇²ℓ at points ``[S, P]``: ``[S]``, ``[S, P]``, ``[S, P, P]``.
-
-    Args:
-        loss: θ ``[P]`` → a number; with ``second``, or one for each example ``[N]``, to be summed.
-        points: where.
-        second: how gradients and Hessians are found; exactly if None.
 
     Raises:
         InputError: ℓ is no number, not finite there, or taken out of torch.
@@ -185,36 +129,15 @@ def derivatives(
         <BLANKLINE>
                 [[12.]]]))
     """
-    wanted = "loss must take a vector and return one number, differentiable by torch.func"
+    wanted = "loss must be a function (vector [P]) -> a number, differentiable by torch.func"
+    number = partial(answer, wanted, torch.Size([]), loss)
     with told_as(InputError, wanted):
-        values = vmap(lambda t: _values(loss, t, examples=second is not None).sum())(points)
-        if second is None:
-            gradients, hessians = vmap(partial(exact, loss))(points)
-        else:
-            gradients, hessians = second(loss, points)
-    if hessians.ndim == 2:
-        hessians = torch.diag_embed(hessians)
-    values, gradients, hessians = (x.to(points) for x in (values, gradients, hessians))
-    every = torch.cat([values.unsqueeze(1), gradients, hessians.flatten(1)], 1)
-    finite = every.isfinite().all(1)
-    if not bool(finite.all()):
-        place = points[int((~finite).nonzero()[0])].tolist()
-        raise InputError(
-            f"the loss or its derivatives are not finite at {place}: begin elsewhere, or lower rho"
-        )
-    if not bool(gradients.any()) and bool((values != values[0]).any()):
-        raise InputError("the loss varies, but its derivatives are all 0: is it a step function?")
+        gradients, values = vmap(grad_and_value(number))(points)
+        found = values, gradients, vmap(hessian(number))(points)
+    values, gradients, hessians = (x.detach().to(points) for x in found)
+    if not all(bool(x.isfinite().all()) for x in (values, gradients, hessians)):
+        raise InputError("the loss or its slopes are not finite: begin elsewhere, or lower rho")
     return values, gradients, hessians
-
-
-def _values(loss: Loss, place: Tensor, *, examples: bool) -> Tensor:
-    """ℓ at a place: a number, or with ``examples`` one for each of them."""
-    value = loss(place)
-    if not isinstance(value, Tensor) or value.ndim > examples:
-        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        wanted = "return one number" + ", or one for each example [N]" * examples
-        raise InputError(f"loss must take a vector and {wanted}, got {got}")
-    return value
 
 
 def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -> FullGaussian:
@@ -236,13 +159,11 @@ class MultimodalOptimisation:
 
     Args:
         rho: ρ in (0, 1].
-        temperature: T: a number, or two, from which it falls to which: high ones spread the
-            components, low ones settle them.
+        temperature: T at first and at last: high ones spread the components, low ones settle them.
         look: "samples", or "mean", the delta method of Table 1: ∇ log q and ∇² log q are then those
             at each component's mean.
         samples: draws of each component per step, taken in pairs m ± ε.
         n_iter: steps.
-        entropy: whether the entropy has its share; without it components end up together.
 
     Raises:
         InputError: settings out of range.
@@ -251,7 +172,7 @@ class MultimodalOptimisation:
         Two wells, from two components that start nearly on one another between them.
 
         >>> starts = torch.tensor([[-0.1], [0.1]])
-        >>> rule = MultimodalOptimisation(temperature=0.5)
+        >>> rule = MultimodalOptimisation(temperature=(0.5, 0.5))
         >>> generator = torch.Generator().manual_seed(0)
         >>> wells = lambda t: (t[0] ** 2 - 4) ** 2 / 8
         >>> fitted = rule.fit(wells, starts, generator=generator, progress=False)
@@ -261,21 +182,17 @@ class MultimodalOptimisation:
     """
 
     rho: float = 0.1
-    temperature: float | tuple[float, float] = 1.0
+    temperature: tuple[float, float] = (1.0, 1.0)
     look: str = "samples"
     samples: int = 12
     n_iter: int = 200
-    entropy: bool = True
 
     def __post_init__(self) -> None:
         share("rho", self.rho)
         one_of("look", self.look, ("samples", "mean"))
         positive_int("samples", self.samples)
         positive_int("n_iter", self.n_iter)
-        ends = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,) * 2
-        if len(ends) != 2:
-            raise InputError(f"temperature must be one number or two, got {self.temperature!r}")
-        for end in ends:
+        for end in self.temperature:
             positive_number("temperature", end)
 
     def fit(
@@ -284,7 +201,6 @@ class MultimodalOptimisation:
         starts: Tensor,
         *,
         precision: float = 0.5,
-        weights: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Fitted[GaussianMixture]:
@@ -294,46 +210,34 @@ class MultimodalOptimisation:
             loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
             starts: the components' first means, ``[K, P]``; no two of them the same.
             precision: of every component before the first step; low, so that they overlap.
-            weights: π ``[K]``; equal if None.
             generator: of the draws.
             progress: a progress bar.
 
         Raises:
             InputError: starts that are no matrix or coincide, a precision that is not positive,
-                weights that are no probabilities, or a loss that is not finite.
+                or a loss that is not finite.
         """
         starts = _checked(starts)
         if len(torch.unique(starts, dim=0)) < len(starts):
             raise InputError("two components start at the same place: move one a little")
-        precision = positive_number("precision", precision)
         count, size = starts.shape
-        pi = starts.new_full((count,), 1 / count) if weights is None else weights
-        eye = torch.eye(size, dtype=starts.dtype, device=starts.device)
-        parts = FullGaussian(starts, (precision * eye).expand(count, size, size).contiguous())
-        history = []
-        for k in track(range(self.n_iter), label="multimodal", show=progress):
-            temperature = self._temperature(k)
-            q = GaussianMixture(pi, parts)
+        pi = starts.new_full((count,), 1 / count)
+        narrow = positive_number("precision", precision) * torch.eye(size).to(starts)
+        parts = FullGaussian(starts, narrow.expand(count, size, size).contiguous())
+        history, falling = [], np.geomspace(*self.temperature, self.n_iter).tolist()
+        for temperature in track(falling, label="multimodal", show=progress):
             points, shares = places(parts, self.look, self.samples, generator=generator)
-            flat, marginal = points.flatten(0, 1), q.marginal  # [S · K, P]
+            flat, marginal = points.flatten(0, 1), GaussianMixture(pi, parts).marginal
             values, gradients, hessians = derivatives(loss, flat)
             logs = marginal.log_prob(flat)
             objective = shares @ (values / temperature + logs).view(-1, count)
             history.append(float((pi * objective).sum()))
-            gradients, hessians = gradients / temperature, hessians / temperature
-            if self.entropy:
-                gradients = gradients + marginal.score(flat)
-                hessians = hessians + marginal.hessian(flat)
+            gradients = gradients / temperature + marginal.score(flat)
+            hessians = hessians / temperature + marginal.hessian(flat)
             gradient = torch.tensordot(shares, gradients.view(-1, count, size), 1)
             change = torch.tensordot(shares, hessians.view(-1, count, size, size), 1)
             parts = newton_step(parts, gradient, change, self.rho)
-        return Fitted(GaussianMixture(pi, parts), history, "E_q[loss]/T − entropy")
-
-    def _temperature(self, k: int) -> float:
-        if not isinstance(self.temperature, tuple):
-            return float(self.temperature)
-        first, last = self.temperature
-        return first * (last / first) ** (k / max(1, self.n_iter - 1))
+        return Fitted(GaussianMixture(pi, parts), history, OBJECTIVE)
 
 
 def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int = 100) -> Tensor:
@@ -350,43 +254,41 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
             when its Newton step is no longer.
         max_iter: the most steps of each descent.
 
-    Returns:
-        The minima in the order found, with M = 0 if there are none.
-
     Raises:
-        InputError: starts that are no matrix of numbers, settings out of range, or a loss that is
-            no number or not finite along the way.
+        InputError: starts that are no matrix of numbers, or a loss that is no number or not
+            finite along the way.
 
     Example:
         >>> minima(lambda t: (t[0] ** 2 - 1) ** 2, torch.tensor([[-0.5], [0.4], [0.0]]))
         tensor([[-1.0000],
                 [ 1.0000]])
     """
-    starts, tolerance = _checked(starts), check_tolerance("tolerance", tolerance)
+    starts = _checked(starts)
     positive_int("max_iter", max_iter)
     lowest: list[Tensor] = []
     for point in starts:
-        size = math.inf
-        for _ in range(max_iter):
-            value, gradient, curvature = (t[0] for t in derivatives(loss, point.unsqueeze(0)))
-            sizes, axes = torch.linalg.eigh(curvature)
-            sizes = sizes.abs()
-            floor = torch.maximum(
-                1e-6 * sizes.amax(), sizes.new_tensor(torch.finfo(sizes.dtype).tiny)
-            )
-            step = axes @ ((axes.mT @ gradient) / sizes.maximum(floor))
-            length = 1.0
-            while not loss(point - length * step) <= value and length > 1e-8:
-                length /= 2
-            point = point - length * step
-            size = float(step.abs().amax())
-            if size < 1e-10:
-                break
-        strict = bool(torch.linalg.eigvalsh(derivatives(loss, point.unsqueeze(0))[2][0])[0] > 0)
-        new = all(float((point - other).norm()) > tolerance for other in lowest)
-        if strict and new and size <= tolerance:
+        point, strict = _descent(loss, point, tolerance, max_iter)
+        if strict and all(float((point - other).norm()) > tolerance for other in lowest):
             lowest.append(point)
     return torch.stack(lowest) if lowest else starts[:0]
+
+
+def _descent(loss: Loss, point: Tensor, tolerance: float, most: int) -> tuple[Tensor, bool]:
+    """Where it ends, and whether it has come to rest at a strict minimum."""
+    size = math.inf
+    for _ in range(most):
+        value, gradient, curvature = (t[0] for t in derivatives(loss, point.unsqueeze(0)))
+        sizes, axes = torch.linalg.eigh(curvature)
+        floor = (1e-6 * sizes.abs().amax()).clamp(min=torch.finfo(sizes.dtype).tiny)
+        step = axes @ ((axes.mT @ gradient) / sizes.abs().maximum(floor))
+        length = 1.0
+        while not loss(point - length * step) <= value and length > 1e-8:
+            length /= 2
+        point, size = point - length * step, float(step.abs().amax())
+        if size < 1e-10:
+            break
+    curvature = derivatives(loss, point.unsqueeze(0))[2][0]
+    return point, size <= tolerance and bool(torch.linalg.eigvalsh(curvature)[0] > 0)
 
 
 def _checked(starts: Tensor) -> Tensor:

@@ -1,53 +1,109 @@
 """Online latent Dirichlet allocation: stochastic variational inference as the rule.
 
 Topics β_k ~ Dir(η) over a vocabulary, proportions θ_d ~ Dir(α) of each document, a topic for each
-word. The local factors take steps with ρ = 1 until they stand still; the topics q(β_k) = Dir(λ_k)
-take one step with ρ_t < 1 after every minibatch of B documents (Hoffman, Blei and Bach, 2010;
-Hoffman et al., 2013; Khan & Rue, section 5.3):
+word. The local factors take steps with ρ = 1 until they stand still (Hoffman, Blei and Bach, 2010,
+Algorithm 1),
+
+    φ_dwk ∝ exp( E[log θ_dk] + E[log β_kw] ),      γ_dk = α + Σ_w n_dw φ_dwk
+
+and the topics q(β_k) = Dir(λ_k) one step with ρ_t < 1 after every minibatch of B documents (Hoffman
+et al., 2013; Khan & Rue, section 5.3):
 
     λ ← (1 − ρ_t) λ + ρ_t ( η + N/B Σ_{d∈batch} n_dw φ_dwk ),      ρ_t = (t + τ_0)^−κ
 
 With B = N and ρ = 1 that is variational Bayes by coordinate ascent.
+
+Given its responsibilities, the words of a document are conjugate to the topics, so that β can be
+integrated out exactly, as in every conjugate model:
+
+    log ∫ p(w_d | β) q(β) dβ  ≥  L_d(λ) + Σ_k KL( Dir(λ_k) ‖ Dir(λ_k + n_d φ_dk) )
+
+with L_d the bound of the local step, whose E_q[log β] is far below log E_q[β] for words that the
+topics have hardly seen. Leave-one-out asks for it at λ^{\\d} = λ − n_d φ_d.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
-from blr_analysis.checks import at_least, instance, positive_int, positive_number, tolerance
-from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
+from blr_analysis.checks import (
+    at_least,
+    instance,
+    positive_int,
+    positive_number,
+    share,
+    tolerance,
+)
+from blr_analysis.errors import DataError, InputError, told_as
+from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw
-from blr_analysis.learning_rule.inference.documents import (
-    Counts,
-    Local,
-    OwnTopics,
-    SameTopics,
-    local_step,
-    log_predictive,
-    read_counts,
-    settle,
+from blr_analysis.learning_rule.inference.conjugate import toward
+from blr_analysis.learning_rule.inference.fitted import (
+    ONE_STEP,
+    Fitted,
+    Model,
+    rows,
+    until_flat,
 )
-from blr_analysis.learning_rule.inference.fitted import CHUNK, ONE_STEP, Fitted, Sites
-from blr_analysis.learning_rule.rule import blr_step
-from blr_analysis.progress import track
 from blr_analysis.views import Tabular
 
-Passes = Iterator[tuple[Dirichlet, Tensor, float]]
-"""q(β), γ and the ELBO after each pass."""
+BLOCK = 64  # documents at once
 
 
 @dataclass(frozen=True)
-class LDA:
-    """Latent Dirichlet allocation, by stochastic variational inference.
+class Documents:
+    """D documents of a similar length, padded to L words; where padded, counts are 0.
+
+    Attributes:
+        counts: n_dw ``[D, L]``.
+        table: exp(E[log β_kw] − s_dw) ``[D, L, K]``.
+        shift: s_dw, the largest of E[log β_kw], ``[D, L]``: φ does not see a word's own factor.
+    """
+
+    counts: Tensor
+    table: Tensor
+    shift: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor, logs: Tensor) -> Documents:
+        """From E[log β_kw] ``[D, L, K]``."""
+        shift = logs.amax(2)
+        return cls(counts, (logs - shift.unsqueeze(2)).exp_(), shift)
+
+    def only(self, chosen: Tensor) -> Documents:
+        """Some of them."""
+        return Documents(self.counts[chosen], self.table[chosen], self.shift[chosen])
+
+    def norm(self, theta: Tensor) -> Tensor:
+        """Σ_k θ_dk t_dwk ``[D, L]``, above 0; θ = exp ψ(γ) ``[D, K]``."""
+        norm = torch.bmm(theta.unsqueeze(1), self.table.mT).squeeze(1)
+        return norm.clamp_(min=torch.finfo(theta.dtype).tiny)
+
+    def sites(self, gamma: Tensor) -> Tensor:
+        """n_dw φ_dwk ``[D, L, K]``."""
+        theta = gamma.digamma().exp_()
+        shares = (self.counts / self.norm(theta)).unsqueeze(2)
+        return shares * self.table * theta.unsqueeze(1)
+
+    def bound(self, gamma: Tensor, prior: Dirichlet) -> Tensor:
+        """E[log p(w_d, z_d, θ_d | β)] + H(q(θ_d, z_d)) at φ's optimum, in nats ``[D]``."""
+        seen = self.norm(gamma.digamma().exp_()).log() + self.shift
+        seen = seen - gamma.sum(1, keepdim=True).digamma()
+        return (self.counts * seen).sum(1) - Dirichlet(gamma).kl(prior)
+
+
+@dataclass(frozen=True)
+class LDA(Model):
+    """Latent Dirichlet allocation, by stochastic variational inference; in double precision.
 
     Priors, schedule and stopping of the local step are those of scikit-learn's
     ``LatentDirichletAllocation``, by its names and defaults.
@@ -60,7 +116,6 @@ class LDA:
         learning_offset: τ_0 of the schedule.
         max_local_iter: the most turns of the local step.
         local_tol: it stops for a document when γ_d changes by less than this, on average.
-        dtype: of all computation.
 
     Raises:
         InputError: a setting out of its range.
@@ -79,7 +134,6 @@ class LDA:
     learning_offset: float = 10.0
     max_local_iter: int = 100
     local_tol: float = 1e-3
-    dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
         at_least(2, "n_topics", self.n_topics)  # one topic is a word count
@@ -88,21 +142,18 @@ class LDA:
             if getattr(self, name) is not None:
                 positive_number(name, getattr(self, name))
         positive_number("local_tol", self.local_tol)
-        if tolerance("learning_decay", self.learning_decay) > 1:
-            raise InputError(f"learning_decay must lie in [0, 1], got {self.learning_decay!r}")
+        share("learning_decay", self.learning_decay)
         tolerance("learning_offset", self.learning_offset)
-        if self.dtype not in (torch.float32, torch.float64):
-            raise InputError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
 
     def prior(self, n_words: int) -> Dirichlet:
         """Dir(η), a copy for each topic."""
-        eta = 1 / self.n_topics if self.topic_word_prior is None else self.topic_word_prior
-        return Dirichlet(torch.full((self.n_topics, n_words), eta, dtype=self.dtype))
+        eta = self.topic_word_prior or 1 / self.n_topics
+        return Dirichlet(torch.full((self.n_topics, n_words), eta, dtype=torch.float64))
 
     def document_prior(self) -> Dirichlet:
         """Dir(α)."""
-        alpha = 1 / self.n_topics if self.doc_topic_prior is None else self.doc_topic_prior
-        return Dirichlet(torch.full((self.n_topics,), alpha, dtype=self.dtype))
+        alpha = self.doc_topic_prior or 1 / self.n_topics
+        return Dirichlet(torch.full((self.n_topics,), alpha, dtype=torch.float64))
 
     def rho(self, step: int) -> float:
         """ρ_t = (t + τ_0)^−κ of the t-th step, t = 1, 2, …"""
@@ -122,200 +173,185 @@ class LDA:
         """q(β) from the counts of words in documents.
 
         Documents come in a new random order in each pass, and their factors start afresh: where
-        early topics led them is a poor place to go on from. Memory is bounded by the counts,
-        γ ``[N, K]`` and λ ``[K, V]``.
+        early topics led them is a poor place to go on from. Memory is bounded by the counts and
+        λ ``[K, V]``.
 
         Args:
-            counts: whole numbers ``[N, V]``: a SciPy sparse matrix, a tensor (dense or sparse) or
-                an array.
+            counts: whole numbers ``[N, V]``: a SciPy sparse matrix, a tensor or an array.
             passes: how often each document is seen, at most.
-            batch_size: B. None for all documents at once with ρ = 1, where the ELBO never falls.
+            batch_size: B. None for all documents at once with ρ = 1, where the ELBO rises as far
+                as the local step goes to its end, and documents do not come to rest elsewhere.
             start: q(β) to begin from, such as that of another fit; random if None.
-            tol: stop when the ELBO per word changes by at most this from one pass to the next.
+            tol: without minibatches, stop when the ELBO per word changes by at most this.
             seed: of the random start and of the order of documents.
             progress: show a bar (None: on a terminal).
 
         Returns:
-            The topics. ``history`` is the ELBO per word after each pass, in nats: exact where
-            ``batch_size`` is None (with the topics that the local step saw), otherwise with
-            every document scored when it was met and the topics as they were last.
+            The topics. ``history`` is the ELBO per word after each pass, in nats, with every
+            document scored when it was met and the topics as they were last.
 
         Raises:
             DataError: counts that are negative, not whole, not finite, or a document without
                 words.
             InputError: an argument out of range, or a start of another shape.
         """
-        data = read_counts(counts, self.dtype)
-        passes, n_data = positive_int("passes", passes), len(data)
-        tolerance("tol", tol)
-        at_least(0, "seed", seed)
-        generator, prior = torch.Generator().manual_seed(seed), self.prior(data.n_words)
+        data, seed = self.check(counts), at_least(0, "seed", seed)
+        generator, prior = torch.Generator().manual_seed(seed), self.prior(data.shape[1])
         if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
             hundreds = torch.full_like(prior.concentration, 100.0)
-            q = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
-        else:
-            q = _alike("start", start, prior)
-        if batch_size is None:
-            shown = track(range(passes), label="topics", show=progress)
-            turns = self._ascent(data, q, prior, shown)
-        else:
-            size = positive_int("batch_size", batch_size)
-            orders = (torch.randperm(n_data, generator=generator) for _ in range(passes))
-            batches = (batch for order in orders for batch in order.split(size))
-            total = passes * -(-n_data // size)
-            shown = track(batches, total=total, label="topics", show=progress)
-            turns = self._stochastic(data, q, prior, shown)
-        words, history, gamma, flat = float(data.totals.sum()), [], q.concentration, False
-        for q, gamma, elbo in turns:  # noqa: B007
-            history.append(elbo / words)
-            flat = len(history) > 1 and abs(history[-1] - history[-2]) <= tol
-            if flat:
-                break
+            start = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+        q = self._alike("start", start, prior)
+        n, taken = data.shape[0], 0
+        size = n if batch_size is None else positive_int("batch_size", batch_size)
 
-        def site_of(chosen: Tensor) -> Natural:
-            local = self.local(data, chosen, q, start=gamma[chosen], expected="each")
-            return {"log": local.expected}  # type: ignore[dict-item]
+        def one_pass(t: int) -> float:
+            nonlocal q, taken
+            order, bound, last = torch.randperm(n, generator=generator), 0.0, q
+            for batch in order.split(size):
+                taken += 1
+                rho = 1.0 if batch_size is None else self.rho(taken)
+                last, (told, seen) = q, self._told(q, rows(data, batch))
+                bound += seen
+                q = toward(q, prior, {"log": n / len(batch) * told}, rho)
+            return (bound - float(last.kl(prior).sum())) / float(data.sum())
 
-        return FittedTopics(
-            q=q,
-            history=history,
-            objective="ELBO",
-            prior=prior,
-            n_data=n_data,
-            site_of=site_of,
-            predictive=self.log_predictive,
-            data=data,
-            converged=flat,
-            step=lambda q, data, kept: _moved(q, prior, self.local(data, kept, q), 1.0, 1.0),
-            model=self,
-            documents=Dirichlet(gamma),
-        )
+        noisy = batch_size is not None or tol == 0
+        run = until_flat(one_pass, "ELBO", max_iter=passes, tol=tol, noisy=noisy, progress=progress)
+        return FittedTopics(q=q, **run, prior=prior, model=self, data=data)
 
-    def _stochastic(
-        self, data: Counts, q: Dirichlet, prior: Dirichlet, batches: Iterable[Tensor]
-    ) -> Passes:
-        """Steps with ρ_t on minibatches, each pass over all documents in some order."""
-        gamma = prior.concentration.new_ones(len(data), self.n_topics)
-        bound, seen = 0.0, 0
-        for step, batch in enumerate(batches, start=1):
-            local = self.local(data, batch, q)
-            gamma[batch] = local.gamma
-            bound, seen = bound + float(local.bound.sum()), seen + len(batch)
-            last, q = q, _moved(q, prior, local, len(data) / len(batch), self.rho(step))
-            if seen == len(data):
-                yield q, gamma, bound - float(last.kl(prior).sum())
-                bound, seen = 0.0, 0
+    def check(self, data: Any) -> Any:
+        """The counts as a sparse matrix of their own; see :meth:`fit`."""
+        given = data.detach().cpu().to_dense().numpy() if isinstance(data, Tensor) else data
+        with told_as(DataError, "counts must be a real matrix [N, V], as CountVectorizer's"):
+            counts: Any = csr_array(given, dtype=np.float64, copy=True)
+        if counts.ndim != 2 or not counts.shape[0] or counts.shape[1] < 2:
+            raise DataError(f"counts need a document and two words or more, got {counts.shape}")
+        counts.sum_duplicates()
+        counts.eliminate_zeros()
+        wrong = ~(np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0))
+        if wrong.any():
+            document, bad = counts.tocoo().coords[0][wrong][0], counts.data[wrong][0]
+            raise DataError(f"a count of document {document} is no whole number from 0 up: {bad}")
+        if len(empty := np.flatnonzero(np.diff(counts.indptr) == 0)):
+            raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
+        return counts
 
-    def _ascent(
-        self, data: Counts, q: Dirichlet, prior: Dirichlet, passes: Iterable[int]
-    ) -> Passes:
-        """Coordinate ascent: ρ = 1, all documents in each step.
-
-        Documents start afresh until that would lower the ELBO; from then on, where they were.
-        """
-        rows, start, gamma, highest = torch.arange(len(data)), None, None, -math.inf
-        for _ in passes:
-            penalty = float(q.kl(prior).sum())
-            local = self.local(data, rows, q, start=start)
-            if start is None and float(local.bound.sum()) - penalty < highest:
-                local = self.local(data, rows, q, start=gamma)
-                start = gamma
-            highest, gamma = float(local.bound.sum()) - penalty, local.gamma
-            start = None if start is None else gamma
-            q = _moved(q, prior, local, 1.0, 1.0)
-            yield q, gamma, highest
-
-    def step(self, q: Dirichlet, counts: Any, *, n_documents: int, rho: float) -> Dirichlet:
+    def step(
+        self, q: Dirichlet, data: Any, *, n_documents: int | None = None, rho: float = 1.0
+    ) -> Dirichlet:
         """One step on one minibatch of a stream: q(β) after it.
 
         Args:
             q: q(β) so far, ``[K, V]``.
-            counts: the minibatch, ``[B, V]``.
-            n_documents: N, documents in the whole stream.
+            data: the minibatch, ``[B, V]``.
+            n_documents: N, documents in the whole stream; None: these are all.
             rho: the learning rate; :meth:`rho` is the schedule.
 
         Raises:
             DataError: as :meth:`fit`, or another vocabulary.
         """
-        data = read_counts(counts, self.dtype)
-        prior = self.prior(data.n_words)
-        q = _alike("q", q, prior)
-        local = self.local(data, torch.arange(len(data)), q)
-        ratio = positive_int("n_documents", n_documents) / len(data)
-        return _moved(q, prior, local, ratio, rho)
+        data = self.check(data)
+        prior, size = self.prior(data.shape[1]), data.shape[0]
+        ratio = 1.0 if n_documents is None else positive_int("n_documents", n_documents) / size
+        q = self._alike("q", q, prior)
+        return toward(q, prior, {"log": ratio * self._told(q, data)[0]}, rho)
 
-    def local(
-        self,
-        data: Counts,
-        rows: Tensor,
-        q: Dirichlet,
-        *,
-        start: Tensor | None = None,
-        expected: str | None = "sum",
-    ) -> Local:
-        """The local step for these documents, with the settings of this model."""
-        return local_step(
-            data,
-            rows,
-            q,
-            self.document_prior(),
-            start=start,
-            tol=self.local_tol,
-            max_iter=self.max_local_iter,
-            expected=expected,
-        )
+    def sites(self, q: Dirichlet, data: Any) -> Natural:
+        """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
+        ones = (data[i : i + 1] for i in range(data.shape[0]))
+        return {"log": torch.stack([self._told(q, one)[0] for one in ones])}
 
-    def log_predictive(self, q: Dirichlet, counts: Any) -> Tensor:
-        """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, in nats, ``[M]``.
+    def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
+        """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
+        the responsibilities: tighter than that behind scikit-learn's perplexity."""
+        return self.foretold(q, data, without=False)
 
-        The bound of the local step, behind scikit-learn's perplexity, with β integrated out given
-        the responsibilities, which makes it tighter:
+    def foretold(self, q: Dirichlet, data: Any, *, without: bool) -> Tensor:
+        """The bound for each document under q(β), or under λ − n_d φ_d.
 
-            L_d(λ) + Σ_k KL( Dir(λ_k) ‖ Dir(λ_k + n_d φ_dk) )
-
-        Raises:
-            DataError: as :meth:`fit`, or another vocabulary.
+        λ_kw − n_dw φ_dwk is not let fall below the prior's η, to which the other documents only
+        add.
         """
-        data = read_counts(counts, self.dtype, n_words=q.concentration.shape[-1])
-        rows = torch.arange(len(data))
-        gamma = self.local(data, rows, q, expected=None).gamma
-        documents = OwnTopics(data, rows, q, self.prior(data.n_words))
-        return log_predictive(documents, gamma, self.document_prior())
+        least = self.prior(2).concentration[0, 0]
+        values = q.concentration.new_zeros(data.shape[0])
+        for at, words, documents in _blocks(q, data):
+            known, gamma = q.concentration.mT[words], self._settled(documents)
+            totals = q.concentration.sum(1)
+            if without:
+                left = torch.maximum(known - documents.sites(gamma), known.clamp(max=least))
+                totals = totals - (known - left).sum(1)
+                logs = left.digamma() - totals.digamma().unsqueeze(1)
+                known, documents = left, Documents.of(documents.counts, logs)
+                gamma = self._settled(documents)
+            sites = documents.sites(gamma)
+            gain = _gain(known, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
+            values[at] = documents.bound(gamma, self.document_prior()) + gain
+        return values
+
+    def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
+        """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds."""
+        told, bound = torch.zeros_like(q.concentration.mT), 0.0
+        for _, words, documents in _blocks(q, data):
+            gamma = self._settled(documents)
+            told.index_add_(0, words.flatten(), documents.sites(gamma).flatten(0, 1))
+            bound += float(documents.bound(gamma, self.document_prior()).sum())
+        return told.mT, bound
+
+    def _settled(self, documents: Documents) -> Tensor:
+        """γ ``[D, K]`` at its fixed point, from ones; each document stops by itself."""
+        alpha, at = self.document_prior().concentration, torch.arange(len(documents.counts))
+        gamma = alpha.new_ones(len(at), self.n_topics)
+        for _ in range(self.max_local_iter):
+            before = gamma[at]
+            theta = before.digamma().exp_()
+            shares = (documents.counts / documents.norm(theta)).unsqueeze(1)
+            gamma[at] = alpha + theta * torch.bmm(shares, documents.table).squeeze(1)
+            moving = (gamma[at] - before).abs().mean(1) >= self.local_tol
+            if not bool(moving.any()):
+                break
+            if not bool(moving.all()):
+                at, documents = at[moving], documents.only(moving)
+        return gamma
+
+    def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
+        """q(β) in double precision, or what is wrong with it."""
+        wanted = [*prior.concentration.shape]
+        instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {wanted}, such as the q of a fit")
+        if [*q.concentration.shape] != wanted:
+            raise InputError(f"{name} must be [K, V] = {wanted}, got {[*q.concentration.shape]}")
+        return Dirichlet(q.concentration.double())
 
 
-def _moved(q: Dirichlet, prior: Dirichlet, local: Local, ratio: float, rho: float) -> Dirichlet:
-    """The rule for ℓ̄ = −log p(β) − N/B Σ_d E[log p(w_d, z_d | θ_d, β)]."""
-    site = {"log": ratio * local.expected}  # type: ignore[operator]
-    return blr_step(q, scale(add(prior.natural, site), -1.0), rho)
+def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
+    """Documents of similar length: which ones ``[D]``, their words ``[D, L]``, and themselves."""
+    if data.shape[1] != q.concentration.shape[-1]:
+        raise DataError(
+            f"counts have {data.shape[1]} words, the topics a vocabulary of "
+            f"{q.concentration.shape[-1]}: count by it"
+        )
+    logs, lengths = q.expectation["log"].mT.contiguous(), np.diff(data.indptr)
+    for at in np.array_split(np.argsort(lengths, kind="stable"), -(-len(lengths) // BLOCK)):
+        place = np.arange(lengths[at[-1]])
+        inside = place < lengths[at][:, None]
+        entry = np.where(inside, data.indptr[at][:, None] + place, 0)
+        words = torch.from_numpy(data.indices[entry]).long()
+        counts = torch.from_numpy(np.where(inside, data.data[entry], 0.0))
+        yield torch.from_numpy(at), words, Documents.of(counts, logs[words])
 
 
-def _alike(name: str, q: Any, prior: Dirichlet) -> Dirichlet:
-    """q(β) in the dtype of the prior, or what is wrong with it."""
-    instance(name, q, Dirichlet, "a Dirichlet, such as the q of a fit")
-    wanted, given = prior.concentration.shape, q.concentration.shape
-    if wanted != given:
-        raise InputError(f"{name} must have the shape [K, V] = {[*wanted]}, got {[*given]}")
-    return Dirichlet(q.concentration.to(prior.concentration.dtype))
+def _gain(known: Tensor, more: Tensor) -> Tensor:
+    """log Γ(x + n) − log Γ(x) − n ψ(x)."""
+    return torch.lgamma(known + more) - torch.lgamma(known) - more * known.digamma()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class FittedTopics(Fitted[Dirichlet]):
     """Topics: ``q`` has a copy for each, ``[K, V]``; examples are documents.
 
     A document's site is n_dw φ_dwk ``[K, V]``, with φ found anew under the topics as they are. It
     is dense: ask ``site_of`` for few documents where ``sites`` of all would not fit in memory.
-
-    Attributes:
-        model: the settings.
-        documents: q(θ_d) of the documents that were fitted, as they were last met, ``[N, K]``.
     """
 
-    model: LDA = None  # type: ignore[assignment]
-    documents: Dirichlet = None  # type: ignore[assignment]
     note: ClassVar[str] = ONE_STEP
-
-    def _with(self, add: Any) -> Counts:
-        return self.data.followed_by(read_counts(add, self.model.dtype, self.data.n_words))
 
     def transform(self, counts: Any) -> Tensor:
         """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.
@@ -323,7 +359,11 @@ class FittedTopics(Fitted[Dirichlet]):
         Raises:
             DataError: as :meth:`LDA.fit`, or another vocabulary than the one fitted.
         """
-        return Dirichlet(self._score(counts)[1].gamma).mean
+        data = self.model.check(counts)
+        gamma = self.q.concentration.new_ones(data.shape[0], self.model.n_topics)
+        for at, _, documents in _blocks(self.q, data):
+            gamma[at] = self.model._settled(documents)
+        return Dirichlet(gamma).mean
 
     def perplexity(self, counts: Any) -> float:
         """exp(−ELBO per word) of documents, scikit-learn's ``perplexity``; lower is better.
@@ -335,9 +375,9 @@ class FittedTopics(Fitted[Dirichlet]):
         Raises:
             DataError: as :meth:`transform`.
         """
-        data, local = self._score(counts)
-        bound = local.bound.sum() - self.q.kl(self.prior).sum()  # type: ignore[arg-type]
-        return math.exp(-float(bound / data.counts.sum()))
+        data = self.model.check(counts)
+        bound = self.model._told(self.q, data)[1] - float(self.q.kl(self.prior).sum())  # type: ignore[arg-type]
+        return math.exp(-bound / data.sum())
 
     def topics(self, vocabulary: Sequence[str], top: int = 10) -> TopicWords:
         """The most probable words of each topic.
@@ -349,56 +389,24 @@ class FittedTopics(Fitted[Dirichlet]):
         Raises:
             InputError: a vocabulary of another length.
         """
-        n_words = self.q.concentration.shape[-1]
-        several = hasattr(vocabulary, "__iter__") and not isinstance(vocabulary, str)
-        names = [str(word) for word in vocabulary] if several else []
+        names, n_words = [*map(str, vocabulary)], self.q.concentration.shape[-1]
         if len(names) != n_words:
-            got = len(names) if several else repr(vocabulary)
-            raise InputError(f"vocabulary must be {n_words} words, got {got}")
+            raise InputError(f"vocabulary must be {n_words} words, got {len(names)}")
         best = self.q.mean.topk(min(positive_int("top", top), n_words), -1)
         words = [tuple(names[i] for i in row) for row in best.indices.tolist()]
         return TopicWords(words, [tuple(row) for row in best.values.tolist()])
-
-    def _told(self, chosen: Tensor) -> Natural:
-        start, q = self.documents.concentration, self.q
-        parts = chosen.split(CHUNK)
-        local = (self.model.local(self.data, part, q, start=start[part]) for part in parts)
-        return {"log": sum(part.expected for part in local)}  # type: ignore[misc]
-
-    def _less(self, sites: Sites) -> Dirichlet:
-        """q(β) without documents, λ − Σ_d n_dw φ_dwk: the first step of fitting again.
-
-        Raises:
-            InputError: topics so far from a fixed point that they hold less of a word than these
-                documents ask back.
-        """
-        left = subtract(self.q.natural, sites)  # type: ignore[arg-type]
-        if bool((left["log"] <= -1).any()):
-            raise InputError(
-                "the topics hold less of a word: go on with fit(…, batch_size=None, start=fitted.q)"
-            )
-        return self.q.with_natural(left)
 
     def left_out(self) -> Tensor:
         """A lower bound on log p(w_d | λ − λ̃_d) of every document, in nats ``[N]``.
 
         The documents' factors are found afresh under the topics without them; the bound is that
         of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
-        for, as far from a fixed point, the prior is what stays of it; a warning says where that
-        happens to more than one word in a hundred.
+        for, as far from a fixed point, the prior is what stays of it.
         """
-        rows, alpha = torch.arange(self.n_data), self.model.document_prior()
-        settled = partial(
-            settle, prior=alpha, tol=self.model.local_tol, max_iter=self.model.max_local_iter
-        )
-        gamma = settled(SameTopics(self.data, rows, self.q), self.documents.concentration)
-        documents = OwnTopics(self.data, rows, self.q, self.prior, gamma)  # type: ignore[arg-type]
-        return log_predictive(documents, settled(documents, torch.ones_like(gamma)), alpha)
+        return self.model.foretold(self.q, self.data, without=True)
 
-    def _score(self, counts: Any) -> tuple[Counts, Local]:
-        model, n_words = self.model, self.q.concentration.shape[-1]
-        data = read_counts(counts, model.dtype, n_words=n_words)
-        return data, model.local(data, torch.arange(len(data)), self.q, expected=None)
+    def _told(self, chosen: Tensor) -> Natural:
+        return {"log": self.model._told(self.q, rows(self.data, chosen))[0]}
 
 
 @dataclass(frozen=True)

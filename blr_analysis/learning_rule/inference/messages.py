@@ -19,48 +19,154 @@ exponential family, and forward recursion is its log-normaliser:
 with e_tk = E_q[log p(y_t | θ_k)]. Its gradients are what the backward pass would give, expected
 starts, transitions and classes: messages to Dirichlet nodes, and to the emissions' own family
 (Beal, 2003; Khan & Rue, 5.3 and 5.4). A series of length 1 is a mixture.
+
+*Mixtures of Gaussians* with priors on weights and components: the mean field
+q(π) Π_k q(m_k, Λ_k) Π_i q(z_i) moves node by node at ρ = 1 (Winn & Bishop, 2005). As in EM, but
+θ is averaged over where EM looks at its mean (K&R 5.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+from torch.utils._pytree import tree_leaves
 
 from blr_analysis.checks import at_least, instance, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference.conjugate import bayes, wide
-from blr_analysis.learning_rule.inference.factors import Factor
+from blr_analysis.learning_rule.families.gamma import NormalWishart
+from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, gaussian, toward, wide
+from blr_analysis.learning_rule.inference.em import (
+    check_data,
+    first_responsibilities,
+    paired,
+    pooled,
+)
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
+    Model,
     Sites,
     answer,
     count,
-    joined,
     minibatch,
     moved,
     rows,
     until_flat,
 )
-from blr_analysis.learning_rule.inference.mixture_model import (
-    first_responsibilities,
-    paired,
-    pooled,
-)
-from blr_analysis.learning_rule.rule import blr_step
 
 Nodes = Mapping[str, ExponentialFamily]
 Local = Callable[[Mapping[str, Natural], Any], Tensor]
 """(μ by node, data of M examples) → A_i ``[M]``, by torch operations."""
 
 
+class Messages(Model):
+    """Global nodes, and examples that pass messages to them.
+
+    Attributes:
+        nodes: the priors of the global nodes by name, with copies or without.
+        local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
+    """
+
+    kind: ClassVar[type[Fitted[Any]]] = Fitted
+    nodes: Any
+    local: Any
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        start: Nodes | None = None,
+        rho: float | Callable[[int], float] = 1.0,
+        batch: int | None = None,
+        generator: torch.Generator | None = None,
+        **stopping: Any,
+    ) -> Fitted[Nodes]:
+        """Pass messages until the lower bound rests; over minibatches, ``max_iter`` times.
+
+        Args:
+            data: a tensor ``[N, …]`` or a tuple of them.
+            start: the nodes at first; None: the prior, which has to tell its copies apart.
+            rho: ρ in (0, 1], or t → ρ_t from t = 1.
+            batch: B examples at each step, drawn with ``generator``; None: all of them.
+            generator: of the minibatches.
+            stopping: ``max_iter``, ``tol`` (of the ELBO per example) and ``progress`` (whether to
+                show a bar; None: on a terminal after a second).
+
+        Returns:
+            The nodes by name; of minibatches ``history`` is the scaled, noisy ELBO, and
+            ``converged`` is False. The sites are those at the last nodes.
+
+        Raises:
+            InputError: settings out of range, or an A_i that is not finite.
+        """
+        data = self.check(data)
+        n, q, after = count(data), start or self.nodes, start or self.nodes
+
+        def step(t: int) -> float:
+            nonlocal q, after
+            q, chosen = after, minibatch(n, batch, generator)
+            factor = n / len(chosen)
+            size = share("rho", rho(t + 1) if callable(rho) else rho)
+            told, local = self._messages(q, rows(data, chosen))
+            after = self._toward(q, {g: scale(m, factor) for g, m in told.items()}, size)
+            divergence = sum(float(q[g].kl(prior).sum()) for g, prior in self.nodes.items())
+            return factor * float(local) - divergence
+
+        run = until_flat(step, "ELBO", n, noisy=batch is not None, **stopping)
+        q = q if run["converged"] else after
+        return self.kind(q=q, **run, prior=self.nodes, model=self, data=data)
+
+    def sites(self, q: Nodes, data: Any) -> Sites:
+        return self._each(q, data)[0]
+
+    def step(self, q: Nodes, data: Any) -> Nodes:
+        return self._toward(q, self._messages(q, data)[0], 1.0)
+
+    def log_predictive(self, q: Nodes, data: Any) -> Tensor:
+        """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``.
+
+            A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) ),
+
+        θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
+        certain.
+        """
+        sites, local = self._each(q, data)
+        after = moved(q, sites, 1.0)
+        gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
+        return local + sum(gains)
+
+    def _toward(self, q: Nodes, told: Mapping[str, Natural], rho: float) -> Nodes:
+        return {g: toward(q[g], prior, told[g], rho) for g, prior in self.nodes.items()}
+
+    def _messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
+        """Σ_i λ̃_i for each node, and Σ_i A_i."""
+        wanted = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
+        shape = torch.Size([count(data)])
+        mu = {g: node.expectation for g, node in q.items()}
+        told, local = grad_and_value(lambda m: answer(wanted, shape, self.local, m, data).sum())(mu)
+        if not bool(local.isfinite()) or not any(bool(leaf.any()) for leaf in tree_leaves(told)):
+            raise InputError(wanted)
+        return told, local
+
+    def _each(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
+        """λ̃_i and A_i of every example, with a leading dimension M."""
+        name, node = next(iter(self.nodes.items()))
+        copies = q[name].log_partition().ndim > node.log_partition().ndim
+        mu = {g: node.expectation for g, node in q.items()}
+        alone = partial(rows, chosen=None)
+        one = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
+        return vmap(one, in_dims=(0 if copies else None, 0))(mu, data)
+
+
 @dataclass(frozen=True)
-class MessagePassing:
+class MessagePassing(Messages):
     """A conjugate-exponential model with hidden parts, by its local log-normaliser.
 
     Attributes:
@@ -88,147 +194,17 @@ class MessagePassing:
     local: Local
 
     def __post_init__(self) -> None:
-        if not self.prior or not all(
-            isinstance(node, ExponentialFamily) for node in self.prior.values()
-        ):
+        nodes = self.prior.values() if isinstance(self.prior, Mapping) else ()
+        if not nodes or not all(isinstance(node, ExponentialFamily) for node in nodes):
             raise InputError("prior must be exponential families by name")
 
-    def fit(
-        self,
-        data: Any,
-        *,
-        start: Nodes | None = None,
-        rho: float | Callable[[int], float] = 1.0,
-        batch: int | None = None,
-        max_iter: int = 500,
-        tol: float = 1e-6,
-        generator: torch.Generator | None = None,
-        progress: bool | None = None,
-    ) -> Fitted[Nodes]:
-        """Pass messages until the lower bound rests; over minibatches, ``max_iter`` times.
-
-        Args:
-            data: a tensor ``[N, …]`` or a tuple of them.
-            start: the nodes at first; None: the prior, which has to tell its copies apart.
-            rho: ρ in (0, 1], or t → ρ_t from t = 1.
-            batch: B examples at each step, drawn with ``generator``; None: all of them.
-            max_iter: steps at most.
-            tol: stop when the ELBO per example changes by no more than this.
-            progress: whether to show a bar.
-
-        Returns:
-            The nodes by name; of minibatches ``history`` is the scaled, noisy ELBO, and
-            ``converged`` is False. The sites are those at the last nodes.
-
-        Raises:
-            InputError: settings out of range, or an A_i that is not finite.
-        """
-        n, q, after = count(data), start or self.prior, start or self.prior
-
-        def step(t: int) -> float:
-            nonlocal q, after
-            q, chosen = after, minibatch(n, batch, generator)
-            messages, local = self.messages(q, rows(data, chosen))
-            divergence = sum(float(node.kl(self.prior[g]).sum()) for g, node in q.items())
-            size = share("rho", rho(t + 1) if callable(rho) else rho)
-            told = {g: scale(message, n / len(chosen)) for g, message in messages.items()}
-            after = {g: _toward(q[g], self.prior[g], told[g], size) for g in q}
-            return n / len(chosen) * float(local.sum()) - divergence
-
-        noisy = batch is not None
-        run = until_flat(
-            step, "ELBO", n, max_iter=max_iter, tol=tol, noisy=noisy, progress=progress
-        )
-        q = q if run["converged"] else after
-        return Fitted(
-            q=q,
-            **run,
-            prior=self.prior,
-            n_data=n,
-            site_of=lambda chosen: self.each(q, rows(data, chosen)),
-            predictive=self.log_predictive,
-            data=data,
-            step=self._step,
-        )
-
-    def _step(self, q: Nodes, data: Any, kept: Tensor) -> Nodes:
-        told, _ = self.messages(q, rows(data, kept))
-        return {g: _toward(node, self.prior[g], told[g], 1.0) for g, node in q.items()}
-
-    def log_predictive(self, q: Nodes, data: Any) -> Tensor:
-        """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``; M copies go with one each.
-
-            A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) ),
-
-        θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
-        certain.
-        """
-        name, node = next(iter(q.items()))
-        if node.log_partition().ndim > self.prior[name].log_partition().ndim:
-            every = range(len(node.log_partition()))
-            each = (self.log_predictive(_copy(q, i), rows(data, torch.tensor([i]))) for i in every)
-            return torch.cat([*each])
-        _, local = self.messages(q, data)
-        after = moved(q, self.each(q, data), 1.0)
-        gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
-        return local + sum(gains)
-
-    def messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
-        """Σ_i λ̃_i for each node, and A_i ``[M]``."""
-        mu, leaves = _leaves(q)
-        with torch.enable_grad():
-            values = self._values(mu, data)
-            gradients = torch.autograd.grad(values.sum(), leaves, materialize_grads=True)
-        return _named(q, gradients), values.detach()
-
-    def _values(self, mu: Mapping[str, Natural], data: Any) -> Tensor:
-        wanted = "local must be a function (mu, data) -> A_i [M], differentiable in mu"
-        values = answer(wanted, torch.Size([count(data)]), self.local, mu, data)
-        if not values.requires_grad:
-            raise InputError(wanted)
-        if not bool(values.isfinite().all()):
-            raise InputError("the local log-normaliser is not finite")
-        return values
-
-    def each(self, q: Nodes, data: Any) -> Sites:
-        """λ̃_i of every example, with a leading dimension M."""
-        mu, leaves = _leaves(q)
-        with torch.enable_grad():
-            values = self._values(mu, data)
-            parts = [
-                torch.autograd.grad(v, leaves, retain_graph=True, materialize_grads=True)
-                for v in values
-            ]
-        return _named(q, [torch.stack(column) for column in zip(*parts, strict=True)])
-
-
-def _copy(q: Nodes, i: int) -> Nodes:
-    parts = {g: {k: v[i] for k, v in node.natural.items()} for g, node in q.items()}
-    return {g: node.with_natural(parts[g]) for g, node in q.items()}
-
-
-def _leaves(q: Nodes) -> tuple[dict[str, Natural], list[Tensor]]:
-    mu = {
-        g: {k: v.detach().clone().requires_grad_() for k, v in node.expectation.items()}
-        for g, node in q.items()
-    }
-    return mu, [leaf for part in mu.values() for leaf in part.values()]
-
-
-def _named(q: Nodes, leaves: Any) -> dict[str, Natural]:
-    values = iter(leaves)
-    return {g: {k: next(values) for k in node.expectation} for g, node in q.items()}
-
-
-def _toward(
-    node: ExponentialFamily, prior: ExponentialFamily, told: Natural, rho: float
-) -> ExponentialFamily:
-    """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩."""
-    return blr_step(node, scale(add(prior.natural, told, prior.base_gradient()), -1.0), rho)
+    @property
+    def nodes(self) -> Nodes:
+        return self.prior
 
 
 @dataclass(frozen=True)
-class HiddenMarkov:
+class HiddenMarkov(Messages):
     """A chain of K hidden classes, seen through a conjugate factor.
 
     Attributes:
@@ -263,14 +239,7 @@ class HiddenMarkov:
         instance("prior", self.prior, self.emission.family, self.emission.family.__name__)
         positive_number("concentration", self.concentration)
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        start: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        **settings: Any,
-    ) -> FittedMarkov:
+    def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMarkov:  # type: ignore[override]
         """Pass messages between the chains and the global nodes; in double precision.
 
         Args:
@@ -287,33 +256,29 @@ class HiddenMarkov:
             DataError: observations that the factor does not take.
             InputError: a start or settings that do not fit.
         """
-        if not isinstance(data, Tensor) or data.ndim not in (2, 3):
-            raise DataError("data must be series, a tensor [S, T] or [S, T, D]")
-        one = wide(self.prior)
-        like = next(iter(one.natural.values()))
-        flat = self.emission.check(data.reshape(-1, *data.shape[2:]), one)
-        data, k = flat.reshape(data.shape), self.n_states
-        evenly = Dirichlet(like.new_full((k,), self.concentration))
+        data = self.check(data)
+        flat = _flat(data)
+        values = flat.reshape(len(flat), -1).double()
+        first = first_responsibilities(values, self.n_states, start, settings.get("generator"))
+        emission = bayes(self.nodes["emission"], pooled(first, self.emission.site(flat)))
+        begun = {**self.nodes, "emission": emission}
+        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        k, one = self.n_states, wide(self.prior)
+        even = next(iter(one.natural.values())).new_full((k, k), self.concentration)
         copies = {n: v.expand(k, *v.shape).clone() for n, v in one.natural.items()}
-        prior: Nodes = {
-            "initial": evenly,
-            "transition": Dirichlet(like.new_full((k, k), self.concentration)),
+        return {
+            "initial": Dirichlet(even[0]),
+            "transition": Dirichlet(even),
             "emission": one.with_natural(copies),
         }
-        first = first_responsibilities(flat.reshape(len(flat), -1).to(like), k, start, generator)
-        told = pooled(first, self.emission.site(flat))
-        begun = {**prior, "emission": bayes(prior["emission"], told)}
-        passing = MessagePassing(prior, self.local)
-        fitted = passing.fit(data, start=begun, generator=generator, **settings)
-        known = {
-            **fitted.__dict__,
-            "predictive": lambda q, new: passing.log_predictive(q, self._checked(new)),
-        }
-        return FittedMarkov(**known, model=self)
 
-    def _checked(self, data: Tensor) -> Tensor:
-        flat = self.emission.check(data.reshape(-1, *data.shape[2:]), wide(self.prior))
-        return flat.reshape(data.shape)
+    def check(self, data: Any) -> Tensor:
+        if not isinstance(data, Tensor) or data.ndim not in (2, 3):
+            raise DataError("data must be series, a tensor [S, T] or [S, T, D]")
+        return self.emission.check(_flat(data), wide(self.prior)).reshape(data.shape)
 
     def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """A of every series ``[S]``."""
@@ -321,7 +286,7 @@ class HiddenMarkov:
 
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """E_q[log p(y_t | θ_k)], ``[S, T, K]``."""
-        flat = data.reshape(-1, *data.shape[2:])
+        flat = _flat(data)
         told = paired(self.emission.site(flat), mu["emission"])
         return (told + self.emission.constant(flat).unsqueeze(1)).reshape(*data.shape[:2], -1)
 
@@ -335,19 +300,10 @@ class HiddenMarkov:
         return torch.logsumexp(alpha, 1)
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FittedMarkov(Fitted[Nodes]):
-    """The global nodes of a chain; examples are series.
+    """The global nodes of a chain; examples are series."""
 
-    Attributes:
-        model: the model that was fitted.
-    """
-
-    model: HiddenMarkov
     note: ClassVar[str] = "log p of a series is a lower bound, so that losses are upper ones"
-
-    def _with(self, add: Any) -> Any:
-        return joined(self.data, self.model._checked(add))
 
     def states(self, data: Tensor) -> Tensor:
         """q(z_t = k) of series ``[S, T, …]``, smoothed, ``[S, T, K]``.
@@ -356,7 +312,152 @@ class FittedMarkov(Fitted[Nodes]):
             DataError: observations that the factor does not take.
         """
         mu = {name: node.expectation for name, node in self.q.items()}
-        scores = self.model.scores(mu, self.model._checked(data)).detach().requires_grad_()
-        with torch.enable_grad():
-            total = self.model.forward(mu, scores).sum()
-            return torch.autograd.grad(total, scores)[0]
+        scores = self.model.scores(mu, self.model.check(data))
+        return grad(lambda s: self.model.forward(mu, s).sum())(scores)
+
+
+def _flat(data: Tensor) -> Tensor:
+    """Observations of all series, one after the other."""
+    return data.reshape(-1, *data.shape[2:])
+
+
+HiddenMarkov.kind = FittedMarkov
+
+
+FACTOR = gaussian()
+
+
+@dataclass(frozen=True, eq=False)
+class BayesianGaussianMixture(Messages):
+    """A mixture of Gaussians with priors on its weights and components.
+
+    Attributes:
+        weights: the prior of π, over K components.
+        component: the prior of the mean and precision of each component.
+
+    Raises:
+        InputError: a prior of another family, or with copies.
+
+    Example:
+        >>> parts = torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)
+        >>> data = torch.cat(parts).unsqueeze(1)
+        >>> model = BayesianGaussianMixture.for_data(data, n_components=2)
+        >>> fitted = model.fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.q["weights"].concentration.sort().values
+        tensor([10.5048, 20.4952], dtype=torch.float64)
+    """
+
+    weights: Dirichlet
+    component: NormalWishart
+
+    def __post_init__(self) -> None:
+        instance("weights", self.weights, Dirichlet, "a Dirichlet distribution")
+        instance("component", self.component, NormalWishart, "a Normal–Wishart distribution")
+        if self.weights.concentration.ndim != 1 or self.component.mean.ndim != 1:
+            raise InputError("the priors must be single distributions, without copies")
+
+    @classmethod
+    def for_data(cls, data: Tensor, n_components: int) -> Self:
+        """Weak priors on the scale of the data: α = 1/K, m = ȳ, κ = 1, ν = D, V⁻¹ = cov(y).
+
+        Raises:
+            DataError: data that are misshapen or not finite, or whose covariance is singular.
+            InputError: fewer than two components.
+        """
+        at_least(2, "n_components", n_components)
+        data = check_data(data, n_components)
+        size, one = data.shape[1], torch.ones(()).to(data)
+        spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
+        if int(torch.linalg.cholesky_ex(spread)[1]):
+            raise DataError(
+                f"the covariance of {len(data)} examples is singular: drop dependent columns"
+            )
+        prior = NormalWishart(data.mean(0), one, size * one, spread)
+        return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
+
+    def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
+        """Pass messages until the lower bound rests; in double precision.
+
+        It holds the second moments of all examples, N·D² numbers, counted from 0: centre data
+        whose mean is thousands of standard deviations away from it.
+
+        Args:
+            data: ``[N, D]``.
+            start: responsibilities ``[N, K]``, or None to start from K examples that lie apart
+                (k-means++).
+            settings: those of :meth:`MessagePassing.fit`.
+
+        Returns:
+            The mean field of the global nodes, ``q["weights"]`` (Dirichlet) and
+            ``q["components"]`` (Normal–Wishart, K copies), its sites, and the ELBO after each
+            iteration (z, then π and the components).
+
+        Raises:
+            DataError: data that are not finite, misshapen, or fewer than K.
+            InputError: a start that does not fit, or whose components are not apart; settings
+                out of range.
+        """
+        data = self.check(data)
+        given = start, settings.get("generator")
+        weights = first_responsibilities(data, len(self.weights.concentration), *given)
+        told = {
+            "weights": {"log": weights.sum(0)},
+            "components": pooled(weights, FACTOR.site(data)),
+        }
+        begun = {name: bayes(prior, told[name]) for name, prior in self.nodes.items()}
+        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        weights, one = wide(self.weights), wide(self.component)
+        copies = len(weights.concentration)
+        components = {k: v.expand(copies, *v.shape) for k, v in one.natural.items()}
+        return {"weights": weights, "components": one.with_natural(components)}
+
+    def check(self, data: Any) -> Tensor:
+        return FACTOR.check(check_data(data), wide(self.component))
+
+    def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """log Σ_k exp E_q[log π_k + log p(y_i | m_k, Λ_k)]."""
+        return self.scores(mu, data).logsumexp(1)
+
+    def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """The message to z_i, ``[N, K]``."""
+        told = paired(FACTOR.site(data), mu["components"]) + FACTOR.constant(data).unsqueeze(1)
+        return told + mu["weights"]["log"]
+
+    def log_predictive(self, q: Nodes, data: Tensor) -> Tensor:
+        """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
+        nodes, weights = q["components"], q["weights"].expected_point()
+        site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
+        gain = nodes.with_natural(add(nodes.natural, site)).log_partition() - nodes.log_partition()
+        return torch.logsumexp(weights.log() + gain, -1) + FACTOR.constant(data)
+
+
+class FittedMeanField(Fitted[Nodes]):
+    """The global nodes of a mixture; taking examples out is one message-passing step.
+
+    :meth:`without` subtracts what the examples told the global nodes; what the others told them
+    stays as it was, although each of them would now be assigned a little differently.
+
+    Example:
+        >>> data = torch.cat([torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)]).unsqueeze(1)
+        >>> model = BayesianGaussianMixture.for_data(data, n_components=2)
+        >>> fitted = model.fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.without(range(10))["weights"].concentration.sort().values
+        tensor([ 0.5048, 20.4952], dtype=torch.float64)
+        >>> fitted.responsibilities(torch.tensor([[-5.0]])).amax()
+        tensor(1.0000, dtype=torch.float64)
+    """
+
+    def responsibilities(self, data: Tensor) -> Tensor:
+        """E-step: q(z_j = k) of M examples under the fitted nodes, ``[M, K]``.
+
+        Raises:
+            DataError: data that are misshapen or not finite.
+        """
+        mu = {name: node.expectation for name, node in self.q.items()}
+        return self.model.scores(mu, self.model.check(data)).softmax(1)
+
+
+BayesianGaussianMixture.kind = FittedMeanField

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import at_least, one_of, positive_number, share
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.checks import at_least, instance, one_of, positive_number, share
+from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
 from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.conjugate import bayes
-from blr_analysis.learning_rule.inference.factors import Factor, real
-from blr_analysis.learning_rule.inference.fitted import Fitted, answer, count, indexed, rows
-
-_NUMBER = torch.Size([])
+from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, real
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, count, rows, stacked
 
 
 def experts(n_experts: int, rate: float) -> Factor:
@@ -47,7 +43,7 @@ def experts(n_experts: int, rate: float) -> Factor:
         >>> losses = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
         >>> uniform = CategoricalFamily(torch.zeros(1))
         >>> Conjugate(uniform, experts(2, rate=1.0)).fit(losses).q.probs
-        tensor([0.7311, 0.2689])
+        tensor([0.7311, 0.2689], dtype=torch.float64)
 
     Source: Littlestone & Warmuth, 1994; Freund & Schapire, 1997; van der Hoeven et al., COLT 2018.
     """
@@ -69,7 +65,7 @@ def experts(n_experts: int, rate: float) -> Factor:
 
 
 @dataclass(frozen=True)
-class OnlineNewton:
+class OnlineNewton(Model):
     """The online Newton step: exponential weights over Gaussians, by the delta method.
 
         S ← S + γ g gᵀ,      m ← m − S⁻¹ g,      g = ∇ℓ_t(m)
@@ -101,8 +97,7 @@ class OnlineNewton:
     rate: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prior, FullGaussian) or self.prior.mean.ndim != 1:
-            raise InputError("the prior must be one FullGaussian, without copies")
+        instance("prior", self.prior, FullGaussian, "a FullGaussian")
         positive_number("rate", self.rate)
 
     def fit(self, data: Any) -> Fitted[FullGaussian]:
@@ -116,39 +111,30 @@ class OnlineNewton:
             InputError: a loss that is no number, a gradient that is not finite, or a precision
                 lost in rounding.
         """
-        if not count(data):
-            raise DataError("the data hold no examples")
-        q, history, sites = self.prior, [], []
-        loss = partial(answer, "loss must be a function (theta, example) -> a number", _NUMBER)
-        for t in range(count(data)):
-            example = rows(data, torch.tensor(t))
-            gradient, value = torch.func.grad_and_value(
-                lambda theta, y=example: loss(self.loss, theta, y)
-            )(q.mean)
+        data = self.check(data)
+        q, history, told = self.prior, [], []
+        for t in torch.arange(count(data)):
+            gradient, value = torch.func.grad_and_value(self._loss)(q.mean, rows(data, t))
             outer = self.rate * gradient.outer(gradient)
-            sites.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
-            q = bayes(q, sites[-1])
+            told.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
+            q = bayes(q, told[-1])
             history.append(float(value.detach()))
-        stacked: Natural = {k: torch.stack([site[k] for site in sites]) for k in q.natural}
-        return Fitted(
-            q=q,
-            history=history,
-            objective="loss of the round",
-            prior=self.prior,
-            n_data=len(history),
-            site_of=indexed(stacked),
-            predictive=self._foretold,
-            data=data,
-            step=lambda q, data, kept: self.fit(rows(data, kept)).q if len(kept) else self.prior,
-        )
+        known = {"prior": self.prior, "model": self, "data": data}
+        return Fitted(q, history, "loss of the round", messages=stacked(told), **known)
 
-    def _foretold(self, q: FullGaussian, data: Any) -> Tensor:
-        """−ℓ at the mean of q, of M examples; M copies go with one each."""
+    def step(self, q: FullGaussian, data: Any) -> FullGaussian:
+        """A pass over these examples."""
+        return self.fit(data).q if count(data) else self.prior
+
+    def log_predictive(self, q: FullGaussian, data: Any) -> Tensor:
+        """−ℓ at the mean of q."""
         n = count(data)
         means = q.mean.expand(n, q.mean.shape[-1])
-        return torch.stack(
-            [-self.loss(m, rows(data, torch.tensor(t))) for t, m in enumerate(means)]
-        )
+        return torch.stack([-self.loss(means[t], rows(data, t)) for t in torch.arange(n)])
+
+    def _loss(self, theta: Tensor, example: Any) -> Tensor:
+        wanted = "loss must be a function (theta, example) -> a number"
+        return answer(wanted, torch.Size([]), self.loss, theta, example)
 
 
 def likelihood_step(

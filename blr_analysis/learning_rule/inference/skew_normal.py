@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import share
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale
 from blr_analysis.learning_rule.inference.fitted import (
-    CHUNK,
     ONE_STEP,
     Fitted,
+    Model,
     answer,
     count,
     rows,
@@ -45,10 +45,6 @@ LogLikelihood = Callable[[Any, Tensor], Tensor]
 """(data of M examples, θ ``[G]``) → log p(y_i|θ) ``[M, G]``."""
 HALF_NORMAL = math.sqrt(2 / math.pi)  # E|w|
 GRID, REACH = 2001, 14.0  # points, and standard deviations on either side of the mean
-
-
-class NotSkewNormal(InputError):
-    """Numbers that are no parameters of a skew normal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +73,7 @@ class SkewNormal:
         numbers = (self.location, self.lean, self.precision)
         fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
         if not fine or not bool(self.precision > 0):
-            raise NotSkewNormal(
-                "no skew normal of positive precision: lower rho, or start elsewhere"
-            )
+            raise InputError("no skew normal of positive precision: fit again, or lower rho")
 
     @property
     def natural(self) -> Natural:
@@ -95,8 +89,8 @@ class SkewNormal:
         return {"linear": m + c * a, "lean": c * m + a, "square": square}
 
     @classmethod
-    def from_natural(cls, natural: Natural) -> SkewNormal:
-        """The inverse of :attr:`natural`."""
+    def with_natural(cls, natural: Natural) -> SkewNormal:
+        """The member with these λ: the inverse of :attr:`natural`."""
         s = -2 * natural["square"]
         return cls(natural["linear"] / s, natural["lean"] / s, s)
 
@@ -107,10 +101,6 @@ class SkewNormal:
         m, a = (linear - c * lean) / (1 - c * c), (lean - c * linear) / (1 - c * c)
         spread = expectation["square"] - m.square() - 2 * c * m * a - a.square()
         return cls(m, a, 1 / spread)
-
-    def with_natural(self, natural: Natural) -> SkewNormal:
-        """The member with these λ, as families have it."""
-        return self.from_natural(natural)
 
     @property
     def mean(self) -> Tensor:
@@ -135,14 +125,11 @@ class SkewNormal:
         steps = torch.linspace(-1, 1, GRID, dtype=reach.dtype, device=reach.device)
         return self.mean.detach() + reach * steps, (reach * 2 / (GRID - 1)).log()
 
-    def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """E_q[f(θ)] on the grid; differentiable in the parameters through q's density."""
-        grid, spacing = self.grid()
-        return (self.log_prob(grid).exp() * f(grid)).sum() * spacing.exp()
-
     def elbo(self, log_joint: Callable[[Tensor], Tensor]) -> Tensor:
-        """E_q[log p(y, θ) − log q(θ)], in nats."""
-        return self.expect(lambda theta: log_joint(theta) - self.log_prob(theta))
+        """E_q[log p(y, θ) − log q(θ)] on the grid, in nats; differentiable in the parameters."""
+        grid, spacing = self.grid()
+        logs = self.log_prob(grid)
+        return ((logs + spacing).exp() * (log_joint(grid) - logs)).sum()
 
 
 def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) -> SkewNormal:
@@ -152,42 +139,64 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
         elbo = SkewNormal.from_expectation(expectation).elbo(log_joint)
         slopes = torch.autograd.grad(elbo, list(expectation.values()))
     gradient = dict(zip(expectation, slopes, strict=True))
-    return SkewNormal.from_natural(add(q.natural, scale(gradient, rho)))
+    return SkewNormal.with_natural(add(q.natural, scale(gradient, rho)))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
+class LogJoint(Model):
+    """log p(y, θ) of named examples and all the rest, and the rate of the rule's steps."""
+
+    rest: Callable[[Tensor], Tensor]
+    log_likelihood: LogLikelihood
+    rho: float
+
+    def told(self, data: Any, theta: Tensor) -> Tensor:
+        """log p(y_i|θ) ``[M, G]``."""
+        wanted = "log_likelihood must be a function (data, θ [G]) -> log p(y|θ) [M, G]"
+        shape = torch.Size([count(data), len(theta)])
+        return answer(wanted, shape, self.log_likelihood, data, theta)
+
+    def __call__(self, theta: Tensor, data: Any) -> Tensor:
+        return self.rest(theta) + (0.0 if data is None else self.told(data, theta).sum(0))
+
+    def sites(self, q: SkewNormal, data: Any) -> Natural:
+        """∇_μ E_q[log p(y_i|θ)] on q's grid, ``[M]`` each."""
+        grid, spacing = q.grid()
+
+        def weights(*mu: Tensor) -> Tensor:
+            at = SkewNormal.from_expectation(dict(zip(q.expectation, mu, strict=True)))
+            return (at.log_prob(grid) + spacing).exp()
+
+        at = tuple(value.detach() for value in q.expectation.values())
+        slopes = torch.autograd.functional.jacobian(
+            weights, at, strategy="forward-mode", vectorize=True
+        )
+        values = self.told(data, grid)
+        return {name: values @ slope for name, slope in zip(q.expectation, slopes, strict=True)}
+
+    def log_predictive(self, q: SkewNormal, data: Any) -> Tensor:
+        """log ∫ p(y_i|θ) q(θ) dθ on the grid."""
+        grid, spacing = q.grid()
+        return (self.told(data, grid) + q.log_prob(grid) + spacing).logsumexp(1)
+
+    def step(self, q: SkewNormal, data: Any) -> SkewNormal:
+        return skew_step(q, partial(self, data=data), self.rho)
+
+
 class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
     """A skew normal; where it was fitted with ``log_likelihood`` and ``data``, with sites."""
 
     note: ClassVar[str] = ONE_STEP
-    no_sites: ClassVar[str] = (
-        "a fit to log p(y, θ) as a whole has no sites: give log_likelihood=…, data=…"
-    )
-
-    def without(self, indices: Any) -> SkewNormal:
-        """λ − Σ_{i∈M} λ̃_i; see :meth:`Fitted.without`.
-
-        Raises:
-            InputError: an example that does not exist, examples that no skew normal is left
-                without, or a fit whose examples nobody named.
-        """
-        try:
-            return super().without(indices)
-        except NotSkewNormal as fault:
-            chosen = self._chosen(indices).tolist()
-            which = f"example {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} examples"
-            raise InputError(f"no skew normal is left without {which}: fit again") from fault
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`.
 
         Raises:
-            InputError: as :meth:`without`, for the first example that cannot be left out.
+            InputError: no skew normal is left without some example.
         """
-        self._site_of()
-        predictive = self._predictive()
-        ones = torch.arange(self.n_data).split(1)
-        return torch.cat([predictive(self.without(i), rows(self.data, i)) for i in ones])
+        ones = torch.arange(max(1, self.n_data)).split(1)
+        each = ((self._less(self._told(i)), rows(self.data, i)) for i in ones)
+        return torch.cat([self.model.log_predictive(*pair) for pair in each])
 
 
 def fit_skew_normal(
@@ -197,9 +206,7 @@ def fit_skew_normal(
     log_likelihood: LogLikelihood | None = None,
     data: Any = None,
     rho: float = 0.5,
-    tol: float = 1e-10,
-    max_iter: int = 2000,
-    progress: bool | None = None,
+    **stopping: Any,
 ) -> FittedSkewNormal:
     """The skew normal nearest to the posterior of one number, by the rule for mixtures.
 
@@ -214,9 +221,8 @@ def fit_skew_normal(
             posteriors from which examples can be taken out.
         data: N examples, a tensor ``[N, …]`` or a tuple of them, as ``log_likelihood`` takes them.
         rho: ρ in (0, 1].
-        tol: stop when the ELBO changes by at most this many nats.
-        max_iter: at most this many steps.
-        progress: True shows a bar, False does not, None on a terminal when it takes long.
+        stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to show a
+            bar; None: on a terminal after a second).
 
     Returns:
         The posterior, with the ELBO after each step, and sites where the examples are named.
@@ -243,65 +249,13 @@ def fit_skew_normal(
         raise InputError("start must be a SkewNormal with lean ≠ 0: a Gaussian would stay one")
     if (log_likelihood is None) != (data is None):
         raise InputError("log_likelihood and data go together: give both")
-    _check_data(data)
-    told = None if log_likelihood is None else partial(_log_likelihoods, log_likelihood)
-    q = start
-
-    def everything(theta: Tensor, given: Any = data) -> Tensor:
-        return log_joint(theta) if told is None else log_joint(theta) + told(given, theta).sum(0)
+    model, q = LogJoint(log_joint, log_likelihood, rho), start  # type: ignore[arg-type]
+    data = None if data is None else model.check(data)
 
     def step(t: int) -> float:
         nonlocal q
-        q = skew_step(q, everything, rho)
-        return float(q.elbo(everything))
+        q = model.step(q, data)
+        return float(q.elbo(partial(model, data=data)))
 
-    run = until_flat(step, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
-    if told is None:
-        return FittedSkewNormal(q=q, **run)
-    return FittedSkewNormal(
-        q=q,
-        **run,
-        n_data=count(data),
-        site_of=lambda chosen: _sites(q, told(rows(data, chosen), q.grid()[0])),
-        predictive=lambda q, new: _log_predictive(q, new, told),
-        data=data,
-        step=lambda q, data, kept: skew_step(q, partial(everything, given=rows(data, kept)), rho),
-    )
-
-
-def _log_likelihoods(log_likelihood: LogLikelihood, data: Any, theta: Tensor) -> Tensor:
-    """log p(y_i|θ) ``[M, G]``."""
-    wanted = "log_likelihood must be a function (data, θ [G]) -> log p(y|θ) [M, G]"
-    return answer(wanted, torch.Size([count(data), len(theta)]), log_likelihood, data, theta)
-
-
-def _sites(q: SkewNormal, values: Tensor) -> Natural:
-    """∇_μ E_q[f] of functions ``[M, G]`` on q's grid, ``[M]`` each."""
-    (grid, spacing), ones = q.grid(), torch.ones_like(values[0]).requires_grad_()
-    at = {name: value.detach().requires_grad_() for name, value in q.expectation.items()}
-    with torch.enable_grad():
-        density = (SkewNormal.from_expectation(at).log_prob(grid) + spacing).exp()
-        back = torch.autograd.grad(density, list(at.values()), ones, create_graph=True)
-        slopes = [torch.autograd.grad(g, ones, retain_graph=True)[0] for g in back]
-    return {name: values @ slope for name, slope in zip(at, slopes, strict=True)}
-
-
-def _log_predictive(q: SkewNormal, data: Any, told: LogLikelihood) -> Tensor:
-    """log ∫ p(y_i|θ) q(θ) dθ on the grid, ``[M]``."""
-    grid, spacing = q.grid()
-    weights = q.log_prob(grid) + spacing
-    parts = torch.arange(count(data)).split(CHUNK)
-    return torch.cat([(told(rows(data, part), grid) + weights).logsumexp(1) for part in parts])
-
-
-def _check_data(data: Any) -> None:
-    """Raise unless it is None, or N ≥ 1 examples in a tensor or a tuple of tensors."""
-    if data is None:
-        return
-    parts = data if isinstance(data, tuple) else (data,)
-    if not parts or not all(isinstance(part, Tensor) and part.ndim for part in parts):
-        raise DataError(f"data must be tensors [N, …], got {type(data).__name__}")
-    if {len(part) for part in parts} != {len(parts[0])} or not len(parts[0]):
-        raise DataError(f"data must be N ≥ 1 examples, got {[len(part) for part in parts]}")
-    if not all(bool(part.isfinite().all()) for part in parts):
-        raise DataError("data contain NaN or inf; drop or mend those examples")
+    run = until_flat(step, "ELBO", **stopping)
+    return FittedSkewNormal(q=q, **run, model=model, data=data)

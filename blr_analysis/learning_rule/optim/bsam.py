@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.expectations import adversary
 from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS, Row
@@ -93,9 +92,7 @@ class BSAM(RowOptimizer):
     def _adversary(self, adoptable: bool = False) -> Draw:
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
-            raise OptimizerError(
-                "adversarial_params() without a sample: run sampled_params(train=True) before it"
-            )
+            raise OptimizerError("adversarial_params() without a sample: draw one before it")
         gradients, self._sampled = self._sampled, None
         sizes: dict[Tensor, Tensor] = {}
 
@@ -106,7 +103,7 @@ class BSAM(RowOptimizer):
             sizes[mean] = gradient.abs()
             held = self.state.get(mean)
             hess = held["hess"] if held else group["hess_init"]
-            return adversary(mean, gradient, hess + group["weight_decay"], group["radius"]), None
+            return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
         return Draw(True, look=look, adoptable=adoptable, method=self._method, given=sizes)
 
@@ -124,9 +121,9 @@ class BSAM(RowOptimizer):
             for p in draw.groups
             if p.grad is not None
         }
-        self._gathered.drop(draw)
         if not sampled:
             raise NoGradient(NO_GRADIENT)
+        self._gathered.drop(draw)
         self._sampled = sampled
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:

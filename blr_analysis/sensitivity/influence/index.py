@@ -267,7 +267,7 @@ class Index:
         quantity_of(normalize)
         asked, _ = self._project(test_task, normalize)
         each = self._read(lambda own: self._compression.values(own, asked), normalize)
-        return torch.cat([values for _, values in each])
+        return torch.cat([values for _, values in each]) * self._scale(normalize)
 
     @torch.inference_mode(False)
     def top(
@@ -308,12 +308,17 @@ class Index:
                 values = self._exact(test_task, names) / lengths.to(values)
                 values = values / self._own(normalize)[names]
             chosen, places = values.topk(k, dim=0, largest=sign > 0)
+            chosen = chosen * self._scale(normalize)
             sides += [names.gather(0, places).mT.contiguous(), chosen.mT.contiguous()]
         if not harmful:
             sides += [side[:, :0] for side in sides]
         computed = ("index", "self_influence")
         metadata = {n: column for n, column in self.examples.items() if n not in computed}
         return Matches(*sides, metadata=metadata, quantity=quantity, note=self.posterior.note)
+
+    def _scale(self, normalize: Normalize) -> float:
+        """τ, but of what is normalized."""
+        return 1.0 if normalize else self.posterior.temperature
 
     @cached_property
     def self_influence(self) -> Tensor:

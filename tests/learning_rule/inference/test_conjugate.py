@@ -1,4 +1,4 @@
-"""Conjugate models: textbook posteriors, predictives by scipy, and exact removal of examples."""
+"""Conjugate models against textbook posteriors and scipy's predictives; online learning by hand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
+from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import (
     Beta,
+    CategoricalFamily,
     Dirichlet,
     ExponentialFamily,
     FullGaussian,
@@ -26,9 +27,6 @@ from blr_analysis.learning_rule.families import (
     add,
     scale,
     subtract,
-)
-from blr_analysis.learning_rule.families import (
-    CategoricalFamily as Categorical,
 )
 from blr_analysis.learning_rule.inference import (
     Conjugate,
@@ -42,6 +40,7 @@ from blr_analysis.learning_rule.inference import (
     linear,
     poisson,
 )
+from blr_analysis.learning_rule.inference.fitted import rows
 from blr_analysis.learning_rule.rule import blr_step
 
 NOISE = 0.7
@@ -66,7 +65,12 @@ class Case:
     prior: ExponentialFamily
     factor: Factor
     data: Callable[[int], Any]
+    fields: str
     posterior: Callable[[Any], tuple[Any, ...]]  # its parameters, by the textbook
+
+    @property
+    def model(self) -> Conjugate:
+        return Conjugate(self.prior, self.factor)
 
 
 def textbook_normal_wishart(y: Tensor) -> tuple[Any, ...]:
@@ -92,49 +96,39 @@ CASES = {
         Beta(number(0.8), number(2.5)),
         bernoulli(),
         lambda n: (draws(n) > 0.3).double(),
+        "a b",
         lambda y: (0.8 + y.sum(), 2.5 + (1 - y).sum()),
     ),
     "poisson": Case(
         Gamma(number(1.7), number(0.4)),
         poisson(),
         lambda n: (3 * draws(n).exp()).floor(),
+        "shape rate",
         lambda y: (1.7 + y.sum(), number(0.4 + len(y))),
     ),
     "categorical": Case(
         Dirichlet(torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)),
         categorical(3),
         lambda n: (draws(n).abs() * 2).long().clamp(max=2),
-        lambda y: (torch.tensor([0.5, 1.0, 3.0]).double() + torch.bincount(y, minlength=3),),
+        "concentration",
+        lambda y: (torch.tensor([0.5, 1.0, 3.0]).double() + torch.bincount(y.long(), minlength=3),),
     ),
     "gaussian": Case(
         NormalWishart(draws(3, seed=8), number(0.6), number(4.5), spread(3)),
         gaussian(),
         lambda n: 2 * draws(n, 3) + 1,
+        "mean kappa dof rate",
         textbook_normal_wishart,
     ),
     "linear": Case(
         FullGaussian(draws(3, seed=8), spread(3)),
         linear(NOISE),
         lambda n: (draws(n, 3), 3 * draws(n, seed=1)),
+        "mean precision",
         textbook_linear,
     ),
 }
-FIELDS = {
-    "bernoulli": ("a", "b"),
-    "poisson": ("shape", "rate"),
-    "categorical": ("concentration",),
-    "gaussian": ("mean", "kappa", "dof", "rate"),
-    "linear": ("mean", "precision"),
-}
 every = pytest.mark.parametrize("name", CASES)
-
-
-def model_of(name: str) -> Conjugate:
-    return Conjugate(CASES[name].prior, CASES[name].factor)
-
-
-def pick(data: Any, chosen: Any) -> Any:
-    return data[chosen] if isinstance(data, Tensor) else tuple(part[chosen] for part in data)
 
 
 def same(found: ExponentialFamily, wanted: ExponentialFamily, tol: float = 1e-12) -> None:
@@ -143,53 +137,37 @@ def same(found: ExponentialFamily, wanted: ExponentialFamily, tol: float = 1e-12
 
 
 @every
-def test_one_step_is_the_textbook_posterior(name: str) -> None:
+def test_one_step_is_the_textbook_posterior_wherever_it_starts(name: str) -> None:
     case, data = CASES[name], CASES[name].data(23)
-    fitted = model_of(name).fit(data)
-    for field, wanted in zip(FIELDS[name], case.posterior(data), strict=True):
+    fitted, elsewhere = case.model.fit(data), case.model.fit(case.data(30)).q
+    for field, wanted in zip(case.fields.split(), case.posterior(data), strict=True):
         torch.testing.assert_close(getattr(fitted.q, field), wanted, rtol=1e-12, atol=1e-12)
+    told = {k: v.sum(0) for k, v in fitted.sites.items()}
+    same(blr_step(elsewhere, scale(add(fitted.prior.natural, told), -1.0), 1.0), fitted.q)
 
 
 @every
-def test_the_step_does_not_depend_on_where_it_starts(name: str) -> None:
-    fitted = model_of(name).fit(CASES[name].data(7))
-    elsewhere = model_of(name).fit(CASES[name].data(30)).q
-    total = {k: v.sum(0) for k, v in fitted.sites.items()}
-    same(blr_step(elsewhere, scale(add(fitted.prior.natural, total), -1.0), 1.0), fitted.q)
-
-
-@every
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(gone=st.sets(st.integers(0, 7)))
 def test_without_equals_fitting_without_for_any_subset(name: str, gone: set[int]) -> None:
-    data, model = CASES[name].data(8), model_of(name)
+    data, model = CASES[name].data(8), CASES[name].model
     rest = [i for i in range(8) if i not in gone]
-    wanted = model.fit(pick(data, rest)).q if rest else model.prior
+    wanted = model.fit(rows(data, torch.tensor(rest))).q if rest else model.prior
     same(model.fit(data).without(gone), wanted)
 
 
 @every
 def test_sequential_equals_batch(name: str) -> None:
     case, data = CASES[name], CASES[name].data(12)
-    first = model_of(name).fit(pick(data, slice(0, 5)))
-    second = Conjugate(first.q, case.factor).fit(pick(data, slice(5, 12)))
-    both = model_of(name).fit(data)
+    first = case.model.fit(rows(data, torch.arange(5)))
+    second = Conjugate(first.q, case.factor).fit(rows(data, torch.arange(5, 12)))
+    both = case.model.fit(data)
     same(second.q, both.q)
     assert first.history[0] + second.history[0] == pytest.approx(both.history[0], rel=1e-12)
 
 
-@every
-def test_left_out_equals_the_predictive_of_fitting_without(name: str) -> None:
-    data = CASES[name].data(9)
-    left_out = model_of(name).fit(data).left_out()
-    for i in range(9):
-        rest = [j for j in range(9) if j != i]
-        wanted = model_of(name).fit(pick(data, rest)).log_predictive(pick(data, [i]))
-        torch.testing.assert_close(left_out[i : i + 1], wanted, rtol=1e-11, atol=1e-11)
-
-
 def test_predictives_equal_scipy() -> None:
-    q = {name: model_of(name).fit(CASES[name].data(11)).q for name in CASES}
+    q = {name: case.model.fit(case.data(11)).q for name, case in CASES.items()}
     beta, gamma, nw, normal = (q[k] for k in ("bernoulli", "poisson", "gaussian", "linear"))
     shape = nw.rate * (nw.kappa + 1) / (nw.kappa * (nw.dof - 2))
     x, y = CASES["linear"].data(6)
@@ -203,46 +181,36 @@ def test_predictives_equal_scipy() -> None:
     }
     for name, log_density in wanted.items():
         data = CASES[name].data(6)
-        found = model_of(name).fit(CASES[name].data(11)).log_predictive(data)
+        found = CASES[name].model.fit(CASES[name].data(11)).log_predictive(data)
         reference = log_density(data.numpy() if isinstance(data, Tensor) else data)
         np.testing.assert_allclose(found, reference, rtol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
-def test_evidence_and_predictive_equal_quadrature(name: str) -> None:
+def test_evidence_equals_quadrature(name: str) -> None:
     prior, data = CASES[name].prior, CASES[name].data(5)
+    rule = stats.bernoulli if name == "bernoulli" else stats.poisson
+
+    def joint(theta: float) -> float:
+        likelihood = float(rule(theta).pmf(data.numpy()).prod())
+        return likelihood * math.exp(float(prior.log_prob(number(theta))))
+
     upper = 1.0 if name == "bernoulli" else np.inf
-
-    def likelihood(theta: float, y: Tensor) -> float:
-        rule = stats.bernoulli if name == "bernoulli" else stats.poisson
-        return float(rule(theta).pmf(y.numpy()).prod())
-
-    def joint(theta: float, y: Tensor) -> float:
-        return likelihood(theta, y) * math.exp(float(prior.log_prob(number(theta))))
-
-    def area(y: Tensor) -> float:
-        return integrate.quad(joint, 0, upper, args=(y,), epsabs=0, epsrel=1e-9, limit=200)[0]
-
-    fitted = model_of(name).fit(data)
-    evidence = area(data)
+    area = integrate.quad(joint, 0, upper, epsabs=0, epsrel=1e-9, limit=200)[0]
+    fitted = CASES[name].model.fit(data)
     assert fitted.objective == "log evidence"
-    assert fitted.history[0] == pytest.approx(math.log(evidence), rel=1e-8)
-    more = torch.cat([data, data[:1]])
-    ahead = math.log(area(more) / evidence)
-    assert float(fitted.log_predictive(data[:1])) == pytest.approx(ahead, rel=1e-8)
+    assert fitted.history[0] == pytest.approx(math.log(area), rel=1e-8)
 
 
 def test_the_evidence_of_a_regression_is_the_density_of_its_targets() -> None:
     prior, (x, y) = CASES["linear"].prior, CASES["linear"].data(12)
     covariance = x @ prior.covariance @ x.mT + NOISE * torch.eye(12).double()
     wanted = stats.multivariate_normal((x @ prior.mean).numpy(), covariance.numpy()).logpdf(y)
-    assert model_of("linear").fit((x, y)).history[0] == pytest.approx(wanted, rel=1e-11)
+    assert CASES["linear"].model.fit((x, y)).history[0] == pytest.approx(wanted, rel=1e-11)
 
 
 def test_ridge_regression_is_the_mean() -> None:
     """K&R 1.3.3: minimise Σ (y − xᵀθ)²/2 + δ|θ|²/2."""
-    from sklearn.linear_model import Ridge
-
     x, y = CASES["linear"].data(40)
     prior = FullGaussian(torch.zeros(3).double(), 2.5 * torch.eye(3).double())
     q = Conjugate(prior, linear(1.0)).fit((x, y)).q
@@ -250,92 +218,19 @@ def test_ridge_regression_is_the_mean() -> None:
     np.testing.assert_allclose(q.mean, wanted, rtol=1e-12)
 
 
-def test_single_precision_keeps_the_digits_of_a_predictive() -> None:
-    y = CASES["poisson"].data(2000).repeat(50)
-    wanted = model_of("poisson").fit(y).log_predictive(y[:5])
-    prior = Gamma(torch.tensor(1.7), torch.tensor(0.4))
-    found = Conjugate(prior, poisson()).fit(y).log_predictive(y[:5])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "match"),
-    [
-        ("bernoulli", torch.tensor([0.0, 0.5]), "y must be 0 or 1; example 1 is 0.5"),
-        ("poisson", torch.tensor([2.0, -1.0]), "whole number from 0 up; example 1 is -1"),
-        ("poisson", torch.tensor([1.0, math.nan]), "y is not finite at example 1"),
-        ("categorical", torch.tensor([0, 3]), "integer from 0 to 2; example 1 is 3"),
-        ("categorical", torch.tensor([]), r"non-empty tensor \[N\], got \(0,\)"),
-        ("gaussian", torch.zeros(2, 2), r"y must be \[N, 3\], got \(2, 2\)"),
-        ("linear", torch.zeros(3, 3), "data of a regression are a pair"),
-        ("linear", (torch.zeros(3, 3), torch.zeros(2)), r"got \(3, 3\) and \(2,\)"),
-        ("bernoulli", [0, 1], "y must be a real tensor, got list"),
-    ],
-)
-def test_wrong_data_are_named(name: str, data: Any, match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        model_of(name).fit(data)
-
-
-def test_wrong_models_are_named() -> None:
-    with pytest.raises(InputError, match="factor is conjugate to Gamma, got the prior Beta"):
-        Conjugate(CASES["bernoulli"].prior, poisson())
-    with pytest.raises(InputError, match="single distribution, without copies"):
-        Conjugate(Beta(torch.ones(3), torch.ones(3)), bernoulli())
-    with pytest.raises(InputError, match="the prior has 3 classes, not 4"):
-        Conjugate(CASES["categorical"].prior, categorical(4)).fit(torch.tensor([1]))
-    for variance in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(InputError, match="noise_variance must be positive"):
-            linear(variance)
-
-
-@pytest.mark.parametrize("count", [-1, 2.5, 0, None, True])
-def test_a_number_of_classes_that_is_none_is_named(count: Any) -> None:
-    with pytest.raises(InputError, match="n_classes must be a whole number"):
-        categorical(count)
-
-
-def test_factors_that_are_none_are_named() -> None:
-    prior = CASES["bernoulli"].prior
-    with pytest.raises(InputError, match=r"factor must be a Factor.*got NoneType"):
-        Conjugate(prior, None)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"got function: call it, bernoulli\(…\)"):
-        Conjugate(prior, bernoulli)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="n_classes"):
-        categorical(1)
-    with pytest.raises(InputError, match=r"q must be a Beta, as fitted.q is, got NoneType"):
-        Conjugate(prior, bernoulli()).log_predictive(None, torch.ones(1))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"y must be a real tensor, got torch.complex64"):
-        Conjugate(prior, bernoulli()).fit(torch.ones(1) * 1j)
-
-
-def test_data_too_large_for_their_precision_are_named() -> None:
-    """Second moments of 1e8 ± 1 in single precision: the spread is lost."""
-    one = torch.tensor(1.0)
-    prior = NormalWishart(torch.zeros(2), one, 3 * one, torch.eye(2))
-    with pytest.raises(DataError, match=r"rounding of torch.float32.*centre") as raised:
-        Conjugate(prior, gaussian()).fit(draws(50, 2).float() + 1e4)
-    assert "learning rate" not in str(raised.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_counts_keep_their_evidence(dtype: torch.dtype) -> None:
-    """Against the negative binomial; where log y! leaves nothing but rounding, an error."""
+def test_large_counts_keep_their_digits(dtype: torch.dtype) -> None:
+    """Whatever the prior's precision: against the negative binomial."""
     y = torch.poisson(torch.full((20,), 1e5), generator=torch.Generator().manual_seed(0)).to(dtype)
     prior = Gamma(torch.tensor(1.0, dtype=dtype), torch.tensor(1e-5, dtype=dtype))
     fitted = Conjugate(prior, poisson()).fit(y)
     shape, rate, chain = 1.0, float(prior.rate), 0.0
-    for count in y.tolist():
-        chain += stats.nbinom.logpmf(int(count), shape, rate / (rate + 1))
-        shape, rate = shape + count, rate + 1
+    for each in y.tolist():
+        chain += stats.nbinom.logpmf(int(each), shape, rate / (rate + 1))
+        shape, rate = shape + each, rate + 1
     assert fitted.history[-1] == pytest.approx(chain, abs=1e-5)
     others = [stats.nbinom.logpmf(int(c), shape - c, (rate - 1) / rate) for c in y.tolist()]
-    wanted = torch.tensor(others, dtype=dtype)
-    torch.testing.assert_close(fitted.left_out(), wanted, rtol=0, atol=1e-4)
-    prior = Gamma(prior.shape, torch.tensor(1e-30, dtype=dtype))
-    with pytest.raises(DataError, match="lost in rounding"):
-        Conjugate(prior, poisson()).fit(torch.full((3,), 1e30, dtype=dtype))
+    torch.testing.assert_close(fitted.left_out(), torch.tensor(others), rtol=0, atol=1e-4)
 
 
 # Exponential weights, online Newton steps and natural gradients of likelihoods.
@@ -344,14 +239,11 @@ def test_large_counts_keep_their_evidence(dtype: torch.dtype) -> None:
 RATE = 0.4
 
 
-def losses() -> torch.Tensor:
-    return torch.rand(25, 4, generator=torch.Generator().manual_seed(0)).double()
-
-
 def test_exponential_weights_are_hedge() -> None:
     """Round by round in the multiplicative form, with the regret that the theory allows."""
-    table = losses()
-    fitted = Conjugate(Categorical(torch.zeros(3).double()), experts(4, RATE)).fit(table)
+    table = torch.rand(25, 4, generator=torch.Generator().manual_seed(0)).double()
+    model = Conjugate(CategoricalFamily(torch.zeros(3).double()), experts(4, RATE))
+    fitted = model.fit(table)
     weights, mix = torch.full((4,), 0.25).double(), 0.0
     for row in table:
         shrunk = weights * (-RATE * row).exp()
@@ -359,20 +251,16 @@ def test_exponential_weights_are_hedge() -> None:
         weights = shrunk / shrunk.sum()
     torch.testing.assert_close(fitted.q.probs, weights)
     assert -fitted.history[0] / RATE == pytest.approx(mix)
-    assert mix <= float(table.sum(0).min()) + torch.tensor(4.0).log() / RATE
-    again = Conjugate(Categorical(torch.zeros(3).double()), experts(4, RATE)).fit(table[3:])
-    torch.testing.assert_close(fitted.without([0, 1, 2]).probs, again.q.probs)
-    with pytest.raises(DataError):
-        Conjugate(Categorical(torch.zeros(2).double()), experts(4, RATE)).fit(table)
+    assert mix <= float(table.sum(0).min()) + math.log(4.0) / RATE
+    torch.testing.assert_close(fitted.without([0, 1, 2]).probs, model.fit(table[3:]).q.probs)
 
 
 def test_online_newton_line_by_line() -> None:
     """A ← A + g gᵀ, w ← w − A⁻¹ g / γ (Hazan et al., 2007, without the projection)."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(30, 3, generator=generator).double()
+    x = draws(30, 3, seed=1)
     y = (x.sum(1) > 0).double()
 
-    def loss(w: torch.Tensor, example: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def loss(w: Tensor, example: tuple[Tensor, Tensor]) -> Tensor:
         return torch.nn.functional.softplus(-(2 * example[1] - 1) * (example[0] @ w))
 
     gamma, epsilon = 0.5, 2.0
@@ -388,41 +276,32 @@ def test_online_newton_line_by_line() -> None:
     torch.testing.assert_close(fitted.q.mean, w)
     torch.testing.assert_close(fitted.q.precision, gamma * a)
     assert fitted.history == pytest.approx(total)
-    kept = fitted.sites
-    torch.testing.assert_close(
-        fitted.without(range(30)).natural, prior.natural, rtol=1e-9, atol=1e-9
-    )
-    assert kept["linear"].shape == (30, 3)
 
 
 def test_a_step_of_the_rule_is_a_mirror_descent() -> None:
     """q_{t+1} makes ⟨∇, μ⟩ + KL(q ‖ q_t)/ρ least: any other member has more (K&R 22)."""
-    generator = torch.Generator().manual_seed(2)
-    x, y = torch.randn(6, 2, generator=generator).double(), torch.ones(6).double()
+    x, y, rho = draws(6, 2, seed=2), torch.ones(6).double(), 0.3
     q = FullGaussian(torch.ones(2).double(), torch.eye(2).double())
     site = {k: v.sum(0) for k, v in linear(1.0).site((x, y)).items()}
-    rho = 0.3
-    gradient = scale(site, -1.0)  # of the negative log-likelihood; with the entropy: + λ
-    moved = blr_step(q, gradient, rho)
-    whole = subtract(q.natural, site)
+    moved = blr_step(q, scale(site, -1.0), rho)
+    whole = subtract(q.natural, site)  # of the negative log-likelihood and the entropy
 
     def objective(p: FullGaussian) -> float:
         inner = sum((whole[k] * p.expectation[k]).sum() for k in whole)
         return float(inner + p.kl(q) / rho)
 
-    least = objective(moved)
-    for _ in range(20):
-        shift = 0.05 * torch.randn(2, generator=generator).double()
-        root = torch.eye(2).double() + 0.05 * torch.randn(2, 2, generator=generator).double()
-        other = FullGaussian(moved.mean + shift, root @ moved.precision @ root.mT)
-        assert objective(other) > least
+    for seed in range(20):
+        root = torch.eye(2).double() + 0.05 * draws(2, 2, seed=seed)
+        mean = moved.mean + 0.05 * draws(2, seed=seed + 20)
+        other = FullGaussian(mean, root @ moved.precision @ root.mT)
+        assert objective(other) > objective(moved)
 
 
 @pytest.mark.parametrize("along", ["natural", "expectation"])
 def test_natural_gradients_of_a_likelihood_find_its_maximum(along: str) -> None:
     """Gamma: log k − ψ(k) = log mean − mean log, the equation of its maximum."""
     y = torch.tensor([0.5, 1.0, 2.5, 4.0, 1.5]).double()
-    q = Gamma(torch.tensor(1.0).double(), torch.tensor(1.0).double())
+    q = Gamma(number(1.0), number(1.0))
     for _ in range(25):
         q = likelihood_step(q, y, 1.0, along=along)
     k = q.shape
@@ -430,9 +309,9 @@ def test_natural_gradients_of_a_likelihood_find_its_maximum(along: str) -> None:
     torch.testing.assert_close(k / q.rate, y.mean())
 
 
-def test_a_natural_gradient_is_newton_for_a_gaussian_by_hand() -> None:
-    """F⁻¹ ∇ against the Fisher matrix from autograd of log p, entry by entry (K&R 19)."""
-    q = Gamma(torch.tensor(2.0).double(), torch.tensor(1.5).double())
+def test_a_natural_gradient_by_hand() -> None:
+    """F⁻¹ ∇ with the Fisher matrix of a gamma, entry by entry (K&R 19)."""
+    q = Gamma(number(2.0), number(1.5))
     y = torch.tensor([0.5, 1.0, 2.5]).double()
     a, b = q.shape, q.rate
     fisher = torch.tensor([[torch.polygamma(1, a), 1 / b], [1 / b, a / b**2]]).double()
@@ -440,13 +319,3 @@ def test_a_natural_gradient_is_newton_for_a_gaussian_by_hand() -> None:
     wanted = torch.stack([a - 1, -b]) + 0.2 * torch.linalg.solve(fisher, gap)
     found = likelihood_step(q, y, 0.2)
     torch.testing.assert_close(torch.stack([found.shape - 1, -found.rate]), wanted)
-    with pytest.raises(InputError):
-        likelihood_step(q, y, 0.2, along="theta")
-
-
-def test_losses_that_are_none_and_no_examples_are_named() -> None:
-    prior = FullGaussian(torch.zeros(2).double(), torch.eye(2).double())
-    with pytest.raises(InputError, match="a number"):
-        OnlineNewton(prior, lambda theta, y: theta - y, 1.0).fit(torch.ones(2).double())
-    with pytest.raises(DataError, match="no examples"):
-        OnlineNewton(prior, lambda theta, y: theta.sum(), 1.0).fit(torch.empty(0))

@@ -9,35 +9,34 @@ variances in every direction within that and a fixed 10 %.
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.polynomial.hermite import hermgauss
 from scipy import optimize, stats
+from scipy.optimize import minimize
+from scipy.special import expit, gammaln, logsumexp
 from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.linear_model import PoissonRegressor
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.expectations import at_samples
-from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian, add
-from blr_analysis.learning_rule.inference import MeanFieldRegression, cvi
-from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
-from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
-from blr_analysis.learning_rule.inference.scalar_likelihoods import (
-    ScalarLikelihood,
-    expected,
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian
+from blr_analysis.learning_rule.inference import Conjugate, MeanFieldRegression, cvi, linear
+from blr_analysis.learning_rule.inference.cvi import (
+    GeneralizedLinear,
+    LatentFitted,
+    expected_log_prob,
+    expected_mean,
     log_predictive,
     scalar_likelihood,
 )
+from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.learning_rule.rule import blr_step
-from blr_analysis.likelihoods import Categorical, Poisson
+from blr_analysis.likelihoods import Gaussian, Poisson
 
 REFERENCE = Path(__file__).with_name("nuts.npz")
 PROBLEMS = {
@@ -83,16 +82,9 @@ def fits() -> dict[str, LatentFitted]:
 
 def log_joint(fitted: LatentFitted, thetas: Tensor) -> Tensor:
     """log p(y, θ) for each θ of ``[K, P]``."""
-    problem = fitted.problem
+    problem = fitted.model
     told = problem.likelihood.log_prob(problem.targets, thetas @ problem.design.mT)
     return told.sum(-1) + problem.prior.log_prob(thetas)
-
-
-def weighted(fitted: LatentFitted, draws: int = 50_000) -> tuple[Tensor, Tensor]:
-    """Draws of q, and their self-normalised importance weights."""
-    thetas = fitted.q.sample(draws, generator=torch.Generator().manual_seed(0))
-    ratios = log_joint(fitted, thetas) - fitted.q.log_prob(thetas)
-    return thetas, ratios.softmax(0)
 
 
 # The rule
@@ -101,34 +93,19 @@ def weighted(fitted: LatentFitted, draws: int = 50_000) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_step_is_the_rule(name: str, fits: dict[str, LatentFitted]) -> None:
     """Step by step the λ of the rule for the whole loss, its ∇_μ by autograd through μ → q."""
-    problem = fits[name].problem
+    problem = fits[name].model
     zero = torch.zeros_like(problem.targets)
     state = cvi.look(problem, {"linear": zero, "square": zero})
     for rho in (0.3, 0.6, 1.0):
         mu = {k: v.clone().requires_grad_() for k, v in state.q.expectation.items()}
         marginals = cvi.latent(state.q.with_expectation(mu), problem.design)
-        terms = expected(marginals, lambda f: problem.likelihood.log_prob(problem.targets, f))
+        terms = expected_log_prob(problem.likelihood, marginals, problem.targets)
         prior = sum((mu[k] * v).sum() for k, v in problem.prior.natural.items())
         slopes = torch.autograd.grad(-terms.sum() - prior, list(mu.values()))
         q = blr_step(state.q, dict(zip(mu, slopes, strict=True)), rho)
         state = cvi.step(problem, state, rho)
         for key, value in q.natural.items():
             assert torch.allclose(state.q.natural[key], value, rtol=1e-9, atol=1e-9)
-
-
-def test_small_steps_never_lower_the_elbo(fits: dict[str, LatentFitted]) -> None:
-    slow = fit("bernoulli", rho=0.1, halving=False)
-    changes = np.diff(slow.history)
-    assert slow.converged and (changes >= -1e-12).all() and changes[:20].min() > 1e-2
-    assert abs(slow.history[-1] - fits["bernoulli"].history[-1]) < 1e-9
-
-
-def test_halving_keeps_the_elbo_from_falling(fits: dict[str, LatentFitted]) -> None:
-    wild = fit("poisson", halving=False)
-    assert np.diff(wild.history).min() < -1e6, "the plain rule at ρ = 1 was expected to overshoot"
-    slack = 1e-12 * abs(fits["poisson"].history[0])
-    assert np.diff(fits["poisson"].history).min() > -slack
-    assert torch.allclose(wild.q.mean, fits["poisson"].q.mean, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("precision", [0.1, 0.01, 1e-3])
@@ -143,20 +120,6 @@ def test_wide_priors_of_rates_lead_to_the_optimum(precision: float) -> None:
     assert float(((fitted.q.mean - mode) / deviations).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_posterior_is_prior_and_sites(name: str, fits: dict[str, LatentFitted]) -> None:
-    fitted = fits[name]
-    sites = fitted.sites
-    together = add(fitted.prior.natural, {k: v.sum(0) for k, v in sites.items()})
-    for key, value in fitted.q.natural.items():
-        assert torch.allclose(together[key], value, rtol=1e-10, atol=1e-9)
-    found, _ = cvi.aims(
-        fitted.latent(fitted.problem.design), fitted.problem.targets, fitted.problem.likelihood
-    )
-    for key, value in found.items():  # a fixed point: λ̃_i = ∇_μ E_q[log p(y_i|θ)]
-        assert torch.allclose(fitted.messages[key], value, rtol=1e-5, atol=1e-5)
-
-
 # The optimum
 
 
@@ -164,7 +127,7 @@ def test_posterior_is_prior_and_sites(name: str, fits: dict[str, LatentFitted]) 
 def test_optimum_of_the_elbo(name: str, fits: dict[str, LatentFitted]) -> None:
     """Mean, covariance and ELBO against quasi-Newton on (m, Cholesky factor of Σ)."""
     fitted = fits[name]
-    x, y = fitted.problem.design, fitted.problem.targets
+    x, y = fitted.model.design, fitted.model.targets
     size = x.shape[1]
     nodes, weights = (torch.tensor(part) for part in hermgauss(80))
     below = torch.tril_indices(size, size, -1)
@@ -249,21 +212,6 @@ def test_nuts(name: str, fits: dict[str, LatentFitted]) -> None:
     assert gaps[1.0] < allowed < min(gaps[0.8], gaps[1.25])
 
 
-@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
-def test_nuts_by_importance_weights(name: str, fits: dict[str, LatentFitted]) -> None:
-    """Weighted to the exact posterior, draws of q agree with NUTS in mean and covariance."""
-    told = reference(PROBLEMS[name][0])
-    thetas, weights = weighted(fits[name])
-    mean = weights @ thetas
-    error = (weights.square() @ (thetas - mean).square()).sqrt().numpy()
-    assert (np.abs(mean.numpy() - told["mean"]) < 4 * np.hypot(error, told["mean_error"])).all()
-    squares = (thetas - mean).square()
-    variance = weights @ squares
-    error = (weights.square() @ (squares - variance).square()).sqrt().numpy()
-    gaps = np.abs(variance.numpy() - np.diag(told["covariance"]))
-    assert (gaps < 4 * np.hypot(error, told["variance_error"])).all()
-
-
 def test_nearer_to_nuts_than_laplace(fits: dict[str, LatentFitted]) -> None:
     fitted, told = fits["bernoulli"], reference("logistic")
 
@@ -293,44 +241,65 @@ def test_left_out_by_cavities(name: str, fits: dict[str, LatentFitted]) -> None:
     assert torch.allclose(nothing.precision, fitted.prior.precision, rtol=0, atol=1e-8)
 
 
-def test_left_out_against_refitting(fits: dict[str, LatentFitted]) -> None:
-    fitted, (x, y) = fits["bernoulli"], examples("logistic")
-    scores = fitted.left_out()
-    inside = fitted.log_predictive((x, y))
-    hard = torch.cat([scores.argsort()[:10], torch.arange(0, len(y), 40)])
-    brute = []
-    for i in hard.tolist():
-        kept = torch.arange(len(y)) != i
-        rest = GeneralizedLinear(fitted.prior).fit((x[kept], y[kept]))
-        brute.append(rest.log_predictive((x[i : i + 1], y[i : i + 1]))[0])
-    truth = torch.stack(brute)
-    error = (scores[hard] - truth).abs()
-    assert error.mean() < 0.05 * (inside[hard] - truth).abs().mean()
-    assert np.corrcoef(scores[hard], truth)[0, 1] > 0.999
-
-
 # Expectations and likelihoods
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    mean=st.floats(-5, 5),
-    std=st.floats(0.05, 4),
-    name=st.sampled_from(sorted(PROBLEMS)),
-    label=st.sampled_from([0.0, 1.0]),
-)
-def test_quadrature(mean: float, std: float, name: str, label: float) -> None:
-    """Expectations and predictive probabilities against the trapezoidal rule of NumPy."""
-    z = np.linspace(-12, 12, 20_001)
-    weights = stats.norm.pdf(z) * (z[1] - z[0])  # the trapezoidal rule, scipy's densities
-    log_probs = PROBLEMS[name][1](label, mean + std * z)
-    likelihood = scalar_likelihood(name)
-    center, width, y = torch.tensor([[mean], [std], [label]], dtype=torch.float64)
-    f = DiagonalGaussian(center, width**-2)
-    ours = float(expected(f, lambda t: likelihood.log_prob(y, t))[0])
-    assert ours == pytest.approx(weights @ log_probs, rel=1e-8, abs=1e-9)
-    found = float(log_predictive(likelihood, f, y).exp()[0])
-    assert found == pytest.approx(weights @ np.exp(log_probs), rel=1e-9, abs=1e-12)
+NOISE = 0.1  # of Student's t with 4 degrees of freedom
+# likelihood, its log-probability and its mean in NumPy, targets
+LIKELIHOODS: dict[str, tuple[Any, Any, Any, tuple[float, float]]] = {
+    "bernoulli": ("bernoulli", lambda y, f: -np.logaddexp(0, (1 - 2 * y) * f), expit, (0.0, 1.0)),
+    "probit": ("probit", lambda y, f: stats.norm.logcdf((2 * y - 1) * f), stats.norm.cdf, (0, 1)),
+    "gaussian": (
+        Gaussian(0.3),
+        lambda y, f: stats.norm.logpdf(y, f, 0.3**0.5),
+        lambda f: f,
+        (-1.0, 2.5),
+    ),
+    "poisson": ("poisson", lambda y, f: y * f - np.exp(f) - gammaln(y + 1), np.exp, (0.0, 7.0)),
+    "plain counts": (
+        lambda y, f: y * f - f.exp() - torch.lgamma(y + 1),
+        lambda y, f: y * f - np.exp(f) - gammaln(y + 1),
+        None,
+        (0.0, 7.0),
+    ),
+}
+
+
+def integral(g: Any, mean: float, sd: float, reach: float = 20.0) -> Any:
+    """∫ g(t) N(t | m, sd²) dt by NumPy's trapezoidal rule, and its derivatives in m and v."""
+    z = np.linspace(-reach, reach, 200_001)
+    told = g(mean + sd * z) * stats.norm.pdf(z) * (z[1] - z[0])
+    return told.sum(), (told * z).sum() / sd, (told * (z**2 - 1)).sum() / (2 * sd**2)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("sd", [0.05, 1.0, 3.0])
+def test_integrals_over_a_number(name: str, sd: float) -> None:
+    given, log_p, mean_of, targets = LIKELIHOODS[name]
+    likelihood = scalar_likelihood(given)
+    for target, center in zip(targets, (0.3 * sd, -0.7 * sd), strict=True):
+        mean, variance, y = torch.tensor([[center], [sd**2], [target]]).double()
+        f = DiagonalGaussian(mean.requires_grad_(), 1 / variance.requires_grad_())
+        values = expected_log_prob(likelihood, f, y)
+        slopes = torch.autograd.grad(values.sum(), (mean, variance))
+        found = [float(x) for x in (values, *slopes)]
+        wanted = integral(lambda t, y=target: log_p(y, t), center, sd)
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+        ahead = np.log(integral(lambda t, y=target: np.exp(log_p(y, t)), center, sd)[0])
+        assert float(log_predictive(likelihood, f, y)) == pytest.approx(ahead, rel=1e-7, abs=1e-8)
+        if mean_of is not None:
+            wanted = integral(mean_of, center, sd)[0]
+            assert float(expected_mean(likelihood, f)) == pytest.approx(wanted, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize(("y", "sd"), [(10_000.0, 1.0), (10.0, 0.2), (1000.0, 0.8), (3.0, 20.0)])
+def test_counts_that_are_narrower_than_q_and_far_from_its_mean(y: float, sd: float) -> None:
+    z = np.linspace(-14, 14, 2_000_001)
+    logs = y * sd * z - np.exp(sd * z) - gammaln(y + 1) + stats.norm.logpdf(z)
+    wanted = logsumexp(logs) + math.log(z[1] - z[0])
+    f = DiagonalGaussian(torch.zeros(1).double(), torch.tensor([sd**-2]).double())
+    found = log_predictive(scalar_likelihood("poisson"), f, torch.tensor([y]).double())
+    assert float(found) == pytest.approx(wanted, abs=2e-2)
 
 
 def test_a_function_is_a_likelihood(fits: dict[str, LatentFitted]) -> None:
@@ -359,98 +328,6 @@ def test_likelihoods_that_are_not_concave() -> None:
     assert np.diff(fitted.history).min() >= -1e-9
 
 
-def test_monte_carlo_expectations(fits: dict[str, LatentFitted]) -> None:
-    """Draws in the place of nodes: the iterates settle around the same posterior."""
-    generator = torch.Generator().manual_seed(0)
-    random = partial(at_samples, n=50, generator=generator)
-    with pytest.warns(NotConverged):
-        fitted = fit(
-            "bernoulli", rho=0.05, halving=False, expectation=random, max_iter=100, tol=0.0
-        )
-    q = fits["bernoulli"].q
-    gap = (fitted.q.mean - q.mean).abs() / q.covariance.diagonal().sqrt()
-    assert float(gap.max()) < 0.2
-    assert torch.allclose(fitted.q.covariance, q.covariance, rtol=0.2, atol=0.01)
-
-
-# What is refused
-
-
-def test_bad_input() -> None:
-    x, y = examples("logistic")
-    prior = standard(7)
-    with pytest.raises(InputError, match="likelihood must be one of 'bernoulli'"):
-        GeneralizedLinear(prior, "softmax")
-    with pytest.raises(InputError, match="likelihood must be one of"):
-        GeneralizedLinear(prior, Categorical())
-    with pytest.raises(InputError, match="FullGaussian over θ"):
-        GeneralizedLinear(DiagonalGaussian(torch.zeros(7), torch.ones(7)))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="6 columns"):
-        GeneralizedLinear(prior).fit((x[:, 1:], y))
-    with pytest.raises(DataError, match="must lie in 0"):
-        GeneralizedLinear(prior).fit((x, y + 1))
-    with pytest.raises(DataError, match="must be counts"):
-        GeneralizedLinear(prior, "poisson").fit((x, y - 0.5))
-    with pytest.raises(DataError, match="same length, got 569 and 568"):
-        GeneralizedLinear(prior).fit((x, y[1:]))
-    with pytest.raises(InputError, match="rho"):
-        GeneralizedLinear(prior).fit((x, y), rho=1.5)
-    with pytest.raises(InputError, match="max_iter must be a positive integer"):
-        GeneralizedLinear(prior).fit((x, y), max_iter=0)
-    with pytest.raises(InputError, match="no step along the natural gradient"):
-        GeneralizedLinear(prior, lambda y, f: f.sqrt()).fit((x, y))
-    with pytest.warns(NotConverged, match="the ELBO still changed"):
-        GeneralizedLinear(prior).fit((x, y), max_iter=2)
-    fitted = GeneralizedLinear(prior).fit((x, y))
-    with pytest.raises(InputError, match="names example 569"):
-        fitted.without([569])
-
-
-def refuse(likelihood: Any, match: str, **settings: Any) -> None:
-    x, y = (part[:21] for part in examples("logistic"))
-    prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
-    with pytest.raises(InputError, match=match):
-        GeneralizedLinear(prior, likelihood).fit((x, y), **settings)
-
-
-def squares(y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-    return -((y - f) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "match"),
-    [
-        (lambda y, f: -((f - f.mean(-1, keepdim=True)) ** 2), "mixes examples"),
-        (lambda y, f: squares(y - y.mean(), f), "mixes examples"),
-        (lambda y, f: squares(y, f).sum(), r"here \[2, 21\]; it gave \[\]"),
-        (lambda y, f: None, "it gave NoneType"),
-        (lambda y, f: y[:, 5], "it raised: IndexError"),
-        (lambda y, f: squares(y, f.detach()), "differentiate in f"),
-        (lambda y, f: -squares(y, f), "curves upward in f at 21 of 21.*wrong sign"),
-        (lambda y, f: f * torch.nan, "not finite"),
-    ],
-)
-def test_likelihoods_that_are_none_are_named(likelihood: Any, match: str) -> None:
-    refuse(likelihood, match)
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"tol": None}, "tol must be 0 or more, got None"),
-        ({"expectation": 3}, "expectation must be a function.*not callable"),
-        ({"expectation": lambda f, h: h(f.mean).sum()}, r"here \[21\]; it gave \[\]"),
-        ({"expectation": lambda f, h: h(f.mean)}, "must depend on mean and variance"),
-    ],
-)
-def test_settings_that_are_none_are_named(settings: dict[str, Any], match: str) -> None:
-    refuse("bernoulli", match, **settings)
-
-
-def test_a_step_out_of_the_family_says_so() -> None:
-    refuse(lambda y, f: 9 * f**2, "rho=1 leaves the Gaussians.*curves upward", halving=False)
-
-
 def test_examples_without_any_feature_say_nothing() -> None:
     """A row of zeros: f = 0 for sure, so that q is the posterior of the others."""
     x, y = (part[:20] for part in examples("logistic"))
@@ -459,32 +336,6 @@ def test_examples_without_any_feature_say_nothing() -> None:
     fitted = GeneralizedLinear(prior).fit((torch.cat([x, 0 * x[:3]]), torch.cat([y, y[:3]])))
     torch.testing.assert_close(fitted.q.mean, wanted.q.mean, rtol=1e-5, atol=1e-6)
     assert fitted.history[-1] - wanted.history[-1] == pytest.approx(3 * math.log(0.5), rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_predictions_without_any_feature_are_even(dtype: torch.dtype) -> None:
-    x, y = (part[:20].to(dtype) for part in examples("logistic"))
-    prior = FullGaussian(torch.zeros(7, dtype=dtype), torch.eye(7, dtype=dtype))
-    fitted = GeneralizedLinear(prior).fit((torch.cat([x, 0 * x[:3]]), torch.cat([y, y[:3]])))
-    half = torch.full((3,), 0.5, dtype=dtype)
-    torch.testing.assert_close(fitted.left_out()[20:].exp(), half, rtol=1e-4, atol=0)
-    torch.testing.assert_close(fitted.predict(0 * x[:3]), half, rtol=1e-4, atol=0)
-
-
-def test_a_fit_keeps_no_graph() -> None:
-    x, y = examples("logistic")
-    mean = torch.zeros(7, dtype=torch.float64, requires_grad=True)
-    prior = FullGaussian(mean, torch.eye(7, dtype=torch.float64))
-    assert not GeneralizedLinear(prior).fit((x, y)).q.mean.requires_grad
-
-
-def test_a_mean_that_mixes_examples_is_named() -> None:
-    x, y = (part[:20] for part in examples("logistic"))
-    prior = FullGaussian(torch.zeros(7, dtype=torch.float64), torch.eye(7, dtype=torch.float64))
-    mixing = ScalarLikelihood("mixing", squares, lambda f: f.sum())
-    fitted = GeneralizedLinear(prior, mixing).fit((x, y))
-    with pytest.raises(InputError, match=r"mean of likelihood 'mixing'.*gave \[\]"):
-        fitted.predict(x)
 
 
 @pytest.mark.parametrize("precision", [1.0, 0.03, 0.01, 1e-3, 1e-4])
@@ -507,18 +358,6 @@ def test_large_counts_under_wide_priors(precision: float) -> None:
     assert float(fitted.q.precision) ** -0.5 == pytest.approx(math.exp(best.x[1]), rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [GeneralizedLinear, MeanFieldRegression])
-def test_examples_that_are_added_are_checked(model: type) -> None:
-    one = torch.ones(1).double()
-    prior = DiagonalGaussian(0 * one, one)
-    if model is GeneralizedLinear:
-        prior = FullGaussian(0 * one, one.diag())
-    x, y = torch.tensor([[1.0], [2.0], [-1.0]]).double(), torch.tensor([1.0, 1.0, 0.0]).double()
-    fitted = model(prior, "bernoulli").fit((x, y))
-    with pytest.raises(DataError, match="0 … 1"):
-        list(fitted.refitted(add=(x[:1], torch.tensor([7.0]).double())))
-
-
 @pytest.mark.parametrize("constant", ["exact", "stirling", "none"])
 def test_what_is_foretold_of_counts_is_a_log_probability(constant: str) -> None:
     """Whatever constant the training loss leaves out."""
@@ -528,3 +367,68 @@ def test_what_is_foretold_of_counts_is_a_log_probability(constant: str) -> None:
     every = torch.arange(400).double()
     foretold = fitted.log_predictive((x[:1].expand(400, 1), every))
     assert float(foretold.exp().sum()) == pytest.approx(1, rel=1e-6)
+
+
+# A factor for each coefficient
+
+
+def prior(size: int) -> DiagonalGaussian:
+    return DiagonalGaussian(0.1 * torch.ones(size).double(), 0.7 * torch.ones(size).double())
+
+
+def tumours() -> tuple[Tensor, Tensor]:
+    """Real tumours: two thirds benign; five correlated measurements and an intercept."""
+    x, y = load_breast_cancer(return_X_y=True)
+    x = (x[:150, :5] - x[:150, :5].mean(0)) / x[:150, :5].std(0)
+    return torch.from_numpy(np.column_stack([np.ones(150), x])), torch.from_numpy(y[:150]).double()
+
+
+def counts() -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(0)
+    x = np.column_stack([np.ones(80), rng.normal(size=(80, 3))])
+    return torch.from_numpy(x), torch.from_numpy(
+        rng.poisson(np.exp(x @ [0.5, 0.6, -0.4, 0.2]))
+    ).double()
+
+
+def best_mean_field(
+    x: np.ndarray, y: np.ndarray, name: str, center: float = 0.1, precision: float = 0.7
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Means, variances and the ELBO, by a general optimiser and NumPy's quadrature."""
+    places, weights = np.polynomial.hermite_e.hermegauss(64)
+    weights = weights / weights.sum()
+
+    def loss(point: np.ndarray) -> float:
+        mean, variance = point[: x.shape[1]], np.exp(point[x.shape[1] :])
+        centre, spread = x @ mean, x**2 @ variance
+        if name == "poisson":
+            fit = y * centre - np.exp(centre + spread / 2)
+            fit = fit - np.array([np.log(np.arange(1, k + 1)).sum() for k in y])
+        else:
+            f = centre[:, None] + np.sqrt(spread)[:, None] * places
+            fit = (-np.logaddexp(0, -(2 * y[:, None] - 1) * f)) @ weights
+        gap = precision * (variance + (mean - center) ** 2) - 1 - np.log(precision * variance)
+        return gap.sum() / 2 - fit.sum()
+
+    start = np.repeat([0.0, -3.0], x.shape[1])  # far from where exp overflows
+    found = minimize(loss, start, method="BFGS", options={"gtol": 1e-6})
+    return found.x[: x.shape[1]], np.exp(found.x[x.shape[1] :]), -found.fun
+
+
+@pytest.mark.parametrize(("name", "data"), [("bernoulli", tumours()), ("poisson", counts())])
+def test_sweeps_find_the_best_mean_field(name: str, data: tuple[Tensor, Tensor]) -> None:
+    fitted = MeanFieldRegression(prior(data[0].shape[1]), name).fit(data)
+    mean, variance, elbo = best_mean_field(data[0].numpy(), data[1].numpy(), name)
+    np.testing.assert_allclose(fitted.q.mean, mean, atol=2e-4)
+    np.testing.assert_allclose(1 / fitted.q.precision, variance, rtol=1e-4)
+    assert fitted.converged and fitted.history[-1] == pytest.approx(elbo, abs=1e-6)
+
+
+def test_a_conjugate_factor_gives_the_conjugate_mean() -> None:
+    """Gaussian noise: the exact posterior's mean, and the diagonal of its precision."""
+    x, y = counts()
+    fitted = MeanFieldRegression(prior(4), "gaussian").fit((x, y), tol=1e-12)
+    start = FullGaussian(prior(4).mean, torch.diag(prior(4).precision))
+    exact = Conjugate(start, linear(1.0)).fit((x, y)).q
+    torch.testing.assert_close(fitted.q.mean, exact.mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fitted.q.precision, exact.precision.diagonal())

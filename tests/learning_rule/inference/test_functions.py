@@ -1,9 +1,10 @@
-"""The rule on a loss of few variables: Newton's method, and what an expectation changes."""
+"""The rule on a loss of few variables: Newton's method, an expectation, and several minima."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.expectations import ESTIMATES, places
-from blr_analysis.learning_rule.families import FullGaussian
-from blr_analysis.learning_rule.inference.functions import VariationalNewton, minima
+from blr_analysis.learning_rule.families import FullGaussian, GaussianMixture
+from blr_analysis.learning_rule.inference.functions import (
+    MultimodalOptimisation,
+    VariationalNewton,
+    minima,
+)
 
 F64 = torch.float64
 
@@ -53,8 +56,10 @@ def test_newton_solves_ridge_regression_in_one_step() -> None:
     x = torch.randn(30, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
     y = x @ torch.arange(4.0, dtype=F64) + 1
     start = FullGaussian(torch.randn(4, dtype=F64), torch.eye(4, dtype=F64))
-    rule = VariationalNewton(look="mean", rho=1.0, max_iter=2, tol=math.inf)
-    q = rule.fit(lambda t: 0.5 * ((y - x @ t) ** 2).sum() + t @ t, start, progress=False).q
+    rule = VariationalNewton(look="mean", rho=1.0)
+    q = rule.fit(
+        lambda t: 0.5 * ((y - x @ t) ** 2).sum() + t @ t, start, max_iter=2, tol=math.inf
+    ).q
     precision = x.T @ x + 2 * torch.eye(4, dtype=F64)
     torch.testing.assert_close(q.precision, precision, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(q.mean, torch.linalg.solve(precision, x.T @ y), rtol=1e-11, atol=0)
@@ -73,9 +78,9 @@ def test_newton_on_logistic_regression_converges_quadratically() -> None:
 
     q = FullGaussian(torch.zeros(30, dtype=F64), torch.eye(30, dtype=F64))
     errors = []
-    rule = VariationalNewton(look="mean", rho=1.0, max_iter=2, tol=math.inf)
+    rule = VariationalNewton(look="mean", rho=1.0)
     for _ in range(4):
-        q = rule.fit(loss, q, progress=False).q
+        q = rule.fit(loss, q, max_iter=2, tol=math.inf).q
         errors.append(float((q.mean - reference).norm()))
     # Two steps at a time: each error is below the square of the one before.
     assert errors[1] < errors[0] ** 2
@@ -84,8 +89,8 @@ def test_newton_on_logistic_regression_converges_quadratically() -> None:
 
 def test_the_variational_solution_leaves_the_wall() -> None:
     """E_q[ℓ] = exp(−4m + 8/s)/4 + m, so that E_q[ℓ] − H(q) is least at s = 4, m = 2/s."""
-    rule = VariationalNewton(samples=30, rho=0.2, max_iter=500)
-    bayes = rule.fit(wall, gaussian(1.0, 1.0), progress=False).q
+    rule = VariationalNewton(samples=30, rho=0.2)
+    bayes = rule.fit(wall, gaussian(1.0, 1.0), tol=1e-11).q
     newton = VariationalNewton(look="mean", rho=1.0).fit(wall, gaussian(0.3, 1.0), progress=False)
     assert abs(float(newton.q.mean)) < 1e-9
     assert float(bayes.mean) == pytest.approx(0.5, abs=1e-4)
@@ -110,250 +115,143 @@ def test_the_variational_solution_prefers_the_flat_minimum() -> None:
     assert float(sharp_and_flat(sharp)) < float(sharp_and_flat(flat))
 
 
-def test_samples_come_near_the_quadrature() -> None:
-    generator = torch.Generator().manual_seed(0)
-    exact = VariationalNewton().fit(lambda t: t[0].cosh(), gaussian(0.5, 1.0), progress=False)
-    rule = VariationalNewton(look="samples", samples=200, max_iter=120, rho=0.05)
-    noisy = rule.fit(lambda t: t[0].cosh(), gaussian(0.5, 1.0), generator=generator, progress=False)
-    assert float(noisy.q.precision) == pytest.approx(float(exact.q.precision), rel=0.05)
+# Several minima in one run, and what the entropy has to do with it
 
 
-def test_a_smaller_temperature_narrows_the_posterior() -> None:
-    widths = [
-        float(
-            VariationalNewton(temperature=t)
-            .fit(lambda x: x[0] ** 2, gaussian(1.0, 1.0), progress=False)
-            .q.precision
+TWO = [[-2.0], [2.0]]
+HIMMELBLAU = [[3.0, 2.0], [-2.805118, 3.131312], [-3.779310, -3.283186], [3.584428, -1.848126]]
+CAMEL = [
+    [0.0898, -0.7127], [-0.0898, 0.7127], [1.7036, -0.7961], [-1.7036, 0.7961],
+    [1.6071, 0.5687], [-1.6071, -0.5687],
+]  # fmt: skip
+
+
+def wells(t: Tensor) -> Tensor:
+    return (t[0] ** 2 - 4) ** 2 / 8
+
+
+def himmelblau(t: Tensor) -> Tensor:
+    x, y = t[0], t[1]
+    return (x * x + y - 11) ** 2 + (x + y * y - 7) ** 2
+
+
+def camel(t: Tensor) -> Tensor:
+    x, y, x2 = t[0], t[1], t[0] * t[0]
+    return (4 - 2.1 * x2 + x2 * x2 / 3) * x2 + x * y + (-4 + 4 * y * y) * y * y
+
+
+def starts(count: int, size: int, spread: float, seed: int) -> tuple[Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    return spread * drawn, generator
+
+
+def overlap(means: Tensor, precision: float) -> float:
+    """The affinity ∫√(q_j q_k) to its nearest of a typical component: 1 if they coincide."""
+    gaps = torch.cdist(means, means).fill_diagonal_(math.inf).amin(1).median()
+    return float(torch.exp(-precision * gaps**2 / 8))
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """A loss, its minima, how components begin, and how near one must come to a minimum."""
+
+    loss: Callable[[Tensor], Tensor]
+    known: list[list[float]]
+    count: int
+    spread: float
+    precision: float
+    temperature: tuple[float, float]
+    n_iter: int
+    near: float
+
+    def fit(self, seed: int, **settings: Any) -> tuple[Tensor, Tensor]:
+        """The components' means before and after."""
+        first, generator = starts(self.count, len(self.known[0]), self.spread, seed)
+        rule = MultimodalOptimisation(
+            temperature=self.temperature, n_iter=self.n_iter, samples=4, **settings
         )
-        for t in (1.0, 0.1)
-    ]
-    assert widths == pytest.approx([2.0, 20.0], rel=1e-4)
+        fitted = rule.fit(
+            self.loss, first, precision=self.precision, generator=generator, progress=False
+        )
+        assert len(fitted.history) == self.n_iter
+        return first, fitted.q.components.mean
+
+    def found(self, means: Tensor) -> int:
+        """How many minima have a component's mean beside them."""
+        gaps = torch.cdist(torch.tensor(self.known, dtype=torch.float64), means)
+        return int((gaps.amin(1) < self.near).sum())
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda: VariationalNewton(rho=2.0),
-        lambda: VariationalNewton(samples=0),
-        lambda: VariationalNewton(samples=500),  # more nodes than there are
-        lambda: VariationalNewton(temperature=0.0),
-        lambda: VariationalNewton().fit(wall, torch.zeros(1)),
-        lambda: VariationalNewton().fit(
-            lambda t: t.sum(), FullGaussian(torch.zeros(2), torch.eye(2))
-        ),
-        lambda: VariationalNewton().fit(lambda t: t[0].log(), gaussian(0.0, 1.0)),
-    ],
-)
-def test_bad_input_is_named(run: Callable[[], object]) -> None:
-    with pytest.raises(InputError):
-        run()
+CASES = {
+    "two wells": Landscape(wells, TWO, 4, 0.3, 0.3, (1.0, 0.1), 60, 0.2),
+    "Himmelblau": Landscape(himmelblau, HIMMELBLAU, 12, 1.5, 0.1, (10.0, 1.0), 80, 0.3),
+    "six-hump camel": Landscape(camel, CAMEL, 36, 1.3, 2.0, (0.1, 0.02), 80, 0.15),
+}
 
 
-@pytest.mark.parametrize(
-    ("loss", "match"),
-    [
-        (lambda t: t.outer(t), r"return one number.*got \[1, 1\]"),
-        (lambda t: 3.0, "return one number"),
-        (lambda t: t[7], "IndexError"),
-        (lambda t: t.long().sum(), "return one number"),
-        (lambda t: t[0] * math.nan, r"not finite at \[-?\d"),
-        (lambda t: t.detach()[0] ** 2 + t[0] ** 2 * 0, "derivatives are all 0"),
-    ],
-)
-@pytest.mark.parametrize("look", ["quadrature", "samples"])
-def test_losses_that_are_none_are_named(loss: Any, match: str, look: str) -> None:
-    with pytest.raises(InputError, match=match):
-        VariationalNewton(look=look).fit(loss, gaussian(0.5, 1.0), progress=False)
+@pytest.mark.parametrize("name", CASES)
+def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
+    """The components as the rule leaves them, with no descent after it."""
+    case = CASES[name]
+    first, last = case.fit(0)
+    assert overlap(first, case.precision) > 0.8
+    assert case.found(first) < len(case.known)
+    assert case.found(last) == len(case.known)
 
 
-def test_many_nodes_of_a_quadrature_are_few_enough() -> None:
-    fitted = VariationalNewton(samples=370).fit(lambda t: t[0] ** 2, gaussian(0.5, 1.0))
-    assert float(fitted.q.precision) == pytest.approx(2.0, rel=1e-4)
-
-
-@pytest.mark.parametrize("look", ["quadrature", "samples", "mean"])
-def test_a_start_with_copies_is_named(look: str) -> None:
-    copies = FullGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
-    with pytest.raises(InputError, match=r"one Gaussian, got copies \[2\]"):
-        VariationalNewton(look=look).fit(lambda t: t[0] ** 2, copies)
-
-
-# Curvatures
-
-
-def regression(noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(40, 3, dtype=F64, generator=generator)
-    y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=F64)
-    return x, y + noise * torch.randn(40, dtype=F64, generator=generator)
-
-
-X, Y = regression()
-PRIOR = FullGaussian(
-    torch.tensor([0.2, 0.0, -0.1], dtype=F64),
-    torch.tensor([[2.0, 0.3, 0.0], [0.3, 1.0, 0.1], [0.0, 0.1, 3.0]], dtype=F64),
-)
-
-
-def squared_errors(t: Tensor) -> Tensor:
-    """One loss for each example, whose gradient is (x·t − y) x."""
-    return 0.5 * (Y - X @ t).square()
-
-
-def newton(curvature: str, look: str, **settings: Any) -> FullGaussian:
-    """From N(0, I), to the data of PRIOR and the regression."""
-    rule = VariationalNewton(curvature=curvature, look=look, **settings)
-    start = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
+@pytest.mark.parametrize("name", CASES)
+def test_minima_are_polished_and_counted_once(name: str) -> None:
+    case = CASES[name]
+    near = torch.tensor([*case.known, *case.known[:2]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    fitted = rule.fit(squared_errors, start, prior=PRIOR, generator=generator, progress=False)
-    return fitted.q
+    noise = torch.rand(near.shape, generator=generator, dtype=torch.float64) - 0.5
+    found = minima(case.loss, near + 0.1 * noise)
+    gaps = torch.cdist(found, torch.tensor(case.known, dtype=torch.float64))
+    assert len(found) == len(case.known)
+    assert float(gaps.amin(0).amax()) < 1e-3
 
 
-def closed_form() -> FullGaussian:
-    precision = PRIOR.precision + X.mT @ X
-    told = PRIOR.precision @ PRIOR.mean + X.mT @ Y
-    return FullGaussian(torch.linalg.solve(precision, told), precision)
+def test_the_delta_method_is_newtons_at_each_mean() -> None:
+    """One step of one component, by hand: S' = (1 − ρ) S + ρ ∇²ℓ(m) + ½ ρ² G S⁻¹ G."""
+    rule = MultimodalOptimisation(look="mean", rho=0.2, n_iter=1)
+    at = torch.tensor([[1.0]], dtype=torch.float64)
+    parts = rule.fit(wells, at, precision=3.0, progress=False).q.components
+    slope, bend = (1 - 4) * 1 / 2, (3 - 4) / 2
+    change = bend - 3.0
+    precision = 3.0 + 0.2 * change + 0.5 * 0.04 * change**2 / 3.0
+    assert float(parts.precision) == pytest.approx(precision, rel=1e-12)
+    assert float(parts.mean) == pytest.approx(1 - 0.2 * slope / precision, rel=1e-12)
 
 
-@pytest.mark.parametrize("look", ["mean", "samples"])
-def test_exact_curvature_of_regression_is_conjugate(look: str) -> None:
-    """At ρ = 1 two steps are the posterior: pairs m ± ε have the mean of a linear gradient."""
-    q = newton("exact", look, rho=1.0, max_iter=2, tol=math.inf, samples=4)
-    wanted = closed_form()
-    torch.testing.assert_close(q.precision, wanted.precision, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(q.mean, wanted.mean, rtol=1e-11, atol=1e-12)
+def test_one_component_is_the_rule_for_one_gaussian() -> None:
+    """With K = 1, ∇² log q = −S: Eqs. 29 and 30 are Eq. 12. Here without noise."""
+    scale = torch.tensor([[3.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+
+    def quadratic(t: Tensor) -> Tensor:
+        return 0.5 * (t - 1) @ scale @ (t - 1)
+
+    rule = MultimodalOptimisation(rho=0.2, n_iter=80, samples=2)
+    first, generator = starts(1, 2, 1.0, 0)
+    q = rule.fit(quadratic, first, generator=generator, progress=False).q
+    assert isinstance(q, GaussianMixture)
+    torch.testing.assert_close(q.components.precision[0], scale, rtol=1e-6, atol=1e-6)
+    one = torch.ones(2, dtype=torch.float64)
+    torch.testing.assert_close(q.components.mean[0], one, rtol=1e-6, atol=1e-6)
 
 
-def test_the_objective_with_a_prior_is_the_evidence() -> None:
-    """−log of ∫ exp(−ℓ) p, by the determinants of linear regression, at the posterior."""
-    wanted = closed_form()
-    rule = VariationalNewton(look="samples", rho=1.0, max_iter=1)
-    generator = torch.Generator().manual_seed(0)
-    values = [
-        rule.fit(squared_errors, wanted, prior=PRIOR, generator=generator, progress=False).history[
-            0
-        ]
-        for _ in range(80)
-    ]
-    gap = Y - X @ PRIOR.mean
-    cover = torch.eye(40, dtype=F64) + X @ torch.linalg.inv(PRIOR.precision) @ X.mT
-    evidence = 0.5 * (gap @ torch.linalg.solve(cover, gap) + torch.logdet(cover))
-    found = torch.tensor(values, dtype=F64)
-    assert abs(float(found.mean() - evidence)) < 4 * float(found.std()) / 80**0.5
+def test_what_has_not_come_to_rest_is_no_minimum() -> None:
+    """exp(−t) is convex and has no minimum: Newton's steps stay of length 1."""
+    assert minima(lambda t: (-t[0]).exp(), torch.tensor([[0.0], [1.0]])).shape == (0, 1)
 
 
-def test_gauss_newton_settles_at_the_sum_of_outer_products() -> None:
-    """At the mean m is the mode for any curvature, and S = Σ g_i g_iᵀ + S_0 there, by hand."""
-    q = newton("gauss_newton", "mean", rho=0.3, max_iter=3000, tol=1e-13)
-    mode = closed_form().mean
-    torch.testing.assert_close(q.mean, mode, rtol=1e-6, atol=1e-6)
-    each = (X @ mode - Y).numpy()[:, None] * X.numpy()
-    dense = sum(row[:, None] * row[None, :] for row in each)
-    torch.testing.assert_close(
-        q.precision, torch.tensor(dense) + PRIOR.precision, rtol=1e-5, atol=0
-    )
+def test_a_descent_stays_where_the_loss_is_finite() -> None:
+    """Newton's step from 3 on t − log t leads to −3, where the logarithm is no number."""
+    found = minima(lambda t: t[0] - t[0].log(), torch.tensor([[3.0], [0.5]], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64))
 
 
-def test_squared_gradients_rest_at_what_theorem_1_says() -> None:
-    """With all examples in the batch, w = 0: the square of the sum takes the place of Σ g_i².
-
-    At the mode Σ g_i is the prior's pull S_0 (m_0 − m), so that S = diag (S_0 (m_0 − m))² + S_0
-    (Khan et al., ICML 2018, Theorem 1), far below OGN's.
-    """
-    mode = closed_form().mean
-    pull = PRIOR.precision @ (PRIOR.mean - mode)
-    rest = FullGaussian(mode, pull.square().diag() + PRIOR.precision)
-    rule = VariationalNewton(curvature="squared_gradient", look="mean", max_iter=3, tol=math.inf)
-    q = rule.fit(squared_errors, rest, prior=PRIOR, progress=False).q
-    torch.testing.assert_close(q.mean, rest.mean, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(q.precision, rest.precision, rtol=1e-10, atol=1e-10)
-    each = (X @ mode - Y)[:, None] * X
-    assert (pull.square() < 0.5 * each.square().sum(0)).all()
-
-
-def quartic(t: Tensor) -> Tensor:
-    """Not quadratic, and its variables depend on each other."""
-    return (t**4).sum() / 8 + 0.3 * (t[0] * t[1]) ** 2 + 0.7 * t[0] * t[1] + t.square().sum()
-
-
-@pytest.mark.parametrize("curvature", ["reparameterised", "hutchinson"])
-def test_random_curvatures_agree_with_the_exact_one(curvature: str) -> None:
-    """At the same places, over and over: their mean is that of the exact Hessians."""
-    precision = torch.tensor([[3.0, 0.8], [0.8, 2.0]], dtype=F64)
-    q = FullGaussian(torch.tensor([0.5, -0.3], dtype=F64), precision)
-    generator = torch.Generator().manual_seed(1)
-    rounds, found, exactly = 60, [], []
-    for _ in range(rounds):
-        points, shares = places(q, "samples", 20, generator=generator)
-        for name, kept in ((curvature, found), ("exact", exactly)):
-            hessians = ESTIMATES[name](quartic, points, q, generator)[1]
-            kept.append(torch.tensordot(shares, hessians, 1))
-    wanted = torch.stack(exactly)
-    if curvature == "hutchinson":
-        wanted = wanted.diagonal(dim1=1, dim2=2)
-    gap = torch.stack(found) - wanted
-    error = gap.std(0) / rounds**0.5
-    assert (error > 1e-4).all()
-    assert (gap.mean(0).abs() < 4 * error).all()
-
-
-@pytest.mark.parametrize("curvature", ["reparameterised", "hutchinson"])
-def test_random_curvatures_settle_where_the_exact_one_does(curvature: str) -> None:
-    """The mean over the last steps, against the exact fixed point, by batches' own spread."""
-
-    def separate(t: Tensor) -> Tensor:
-        return (t**4).sum() / 8 + t.square().sum() - t[0]
-
-    start = FullGaussian(torch.zeros(2, dtype=F64), 2 * torch.eye(2, dtype=F64))
-    wanted = (
-        VariationalNewton(look="samples", samples=400, rho=0.3, max_iter=60)
-        .fit(separate, start, generator=torch.Generator().manual_seed(9), progress=False)
-        .q
-    )
-    generator, q, precisions, means = torch.Generator().manual_seed(0), start, [], []
-    rule = VariationalNewton(look="samples", curvature=curvature, samples=20, rho=0.1, max_iter=40)
-    for _ in range(13):  # batches of 40 steps, the first of them left out
-        q = rule.fit(separate, q, generator=generator, progress=False).q
-        precisions.append(q.precision.diagonal())
-        means.append(q.mean)
-    for found, target in ((precisions, wanted.precision.diagonal()), (means, wanted.mean)):
-        kept = torch.stack(found[1:])
-        error = kept.std(0) / len(kept) ** 0.5
-        assert ((kept.mean(0) - target).abs() < 4 * error + 0.02).all()
-
-
-def test_reparameterised_by_quadrature_is_exact_by_quadrature() -> None:
-    """Price's theorem, with no noise at all: one fixed point."""
-    found, wanted = (
-        VariationalNewton(curvature=name, samples=60, max_iter=400)
-        .fit(lambda t: t[0].cosh() + t[0] ** 4, gaussian(0.5, 2.0), progress=False)
-        .q
-        for name in ("reparameterised", "exact")
-    )
-    torch.testing.assert_close(found.precision, wanted.precision, rtol=1e-8, atol=0)
-    torch.testing.assert_close(found.mean, wanted.mean, rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("run", "match"),
-    [
-        (lambda: VariationalNewton(curvature="fisher"), "curvature must be one of 'exact'"),
-        (
-            lambda: VariationalNewton(curvature="reparameterised", look="mean"),
-            "around the mean",
-        ),
-        (
-            lambda: VariationalNewton(curvature="gauss_newton").fit(wall, gaussian(0.0, 1.0)),
-            "gauss_newton",
-        ),
-        (
-            lambda: VariationalNewton().fit(
-                wall, gaussian(0.0, 1.0), prior=FullGaussian(torch.zeros(2, 1), torch.ones(2, 1, 1))
-            ),
-            r"prior must be one Gaussian, got copies \[2\]",
-        ),
-    ],
-)
-def test_curvatures_that_do_not_fit_are_named(run: Callable[[], object], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        run()
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_minima_do_not_depend_on_the_units_of_the_loss(scale: float) -> None:
+    found = minima(lambda t: scale * (t[0] - 3) ** 2, torch.zeros(1, 1).double())
+    torch.testing.assert_close(found, torch.tensor([[3.0]]).double())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +15,11 @@ from scipy import integrate, optimize, stats
 from sklearn.datasets import load_iris
 from torch import Tensor
 
-import blr_analysis as blr
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import FullGaussian
-from blr_analysis.learning_rule.inference import FittedSkewNormal
 from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear
 from blr_analysis.learning_rule.inference.skew_normal import (
+    FittedSkewNormal,
     SkewNormal,
     fit_skew_normal,
     skew_step,
@@ -48,7 +46,7 @@ def one_weight(x: list[float], y: list[float], likelihood: str, precision: float
 
     def log_joint(theta: Tensor) -> Tensor:
         f = theta.unsqueeze(-1) * inputs.squeeze(-1)
-        told = fitted.problem.likelihood.log_prob(targets, f).sum(-1)
+        told = fitted.model.likelihood.log_prob(targets, f).sum(-1)
         return told + prior.log_prob(theta.unsqueeze(-1))
 
     return log_joint, fitted
@@ -73,7 +71,7 @@ def both_fits(name: str) -> tuple:
     build, side, _ = PROBLEMS[name]
     log_joint, gaussian = build()
     mean, std = float(gaussian.q.mean), float(gaussian.q.covariance) ** 0.5
-    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-13)
+    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-11)
     return log_joint, gaussian, fitted
 
 
@@ -93,7 +91,7 @@ def moments(log_joint: Callable[[Tensor], Tensor], low: float, high: float) -> l
 @given(members)
 def test_maps_are_inverse(member: tuple[float, float, float]) -> None:
     q = skew(*member)
-    assert np.allclose(numbers(SkewNormal.from_natural(q.natural)), member, rtol=1e-10, atol=1e-12)
+    assert np.allclose(numbers(SkewNormal.with_natural(q.natural)), member, rtol=1e-10, atol=1e-12)
     back = numbers(SkewNormal.from_expectation(q.expectation))
     assert np.allclose(back, member, rtol=1e-7, atol=1e-8)
 
@@ -109,35 +107,13 @@ def test_density_and_moments(member: tuple[float, float, float]) -> None:
     assert np.allclose(q.log_prob(torch.tensor(grid)), peer.logpdf(grid), rtol=1e-9, atol=1e-9)
     assert float(q.mean) == pytest.approx(peer.mean(), abs=1e-10)
     assert float(q.variance) == pytest.approx(peer.var(), rel=1e-9)
-    assert float(q.expect(torch.square)) == pytest.approx(square, rel=1e-8)
+    entropy = q.elbo(lambda theta: 0 * theta)
+    assert float(entropy) == pytest.approx(float(peer.entropy()), rel=1e-6, abs=1e-7)
     mu = q.expectation
     assert float(mu["square"]) == pytest.approx(square, rel=1e-9)
     w = np.linspace(0, 12, 4001)
     lean = integrate.simpson(2 * w * (m + w * a) * stats.norm.pdf(w), x=w)
     assert float(mu["lean"]) == pytest.approx(lean, abs=1e-8)
-
-
-@settings(max_examples=10, deadline=None)
-@given(members)
-def test_derivatives_in_mu_are_natural_gradients(member: tuple[float, float, float]) -> None:
-    """∂μ/∂λ is the Fisher information of q(w, θ), so that ∇_μ = F⁻¹ ∇_λ."""
-    names = ("linear", "lean", "square")
-    natural = torch.stack([skew(*member).natural[name] for name in names])
-
-    def expectation(z: Tensor) -> Tensor:
-        mu = SkewNormal.from_natural(dict(zip(names, z, strict=True))).expectation
-        return torch.stack([mu[name] for name in names])
-
-    def log_partition(z: Tensor, w: Tensor) -> Tensor:  # of θ given w
-        s = -2 * z[2]
-        return 0.5 * ((z[0] + w * z[1]).square() / s - s.log())
-
-    width = torch.linspace(0, 12, 1001, dtype=torch.float64)
-    density = 2 * torch.exp(-0.5 * width.square()) / math.sqrt(2 * math.pi)
-    bends = torch.func.vmap(lambda w: torch.func.hessian(log_partition)(natural, w))(width)
-    fisher = torch.trapezoid(density[:, None, None] * bends, width, dim=0)
-    found = torch.autograd.functional.jacobian(expectation, natural)
-    assert torch.allclose(found, fisher, rtol=1e-4, atol=1e-4 * float(fisher.abs().max()))
 
 
 def test_a_target_in_the_family_is_found() -> None:
@@ -193,17 +169,6 @@ def test_the_best_gaussian_is_stationary() -> None:
         fit_skew_normal(log_joint, q)
 
 
-def test_bad_input() -> None:
-    with pytest.raises(InputError, match="precision"):
-        skew(0.0, 1.0, -1.0)
-    with pytest.raises(InputError, match="no skew normal"):
-        skew(math.nan, 1.0, 1.0)
-    with pytest.raises(InputError, match="no skew normal"):
-        SkewNormal(torch.zeros(2), torch.ones(2), torch.ones(2))
-    with pytest.raises(InputError, match="rho"):
-        fit_skew_normal(torch.square, skew(0.0, 1.0, 1.0), rho=0.0)
-
-
 X = torch.tensor([0.3, -1.2, 0.8, 1.5, -0.4, 2.0, 0.1, -0.9], dtype=torch.float64)
 Y = torch.tensor([1.0, 0.0, 2.0, 3.0, 0.0, 4.0, 1.0, 1.0], dtype=torch.float64)
 
@@ -229,14 +194,6 @@ def counts_fit(x: Tensor = X, y: Tensor = Y) -> FittedSkewNormal:
         tol=1e-12,
         max_iter=5000,
     )
-
-
-def test_named_examples_change_nothing() -> None:
-    def log_joint(theta: Tensor) -> Tensor:
-        return log_prior(theta) + counts_of((X, Y), theta).sum(0)
-
-    whole = fit_skew_normal(log_joint, skew(0.5, -0.3, 5.0), rho=1.0, tol=1e-12)
-    assert np.allclose(numbers(counts_fit().q), numbers(whole.q), rtol=1e-9)
 
 
 def test_taking_examples_out_is_the_first_step_of_fitting_the_rest() -> None:
@@ -272,65 +229,3 @@ def test_left_out_examples_against_fitting_without_them() -> None:
     fall, truth = (before - left_out).numpy()[chosen], before.numpy()[chosen] - again
     assert truth.max() > 0.2 and np.corrcoef(fall, truth)[0, 1] > 0.99
     assert (np.abs(fall - truth) < 0.6 * truth + 1e-4).all()  # a first step, for want of all
-
-
-def test_leave_one_out_and_sensitivity_take_skew_normals() -> None:
-    fitted = counts_fit()
-    loo, scores = blr.leave_one_out(None, fitted), blr.sensitivity(None, fitted)
-    assert torch.equal(-loo.losses, fitted.left_out())
-    assert int(scores.deviation.argmax()) == int(fitted.table.gain.argmax()) == 5
-
-
-def test_what_cannot_be_left_out_is_named() -> None:
-    fitted = fit_skew_normal(
-        lambda theta: -0.5 * theta.square(),
-        skew(0.0, -1.0, 1.0),
-        log_likelihood=lambda bend, theta: bend[:, None] * theta.square(),
-        data=torch.tensor([2.0, -5.0], dtype=torch.float64),  # the second outweighs the first
-        tol=1e-5,
-    )
-    assert float(fitted.without([0]).precision) > float(fitted.q.precision)
-    for call in (fitted.left_out, lambda: fitted.without([1])):
-        with pytest.raises(InputError, match="without example 1"):
-            call()
-    with pytest.raises(InputError, match="example 2"):
-        fitted.without([2])
-    whole = fit_skew_normal(log_prior, skew(0.0, 1.0, 1.0), tol=1e-5)
-    for call in (whole.left_out, lambda: blr.sensitivity(None, whole), lambda: whole.sites):
-        with pytest.raises(InputError, match="log_likelihood="):
-            call()
-
-
-def test_examples_that_make_no_sense() -> None:
-    start = skew(0.0, 1.0, 1.0)
-    with pytest.raises(InputError, match="go together"):
-        fit_skew_normal(log_prior, start, data=(X, Y))
-    with pytest.raises(InputError, match="go together"):
-        fit_skew_normal(log_prior, start, log_likelihood=counts_of)
-    with pytest.raises(InputError, match=r"here \[8, 2001\].* gave \[2001\]"):
-        fit_skew_normal(
-            log_prior, start, log_likelihood=lambda d, t: counts_of(d, t).sum(0), data=(X, Y)
-        )
-    with pytest.raises(InputError, match="tol"):
-        fit_skew_normal(log_prior, start, tol="small")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("data", "match"),
-    [
-        (torch.zeros(0), "N ≥ 1"),
-        ([1.0, 2.0], "list"),
-        (torch.tensor(1.0), "tensor"),
-        ((torch.zeros(3), torch.zeros(2)), "N ≥ 1"),
-        (torch.tensor([1.0, torch.nan]), "NaN"),
-    ],
-)
-def test_data_that_are_none(data: Any, match: str) -> None:
-    start = skew(0.0, 0.5, 1.0)
-    with pytest.raises(DataError, match=match):
-        fit_skew_normal(
-            lambda t: -0.5 * t**2,
-            start,
-            log_likelihood=lambda y, t: -0.5 * (y[:, None] - t) ** 2,
-            data=data,
-        )
