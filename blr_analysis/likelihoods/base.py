@@ -100,15 +100,6 @@ class Likelihood(ABC):
         """The outputs after a linearised step ``[B, C]``, within what they may be."""
         return outputs + step
 
-    def length(self, before: Tensor, after: Tensor) -> Tensor:
-        """How far outputs moved where linearising ℓ is off by a part of that, ``[B]``."""
-        return torch.linalg.vector_norm(after - before, dim=-1)
-
-    def spread(self, outputs: Tensor) -> Tensor | None:
-        """How far apart the logits of each example lie, ``[B]``, which grows as long as a training
-        goes on; None where outputs are no logits of an example's classes."""
-        return None
-
     def looks_normalised(self, outputs: Tensor) -> bool:
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
         return False
@@ -228,17 +219,8 @@ def _parts(thing: Any) -> Any:
         return thing.__func__, thing.__self__
     if isinstance(thing, type):
         own = {n: f.__code__ for n, f in vars(thing).items() if isinstance(f, FunctionType)}
-        return thing.__module__, thing.__qualname__, thing.__bases__, own
+        return thing.__qualname__, own
     return (type(thing), vars(thing)) if hasattr(thing, "__dict__") else None
-
-
-def check_alike(outputs: Tensor, targets: Tensor) -> None:
-    """Refuse targets ``[B]`` beside outputs ``[B, 1]``, which would broadcast to ``[B, B]``."""
-    if targets.shape != outputs.shape:
-        raise DataError(
-            f"targets of shape {tuple(targets.shape)} beside outputs of shape "
-            f"{tuple(outputs.shape)}; likelihood.prepare_targets makes them alike"
-        )
 
 
 def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:
