@@ -39,7 +39,6 @@ class MeanAndVariance(Likelihood):
 
     name = "mean_and_variance"
     is_classification = False
-    averaged = True
 
     def __init__(self, *, full: bool = False, eps: float = 1e-6) -> None:
         self.full, self.eps = full, positive_number("eps", eps)
