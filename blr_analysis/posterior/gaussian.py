@@ -255,7 +255,7 @@ class Posterior:
             ModelError: the model changed since the recorder was made.
             PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
 
-        Example: see :class:`blr_analysis.KroneckerRecorder`.
+        Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
         told = capture.Told(n_data, prior_precision, initial)

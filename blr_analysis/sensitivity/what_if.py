@@ -284,7 +284,7 @@ def what_if_each(
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
         accuracy_after, accuracy_change, nll_low and nll_high (the interval), and solver, passes,
-        converged, note as in :class:`WhatIf`. Changes are after − before: a positive nll_change
+        converged, note as in :class:`~blr_analysis.sensitivity.WhatIf`. Changes are after − before: a positive nll_change
         means that the model is worse without the group.
 
     Raises:

@@ -87,8 +87,8 @@ def influence(
             example, without ever holding the matrix.
 
     Returns:
-        A tensor ``[N_train, N_test]`` on the CPU with :meth:`~Influence.top`,
-        :meth:`~Influence.group`, ``.table`` and :meth:`~Influence.plot`; with ``k`` what its
+        A tensor ``[N_train, N_test]`` on the CPU with :meth:`~blr_analysis.sensitivity.Influence.top`,
+        :meth:`~blr_analysis.sensitivity.Influence.group`, ``.table`` and ``.plot()``; with ``k`` what its
         ``top(k)`` is.
 
     Raises:
