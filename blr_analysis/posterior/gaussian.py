@@ -56,7 +56,6 @@ class Posterior:
         earlier: posteriors at checkpoints of the same training, oldest first.
 
     Attributes:
-        run: the earlier ones and itself.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
