@@ -87,7 +87,8 @@ def merge(
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with ``out`` a
-        :class:`~blr_analysis.merging.MergeReport`. Of method "auto" both have ``choice``: what was tried and taken.
+        :class:`~blr_analysis.merging.MergeReport`. Of method "auto" both have ``choice``: what was
+        tried and taken.
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
