@@ -167,12 +167,13 @@ def fit_kept(
 
 def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structure, dict[str, Any]]:
     """S, and what the record says of it; a prior that is ``unknown`` is found, and is the fit's."""
-    form, more = None, dict[str, Any]()
+    form: Structure | None = None
+    more: dict[str, Any] = {}
     if unknown and not kind.of_inputs:
         form, _ = Kronecker.fitted(fit)
         delta, about = chosen_prior(form, fit.prior.gap(fit.params), fit.slope)
-        fit.prior, more = Prior({None: delta}, fit.prior.mean), {"prior_choice": about}
-        about["delta"] = delta
+        fit.prior = Prior({None: delta}, fit.prior.mean)
+        more["prior_choice"] = {"delta": delta, **about}
     if fit.curvature == "exact":
         form, more["floored"] = _exact(fit, kind)
         return form, more
