@@ -468,8 +468,7 @@ def test_an_adapter_has_the_precision_of_what_it_changes(tmp_path: Path, structu
                 assert float((a - b).norm()) < 1e-5 * float(b.norm())
     precisions = [place / "precision" for place in places]
     how = {"precisions": [tmp_path / f"whole{t}" / "precision" for t in (0, 1)]}
-    merged = blr.merge(base, places, out=tmp_path / "of wholes", method="fisher", **how)
-    assert len(merged.gap_ratios) == (2 if structure == "diag" else 0)
+    blr.merge(base, places, out=tmp_path / "of wholes", method="fisher", **how)
     how = {"precisions": precisions, "method": "fisher"}
     for more in ({}, {"rank": 2}):
         blr.merge(base, places, out=tmp_path / f"out{len(more)}", **more, **how)
