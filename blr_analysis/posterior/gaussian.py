@@ -83,7 +83,8 @@ class Posterior:
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
         given = isinstance(precision, Structure)
-        self.form = precision if given else Diagonal(real_tensors("precision", precision))
+        form = precision if given else Diagonal(real_tensors("precision", precision))
+        self.form: Structure = form
         prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
         instance("record", record or {}, Mapping, "a dict")
