@@ -283,13 +283,13 @@ def what_if_each(
 
     Args:
         by: "target" or a metadata column of the task.
-        The other arguments are those of :func:`what_if`.
+        evaluate, solver, seeds, passes: as for :func:`what_if`.
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
         accuracy_after, accuracy_change, nll_low and nll_high (the interval), and solver, passes,
-        converged, note as in :class:`WhatIf`. Changes are after − before: a positive nll_change
-        means that the model is worse without the group.
+        converged, note as in :class:`~blr_analysis.sensitivity.WhatIf`. Changes are after −
+        before: a positive nll_change means that the model is worse without the group.
 
     Raises:
         InputError: no such column, or one with the same value everywhere.
