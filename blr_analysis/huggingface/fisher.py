@@ -291,7 +291,9 @@ def fisher_cost(
     _asked(kind, structure, samples, dtype)
     loaded = load_tuned(model, base=base, task=task, device=device)
     most = read_length(loaded, max_length)
-    encoded, _, _ = _read(loaded, data, "ggn" if kind == "ggn" else "mc", text, None, examples, most, 0)
+    encoded, _, _ = _read(
+        loaded, data, "ggn" if kind == "ggn" else "mc", text, None, examples, most, 0
+    )
     ours = encoded.task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")

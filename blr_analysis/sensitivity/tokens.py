@@ -167,7 +167,7 @@ def _tokens(
     direction_of: Callable[[Tree], Tree],
     part: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
+    """Positions, targets, losses and τ g_tᵀ u of one sequence's tokens that count, with u made of
     g_i; the errors of the losses at this ``part`` of the logits."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
@@ -198,7 +198,8 @@ def _tokens(
                 'and attn_implementation="eager"'
             ) from error
     kept = (targets[0] != likelihood.ignore_index).nonzero().flatten()
-    return kept, targets[0][kept], losses.detach()[0][kept], change.detach()[0][kept]
+    change = q.temperature * change.detach()
+    return kept, targets[0][kept], losses.detach()[0][kept], change[0][kept]
 
 
 def _check_linear(change: Tensor, along: Tensor) -> None:

@@ -346,7 +346,7 @@ def test_the_picture(world: World, posterior: blr.Posterior) -> None:
         assert texts[0] == f"#{int(best.indices[0])}  {name}"
         assert "#4" in ax.get_title()
     pictures = normal(40, 8, 8).abs()
-    ax = found.plot(0, images=pictures, test_images=pictures)
+    ax = found.plot(0, images=pictures)
     assert len(ax.artists) == 10 and len(ax.child_axes) == 1
     ax.figure.canvas.draw()
     assert found.plot(ax=ax) is ax
