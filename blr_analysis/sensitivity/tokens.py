@@ -110,9 +110,9 @@ def token_sensitivity(
     order = torch.arange(task.n_data)
     if sequences is not None:
         order = select(sequences, task, q, name="sequences")
-    parts = []
+    parts, part = [], PART if stands_alone(task, q) else 1.0
     for i in track(order, total=len(order), label="tokens", show=task.progress):
-        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
+        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve, part)
         parts.append((i.expand(len(tokens[0])), *tokens))
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
