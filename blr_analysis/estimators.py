@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods import BY_NAME, Bernoulli, Categorical, Gaussian, Likelihood
 
 FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
@@ -98,31 +98,7 @@ def read_estimator(
         known = ", ".join(_READERS)
         raise InputError(f"no likelihood is known for {name}, but for {known} and their Pipelines")
     given = None if likelihood is None else likelihood.plain
-    inputs, targets = _inputs(estimator, X), np.asarray(y)
-    _check_finite("X", inputs.numpy())
-    _check_finite("y", targets)
-    return _READERS[name](estimator, inputs, targets, given)
-
-
-def _check_finite(name: str, values: np.ndarray) -> None:
-    """Refuse NaN, inf and missing labels, of which no algebra would say so."""
-    if values.dtype.kind == "f":
-        bad = ~np.isfinite(values)
-    elif values.dtype.kind == "O":
-        bad = np.array([_missing(v) for v in values.flat], dtype=bool)
-    else:
-        return
-    rows = np.flatnonzero(bad.reshape(len(values), -1).any(axis=1))
-    if len(rows):
-        raise DataError(
-            f"{name} holds NaN, inf or None in {len(rows)} examples, the first at index {rows[0]}; "
-            "drop or mend those"
-        )
-
-
-def _missing(value: Any) -> bool:
-    same = value == value  # not so of NaN; pandas' NA compares as NA
-    return value is None or not isinstance(same, bool | np.bool_) or not same
+    return _READERS[name](estimator, _inputs(estimator, X), _targets(y), given)
 
 
 def _logistic(estimator: Any, x: Tensor, y: np.ndarray, given: Likelihood | None) -> Estimator:
@@ -229,18 +205,27 @@ _READERS = {
 
 def _inputs(estimator: Any, X: Any) -> Tensor:
     """What the estimator sees, dense, in float64."""
+    from sklearn.utils import check_array
+
     X = X.toarray() if hasattr(X, "toarray") else X
-    try:
-        values = np.array(X, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the inputs are no numbers: {error}") from error
-    if values.ndim != 2 or values.shape[1] != estimator.n_features_in_:
-        raise InputError(
-            f"inputs of shape {values.shape} for an estimator of {estimator.n_features_in_} columns"
-        )
-    if not len(values):
-        raise InputError("X holds no examples; give those that it was fitted to")
+    with told_as(DataError, "X is not what the estimator was fitted to"):
+        values = check_array(X, dtype=np.float64, input_name="X", copy=True)
+    if values.shape[1] != estimator.n_features_in_:
+        columns = estimator.n_features_in_
+        raise InputError(f"X of shape {values.shape} for an estimator of {columns} columns")
     return torch.from_numpy(values)
+
+
+def _targets(y: Any) -> np.ndarray:
+    """y as an array, without NaN, inf and None."""
+    from sklearn.utils import assert_all_finite
+
+    values = np.asarray(y)
+    with told_as(DataError, "y is not what the estimator was fitted to"):
+        assert_all_finite(values, input_name="y")
+    if values.dtype == object and None in values.tolist():
+        raise DataError("y holds None; drop those examples")
+    return values
 
 
 def _linear(estimator: Any, x: Tensor) -> nn.Linear:

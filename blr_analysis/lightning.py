@@ -4,7 +4,6 @@ The callbacks are loaded when they are asked for, and lightning with them:
 
     from blr_analysis.lightning import LightningMonitor, VariationalSteps
     from blr_analysis.lightning import LightningCheckpoints  # checkpoints and recipe for a Task
-    from blr_analysis.lightning import LightningPrecision  # precisions beside checkpoints
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,10 @@ if TYPE_CHECKING:
     from blr_analysis.huggingface.lightning import (
         LightningCheckpoints,
         LightningMonitor,
-        LightningPrecision,
         VariationalSteps,
     )
 
-__all__ = ["LightningCheckpoints", "LightningMonitor", "LightningPrecision", "VariationalSteps"]
+__all__ = ["LightningCheckpoints", "LightningMonitor", "VariationalSteps"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,6 @@ Source: Tailor, Chang, Swaroop, Nalisnick, Solin, Khan, "Memory maps to understa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -33,7 +32,6 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.sensitivity.sites import SiteScores
 from blr_analysis.views import Plottable, Tabular
 
 REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
@@ -102,37 +100,22 @@ class MemoryMap(Tabular, Plottable):
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
-def memory_map(
-    scores: Any,
-    *,
-    error_threshold: float | None = None,
-    variance_threshold: float | None = None,
-    quantile: float | tuple[float, float] = 0.9,
-) -> MemoryMap:
+def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
     """Sort every example into one of four regions by its error and its variance.
 
-    The error is ‖e_i‖₂ with e_i = ∂ℓ_i/∂f_i; the variance is tr V_i with
-    V_i = J_i Σ J_iᵀ. Where the scores carry no V_i (too many outputs), the variance along
-    the error, e_iᵀV_ie_i / ‖e_i‖² = self_influence / ‖e_i‖², stands in for it, and is 0
-    where the error is 0. The units are those of the outputs: 1/output for the error,
-    output² for the variance.
-
-    A value is high if it is strictly above its threshold. Unless given, a threshold is the
-    90 % quantile of the values, so one example in ten has a high error, one in ten a high
-    variance, and the memorable ones are at most one in ten, usually far fewer: a list short
-    enough to be looked through. If all values are equal, none is high.
+    The error is ‖e_i‖₂ with e_i = ∂ℓ_i/∂f_i; the variance is tr V_i with V_i = J_i Σ J_iᵀ. Where
+    the scores carry no V_i (too many outputs), the variance along the error,
+    e_iᵀV_ie_i / ‖e_i‖² = self_influence / ‖e_i‖², stands in for it. The units are those of the
+    outputs: 1/output for the error, output² for the variance. A value is high if it is above the
+    quantile of all values, so that the memorable are few: a list short enough to be looked through.
 
     Args:
-        scores: what :func:`blr_analysis.sensitivity` returns: ``error`` [N, C],
-            ``variance`` [N, C, C] or None, ``self_influence`` [N]; of sequences with
-            ``variance=True`` ``error`` and ``variance`` [N], and ``tokens`` [N].
-        error_threshold: in place of the quantile of the errors.
-        variance_threshold: in place of the quantile of the variances.
-        quantile: between 0 and 1; a pair sets (error, variance) apart.
+        scores: what :func:`blr_analysis.sensitivity` returns; of sequences with ``variance=True``.
+        quantile: of the errors and of the variances, 0 … 1.
 
     Raises:
         DataError: no examples, or a value that is not finite or negative.
-        InputError: ``scores`` is something else, or a threshold or quantile is out of range.
+        InputError: ``scores`` is something else, or the quantile is out of range.
 
     Source: Tailor et al., "Memory maps to understand models"; seen there as prediction
     error against prediction variance.
@@ -146,11 +129,10 @@ def memory_map(
         ['regular', 'uncertain', 'unpredictable', 'memorable']
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
-        if isinstance(scores, SiteScores):
-            raise InputError("SiteScores has no memory map: see scores.plot() and scores.top(k)")
-        raise InputError(
-            f"memory_map expects the scores that sensitivity returns, got {type(scores).__name__}"
-        )
+        got = type(scores).__name__
+        raise InputError(f"memory_map expects the scores of a network, got {got}: see its plot()")
+    if not (isinstance(quantile, Real) and 0 <= quantile <= 1):
+        raise InputError(f"quantile must be between 0 and 1, got {quantile!r}")
     error = error_size(scores.error)
     if getattr(scores, "variance", None) is not None:
         variance, kind = variance_size(scores.variance), "trace"
@@ -160,9 +142,7 @@ def memory_map(
         error = error / tokens.sqrt()
         variance = variance / tokens if kind == "trace" else variance
     error, variance = _checked("error", error), _checked("variance", variance)
-    error_quantile, variance_quantile = _quantiles(quantile)
-    high_error = _threshold("error", error, error_threshold, error_quantile)
-    high_variance = _threshold("variance", variance, variance_threshold, variance_quantile)
+    high_error, high_variance = (float(np.quantile(x.numpy(), quantile)) for x in (error, variance))
     code = 2 * (error > high_error).long() + (variance > high_variance).long()
     region = np.array(REGIONS)[code.numpy()]
     return MemoryMap(error, variance, region, high_error, high_variance, kind, scores)
@@ -192,32 +172,9 @@ def _checked(name: str, values: Tensor) -> Tensor:
     """The values, with what rounding pushed below 0 (float32: 1e-6 of the largest) set to 0."""
     if values.numel() == 0:
         raise DataError("memory_map got scores of no examples: pass at least one")
-    _refuse(name, "not finite", ~torch.isfinite(values))
-    _refuse(name, "negative", values < -1e-6 * values.max().clamp(min=0))
+    least = -1e-6 * values.nan_to_num(0, 0, 0).max().clamp(min=0)
+    for fault, bad in (("not finite", ~values.isfinite()), ("negative", values < least)):
+        if bool(bad.any()):
+            rows = bad.nonzero().flatten().tolist()
+            raise DataError(f"the {name} of {len(rows)} examples is {fault} (index {some(rows)})")
     return values.clamp(min=0)
-
-
-def _refuse(name: str, fault: str, bad: Tensor) -> None:
-    if bool(bad.any()):
-        where = bad.nonzero().flatten().tolist()
-        raise DataError(
-            f"the {name} of {len(where)} of {bad.numel()} examples is {fault} "
-            f"(index {some(where)}): check the model's outputs and the posterior's precision"
-        )
-
-
-def _quantiles(quantile: float | tuple[float, float]) -> tuple[float, float]:
-    pair = tuple(quantile) if isinstance(quantile, tuple | list) else (quantile, quantile)
-    if len(pair) != 2 or not all(isinstance(q, Real) and 0 <= q <= 1 for q in pair):
-        raise InputError(
-            f"quantile must be between 0 and 1, or a pair (error, variance), got {quantile!r}"
-        )
-    return pair
-
-
-def _threshold(name: str, values: Tensor, given: float | None, quantile: float) -> float:
-    if given is None:
-        return float(np.quantile(values.numpy(), quantile))
-    if not (isinstance(given, Real) and math.isfinite(given) and given >= 0):
-        raise InputError(f"{name}_threshold must be a finite number, 0 or more; got {given!r}")
-    return float(given)

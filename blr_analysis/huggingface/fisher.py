@@ -171,7 +171,7 @@ def fisher(
             prior_precision=None if structure == "gram" else TINY,
             curvature="ggn" if structure == "gram" else curvature,
             samples=samples,
-            generator=torch.Generator().manual_seed(seed),
+            seed=seed,
             kept=kept if ranks.count() == 1 else None,
         )
         about: dict[str, Any] = {
@@ -291,9 +291,8 @@ def fisher_cost(
     _asked(kind, structure, samples, dtype)
     loaded = load_tuned(model, base=base, task=task, device=device)
     most = read_length(loaded, max_length)
-    encoded, _, _ = _read(
-        loaded, data, "ggn" if kind == "ggn" else "mc", text, None, examples, most, 0
-    )
+    unlabelled = "mc" if kind == "emp" else kind
+    encoded, _, _ = _read(loaded, data, unlabelled, text, None, examples, most, 0)
     ours = encoded.task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")

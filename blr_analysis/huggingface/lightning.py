@@ -1,27 +1,18 @@
-"""Callbacks of Lightning's Trainer: draws around every microbatch, a monitor, and precisions beside
-checkpoints."""
+"""Callbacks of Lightning's Trainer: draws around every microbatch, a monitor, checkpoints."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from blr_analysis.checkpoints import Checkpoints
-from blr_analysis.errors import BLRError, InputError, OptimizerError
-from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import LOGGED, SHARDED, Recorder, look, recipe_of
+from blr_analysis.errors import InputError
+from blr_analysis.huggingface.recording import LOGGED, Kept, look, recipe_of
 from blr_analysis.learning_rule.optim import BSAM
-from blr_analysis.posterior.capture import unwrap
-from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity import Monitor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
@@ -35,73 +26,9 @@ SCHEDULES = {
     "LinearLR": "linear",
     "PolynomialLR": "linear",
 }
-PIECES = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
 
 
-class LightningPrecision(Callback):
-    """Write the precision that the optimizer has learned beside each ``.ckpt``.
-
-    ``epoch=0-step=9.ckpt`` gets the folder ``epoch=0-step=9.precision``, which is removed with
-    its checkpoint. What is stored, and when it is refused, is as with
-    :class:`~blr_analysis.huggingface.trainer.TrainerPrecision`. Works with the packages
-    ``lightning`` and ``pytorch_lightning``.
-
-    Args:
-        n_data: N, where it is not the length of the training data.
-        scaling: ``"sqrt"`` or ``"squared"``.
-        dtype: float32 or bfloat16.
-        submodule: the part of the LightningModule whose parameters' names are stored, for
-            instance ``"model"`` where ``self.model`` is what you save for use; it must hold
-            everything that is trained.
-
-    Raises:
-        OptimizerError, InputError: when training begins.
-
-    Example::
-
-        trainer = lightning.Trainer(callbacks=[LightningPrecision(submodule="model")])
-        trainer.fit(module, loader)
-        trainer.save_checkpoint("last.ckpt")        # and last.precision
-    """
-
-    def __init__(
-        self,
-        *,
-        n_data: int | None = None,
-        scaling: str = "sqrt",
-        dtype: torch.dtype | None = torch.float32,
-        submodule: str = "",
-    ) -> None:
-        super().__init__()
-        self._submodule = submodule
-        self._recorder = Recorder(n_data, scaling, dtype, sha256=False)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take down names, sizes and settings, and listen to what is saved."""
-        strategy = type(trainer.strategy).__name__
-        if any(word in strategy for word in PIECES):
-            raise OptimizerError(f"with {strategy} the optimizer's state is in pieces: {SHARDED}")
-        if len(trainer.optimizers) != 1:
-            raise OptimizerError(
-                f"the module has {len(trainer.optimizers)} optimizers: a precision is that of one"
-            )
-        loader = trainer.train_dataloader
-        clip = trainer.gradient_clip_val
-        self._recorder.begin(
-            trainer.optimizers[0],
-            part_of(pl_module, self._submodule),
-            data=getattr(loader, "dataset", None),
-            per_device=_batch_size(loader),
-            accumulation=trainer.accumulate_grad_batches,
-            world_size=trainer.world_size,
-            clipping={trainer.gradient_clip_algorithm or "norm": float(clip)} if clip else None,
-        )
-        if not isinstance(trainer.strategy.checkpoint_io, _Beside):
-            trainer.strategy.checkpoint_io = _Beside(trainer.strategy.checkpoint_io)
-        trainer.strategy.checkpoint_io.recorder = self._recorder
-
-
-class LightningCheckpoints(Callback):
+class LightningCheckpoints(Kept, Callback):
     """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
 
         callback = LightningCheckpoints(submodule="net")
@@ -116,20 +43,14 @@ class LightningCheckpoints(Callback):
     """
 
     def __init__(self, checkpoints: Checkpoints | None = None, *, submodule: str = "") -> None:
-        super().__init__()
-        self.checkpoints = self._given = checkpoints
-        self.recipe: Recipe | None = None
+        super().__init__(checkpoints)
         self._submodule = submodule
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The first weights, or where a run is resumed."""
         steps = trainer.estimated_stepping_batches
-        self.checkpoints = self._given or Checkpoints(
-            part_of(pl_module, self._submodule),
-            steps=int(steps) if math.isfinite(steps) else None,
-            optimizer=unwrap(trainer.optimizers[0]),
-        )
-        self.checkpoints.begin(trainer.global_step)
+        known = {"steps": int(steps) if math.isfinite(steps) else None, "done": trainer.global_step}
+        self.begin(pl_module.get_submodule(self._submodule), trainer.optimizers[0], **known)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         """After each step of the optimizer."""
@@ -138,77 +59,17 @@ class LightningCheckpoints(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
-        assert self.checkpoints is not None
-        loader, accumulated = trainer.train_dataloader, trainer.accumulate_grad_batches
+        loader, each = trainer.train_dataloader, trainer.accumulate_grad_batches
+        data = getattr(loader, "dataset", None)
         scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
-        self.recipe = recipe_of(
+        recipe = recipe_of(
             trainer.optimizers[0],
             epochs=trainer.current_epoch,
-            batch_size=(_batch_size(loader) or 1) * accumulated * trainer.world_size,
+            batch_size=(getattr(loader, "batch_size", None) or 1) * each * trainer.world_size,
             schedule=next((SCHEDULES.get(name) for name in scheduled), None),
-            n_data=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+            n_data=len(data) if hasattr(data, "__len__") else None,
         )
-        if self.recipe is not None:
-            self.recipe.initial = self.checkpoints.first
-        self.checkpoints.settle()
-
-
-class _Beside:
-    """A trainer's ``checkpoint_io`` that writes and removes the precision with each file."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.recorder: Recorder | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while being copied
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        place = _beside(path)
-        if place is None:
-            warnings.warn(
-                f"no precision was written: {os.fspath(path)!r} is not on this machine",
-                stacklevel=2,
-            )
-        elif self.recorder is not None:
-            self.recorder.try_to_write(place, None)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
-        place = _beside(path)
-        if place is not None and place.is_dir():
-            try:
-                storage.remove(place)
-            except BLRError as error:
-                warnings.warn(str(error), stacklevel=2)
-
-
-def part_of(module: Any, name: str) -> torch.nn.Module:
-    """A part of a LightningModule by its name; "": all of it."""
-    try:
-        return module.get_submodule(name)
-    except AttributeError as error:
-        names = [name for name, _ in module.named_children()]
-        raise OptimizerError(f"the module has no part {name!r}; it has {names}") from error
-
-
-def _beside(path: Any) -> Path | None:
-    text = os.fspath(path)
-    if "://" in text:
-        return None
-    place = Path(text)
-    stem = place.stem if place.suffix == ".ckpt" else place.name
-    return place.with_name(f"{stem}.precision")
-
-
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return int(size) if isinstance(size, int) else None
+        self.end(recipe)
 
 
 class _Unused(Exception):

@@ -1,15 +1,13 @@
-"""What a training run knows and its optimizer's state does not, kept to write precision files.
+"""What a training run knows and its optimizer's state does not: names, sizes, a recipe.
 
-An optimizer's state has no names, no batch size and no number of examples. While a run goes on
-all of them are at hand; :class:`Recorder` takes them down at its start, refuses what could not
-be written at the end, and writes a precision folder at each save.
-:func:`checkpoint_precision` writes that of a run that had no callback.
+Callbacks take it down while a run goes on; :func:`checkpoint_precision` writes the precision of a
+run that had none.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -18,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from blr_analysis.checks import instance, one_of, path_of, some
-from blr_analysis.errors import BLRError, InputError, ModelError, OptimizerError, StorageError
+from blr_analysis.checkpoints import Checkpoints
+from blr_analysis.checks import instance, path_of, some
+from blr_analysis.errors import InputError, ModelError, OptimizerError, StorageError
 from blr_analysis.files import Folder, storage
 from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
 from blr_analysis.huggingface.models import read_config
-from blr_analysis.posterior import Posterior, check_dtype, n_data_of, write_captured
+from blr_analysis.posterior import Posterior, write_captured
 from blr_analysis.posterior.capture import (
     HALF_REASON,
     Captured,
@@ -34,6 +33,7 @@ from blr_analysis.posterior.capture import (
     reader_of,
     unwrap,
 )
+from blr_analysis.ranks import is_sharded
 from blr_analysis.recipe import Recipe
 
 FOLDER = "precision"  # beside the weights
@@ -52,127 +52,85 @@ SHARDED = (
 COUPLED = "n_data * weight_decay, an L2 penalty on the mean loss; its gradient is in v_hat too"
 
 
-class Recorder:
-    """One run's optimizer and what is known about it.
+class Kept:
+    """What callbacks keep of a training: its checkpoints, and the recipe of the weights it ends
+    with."""
 
-    Args:
-        n_data: N; None takes the length of the training data.
-        scaling: ``"sqrt"`` or ``"squared"``, as in
-            :func:`~blr_analysis.posterior.capture.from_optimizer`; IVON has its own scale.
-        dtype: float32 or bfloat16, in which precisions are stored.
-        sha256: record the sha256 of the model's safetensors beside a precision.
-    """
+    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
+        super().__init__()
+        self.checkpoints = self._given = checkpoints
+        self._told: Recipe | None = None
 
-    def __init__(
-        self, n_data: int | None, scaling: str, dtype: torch.dtype | None, sha256: bool
-    ) -> None:
-        self.n_data = None if n_data is None else n_data_of(n_data)
-        self.scaling = one_of("scaling", scaling, ("sqrt", "squared"))
-        self.dtype = check_dtype(dtype)
-        self.sha256 = sha256
-        self._run: tuple[torch.optim.Optimizer, nn.Module, int, dict[str, Any]] | None = None
+    @property
+    def recipe(self) -> Recipe | None:
+        """The training up to the weights that were kept; None of an optimizer without a name."""
+        recipe = copy.copy(self._told)
+        if recipe is not None and self.checkpoints is not None:
+            recipe.initial = self.checkpoints.first
+        return recipe
 
     def begin(
         self,
-        optimizer: Any,
         model: nn.Module,
+        optimizer: Any,
         *,
-        data: Any,
-        per_device: int | None,
-        accumulation: int,
-        world_size: int,
-        **about: Any,
+        steps: int | None,
+        done: int,
+        folder: Path | None = None,
     ) -> None:
-        """Take down a run; whatever could not be written later is refused now.
+        """Before the first step, or the first that is resumed; of divided weights none are kept."""
+        self._told, self.checkpoints = None, None
+        if not any(map(is_sharded, model.parameters())):
+            how: Any = {"steps": steps, "folder": folder, "optimizer": unwrap(optimizer)}
+            self.checkpoints = self._given or Checkpoints(model, **how)
+            self.checkpoints.begin(done)
 
-        Raises:
-            OptimizerError: no precision in this optimizer, one of another model, sharded or
-                half-precision parameters.
-            InputError: the number of examples, or the batch size that ``scaling="squared"``
-                needs, is not known.
-        """
-        inner = unwrap(optimizer)
-        reader = reader_of(inner)
-        order = parameter_order(inner, model)
-        _check_parameters(model, {n for run in order for n in run}, reader.scaled)
-        batch = None if per_device is None else per_device * accumulation * world_size
-        if self.scaling == "squared" and batch is None and not reader.scaled:
-            raise InputError(
-                "scaling='squared' needs the batch size, unknown here: use scaling='sqrt'"
-            )
-        record = {
-            "source": "training",
-            "parameter_order": order,
-            "batch_size": batch,
-            "per_device_batch_size": per_device,
-            "gradient_accumulation_steps": accumulation,
-            "world_size": world_size,
-            **about,
-        }
-        self._run = (inner, model, self.n_data or _length(data), record)
-
-    def write(self, path: Path, model_folder: Path | None, recipe: Recipe | None = None) -> None:
-        """Write the precision as it is now to ``path``; ``model_folder`` holds the weights.
-
-        Raises:
-            OptimizerError: no run has begun, no step was taken, or weights are a sample now.
-            ModelError: the weights in ``model_folder`` have other names or shapes.
-            StorageError: the place cannot be written.
-        """
-        if self._run is None:
-            raise OptimizerError(
-                "no training has begun: give the callback to the trainer, train, then save"
-            )
-        optimizer, model, n_data, record = self._run
-        scaled = reader_of(optimizer).scaled
-        squared = self.scaling == "squared" and not scaled
-        captured = from_optimizer(
-            optimizer,
-            model,
-            n_data=n_data,
-            scaling="ess" if scaled else self.scaling,
-            batch_size=record["batch_size"] if squared else None,
-            bare=True,
-        )
-        about = {**record, **({} if scaled else _weight_decay(optimizer, model, n_data))}
-        about |= {} if recipe is None else {"recipe": recipe.record}
-        model_path = None
-        if model_folder is not None and any(model_folder.glob("model.safetensors*")):
-            _check_names(captured, model_folder)
-            model_path = model_folder if self.sha256 else None
-        write_captured(path, captured, model=model_path, dtype=self.dtype, **about)
-
-    def try_to_write(
-        self, path: Path, model_folder: Path | None, recipe: Recipe | None = None
-    ) -> None:
-        """The same, for the middle of a run: what goes wrong is a warning and training goes on."""
-        try:
-            self.write(path, model_folder, recipe)
-        except BLRError as error:
-            warnings.warn(f"no precision was written to {os.fspath(path)!r}: {error}", stacklevel=2)
+    def end(self, recipe: Recipe | None) -> None:
+        """After the last step."""
+        self._told = recipe
+        if self.checkpoints is not None:
+            self.checkpoints.settle()
 
 
-def _check_parameters(model: nn.Module, held: set[str], scaled: bool) -> None:
+def check_learns(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse now what no precision could be read from at the end.
+
+    Raises:
+        OptimizerError: no precision in this optimizer, one of another model, sharded or
+            half-precision parameters.
+    """
+    scaled = reader_of(optimizer).scaled
+    held = {name for names in parameter_order(optimizer, model) for name in names}
     for name, p in model.named_parameters():
-        if name not in held or not p.requires_grad:
-            continue
-        if hasattr(p, "full_tensor"):
+        if name in held and is_sharded(p):
             raise OptimizerError(f"parameter {name!r} is sharded over devices: {SHARDED}")
-        if p.dtype in HALF and not scaled:
+        if name in held and p.requires_grad and p.dtype in HALF and not scaled:
             raise OptimizerError(
                 f"parameter {name!r} and its second moment are in {p.dtype}: {HALF_REASON}. "
                 "Train with bf16=True, or with IVON."
             )
 
 
-def _length(data: Any) -> int:
-    try:
-        n = len(data)
-    except TypeError:
-        n = 0
-    if n < 1:
-        raise InputError("the training data have no length: pass n_data=, the number of examples")
-    return n
+def write_learned(
+    path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, n_data: int, **about: Any
+) -> None:
+    """The precision as it is now to ``path``, beside the weights.
+
+    Raises:
+        OptimizerError: no step was taken, or weights are a sample now.
+        ModelError: the weights beside it have other names or shapes.
+        StorageError: the place cannot be written.
+    """
+    scaled = reader_of(optimizer).scaled
+    captured = from_optimizer(
+        optimizer, model, n_data=n_data, scaling="ess" if scaled else "sqrt", bare=True
+    )
+    about |= {} if scaled else _weight_decay(optimizer, model, n_data)
+    about |= {"source": "training", "parameter_order": parameter_order(optimizer, model)}
+    weights = path.parent if any(path.parent.glob("model.safetensors*")) else None
+    if weights is not None:
+        _check_names(captured, weights)
+    write_captured(path, captured, model=weights, **about)
 
 
 def _weight_decay(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -15,22 +14,23 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from blr_analysis.checkpoints import Checkpoints
-from blr_analysis.errors import InputError, OptimizerError, StorageError
+from blr_analysis.errors import BLRError, InputError, OptimizerError, StorageError
 from blr_analysis.files import drafted
 from blr_analysis.huggingface.recording import (
     FOLDER,
     RUN,
     SHARDED,
     TOLD,
-    Recorder,
+    Kept,
+    check_learns,
     look,
     recipe_of,
+    write_learned,
 )
 from blr_analysis.huggingface.tokens import IGNORED
 from blr_analysis.learning_rule.optim import BSAM, IVON
-from blr_analysis.posterior import Posterior
+from blr_analysis.posterior import Posterior, n_data_of
 from blr_analysis.posterior.capture import unwrap
-from blr_analysis.ranks import is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity import Monitor
 
@@ -45,12 +45,11 @@ SAVED = "blr_analysis.Monitor"
 class TrainerPrecision(TrainerCallback):
     """Write the precision that the optimizer has learned into each ``checkpoint-*/precision``.
 
-    What is stored is the data's part H, N·√v̂ for Adam and its relatives (N·B·v̂ with
-    ``scaling="squared"``), as bare numbers to merge models with; for IVON its S with the prior in
-    it. The record has the parameters' names in the optimizer's order, the batch size (per device
-    × accumulation × world size), clipping, and N. ``Posterior.load(precision, model=checkpoint)``
-    makes a posterior of it, with δ = N·weight_decay, which AdamW's decoupled decay is not exactly
-    (the record's ``prior_from`` says so).
+    What is stored is the data's part H, N·√v̂ for Adam and its relatives, as bare numbers to merge
+    models with; for IVON its S with the prior in it. The record has the recipe and the parameters'
+    names in the optimizer's order. ``Posterior.load(precision, model=checkpoint)`` makes a
+    posterior of it, with δ = N·weight_decay, which AdamW's decoupled decay is not exactly (the
+    record's ``prior_from`` says so).
 
     What cannot work is refused when training begins. What goes wrong at a save is a warning, and
     training goes on.
@@ -58,9 +57,6 @@ class TrainerPrecision(TrainerCallback):
     Args:
         n_data: N, where it is not the length of the training data: a dataset without a length,
             or a loss that is a mean over tokens (then N is the number of tokens).
-        scaling: ``"sqrt"`` or ``"squared"``.
-        dtype: float32 or bfloat16.
-        sha256: record the fingerprint of the checkpoint's weights, which reads them once.
 
     Raises:
         OptimizerError, InputError: when training begins, see above.
@@ -74,54 +70,46 @@ class TrainerPrecision(TrainerCallback):
         callback.save("fine-tuned")        # fine-tuned/precision
     """
 
-    def __init__(
-        self,
-        *,
-        n_data: int | None = None,
-        scaling: str = "sqrt",
-        dtype: torch.dtype | None = torch.float32,
-        sha256: bool = True,
-    ) -> None:
-        self._recorder = Recorder(n_data, scaling, dtype, sha256)
+    def __init__(self, *, n_data: int | None = None) -> None:
+        self.n_data = None if n_data is None else n_data_of(n_data)
         self._best: str | None = None
-        self._told: Recipe | None = None
+        self._run: dict[str, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take down names, sizes and settings."""
+        """Refuse what could not be written later."""
         self._best = None
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise OptimizerError(
                 f"with FSDP or DeepSpeed the optimizer's state is in pieces: {SHARDED}"
             )
-        self._recorder.begin(
-            kwargs["optimizer"],
-            kwargs["model"],
-            data=getattr(kwargs["train_dataloader"], "dataset", None),
-            per_device=state.train_batch_size or args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            world_size=args.world_size,
-            clipping={"norm": args.max_grad_norm} if args.max_grad_norm else None,
-        )
+        optimizer, data = unwrap(kwargs["optimizer"]), kwargs["train_dataloader"].dataset
+        if self.n_data is None and not hasattr(data, "__len__"):
+            raise InputError("the training data have no length: pass n_data=, their number")
+        check_learns(optimizer, kwargs["model"])
+        n = self.n_data or len(data)
+        self._run = {"optimizer": optimizer, "model": kwargs["model"], "n_data": n}
+        self._run["batch_size"] = batch_size_of(args)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write beside what the Trainer has just saved."""
-        if not args.should_save:
-            return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if not folder.is_dir():
-            warnings.warn(
-                f"no precision was written: there is no checkpoint {str(folder)!r}",
-                stacklevel=2,
-            )
-            return
-        recipe = _recipe(args, state, state.global_step, **kwargs)
-        self._recorder.try_to_write(folder / FOLDER, folder, recipe)
+        self._tell(_recipe(args, state, state.global_step, **kwargs))
+        try:
+            if args.should_save:
+                self.save(folder)
+        except BLRError as error:
+            said = f"no precision was written to {str(folder)!r}: {error}"
+            warnings.warn(said, stacklevel=2)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note whether the weights are the best checkpoint's from here on."""
-        self._told = _recipe(args, state, state.global_step, **kwargs)
+        self._tell(_recipe(args, state, state.global_step, **kwargs))
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._best = state.best_model_checkpoint
+
+    def _tell(self, recipe: Recipe | None) -> None:
+        if recipe is not None and self._run is not None:
+            self._run["recipe"] = recipe.record
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``folder/precision``, for a model that was saved to ``folder`` after training.
@@ -131,19 +119,21 @@ class TrainerPrecision(TrainerCallback):
                 optimizer left (``load_best_model_at_end``).
             StorageError: the place cannot be written.
         """
-        place = Path(folder).expanduser()
-        if not place.is_dir():
-            raise StorageError(f"there is no folder {str(place)!r}: save the model there first.")
+        place = Path(folder).expanduser() / FOLDER
+        if not place.parent.is_dir():
+            raise StorageError(f"there is no folder {str(folder)!r}: save the model there first.")
+        if self._run is None:
+            raise OptimizerError("no training has begun: give the callback to the trainer, train")
         if self._best is not None:
             raise OptimizerError(
                 f"the weights are those of {self._best!r} (load_best_model_at_end), the "
                 f"optimizer's state is later: copy {str(Path(self._best) / FOLDER)!r} instead."
             )
-        self._recorder.write(place / FOLDER, place, self._told)
-        return place / FOLDER
+        write_learned(place, **self._run)
+        return place
 
 
-class CheckpointsCallback(TrainerCallback):
+class CheckpointsCallback(Kept, TrainerCallback):
     """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
 
     They are written to ``run`` in the Trainer's output folder, where ``blr-analysis`` finds them,
@@ -161,29 +151,12 @@ class CheckpointsCallback(TrainerCallback):
         checkpoints: your own, for instance with ``structure="kron"``.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
-        self.checkpoints = self._given = checkpoints
-        self._told: Recipe | None = None
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The training up to the weights that were kept; None of an optimizer without a name."""
-        recipe = copy.copy(self._told)
-        if recipe is not None and self.checkpoints is not None:
-            recipe.initial = self.checkpoints.first
-        return recipe
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first weights, or where a run is resumed."""
-        model, self._told, self.checkpoints = kwargs["model"], None, self._given
-        if not state.is_world_process_zero or any(map(is_sharded, model.parameters())):
-            return
-        if self.checkpoints is None:
+        if state.is_world_process_zero:
             folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
-            self.checkpoints = Checkpoints(
-                model, steps=state.max_steps, folder=folder, optimizer=unwrap(kwargs["optimizer"])
-            )
-        self.checkpoints.begin(state.global_step)
+            known: Any = {"steps": state.max_steps, "done": state.global_step, "folder": folder}
+            self.begin(kwargs["model"], kwargs["optimizer"], **known)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After each step of the optimizer."""
@@ -194,22 +167,26 @@ class CheckpointsCallback(TrainerCallback):
         """The recipe so far, into the checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if self.checkpoints is not None and folder.is_dir():
-            self._tell(_recipe(args, state, state.global_step, **kwargs), folder)
+            _tell(_recipe(args, state, state.global_step, **kwargs), folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         step = int(best.rpartition("-")[2]) if best else state.global_step
-        self._told = _recipe(args, state, step, **kwargs)
-        if self.checkpoints is not None:
-            self.checkpoints.settle()
-            if self.checkpoints.folder is not None:
-                self._tell(self._told, self.checkpoints.folder)
+        self.end(_recipe(args, state, step, **kwargs))
+        if self.checkpoints is not None and self.checkpoints.folder is not None:
+            _tell(self._told, self.checkpoints.folder)
 
-    def _tell(self, recipe: Recipe | None, folder: Path) -> None:
-        if recipe is not None:
-            with drafted(folder / TOLD) as draft:
-                draft.write_text(json.dumps(recipe.record), encoding="utf-8")
+
+def _tell(recipe: Recipe | None, folder: Path) -> None:
+    if recipe is not None:
+        with drafted(folder / TOLD) as draft:
+            draft.write_text(json.dumps(recipe.record), encoding="utf-8")
+
+
+def batch_size_of(args: Any) -> int:
+    """Examples of a Trainer's step."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:
@@ -219,7 +196,7 @@ def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:
     return recipe_of(
         known["optimizer"],
         epochs=state.epoch * step / max(1, state.global_step),
-        batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        batch_size=batch_size_of(args),
         schedule=SCHEDULES.get(schedule, "linear"),
         n_data=len(data) if hasattr(data, "__len__") else None,
     )

@@ -54,7 +54,7 @@ AT_ADVERSARY = Look("at samples of q, then at their adversary near the mean", no
 AT_DROPPED_OUT_MEAN = Look("at the mean, units dropped out", noisy=True)
 AT_SIGN = Look("at the sign of the mean (delta method, zero temperature)")
 AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
-BY_NODES = Look("by quadrature or samples", noisy=True)
+BY_NODES = Look("by quadrature")
 
 
 def at_samples(q: Any, f: Callable[[Any], Tensor], n: int, *, generator: Any = None) -> Tensor:

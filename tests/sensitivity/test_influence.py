@@ -25,6 +25,7 @@ from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.sensitivity import Influence
 from blr_analysis.sensitivity.influence import blocks
 from blr_analysis.sensitivity.influence.results import ProjectionError
 
@@ -284,7 +285,7 @@ def test_it_is_a_tensor(world: World, posterior: blr.Posterior, tmp_path) -> Non
 def test_it_is_copied_and_saved(world: World, posterior: blr.Posterior) -> None:
     found = blr.influence(world.task, posterior, world.test)
     twin = copy.deepcopy(found)
-    assert isinstance(twin, blr.Influence) and twin.data_ptr() != found.data_ptr()
+    assert isinstance(twin, Influence) and twin.data_ptr() != found.data_ptr()
     assert torch.equal(twin, found) and torch.equal(twin.top(2).helpful, found.top(2).helpful)
     file = io.BytesIO()
     torch.save(found, file)

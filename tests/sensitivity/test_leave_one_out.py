@@ -34,6 +34,7 @@ from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.posterior.structures import Full
+from blr_analysis.sensitivity import LeaveOneOut
 
 ESTIMATES = ("full", "kron", "diag")
 
@@ -181,9 +182,9 @@ class Retrained:
         self.before = self._losses(self.task.model(x).detach(), y)
         self.losses = self._losses(self.logits, y)
         self.rise = self.losses - self.before
-        self.estimates: dict[tuple[str, str], blr.LeaveOneOut] = {}
+        self.estimates: dict[tuple[str, str], LeaveOneOut] = {}
 
-    def loo(self, structure: str, correction: str) -> blr.LeaveOneOut:
+    def loo(self, structure: str, correction: str) -> LeaveOneOut:
         """The estimate from the training data alone, made when first asked for."""
         if (structure, correction) not in self.estimates:
             q = blr.fit_laplace(self.task, structure=structure, prior_precision=self.delta)

@@ -22,12 +22,13 @@ from snapshots import untouched
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.sensitivity import PriorSelection
 from blr_analysis.sensitivity.minimise import on_a_copy, train
 
 GRID = [0.01, 0.1, 1.0, 10.0, 100.0, 1000.0]
 
 
-def select(task: blr.Task, grid=GRID, **options) -> blr.PriorSelection:
+def select(task: blr.Task, grid=GRID, **options) -> PriorSelection:
     return blr.select_prior_precision(task, grid, **options)
 
 

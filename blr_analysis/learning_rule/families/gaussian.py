@@ -51,9 +51,7 @@ class _Elementwise(ExponentialFamily):
         finite("precision", self.precision, half=True)
         same_shape(mean=self.mean, precision=self.precision)
         if not bool((self.precision > 0).all()):
-            raise InputError(
-                "the precision is not positive: lower the learning rate, or keep curvature positive"
-            )
+            raise InputError("the precision is not positive: lower the learning rate")
 
     def log_prob(self, theta: Tensor) -> Tensor:
         points(theta, self.mean, 1)

@@ -1,5 +1,7 @@
 """The rows of the Bayesian learning rule that train networks, as ``torch.optim.Optimizer``."""
 
+from typing import Any
+
 from blr_analysis.learning_rule.optim.binary import STE, BayesBiNN
 from blr_analysis.learning_rule.optim.bsam import BSAM
 from blr_analysis.learning_rule.optim.dropout import Dropout
@@ -30,21 +32,8 @@ __all__ = [
     "Vprop",
 ]
 
-BY_NAME = {
-    "bayesbinn": BayesBiNN,
-    "bsam": BSAM,
-    "dropout": Dropout,
-    "ivon": IVON,
-    "newton": Newton,
-    "noisykfac": NoisyKFAC,
-    "oggn": OGGN,
-    "ogn": OGN,
-    "slang": SLANG,
-    "ste": STE,
-    "vadam": Vadam,
-    "voggn": VOGGN,
-    "vogn": VOGN,
-    "vprop": Vprop,
+BY_NAME: dict[str, Any] = {
+    name.lower(): globals()[name] for name in __all__ if name not in ("Mixture", "RowOptimizer")
 }
 """The optimizers of networks by their names in lower case."""
 

@@ -127,11 +127,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         with told_as(InputError, "a group of parameters is a dictionary with 'params'"):
             super().add_param_group(param_group)
         try:
-            for index, p in enumerate(self.param_groups[-1]["params"]):
-                if not p.is_floating_point():
-                    raise InputError(
-                        f"parameter {index} is {p.dtype}; {self.algorithm} takes real numbers"
-                    )
+            if odd := [p for p in self.param_groups[-1]["params"] if not p.is_floating_point()]:
+                raise InputError(f"a parameter is {odd[0].dtype}: give real numbers")
             self._check_group(self.param_groups[-1])
         except InputError:
             self.param_groups.pop()
@@ -143,9 +140,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             if name in group:
                 check_setting(name, group[name], interval)
         if self._own_scale and group["hess_init"] + group["weight_decay"] <= 0:
-            raise InputError(
-                f"{self.algorithm}'s precision starts at 0: give weight_decay or hess_init"
-            )
+            raise InputError("the precision starts at 0: give weight_decay or hess_init")
 
     def _check_groups(self) -> None:
         """What was sound when it was given may have been changed since."""
@@ -198,9 +193,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return self._open
         self._refuse_inside("sampled_params()")
         if not train and not self._own_scale and self._sample is None:
-            raise OptimizerError(
-                f"{self.algorithm} learns no posterior to draw from; fit_laplace makes one"
-            )
+            raise OptimizerError(f"{self.algorithm} learns no posterior: fit_laplace makes one")
         look = self._look if train else self._sample
         return Draw(train, self._is_noisy(train), look, adoptable, self._method)
 
@@ -211,17 +204,20 @@ class RuleOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _at(self, draw: Draw) -> Iterator[None]:
         """The model at the weights of ``draw``, which may be open already."""
-        if draw is not self._open:
-            self._begin(draw)
+        is_open = draw is self._open
+        if not is_open:
+            self._refuse_inside("another context")
         try:
+            if not is_open:
+                self._begin(draw)
             yield
-            self._finish(draw)
+            if draw is self._open:  # no context inside the closure has closed it
+                self._finish(draw)
         except BaseException:  # also an interrupt while the means are put back
             self._abandon(draw)
             raise
 
     def _begin(self, draw: Draw) -> None:
-        self._refuse_inside("another context")
         self._check_groups()
         with plain_tensors():
             if draw.train:
@@ -230,13 +226,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             if draw.noisy:
                 self._fill(draw)
             self._open = draw
-            try:
-                draw.perturb(self._buffers, self.generator)
-                if draw.train and self.examples is not None:
-                    self.examples.start([*draw.groups])
-            except BaseException:
-                self._abandon(draw)
-                raise
+            draw.perturb(self._buffers, self.generator)
+            if draw.train and self.examples is not None:
+                self.examples.start([*draw.groups])
 
     def _take_params(self, draw: Draw) -> None:
         draw.groups = {p: g for g in self.param_groups for p in g["params"] if p.requires_grad}
@@ -258,24 +250,18 @@ class RuleOptimizer(torch.optim.Optimizer):
             draw.noises.update(zip(params, noises, strict=True))
 
     def _finish(self, draw: Draw) -> None:
-        if draw is not self._open:  # closed by a context inside the closure
-            return
         with plain_tensors():
             moved = self._fused and all(p.grad is None for p in draw.groups)
             if draw.train and self.examples is not None:
                 scale = draw.divided_by ** DEGREES[self.examples.method]
                 draw.given = {p: s * scale for p, s in self.examples.finish().items()}
             draw.restore(self._buffers)
-            self._open = None
             if moved or not draw.train:
                 self._gathered.drop(draw)
-                return
-            try:
+            else:
                 draw.carry_gradients()
                 self._gather(draw)
-            except BaseException:
-                self._gathered.drop(draw)
-                raise
+            self._open = None
 
     def _gather(self, draw: Draw) -> None:
         self._gathered.add(draw)
@@ -363,16 +349,11 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _check_draws(self) -> None:
         if not self._unscales and getattr(self, "found_inf", None) is not None:
-            raise OptimizerError(
-                f"{self.algorithm} needs the gradient's own size, no GradScaler's: train in "
-                "bfloat16 or float32"
-            )
+            raise OptimizerError(f"{self.algorithm} takes no GradScaler: train in bfloat16")
         if self._gathered.count:
             return
         if self._needs_draw:
-            raise OptimizerError(
-                "step() without a draw: use sampled_params(train=True), or pass a closure"
-            )
+            raise OptimizerError("step() without a draw: use sampled_params(train=True)")
         draw = Draw(True, method=self._method)  # a plain backward pass was one look at the mean
         self._take_params(draw)
         self._gathered.add(draw)
@@ -398,10 +379,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             inverse_scale = 1.0
         bad = None if found_inf is not None else self._gathered.find_unusable(inverse_scale)
         if bad is not None:
-            raise OptimizerError(
-                f"the gradient of {self._describe(bad)} holds NaN or inf, or its square might "
-                "overflow: nothing was changed; lower lr, or clip"
-            )
+            said = f"the gradient of {self._describe(bad)} holds NaN or inf, or may overflow"
+            raise OptimizerError(f"{said}: nothing was changed; lower lr, or clip")
         return inverse_scale
 
     def _describe(self, param: Tensor) -> str:
@@ -410,7 +389,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 if other is param:
                     name = group.get("param_names", {index: f"parameter {index}"})[index]
                     return f"{name} of group {number} (shape {tuple(param.shape)})"
-        return f"a parameter of shape {tuple(param.shape)}"
+        return str(tuple(param.shape))
 
     def _update(self, inverse_scale: float) -> None:
         """Move every parameter that has an estimate; the others stay.

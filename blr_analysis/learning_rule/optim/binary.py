@@ -52,9 +52,7 @@ class BinaryOptimizer(RowOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         if any(p.dtype in HALF for p in group["params"]):
-            raise InputError(
-                f"{self.row.algorithm} needs float32 parameters: train under torch.autocast"
-            )
+            raise InputError("signs need float32 parameters: train under torch.autocast")
 
 
 class STE(BinaryOptimizer):

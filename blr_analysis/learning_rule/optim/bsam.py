@@ -92,9 +92,7 @@ class BSAM(RowOptimizer):
     def _adversary(self, adoptable: bool = False) -> Draw:
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
-            raise OptimizerError(
-                "adversarial_params() without a sample: run sampled_params(train=True) before it"
-            )
+            raise OptimizerError("adversarial_params() without a sample: draw one before it")
         gradients, self._sampled = self._sampled, None
         sizes: dict[Tensor, Tensor] = {}
 
@@ -123,9 +121,9 @@ class BSAM(RowOptimizer):
             for p in draw.groups
             if p.grad is not None
         }
-        self._gathered.drop(draw)
         if not sampled:
             raise NoGradient(NO_GRADIENT)
+        self._gathered.drop(draw)
         self._sampled = sampled
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:

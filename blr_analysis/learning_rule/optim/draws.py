@@ -345,9 +345,7 @@ class Gathered:
         written = [e for e in held if e.shown._version != e.version]
         if self.count == 1 and len(written) == len(held) and not any(e.shown.any() for e in held):
             self.clear()
-            raise OptimizerError(
-                "the first sample's gradients were zeroed in place: zero_grad(set_to_none=True)"
-            )
+            raise OptimizerError("gradients were zeroed in place: zero_grad(set_to_none=True)")
         self.settle()
         for param, estimate in self.estimates.items():
             if param.grad is estimate.shown:
@@ -396,10 +394,8 @@ class Gathered:
         got = {p: p.grad for p in draw.groups if p.grad is not None}
         if not got:
             raise NoGradient(NO_GRADIENT)
-        if sparse := [g for g in got.values() if g.layout is not torch.strided]:
-            raise OptimizerError(
-                f"a gradient of shape {tuple(sparse[0].shape)} is sparse: build with sparse=False"
-            )
+        if any(g.layout is not torch.strided for g in got.values()):
+            raise OptimizerError("a gradient is sparse: build the layer with sparse=False")
         if self.count:
             self._average(got, draw)
             self._buffers.give(draw.noise_flats)

@@ -126,10 +126,8 @@ class Dropout(RowOptimizer):
             raise InputError("keep_prior must be below 1 where keep is learned")
         for param in group["params"]:
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
-                raise InputError(
-                    f"keep < 1 needs units along dim = {group['dim']} of shape "
-                    f"{tuple(param.shape)}: give biases a group with keep = 1"
-                )
+                said = f"no units along dim = {group['dim']} of {tuple(param.shape)}"
+                raise InputError(f"{said}: give biases a group with keep = 1")
 
     def _look(
         self, theta: Tensor, group: Group, generator: torch.Generator | None

@@ -58,12 +58,8 @@ def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0, broad: floa
     """
     if steps is None:
         return BETA2
-    positive_int("steps", steps)
-    try:
-        c = math.log(float(ess) * float(hess_init) * broad**2)
-    except (TypeError, ValueError):  # what is wrong with them is said where groups are checked
-        c = 1.0
-    return 1 - min(max(c, 1.0), 5.0, steps) / steps
+    c = math.log(float(ess) * float(hess_init) * broad**2)
+    return 1 - min(max(c, 1.0), 5.0, positive_int("steps", steps)) / steps
 
 
 def radius_for(
@@ -78,12 +74,8 @@ def radius_for(
         >>> radius_for(1000, lr=20.0), radius_for(None, lr=20.0)
         (0.0025, inf)
     """
-    if steps is None:
-        return math.inf
-    try:
-        return BROAD / (float(lr) * (float(hess_init) + float(weight_decay)))
-    except (TypeError, ValueError, ZeroDivisionError):  # said where groups are checked
-        return math.inf
+    first = float(lr) * (float(hess_init) + float(weight_decay))
+    return BROAD / first if steps is not None and first else math.inf
 
 
 class IVON(RowOptimizer):
@@ -216,12 +208,13 @@ class IVON(RowOptimizer):
         steps: int | None = None,
     ) -> None:
         given, broad = {k: v for k, v in locals().items() if k not in UNGROUPED}, BROAD
+        for name in ("lr", "ess", "weight_decay"):
+            check_setting(name, given[name], SETTINGS[name])
         if hess_init == "weights":
-            check_setting("ess", ess, SETTINGS["ess"])
             params = groups_of(params)
-            size = size_of(params)
-            broad = WIDEST * size
+            broad = WIDEST * (size := size_of(params))
             hess_init = given["hess_init"] = max(1.0, 1 / (ess * (NARROW * size) ** 2))
+        check_setting("hess_init", hess_init, self._ranges["hess_init"])
         if beta2 == BETA2:
             given["beta2"] = beta2_for(steps, ess, hess_init, broad)
         if clip_radius == math.inf:
@@ -229,21 +222,6 @@ class IVON(RowOptimizer):
             given["clip_radius"] = radius_for(steps, lr, *scale)
         self.steps = steps
         self._begin_row(ROWS["IVON"], params, **given)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for the other rows, with a warning where the state was saved with other ``steps``."""
-        own = [group["beta2"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for beta2, group in zip(own, self.param_groups, strict=True):
-            kept = group["beta2"]
-            if self.steps is not None and not 1 / 1.2 < (1 - beta2) / max(1 - kept, 1e-12) < 1.2:
-                warnings.warn(
-                    f"the state's beta2={kept:.6g} is kept, steps={self.steps} would set "
-                    f"{beta2:.6g}: give the state's steps, or set beta2 and clip_radius in "
-                    "param_groups",
-                    InitialPrecisionWarning,
-                    stacklevel=2,
-                )
 
     def _update(self, inverse_scale: float) -> None:
         super()._update(inverse_scale)

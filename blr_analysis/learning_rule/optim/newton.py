@@ -137,9 +137,7 @@ def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
             loss, params, create_graph=True, allow_unused=True, materialize_grads=True
         )
     except RuntimeError as error:
-        raise OptimizerError(
-            f"the loss cannot be differentiated twice: return it without backward ({error})"
-        ) from error
+        raise OptimizerError("return the loss, without backward") from error
     flat = torch.cat([g.reshape(-1) for g in grads])
     rows = []
     for entry in flat:

@@ -16,16 +16,16 @@ example's outputs depend on its own row of every layer alone.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from blr_analysis.backprop.layers import Axis
 from blr_analysis.backprop.plan import units_of
@@ -77,7 +77,7 @@ class Listener:
         self.model, self.algorithm = model, algorithm
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
         self._contexts = 0
-        self._warned = self._told = False
+        self._told = False
         self._handles: list[Any] = []
         self.stop()
 
@@ -94,9 +94,7 @@ class Listener:
         self._contexts += 1
         names = names_of(self.model)
         if foreign := [tuple(p.shape) for p in params if id(p) not in names]:
-            raise OptimizerError(
-                f"parameters of shapes {foreign[:5]} are not in model=: pass theirs"
-            )
+            raise OptimizerError(f"parameters of {foreign[:5]} are not in model=: pass theirs")
         self._params = {names[id(p)]: p for p in params}
         keep = self._handles.append  # one by one: an interrupt leaves none behind
         keep(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
@@ -146,11 +144,9 @@ class Listener:
             return
         for path, inner in module.named_modules():
             if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-                raise OptimizerError(
-                    f"{type(inner).__name__} {path!r} mixes the examples in training mode: use "
-                    "GroupNorm or LayerNorm, eval(), or IVON"
-                )
-        leaves = tree_flatten((args, kwargs))[0]
+                said = f"{type(inner).__name__} {path!r} mixes the examples"
+                raise OptimizerError(f"{said}: use GroupNorm, LayerNorm, eval(), or IVON")
+        leaves = tree_leaves((args, kwargs))
         sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not sizes:
             raise OptimizerError("the model was called without a tensor of examples: pass one")
@@ -168,12 +164,10 @@ class Listener:
     def _catch(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         passed = self._current
         if passed is None:
-            raise OptimizerError(
-                f"layer {unit.path!r} was called outside of model='s forward: pass what is called"
-            )
+            raise OptimizerError(f"layer {unit.path!r} was called outside of model='s forward")
         leaves = differentiated(output)
         edges = [get_gradient_edge(leaf) for leaf in leaves]
-        args, kwargs = tree_map(_detached, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         values, grads = [leaf.detach() for leaf in leaves], [None] * len(leaves)
         passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
         for position, leaf in enumerate(leaves):
@@ -190,18 +184,11 @@ class Listener:
         """At a pass whose forward is over."""
         if not self._is_due:
             return
-        if rows := [x for x in outputs if x.shape[:1] == (passed.batch,)]:
-            names = mixed(passed, rows)
-            passed.forget_gradients()
-            if names:
-                raise self._unreadable(names, "the model mixes the examples of a batch there")
-        elif not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the model returns no outputs with one row per example, so {self.algorithm} "
-                "cannot check that no layer mixes examples",
-                stacklevel=4,
-            )
+        rows = [x for x in outputs if x.shape[:1] == (passed.batch,)]
+        names = mixed(passed, rows) if rows else []
+        passed.forget_gradients()
+        if names:
+            raise self._unreadable(names, "the model mixes the examples of a batch there")
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -211,9 +198,7 @@ class Listener:
             raise NoGradient(NO_GRADIENT)
         passes = [p for p in self._passes if any(g is not None for _, gs in p.seen for g in gs)]
         if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
-            raise OptimizerError(
-                f"{self.algorithm} needs one backward per call of the model: join the batches"
-            )
+            raise OptimizerError("one backward per call of the model: join the batches")
         terms = [self._terms(p, [grads for _, grads in p.seen]) for p in passes]
         read = {name for of_pass in terms for term in of_pass for name in term.names}
         if unseen := [name for name in got if name not in read]:
@@ -236,7 +221,7 @@ class Listener:
             if all(g is None for g in at):
                 continue
             unit, batch = visit.unit, passed.batch
-            inputs = [_axis(leaf, batch) for leaf in tree_flatten((visit.args, visit.kwargs))[0]]
+            inputs = [_axis(leaf, batch) for leaf in tree_leaves((visit.args, visit.kwargs))]
             axes = [_place(x, batch, g) for x, g in zip(visit.outputs, at, strict=True)]
             outputs = [axis for axis in axes if axis is not None]
             lost = unit.rule is not None and (not inputs or inputs[0] is None)
@@ -245,8 +230,9 @@ class Listener:
                 why = f"its outputs {shapes} or inputs do not start with the {batch} examples"
                 raise self._unreadable(unit.names.values(), why)
             wide = state_dtype(values[next(iter(unit.names.values()))])
-            given = tree_map(lambda x, wide=wide: _widened(x, wide), (visit.args, visit.kwargs))
-            visit.args, visit.kwargs = given
+            given = (visit.args, visit.kwargs)
+            widen = partial(_widened, dtype=wide)
+            visit.args, visit.kwargs = tree_map_only(Tensor, widen, given)
             columns = [
                 [torch.zeros_like(leaf, dtype=wide) if g is None else _widened(g, wide)]
                 for g, leaf in zip(at, visit.outputs, strict=True)
@@ -338,7 +324,7 @@ def mixed(passed: Pass, outputs: Sequence[Tensor]) -> list[str]:
 
 def differentiated(output: Any) -> list[Tensor]:
     """The leaves of an output that have a gradient."""
-    return [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _counted(passed: Pass) -> Tensor:
@@ -364,12 +350,8 @@ def _place(leaf: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
     return Axis(dim=dims[0]) if dims and (dims[0] == 0 or grad is None) else None
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _widened(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def _column(scales: Tensor, like: Tensor) -> Tensor:

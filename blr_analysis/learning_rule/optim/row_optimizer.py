@@ -180,9 +180,7 @@ class RowOptimizer(RuleOptimizer):
         """
         draw = self._open
         if draw is None or not draw.train or self._gathered.count or self.sync:
-            raise OptimizerError(
-                "step_param() belongs inside the one sampled_params(train=True), without sync"
-            )
+            raise OptimizerError("step_param() belongs inside the one draw of a step, without sync")
         if self._needs_all_gradients:
             raise OptimizerError(f"{self.algorithm} needs all gradients before it steps")
         if param.grad is None:
@@ -192,9 +190,7 @@ class RowOptimizer(RuleOptimizer):
             self._gathered.add(draw.take(param))
             try:
                 if self._gathered.find_unusable(1.0) is not None:
-                    raise OptimizerError(
-                        f"the gradient of {self._describe(param)} holds NaN or inf: lower lr"
-                    )
+                    raise OptimizerError(f"{self._describe(param)} got NaN or inf: lower lr")
                 self._move_group(group, [param], 1.0)
             finally:
                 self._gathered.clear()

@@ -168,9 +168,7 @@ class StructuredOptimizer(RuleOptimizer):
         self._form = None
 
     def __getstate__(self) -> dict[str, Any]:
-        raise OptimizerError(
-            f"{self.algorithm} cannot be copied with its hooks: load its state in another"
-        )
+        raise OptimizerError("it cannot be copied with its hooks: load its state in another")
 
 
 class NoisyKFAC(StructuredOptimizer):

@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import ivon as ivon_opt
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,75 +62,6 @@ def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, A
     theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float64, draws=draws, **options)
     for name in ("weights", "hess", "momentum"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-14)
-
-
-@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
-def test_agrees_with_ivon_opt_in_single_precision(hess_approx: str) -> None:
-    """Up to rounding, which for a vector is relative to its length."""
-    options: dict[str, Any] = {"hess_approx": hess_approx, "beta2": 0.99}
-    ours = train_two_groups(IVON, dtype=torch.float32, draws=1, **options)
-    theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float32, draws=1, **options)
-    for name in ("weights", "hess", "momentum"):
-        assert (ours[name] - theirs[name]).norm() <= 1e-6 * theirs[name].norm()
-
-
-@pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
-@pytest.mark.parametrize("rescale_lr", [True, False])
-@pytest.mark.parametrize("debias", [True, False])
-def test_is_algorithm_1(hess_approx: str, rescale_lr: bool, debias: bool) -> None:
-    """Line by line in numpy, on the loss Σ_j a_j θ_j²/2 − b_j θ_j, whose gradient is aθ − b."""
-    a, b = np.array([1.0, 0.3, 2.0]), np.array([0.5, -1.0, 0.2])
-    lr, ess, hess_init, beta1, beta2, decay, clip = 0.3, 20.0, 0.7, 0.8, 0.9, 0.05, 0.4
-    draws, steps = 2, 6
-
-    theta = torch.nn.Parameter(torch.tensor([1.0, -1.0, 0.1], dtype=torch.float64))
-    optimizer = IVON(
-        [theta],
-        lr,
-        ess,
-        hess_init,
-        beta1,
-        beta2,
-        decay,
-        hess_approx=hess_approx,
-        clip_radius=clip,
-        debias=debias,
-        rescale_lr=rescale_lr,
-        generator=torch.Generator().manual_seed(5),
-    )
-    for _ in range(steps):
-        for _ in range(draws):
-            with optimizer.sampled_params(train=True):
-                theta.grad = torch.from_numpy(a * theta.detach().numpy() - b)
-        optimizer.step()
-
-    normals = torch.Generator().manual_seed(5)
-    m, h, g = np.array([1.0, -1.0, 0.1]), np.full(3, hess_init), np.zeros(3)
-    for t in range(1, steps + 1):
-        variance = 1 / (ess * (h + decay))
-        g_hat, h_hat = np.zeros(3), np.zeros(3)
-        for _ in range(draws):
-            z = torch.empty(3, dtype=torch.float64).normal_(generator=normals).numpy()
-            sample = m + z * np.sqrt(variance)
-            gradient = a * sample - b
-            g_hat += gradient / draws
-            if hess_approx == "price":
-                h_hat += gradient * (sample - m) / variance / draws
-            else:
-                h_hat += ess * gradient**2 / draws
-        g = beta1 * g + (1 - beta1) * g_hat
-        h = (
-            beta2 * h
-            + (1 - beta2) * h_hat
-            + (1 - beta2) ** 2 * (h - h_hat) ** 2 / (2 * (h + decay))
-        )
-        g_bar = g / (1 - beta1**t) if debias else g
-        rate = lr * (hess_init + decay) if rescale_lr else lr
-        m = m - rate * np.clip((g_bar + decay * m) / (h + decay), -clip, clip)
-    np.testing.assert_allclose(theta.detach().numpy(), m, rtol=1e-12)
-    np.testing.assert_allclose(optimizer.state[theta]["hess"].numpy(), h, rtol=1e-12)
-    np.testing.assert_allclose(optimizer.state[theta]["momentum"].numpy(), g, rtol=1e-12)
-    assert optimizer.state[theta]["step"] == steps
 
 
 def test_converges_to_the_mean_field_posterior_of_linear_regression() -> None:
@@ -275,41 +205,3 @@ def test_a_precision_that_is_still_its_start_is_warned_of_at_the_last_step() -> 
 
     assert train() == []
     assert train(beta2=0.999) == [3]
-
-
-def test_a_slow_second_group_is_warned_of_too() -> None:
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    groups = [{"params": params[:1]}, {"params": params[1:], "beta2": 0.999}]
-    optimizer = IVON(groups, lr=0.1, ess=10, steps=1)
-    with optimizer.sampled_params(train=True):
-        sum(p.square().sum() for p in params).backward()
-    with pytest.warns(InitialPrecisionWarning, match="all 1 steps"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("steps", [None, 6])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_parameter_that_has_no_gradient_at_first(frozen: bool, steps: int | None) -> None:
-    used, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=not frozen)
-    optimizer = IVON([late, used], lr=0.1, ess=10, steps=steps)
-    _ = optimizer.state[late]  # torch makes an empty entry of a look
-    for step in range(4):
-        late.requires_grad_(not frozen or step > 1)
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            loss = used.square().sum() + (late.square().sum() if step > 1 else 0)
-            loss.backward()
-        optimizer.step()
-    assert [optimizer.state[p]["step"] for p in (late, used)] == [2, 4]
-
-
-def test_a_state_of_other_steps_is_warned_of() -> None:
-    def make(steps: int) -> IVON:
-        return IVON([nn.Parameter(torch.ones(3))], lr=0.1, ess=4000, steps=steps)
-
-    short = make(20).state_dict()
-    with pytest.warns(InitialPrecisionWarning, match="steps=2000"):
-        make(2000).load_state_dict(short)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(20).load_state_dict(short)

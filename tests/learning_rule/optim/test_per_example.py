@@ -21,58 +21,54 @@ from blr_analysis.learning_rule.optim import OGN, SLANG, VOGN, NoisyKFAC
 B = 6
 
 
-class Tokens(nn.Module):
-    """Embedding, positions, a causal-like mix over time, normalisation, tied read-out."""
+class Made(nn.Module):
+    """Of parts, with a function for its forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Tensor], **parts: Any) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8, padding_idx=0)
-        self.inner = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.out = nn.Linear(8, 11, bias=False)
-        self.out.weight = self.embed.weight
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        h = self.norm(h + self.inner(h).cumsum(1))
-        return self.out(F.relu(h, inplace=True)).mean(1)
+    def forward(self, *args: Any) -> Tensor:
+        return self.run(self, *args)
 
 
-class Twice(nn.Module):
+def tokens() -> nn.Module:
+    """Embedding, a causal-like mix over time, normalisation, tied read-out."""
+
+    def run(m: Any, ids: Tensor) -> Tensor:
+        h = m.embed(ids)
+        h = m.norm(h + m.inner(h).cumsum(1))
+        return m.out(F.relu(h, inplace=True)).mean(1)
+
+    embed, out = nn.Embedding(11, 8, padding_idx=0), nn.Linear(8, 11, bias=False)
+    out.weight = embed.weight
+    return Made(run, embed=embed, inner=nn.Linear(8, 8), norm=nn.LayerNorm(8), out=out)
+
+
+def twice() -> nn.Module:
     """One layer called twice; a parameter of the model's own; a residual."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.scale = nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(5, 3)
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        return m.head((torch.tanh(m.first(h)) + h) * m.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        h = torch.tanh(self.first(h)) + h
-        return self.head(h * self.scale)
+    parts = {"first": nn.Linear(5, 5), "head": nn.Linear(5, 3)}
+    return Made(run, scale=nn.Parameter(torch.ones(5)), **parts)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, 3)
+def attention() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.norm(x + m.attention(x, x, x, need_weights=False)[0]).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h, _ = self.attention(x, x, x, need_weights=False)
-        return self.head(self.norm(x + h).mean(1))
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    return Made(run, attention=attention, norm=nn.RMSNorm(8), head=nn.Linear(8, 3))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(4, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x)[0][:, -1])
+def recurrent() -> nn.Module:
+    parts = {"cell": nn.GRU(4, 5, batch_first=True), "head": nn.Linear(5, 3)}
+    return Made(lambda m, x: m.head(m.cell(x)[0][:, -1]), **parts)
 
 
 def mlp() -> nn.Module:
@@ -82,27 +78,20 @@ def mlp() -> nn.Module:
 
 def convolutional() -> nn.Module:
     layers = (
-        nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(4, 6, 3, stride=2, groups=2),
-        nn.BatchNorm2d(6).eval(),
-        nn.Flatten(),
+        *(nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), nn.GroupNorm(2, 4)),
+        *(nn.ReLU(inplace=True), nn.Conv2d(4, 6, 3, stride=2, groups=2)),
+        *(nn.BatchNorm2d(6).eval(), nn.Flatten(), nn.Linear(54, 3)),
     )
-    return nn.Sequential(*layers, nn.Linear(54, 3))
-
-
-def numbers(*shape: int) -> Callable[[], Tensor]:
-    return lambda: torch.randn(B, *shape)
+    return nn.Sequential(*layers)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp": (mlp, numbers(5)),
-    "convolutional": (convolutional, numbers(2, 8, 8)),
-    "tokens": (Tokens, lambda: torch.randint(11, (B, 9))),
-    "twice": (Twice, numbers(5)),
-    "attention": (Attention, numbers(4, 8)),
-    "recurrent": (Recurrent, numbers(4, 4)),
+    "mlp": (mlp, lambda: torch.randn(B, 5)),
+    "convolutional": (convolutional, lambda: torch.randn(B, 2, 8, 8)),
+    "tokens": (tokens, lambda: torch.randint(11, (B, 9))),
+    "twice": (twice, lambda: torch.randn(B, 5)),
+    "attention": (attention, lambda: torch.randn(B, 4, 8)),
+    "recurrent": (recurrent, lambda: torch.randn(B, 4, 4)),
 }
 
 
@@ -125,21 +114,20 @@ def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return total
 
 
-def ogn(model: nn.Module, **options: Any) -> OGN:
+def ogn(model: nn.Module, kind: Any = OGN, **options: Any) -> Any:
     """beta2 = 0: ``hess`` is the estimate of the last step; lr = 0: the mean stays."""
-    settings: dict[str, Any] = {"lr": 0.0, "ess": 10, "beta2": 0.0, **options}
-    return OGN(model.parameters(), model=model, **settings)
+    settings: dict[str, Any] = {"lr": 0.0, "ess": 10, "beta2": 0.0, "hess_init": 1.0, **options}
+    return kind(model.parameters(), model=model, **settings)
 
 
-def learned(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    return {n: optimizer.state[p]["hess"] for n, p in model.named_parameters()}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert value.abs().max() > 0, name
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-13)
+def check(model: nn.Module, optimizer: Any, expected: dict[str, Tensor]) -> None:
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert expected[name].abs().max() > 0, name
+        torch.testing.assert_close(
+            optimizer.state[p]["hess"], expected[name], rtol=1e-9, atol=1e-13
+        )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def look(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, **options: Any) -> None:
@@ -150,97 +138,54 @@ def look(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, **options: Any)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_backward_pass_per_example(name: str) -> None:
+    """At the weights that were drawn, of a mean and a sum, in one pass or in several."""
     model, x, y = problem(name)
     optimizer = ogn(model)
     look(model, optimizer, x, y)
-    optimizer.step()
-    assert_equal(learned(model, optimizer), by_hand(model, x, y))
-
-
-def test_a_sum_as_the_loss() -> None:
-    model, x, y = problem("mlp")
+    check(model, optimizer, by_hand(model, x, y))
     optimizer = ogn(model, loss_reduction="sum")
     look(model, optimizer, x, y, reduction="sum")
-    mean = copy.deepcopy(model)
-    mean.zero_grad()
-    F.cross_entropy(mean(x), y).backward()
-    for p, q in zip(model.parameters(), mean.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
-    optimizer.step()
-    assert_equal(learned(model, optimizer), by_hand(model, x, y))
-
-
-def test_several_backward_passes_in_one_context() -> None:
-    model, x, y = problem("mlp")
+    check(model, optimizer, by_hand(model, x, y))
     optimizer = ogn(model)
     with optimizer.sampled_params(train=True):
-        for half in (slice(0, 3), slice(3, 6)):
-            (F.cross_entropy(model(x[half]), y[half]) / 2).backward()
-    optimizer.step()
-    assert_equal(learned(model, optimizer), by_hand(model, x, y))
-
-
-def test_at_the_weights_that_were_drawn() -> None:
-    model, x, y = problem("convolutional")
-    optimizer = VOGN(model.parameters(), lr=0.0, ess=10, hess_init=1.0, beta2=0.0, model=model)
-    with optimizer.sampled_params(train=True):
-        drawn = copy.deepcopy(model)
-        F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    found = learned(model, optimizer)
-    assert_equal(found, by_hand(drawn, x, y))
-    assert (found["0.weight"] - by_hand(model, x, y)["0.weight"]).abs().max() > 1e-3
-
-
-def test_predictions_in_between_are_not_read() -> None:
-    model, x, y = problem("mlp")
-    optimizer = ogn(model)
-    with optimizer.sampled_params(train=True):
+        optimizer.zero_grad()
         with torch.no_grad():
             model(x[:2])
         model(x[:1]).sum()  # never differentiated
+        for half in (slice(0, 3), slice(3, 6)):
+            (F.cross_entropy(model(x[half]), y[half]) / 2).backward()
+    check(model, optimizer, by_hand(model, x, y))
+    optimizer = ogn(model, VOGN)
+    with optimizer.sampled_params(train=True):
+        optimizer.zero_grad()
+        drawn = copy.deepcopy(model)
         F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    assert_equal(learned(model, optimizer), by_hand(model, x, y))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    check(model, optimizer, by_hand(drawn, x, y))
+
+
+def checkpointed(reentrant: bool) -> nn.Module:
+    parts = {"layer": nn.Linear(5, 5), "head": nn.Linear(5, 3)}
+    return Made(lambda m, x: m.head(checkpoint(m.layer, x, use_reentrant=reentrant)), **parts)
 
 
 def test_activation_checkpointing() -> None:
     torch.manual_seed(0)
-    model = Checkpointed().double()
-    x, y = torch.randn(B, 5).double(), torch.randint(3, (B,))
+    model, (_, x, y) = checkpointed(False).double(), problem("mlp")
     optimizer = ogn(model)
     for _ in range(3):
         look(model, optimizer, x, y)
-        optimizer.step()
-    assert_equal(learned(model, optimizer), by_hand(model, x, y))
+        check(model, optimizer, by_hand(model, x, y))
 
 
 def test_frozen_and_unused_parameters() -> None:
-    model, x, y = problem("mlp")
-    model[0].weight.requires_grad_(False)
-    model.register_module("idle", nn.Linear(2, 2).double())
-    active = nn.Sequential(*list(model.children())[:5])
-    optimizer = OGN(model.parameters(), lr=0.0, ess=10, beta2=0.0, model=active_of(model, active))
-    with optimizer.sampled_params(train=True):
-        F.cross_entropy(optimizer.examples.model(x), y).backward()
+    inner, x, y = problem("mlp")
+    inner[0].weight.requires_grad_(False)
+    model = Made(lambda m, x: m.inner(x), inner=inner, idle=nn.Linear(2, 2).double())
+    optimizer = ogn(model)
+    look(model, optimizer, x, y)
     optimizer.step()
     touched = {n for n, p in model.named_parameters() if p in optimizer.state}
-    assert touched == {"0.bias", "2.weight", "4.weight", "4.bias"}
-
-
-def active_of(model: nn.Module, active: nn.Module) -> nn.Module:
-    """A module that owns all of ``model`` and runs ``active``."""
-
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.owned = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return active(x)
-
-    return Owner()
+    assert touched == {f"inner.{n}" for n in ("0.bias", "2.weight", "4.weight", "4.bias")}
 
 
 def test_autocast() -> None:
@@ -248,83 +193,46 @@ def test_autocast() -> None:
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
     x, y = torch.randn(B, 5), torch.randint(3, (B,))
     optimizer = ogn(model)
-    with optimizer.sampled_params(train=True), torch.autocast("cpu", dtype=torch.bfloat16):
-        F.cross_entropy(model(x), y).backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        look(model, optimizer, x, y)
     optimizer.step()
-    for name, expected in by_hand(model, x, y).items():
-        found = learned(model, optimizer)[name]
-        assert found.dtype == torch.float32
+    for (name, expected), p in zip(by_hand(model, x, y).items(), model.parameters(), strict=True):
+        found = optimizer.state[p]["hess"]
+        assert found.dtype == torch.float32, name
         assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 # Refusals -------------------------------------------------------------------------------------
 
 
-class Mixing(nn.Module):
-    """Subtracts the mean over the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.second(h - h.mean(0))
+def pair(run: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Made(run, layer=nn.Linear(5, 5), head=nn.Linear(5, 3))
 
 
-class Functional(nn.Module):
-    """Uses its layer's weight without calling the layer as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x) + F.linear(x, self.layer.weight))
-
-
-class NeverCalled(Functional):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.linear(x, self.layer.weight))
-
-
-class TimeFirst(nn.Module):
+def time_first(steps: int) -> Callable[[], nn.Module]:
     """Works on ``[T, B, D]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x[:, None].expand(-1, self.steps, -1).transpose(0, 1)).mean(0))
-
-    steps = 2
+    return pair(
+        lambda m, x: m.head(m.layer(x[:, None].expand(-1, steps, -1).transpose(0, 1)).mean(0))
+    )
 
 
-class SquareTimeFirst(TimeFirst):
-    """With as many steps as examples: shapes cannot tell."""
-
-    steps = B
-
-
-class Checkpointed(Functional):
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.layer, x, use_reentrant=self.reentrant))
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
+def mixing(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    return m.head(h - h.mean(0))
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "mixing": (Mixing, r"'first.weight', 'first.bias': the model mixes"),
-    "functional": (Functional, "'layer.weight': .*do not add up"),
-    "never called": (NeverCalled, "'layer.weight': no layer"),
-    "time first": (TimeFirst, r"outputs \[\(2, 6, 5\)\]"),
-    "square": (SquareTimeFirst, "'layer.weight', 'layer.bias': the model mixes"),
+    "mixing": (pair(mixing), r"'layer.weight', 'layer.bias': the model mixes"),
+    "functional": (
+        pair(lambda m, x: m.head(m.layer(x) + F.linear(x, m.layer.weight))),
+        "'layer.weight': .*do not add up",
+    ),
+    "never called": (
+        pair(lambda m, x: m.head(F.linear(x, m.layer.weight))),
+        "'layer.weight': no layer",
+    ),
+    "time first": (time_first(2), r"outputs \[\(2, 6, 5\)\]"),
+    "square": (time_first(B), "'layer.weight', 'layer.bias': the model mixes"),  # by its shapes
     "batch norm": (
         lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
         "BatchNorm1d '1' mixes",
@@ -333,7 +241,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Linear(5, 3), nn.Embedding(3, 3, max_norm=1.0)),
         "embedding '1'",
     ),
-    "reentrant": (Reentrant, "no layer"),
+    "reentrant": (lambda: checkpointed(True), "no layer"),
+    "two calls, one backward": (
+        lambda: Made(lambda m, x: m.inner(x), inner=nn.Linear(5, 3)),
+        "one backward per call",
+    ),
+    "a part alone": (mlp, "'0' was called outside"),
+    "gradients that were there": (mlp, "call zero_grad"),
 }
 
 
@@ -344,9 +258,17 @@ def test_what_cannot_be_read_is_refused_by_name(case: str) -> None:
     model = build().double()
     x, y = torch.randn(B, 5).double().requires_grad_(), torch.randint(3, (B,))
     optimizer = VOGN(model.parameters(), lr=0.1, ess=10, model=model)
+    if case == "gradients that were there":
+        F.cross_entropy(model(x), y).backward()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises((OptimizerError, ModelError), match=message):
-        look(model, optimizer, x, y)
+    with (
+        pytest.raises((OptimizerError, ModelError), match=message),
+        optimizer.sampled_params(train=True),
+    ):
+        if case == "a part alone":
+            model[0](x)
+        f = model(x) + (model(x + 1) if case.startswith("two calls") else 0)
+        F.cross_entropy(f, y).backward()
     for p, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, expected)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -354,48 +276,14 @@ def test_what_cannot_be_read_is_refused_by_name(case: str) -> None:
         optimizer.step()
 
 
-def test_gradients_that_were_not_cleared_are_noticed() -> None:
-    model, x, y = problem("mlp")
+def test_a_model_that_returns_its_loss() -> None:
+    """No outputs with a row for each example: what is read is right all the same."""
+    inner, x, y = problem("mlp")
+    model = Made(lambda m, x, y: F.cross_entropy(m.inner(x), y), inner=inner)
     optimizer = ogn(model)
-    look(model, optimizer, x, y)
-    optimizer.step()
-    with pytest.raises(OptimizerError, match="call zero_grad"), optimizer.sampled_params(True):
-        F.cross_entropy(model(x), y).backward()
-
-
-def test_a_part_called_alone() -> None:
-    model, x, _ = problem("mlp")
-    optimizer = ogn(model)
-    with (
-        pytest.raises(OptimizerError, match="'0' was called outside"),
-        optimizer.sampled_params(train=True),
-    ):
-        model[0](x)
-
-
-def test_outputs_that_cannot_be_checked_warn_once() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp().double()
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.inner(x), y)
-
-    torch.manual_seed(0)
-    model = Loss()
-    x, y = torch.randn(B, 5).double(), torch.randint(3, (B,))
-    optimizer = ogn(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                model(x, y).backward()
-            optimizer.step()
-    assert len(["cannot check" in str(w.message) for w in caught]) == 1
-    expected = {f"inner.{n}": v for n, v in by_hand(model.inner, x, y).items()}
-    assert_equal(learned(model, optimizer), expected)
+    with optimizer.sampled_params(train=True):
+        model(x, y).backward()
+    check(model, optimizer, {f"inner.{n}": v for n, v in by_hand(inner, x, y).items()})
 
 
 def test_the_graph_of_a_step_is_freed() -> None:
@@ -406,9 +294,7 @@ def test_the_graph_of_a_step_is_freed() -> None:
 
     def held() -> int:
         """Tensors alive after one more step, and one more context that fails."""
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+        look(model, optimizer, x, y)
         optimizer.step()
         with pytest.raises(RuntimeError, match="stop"), optimizer.sampled_params(train=True):
             F.cross_entropy(model(x), y).backward()
@@ -422,6 +308,23 @@ def test_the_graph_of_a_step_is_freed() -> None:
     assert [held() for _ in range(3)] == [before] * 3
 
 
+def precision(kind: Any, model: nn.Module, loss: Callable[[], Tensor], ess: float) -> Tensor:
+    """Of q after three steps of an optimizer."""
+    given = {"lr": 0.01, "weight_decay": 1.0, "ess": ess, "beta2": 0.5}
+    given["generator"] = torch.Generator().manual_seed(1)
+    single = kind in (VOGN, OGN)
+    made = {"model": model, **given} if single else given
+    optimizer = kind(model.parameters() if single else model, **made)
+    for _ in range(3):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            loss().backward()
+        optimizer.step()
+    q = blr.Posterior.from_optimizer(optimizer, model) if single else optimizer.posterior()
+    return torch.cat([q.precision(n).flatten() for n, _ in model.named_parameters()])
+
+
+@pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
 @pytest.mark.parametrize("kind", [VOGN, OGN, NoisyKFAC, SLANG])
 def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
     """Those of ``ignore_index`` beside the others, or the others alone: the same loss and S."""
@@ -432,27 +335,7 @@ def test_examples_that_the_loss_leaves_out_do_not_count(kind: type) -> None:
     def learned(x: Tensor, y: Tensor) -> Tensor:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-        settings = {
-            "lr": 0.01,
-            "weight_decay": 1.0,
-            "ess": 8,
-            "beta2": 0.5,
-            "generator": torch.Generator().manual_seed(1),
-        }
-        if kind in (VOGN, OGN):
-            optimizer = kind(model.parameters(), model=model, **settings)
-        else:
-            optimizer = kind(model, **settings)
-        for _ in range(3):
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        if kind in (VOGN, OGN):
-            posterior = blr.Posterior.from_optimizer(optimizer, model)
-        else:
-            posterior = optimizer.posterior()
-        return torch.cat([posterior.precision(n).flatten() for n, _ in model.named_parameters()])
+        return precision(kind, model, lambda: F.cross_entropy(model(x), y), 8)
 
     with pytest.warns(UserWarning, match="ignore_index") as told:
         beside = learned(x, ignored)
@@ -466,29 +349,18 @@ def test_examples_whose_only_logit_saturates_count(kind: type) -> None:
     """Torch's gradient of them is exactly 0; softplus keeps what is left of it."""
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     x[::3, 0] = 50.0
-
-    def learned(loss: Callable[[Tensor], Tensor]) -> Tensor:
+    ones, ends = torch.ones(12).double(), []
+    losses = (
+        lambda f: F.binary_cross_entropy_with_logits(f, ones),
+        lambda f: F.softplus(-f).mean(),
+    )
+    for loss in losses:
         torch.manual_seed(0)
         model = nn.Linear(3, 1).double()
         nn.init.ones_(model.weight)
-        given = {"lr": 0.01, "weight_decay": 1.0, "ess": 1e9, "beta2": 0.5}
-        given["generator"] = torch.Generator().manual_seed(1)
-        parts = (model.parameters(),) if kind is VOGN else (model,)
-        optimizer = kind(*parts, **given, **({"model": model} if kind is VOGN else {}))
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            loss(model(x)[:, 0]).backward()
-        optimizer.step()
-        q = (
-            blr.Posterior.from_optimizer(optimizer, model)
-            if kind is VOGN
-            else optimizer.posterior()
-        )
-        return torch.cat([q.precision(n).flatten() for n, _ in model.named_parameters()])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", InitialPrecisionWarning)  # after one step
-        exact = learned(lambda f: F.binary_cross_entropy_with_logits(f, torch.ones(12).double()))
-        known = learned(lambda f: F.softplus(-f).mean())
-    torch.testing.assert_close(exact, known, rtol=1e-9, atol=0.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", InitialPrecisionWarning)  # after three steps
+            told = precision(kind, model, lambda m=model, f=loss: f(m(x)[:, 0]), 1e9)
+        ends.append(told)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=0.0)

@@ -170,7 +170,7 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: Newton([{"params": [A.weight]}, {"params": [A.bias]}]), "one group"),
     (lambda: Newton(nn.Linear(2, 1).half().parameters()), "float32"),
     (lambda: Newton(nn.Linear(100, 100).parameters()), "fit_laplace"),
-    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "not positive definite"),
+    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "must be positive definite"),
 ]
 OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: draws(OGN(A.parameters(), 0.1, 9, model=B)), "not in model"),
@@ -183,8 +183,8 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: overflowing(1e20), "overflow"),
     *((lambda act=act: inside(act), f"{word}.* inside") for word, act in INSIDE.items()),
     (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
-    (lambda: after("IVON", lambda o, m: o.step_param(m[0].weight)), "inside the one"),
-    (lambda: ivon().step_param(param()), "inside the one"),
+    (lambda: after("IVON", lambda o, m: o.step_param(m[0].weight)), "inside the one draw"),
+    (lambda: ivon().step_param(param()), "inside the one draw"),
     (lambda: after("bSAM", lambda o, m: o.step()), "without its adversary"),
     (lambda: after("bSAM", lambda o, m: draws(o)), "two samples"),
     (lambda: after("bSAM", lambda o, m: saved(o)), "between a sample"),
