@@ -73,7 +73,7 @@ def merge(
         delta: δ, added to every entry of H_0.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++,
-            :func:`blr_analysis.merging.propagation.propagated`); method "fisher" or "auto".
+            ``blr_analysis.merging.propagation``); method "fisher" or "auto".
         validate: tasks with data that no model was trained on, for method "auto".
         rank: with LoRA adapters alone: write an adapter of this rank, or below 1 of the ranks that
             keep this share of every step (:mod:`blr_analysis.merging.adapters`).
@@ -87,7 +87,8 @@ def merge(
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with ``out`` a
-        :class:`MergeReport`. Of method "auto" both have ``choice``: what was tried and taken.
+        :class:`~blr_analysis.merging.MergeReport`. Of method "auto" both have ``choice``: what was
+        tried and taken.
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
