@@ -87,8 +87,6 @@ def test_statistics_behind_merged_layers(here: Path, capsys: Any, method: str) -
     for old, new, word in (
         (", data: b.jsonl", "", "at every model"),
         ("data: b.jsonl", "data: c.jsonl", "no 'c.jsonl'"),
-        ("weight: 2", "weight: [1, 2]", "none by layer"),
-        ("weight: 2", "weight: -2", "at least 0"),
         *[("data: b.jsonl", "data: b.jsonl, n_data: 3", "counted")] * (method == "fisher"),
         (f"method: {method}", "method: gradient_matching", "not gradient_matching"),
     ):
