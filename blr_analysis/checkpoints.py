@@ -23,7 +23,6 @@ from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
 from blr_analysis.files import drafted
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import after
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, state_of, thinned
 from blr_analysis.task import unwrapped
@@ -31,29 +30,31 @@ from blr_analysis.task import unwrapped
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
 EVERY = 5  # passes for each whose Kronecker factors are recorded
 LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
-LEARNED = "optimizer/"  # before what is the optimizer's
+OPTIMIZER, RECORDER = "optimizer/", "recorder/"  # before what is theirs
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
+COUNTS = ("passes", "recorded")  # of the recorder, beside its means
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One step: weights, buffers and the optimizer's state, or the file that holds them."""
+    """One step: weights, buffers and what was learned, or the file that holds them."""
 
     step: int
     held: State | Path
-    recorded: Mapping[str, Any]
 
-    def read(self) -> State:
+    def read(self, head: str = "") -> State:
+        """What stands behind ``head``; the weights and buffers behind none."""
         held = load_file(self.held) if isinstance(self.held, Path) else self.held
-        return {n: t for n, t in held.items() if not n.startswith(LEARNED)}
+        if not head:
+            return {n: t for n, t in held.items() if not n.startswith((OPTIMIZER, RECORDER))}
+        return {n.removeprefix(head): t for n, t in held.items() if n.startswith(head)}
 
     def learned(self) -> dict[str, State]:
         """The optimizer's state by the parameter's name."""
-        held = load_file(self.held) if isinstance(self.held, Path) else self.held
         learned: dict[str, State] = {}
-        for name in (n for n in held if n.startswith(LEARNED)):
-            parameter, _, key = name.removeprefix(LEARNED).rpartition("/")
-            learned.setdefault(parameter, {})[key] = held[name]
+        for name, value in self.read(OPTIMIZER).items():
+            parameter, _, key = name.rpartition("/")
+            learned.setdefault(parameter, {})[key] = value
         return learned
 
 
@@ -66,7 +67,8 @@ class Checkpoints:
     Args:
         model: what is trained.
         steps: how many steps there will be at most; None: powers of two are kept.
-        folder: where snapshots are written (safetensors); None: they stay in memory.
+        folder: where snapshots are written, with what was learned until then (safetensors); None:
+            they stay in memory.
         optimizer: one of the package's own, Adam or the like, which learns a posterior meanwhile.
         structure: "kron": Kronecker factors are recorded while it trains.
 
@@ -136,19 +138,22 @@ class Checkpoints:
             state = {} if self.optimizer is None else self.optimizer.state.get(p, {})
             kept = {k: v for k, v in state.items() if k not in MOMENTA}
             held |= {
-                f"{LEARNED}{name}/{k}": torch.as_tensor(v)
+                f"{OPTIMIZER}{name}/{k}": torch.as_tensor(v)
                 for k, v in kept.items()
                 if isinstance(v, Tensor | int | float)
             }
+        if self.recorder is not None:
+            state = self.recorder.state_dict()
+            counts = {f"{RECORDER}{n}/": torch.tensor(state[n]) for n in COUNTS}
+            held |= counts | {f"{RECORDER}{n}": mean for n, mean in state["means"].items()}
         held = {n: t.detach().cpu().clone() for n, t in held.items()}
-        recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
         if self.folder is None:
-            return Snapshot(self.done, held, recorded)
+            return Snapshot(self.done, held)
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / f"step-{self.done:08d}.safetensors"
         with drafted(place) as draft:
             save_file({n: t.contiguous() for n, t in held.items()}, draft)
-        return Snapshot(self.done, place, recorded)
+        return Snapshot(self.done, place)
 
     def begin(self, step: int = 0) -> None:
         """Before the first step, whose weights are kept too; or after this many, where a training
@@ -157,7 +162,7 @@ class Checkpoints:
         for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
             taken = int(place.stem.removeprefix("step-"))
             if step and taken <= step:
-                self.snapshots.append(Snapshot(taken, place, {}))
+                self.snapshots.append(Snapshot(taken, place))
             else:
                 place.unlink()  # of another training
         if step == 0:
@@ -222,11 +227,8 @@ class Checkpoints:
             with self._back_at(snapshot), warnings.catch_warnings():
                 warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
                 q = now()
-                mean = {n: m.clone() for n, m in q.mean.items()}
-                about = {"prior_precision": q.prior, "n_data": q.n_data, "buffers": q.buffers}
-                found.append(Posterior(mean, q.form, record=q.record, **about))
-            found[-1].record["checkpoint"] = k + 1
-        return after(last, found)
+            found.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+        return last.changed(earlier=tuple(found))
 
     @contextmanager
     def _back_at(self, snapshot: Snapshot) -> Iterator[None]:
@@ -242,7 +244,9 @@ class Checkpoints:
                 placed = {k: t.to(own[name].device) for k, t in state.items()}
                 self.optimizer.state[own[name]] = placed  # type: ignore[union-attr]
             if self.recorder is not None:
-                self.recorder.load_state_dict(snapshot.recorded)
+                means = snapshot.read(RECORDER)
+                counts = {n: int(means.pop(f"{n}/")) for n in COUNTS}
+                self.recorder.load_state_dict({**recorded, **counts, "means": means})
             yield
         finally:
             _write(self.model, present)

@@ -57,7 +57,6 @@ from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.merging.plan import MergePlan
-from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions
 from blr_analysis.sensitivity.influence.results import (
     SHOWN,
@@ -303,25 +302,6 @@ def fitted_table(fitted: Any) -> pd.DataFrame:
     return table
 
 
-@make_table.register(Stationarity)
-def stationarity_table(stationarity: Stationarity) -> pd.DataFrame:
-    """One row per parameter: ‖g‖ of the objective, and from which batch size on it is seen.
-
-    ========= ========================================================== =====================
-    column    what                                                       more is
-    ========= ========================================================== =====================
-    gradient  ‖g‖, 0 at the minimum                                      farther off
-    noise     (Σ_i ‖g_i‖²)^½, its size if examples pulled independently  a noisier loss
-    batch     N noise² / gradient²: smaller minibatches do not see g     nearer to the minimum
-    ========= ========================================================== =====================
-    """
-    rows = [{"parameter": name, **block} for name, block in stationarity.blocks.items()]
-    table = pd.DataFrame(rows, columns=["parameter", "gradient", "noise"])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        table["batch"] = stationarity.n_data * (table["noise"] / table["gradient"]) ** 2
-    return table
-
-
 # One row per pair of examples, or per group of them
 
 
@@ -450,7 +430,7 @@ def monitor_table(monitor: Any) -> pd.DataFrame:
 
 @make_table.register(PriorSelection)
 def prior_selection_table(selection: Any) -> pd.DataFrame:
-    """One row per δ, rising; the columns of :class:`blr_analysis.PriorSelection`."""
+    """One row per δ, rising; the columns of :class:`~blr_analysis.sensitivity.PriorSelection`."""
     return pd.DataFrame(list(selection.rows))
 
 

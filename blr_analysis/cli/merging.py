@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,17 +17,15 @@ from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
     from blr_analysis.merging.auto import Choice
-    from blr_analysis.merging.folders import MergeReport
     from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
-    from blr_analysis.merging.stream import Outcome
     from blr_analysis.task import Task
 
-REPORT = "merge_report.json"  # by which the folder of a merge is known
+REPORT = "merge_report.csv"  # by which the folder of a merge is known
 
 
-@takes("merging/plan.py", "plan_folders", "threads")
+@takes("merging/plan.py", "make_plan", "threads")
 def merge(
     shared: Shared,
     recipe: Annotated[
@@ -90,19 +88,16 @@ def merge(
 
     Weights are read from this machine only, piece by piece, and OUT appears when it is whole: the
     weights, configuration and tokenizer, a model card (README.md), the recipe (merge_recipe.yml),
-    and the fate of every tensor (merge_report.csv, merge_report.json). The recipes that mergekit
-    has for linear and task_arithmetic run unchanged.
+    and the fate of every tensor (merge_report.csv). The recipes that mergekit has for linear and
+    task_arithmetic run unchanged.
     """
     from dataclasses import replace
-    from functools import partial
 
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
-    from blr_analysis.merging.folders import execute
-    from blr_analysis.merging.plan import MAX_MEMORY, SHARD, plan_folders, reference_folder
-    from blr_analysis.merging.propagation import PropagatedJob, stream_propagated
+    from blr_analysis.merging.folders import SHARD, execute, reference_folder
+    from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
-    from blr_analysis.merging.stream import stream
 
     if out is None and not shared.dry_run:
         raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
@@ -118,36 +113,22 @@ def merge(
         raise InputError("--validate is for merge_method: auto")
     job = replace(parsed.job, trust=trust)
     data = [m.data for m in job.members if m.data is not None]
-    tasks: list[Task] = []
     if data and (parsed.auto or not shared.dry_run):
         from blr_analysis.huggingface.fisher import text_tasks
 
         say("reading data")
-        tasks = text_tasks(reference_folder(job), data, labelled=parsed.auto)
-        tasks = [shared.of(task) for task in tasks]
+        tasks = text_tasks(reference_folder(job) or Path(), data, labelled=parsed.auto)
+        job = replace(job, tasks=[shared.of(task) for task in tasks])
     if parsed.auto:
-        job, choice = _chosen(job, validate or [], tasks, say)
+        job, choice = _chosen(job, validate or [], say)
         say(f"auto: {choice!r}")
         by = sorted(choice.points, key=lambda point: point.nll)
-        values = [p.accuracy if choice.by == "accuracy" else p.nll for p in by]
-        tried = {"merge": [p.method for p in by], choice.by: [f"{value:.4g}" for value in values]}
+        tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
-    write: Callable[..., MergeReport]
-    plan: MergePlan
-    fill: Callable[..., Outcome] = stream
-    if parsed.adapter_rank is None:
-        plan = plan_folders(job, max_memory=memory, threads=threads)
-        if isinstance(job, PropagatedJob):
-            fill = partial(stream_propagated, tasks=tasks, progress=None)
-        write = partial(execute, plan, max_shard_bytes=shard, fill=fill)
-    else:
-        from blr_analysis.merging.lora.adapters import plan_adapters, write_adapter
-
-        if shard != SHARD:
-            raise InputError("an adapter is one file: no --shard-size")
-        plan = plan_adapters(job, parsed.adapter_rank, max_memory=memory, threads=threads)
-        write = partial(write_adapter, plan)
+    if job.rank is not None and shard != SHARD:
+        raise InputError("an adapter is one file: no --shard-size")
+    plan = make_plan(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
@@ -161,7 +142,9 @@ def merge(
     if replaces:
         shutil.rmtree(out)
     say(f"merging {len(plan.parts)} models by {plan.method.name}")
-    report = write(out, documents=lambda report: documents(report, parsed))
+    report = execute(
+        plan, out, max_shard_bytes=shard, documents=lambda made: documents(made, parsed.text)
+    )
     say("done")
     for sentence in outcome(report):
         typer.echo(sentence)
@@ -171,25 +154,22 @@ def merge(
     typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
 
 
-def _chosen(
-    job: Job, validate: Sequence[Path], tasks: Sequence[Task], say: Teller
-) -> tuple[Job, Choice]:
+def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
     from blr_analysis.huggingface.fisher import text_tasks
-    from blr_analysis.merging.auto import chosen_job
-    from blr_analysis.merging.plan import reference_folder
+    from blr_analysis.merging.auto import chosen
+    from blr_analysis.merging.folders import reference_folder
 
     say("choosing the method")
     held_out: dict[str, Task] = {}
     if validate:
-        read = text_tasks(reference_folder(job), validate, labelled=True)
+        read = text_tasks(reference_folder(job) or Path(), validate, labelled=True)
         held_out = dict(zip(map(str, validate), read, strict=True))
-    return chosen_job(job, held_out or None, tasks or None)
+    return chosen(job, held_out or None)
 
 
 def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     """What would be done."""
     from blr_analysis.merging.card import shown, size
-    from blr_analysis.merging.propagation import PropagatedJob
 
     job = recipe.job
     rows = {
@@ -202,7 +182,7 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
         "to write": size(plan.bytes_written),
         "memory": f"{size(plan.memory)} of buffers at most, {plan.workers} threads",
     }
-    if isinstance(job, PropagatedJob):
+    if job.propagates:
         whole = 4 * sum(item.spec.numel for item in plan.items)
         rows["on top"] = (
             f"{size(3 * whole)} at most: the result, a model and the tasks' own in memory; a sweep "

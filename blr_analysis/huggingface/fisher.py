@@ -171,7 +171,7 @@ def fisher(
             prior_precision=None if structure == "gram" else TINY,
             curvature="ggn" if structure == "gram" else curvature,
             samples=samples,
-            generator=torch.Generator().manual_seed(seed),
+            seed=seed,
             kept=kept if ranks.count() == 1 else None,
         )
         about: dict[str, Any] = {

@@ -29,7 +29,7 @@ SCHEDULES = {
 
 
 class LightningCheckpoints(Kept, Callback):
-    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
+    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`::
 
         callback = LightningCheckpoints(submodule="net")
         lightning.Trainer(callbacks=[callback]).fit(module, loader)

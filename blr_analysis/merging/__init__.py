@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve, simplex_grid
 from blr_analysis.merging.folders import MergeReport, execute
-from blr_analysis.merging.formula import combine
+from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
-from blr_analysis.merging.methods import METHODS, Method
+from blr_analysis.merging.methods import METHODS, Method, default_weights
 from blr_analysis.merging.mismatch import GradientMismatch, gradient_mismatch
-from blr_analysis.merging.weighting import default_weights
+from blr_analysis.merging.plan import make_plan
 
 __all__ = [
     "METHODS",
     "GradientMismatch",
+    "Job",
+    "Member",
     "MergeCurve",
     "MergePoint",
     "MergeReport",
     "Method",
-    "combine",
     "default_weights",
     "execute",
     "gradient_mismatch",
+    "make_plan",
     "merge",
     "merge_curve",
     "simplex_grid",

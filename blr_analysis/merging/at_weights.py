@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.files import Folder
-from blr_analysis.merging.folders import MergeReport
-from blr_analysis.task import Task, unwrapped
+from blr_analysis.files import Loaded
+from blr_analysis.merging.lora import open_model
+from blr_analysis.task import Task
+from blr_analysis.views import Tabular
 
 State = Mapping[str, Tensor]
 
@@ -25,19 +25,34 @@ def named_tasks(tasks: Any, name: str = "tasks") -> dict[str, Task]:
     Raises:
         InputError: none at all, or something that is no task.
     """
-    named = _named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
-    for n, task in named.items():
+    given = named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
+    for n, task in given.items():
         instance(f"task {n!r}", task, Task, "a blr_analysis.Task")
-    return named
+    return given
 
 
-def named_states(states: Any, name: str) -> dict[str, State]:
-    """State dicts by name; a module stands for its ``state_dict()``.
+def named(given: Any, name: str, wanted: str = "state dict") -> dict[str, Any]:
+    """The entries of a dict by name, or of a list by their numbers from 1."""
+    if not isinstance(given, Mapping | list | tuple) or not given:
+        raise InputError(
+            f"{name} must be a list or dict of at least one {wanted}, got {given!r:.60}"
+        )
+    pairs = given.items() if isinstance(given, Mapping) else enumerate(given, 1)
+    return {str(n): value for n, value in pairs}
+
+
+def in_order(given: Any, names: Sequence[str], what: str = "precisions") -> list[Any]:
+    """One entry per name, of a list in their order or a dict by them.
 
     Raises:
-        InputError: none at all, or something that holds no tensors by name.
+        InputError: another number of them, or other names.
     """
-    return {n: state_of(s, f"{name}[{n!r}]") for n, s in _named(states, name, "state dict").items()}
+    held = named(given, what, "entry")
+    if isinstance(given, Mapping) and held.keys() != set(names):
+        raise InputError(f"{what} are of {some(sorted(held))}, wanted of {some(sorted(names))}")
+    if len(held) != len(names):
+        raise InputError(f"{what} must hold one for each of {len(names)}, got {len(held)}")
+    return [held[n] for n in names] if isinstance(given, Mapping) else list(given)
 
 
 def state_of(state: Any, name: str) -> State:
@@ -48,24 +63,10 @@ def state_of(state: Any, name: str) -> State:
         InputError: something else, or nothing in it.
         StorageError: a folder that cannot be read.
     """
-    if isinstance(state, nn.Module):
-        state = unwrapped(state).state_dict()
-    if isinstance(state, MergeReport):
-        state = state.folder
-    if isinstance(state, str | os.PathLike):
-        state = Folder.open(state).tensors()
-    if not isinstance(state, Mapping) or not state:
-        raise InputError(
-            f"{name} must be a state dict, a module or a folder of safetensors, got "
-            f"{'an empty dict' if state == {} else type(state).__name__}"
-        )
-    strange = next((n for n, t in state.items() if not isinstance(t, Tensor)), None)
-    if strange is not None:
-        raise InputError(
-            f"{name} must hold tensors by parameter name, but {strange!r} is a "
-            f"{type(state[strange]).__name__}"
-        )
-    return {n: t.detach() for n, t in state.items()}
+    source = open_model(vars(state)["folder"] if isinstance(state, Tabular) else state, name)
+    if isinstance(source, Loaded):
+        return source.tensors
+    return {n: source.tensor(n) for n in source.specs}
 
 
 @contextmanager
@@ -142,17 +143,3 @@ def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Ten
             )
         given[key], names[key] = value, n
     return given
-
-
-def _named(given: Any, name: str, wanted: str) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        named = {str(n): v for n, v in given.items()}
-    elif isinstance(given, (list, tuple)):
-        named = {str(i): v for i, v in enumerate(given, 1)}
-    else:
-        raise InputError(
-            f"{name} must be a list or dict of one {wanted} each, got {type(given).__name__}"
-        )
-    if not named or len(named) != len(given):
-        raise InputError(f"{name} must hold at least one {wanted}, each under its own name")
-    return named

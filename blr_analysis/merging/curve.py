@@ -1,29 +1,38 @@
-"""Which α? Merges over a range of weights, tried on validation tasks; nothing is written."""
+"""Which α? Merges over a grid of weights, tried on validation tasks; nothing is written."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
-from blr_analysis.checks import one_of, positive_int, some
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
-from blr_analysis.merging.in_memory import ARGUMENTS, merged, refuse_idle
-from blr_analysis.merging.methods import method_of
-from blr_analysis.merging.weighting import default_weights, in_order
+from blr_analysis.merging.at_weights import (
+    State,
+    at_weights,
+    in_order,
+    named,
+    named_tasks,
+    state_of,
+)
+from blr_analysis.merging.folders import collect
+from blr_analysis.merging.job import Job, job_of, refuse_idle
+from blr_analysis.merging.methods import Method, default_weights, method_of
+from blr_analysis.merging.plan import make_plan
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
 CRITERIA = ("nll", "accuracy")
+STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
+Weights = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class MergePoint:
     """
 
     method: str
-    weights: tuple[float, ...]
+    weights: Weights
     nlls: tuple[float, ...]
     accuracies: tuple[float, ...]
     failure: str = ""
@@ -93,27 +102,15 @@ class MergeCurve(Tabular, Plottable):
         Raises:
             InputError: a method that was not tried.
         """
-        if method is not None and method not in self.methods:
-            raise InputError(f"method must be one of {self.methods}, got {method!r}")
+        if method is not None:
+            one_of("method", method, self.methods)
         points = [p for p in self.points if method in (None, p.method)]
-        return min(points, key=lambda p: rank(p, self.criterion))
+        return min(points, key=lambda p: _rank(p, self.criterion))
 
     @property
     def weights(self) -> dict[str, float]:
         """α_t of the best point, by model."""
         return dict(zip(self.models, self.best.weights, strict=True))
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether a weight of the best point is the smallest or largest that was tried for it, so
-        that a wider grid may hold a better one. Listed rows have no edge."""
-        if self.shape == "rows":
-            return False
-        tried = zip(*(p.weights for p in self.points if p.method == self.best.method), strict=True)
-        return any(
-            min(values) < max(values) and w in (min(values), max(values))
-            for w, values in zip(self.best.weights, tried, strict=True)
-        )
 
     def __len__(self) -> int:
         return len(self.points)
@@ -121,56 +118,22 @@ class MergeCurve(Tabular, Plottable):
     def __repr__(self) -> str:
         shown = ", ".join(f"{n}: {a:.4g}" for n, a in self.weights.items())
         right = "" if math.isnan(self.best.accuracy) else f", accuracy {self.best.accuracy:.4f}"
-        edge = "; at the edge of the grid: try a wider one" if self.at_edge else ""
         failed = sum(bool(p.failure) for p in self.points)
         lost = f"; {failed} could not be run" if failed else ""
         return (
             f"MergeCurve(best of {len(self)} by {self.criterion}: {self.best.method} with "
-            f"{{{shown}}}, NLL {self.best.nll:.4f}{right}{edge}{lost})"
+            f"{{{shown}}}, NLL {self.best.nll:.4f}{right}{lost})"
         )
 
 
-def rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
-    """What the points are sorted by, the best first."""
+def _rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
     loss = round(point.nll, 6) if math.isfinite(point.nll) else math.inf
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
     size = sum(abs(a) for a in point.weights)
     return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
 
 
-Weights = tuple[float, ...]
-STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
-MOST = 2000  # combinations
-
-
-def read_grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
-    """The shape and the rows that the argument ``weights`` of :func:`merge_curve` asks for.
-
-    Raises:
-        InputError: nothing to try, rows of another length than there are models, unknown models,
-            NaN or inf, too many combinations.
-    """
-    size = len(models)
-    if isinstance(weights, Mapping):
-        given = {str(n): v for n, v in weights.items()}
-        if set(given) != set(models):
-            raise InputError(f"weights are for {sorted(given)}, the models are {sorted(models)}")
-        axes = [_numbers(given[n], f"weights[{n!r}]") for n in models]
-        count = math.prod(map(len, axes))
-        if count > MOST:
-            raise InputError(f"{count:,} combinations of weights, at most {MOST:,}: pass rows")
-        return "grid", list(itertools.product(*axes))
-    table = _table(STEPS if weights is None else weights)
-    if table.ndim == 1:
-        return "shared", [(a,) * size for a in dict.fromkeys(table.tolist())]
-    if table.shape[1] != size:
-        raise InputError(
-            f"a row of weights needs one number for each of {size} models, got {table.shape[1]}"
-        )
-    return "rows", list(dict.fromkeys(map(tuple, table.tolist())))
-
-
-def simplex_grid(n_models: int, steps: int) -> list[tuple[float, ...]]:
+def simplex_grid(n_models: int, steps: int) -> list[Weights]:
     """Every set of weights ≥ 0 in steps of 1/``steps`` that sums to 1, in lexical order.
 
     C(steps + T − 1, T − 1) of them: 66 for three models in tenths.
@@ -183,184 +146,53 @@ def simplex_grid(n_models: int, steps: int) -> list[tuple[float, ...]]:
         [(0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (1.0, 0.0)]
     """
     positive_int("n_models", n_models)
-    positive_int("steps", steps)
-
-    def parts(count: int, left: int) -> list[tuple[int, ...]]:
-        if count == 1:
-            return [(left,)]
-        return [(k, *rest) for k in range(left + 1) for rest in parts(count - 1, left - k)]
-
-    return [tuple(k / steps for k in row) for row in parts(n_models, steps)]
+    whole = range(positive_int("steps", steps) + 1)
+    rows = (r for r in itertools.product(whole, repeat=n_models - 1) if sum(r) <= steps)
+    return [tuple(k / steps for k in (*row, steps - sum(row))) for row in rows]
 
 
-def _numbers(values: Any, name: str) -> list[float]:
-    table = _table(values, name)
-    if table.ndim != 1:
-        raise InputError(f"{name} must be a list of numbers, got shape {tuple(table.shape)}")
-    return list(dict.fromkeys(table.tolist()))
+def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
+    """The shape and the rows that the argument ``weights`` of :func:`merge_curve` asks for."""
+    if isinstance(weights, Mapping):
+        axes = [_table(axis).tolist() for axis in in_order(weights, models, "weights")]
+        return "grid", list(itertools.product(*axes))
+    table = _table(STEPS if weights is None else weights)
+    if table.ndim == 1:
+        return "shared", [(a,) * len(models) for a in dict.fromkeys(table.tolist())]
+    if table.shape[1] != len(models):
+        raise InputError(
+            f"a row of weights needs one number for each of {len(models)} models, got "
+            f"{table.shape[1]}"
+        )
+    return "rows", list(dict.fromkeys(map(tuple, table.tolist())))
 
 
-def _table(values: Any, name: str = "weights") -> torch.Tensor:
+def _table(values: Any) -> torch.Tensor:
     """Finite numbers, one- or two-dimensional."""
     try:
         table = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{name} must be numbers, rows of numbers, or a dict model → numbers, got {values!r}"
+            f"weights must be numbers, rows of numbers, or a dict model → numbers, got {values!r}"
         ) from error
-    if table.ndim not in (1, 2) or not table.numel():
-        raise InputError(f"{name} must hold at least one number, got shape {tuple(table.shape)}")
-    if not bool(torch.isfinite(table).all()):
-        raise InputError(f"{name} must be finite, got NaN or inf")
+    if table.ndim not in (1, 2) or not table.numel() or not bool(torch.isfinite(table).all()):
+        raise InputError(f"weights must be at least one finite number, got {values!r:.60}")
     return table
 
 
-@dataclass(frozen=True)
-class Merger:
-    """A way of merging: ``make(base, models, weights=[α, …])`` gives a state dict.
-
-    Attributes:
-        row: the method's name in the table of methods; None for a function of the user's.
-        normalize: whether it divides the weights by their sum, so that their scale is nothing.
-        divides: whether their sum must not be 0.
-    """
-
-    make: Callable[..., Any]
-    row: str | None = None
-    normalize: bool = False
-    divides: bool = False
+def evaluations(tasks: Mapping[str, Task], state: State, who: str) -> list[Evaluation]:
+    """Losses and hits of each task at a merge's weights."""
+    found = []
+    for task in tasks.values():
+        with at_weights(task, state, f"the merge by {who!r}") as params:
+            found.append(evaluated(task, params, progress=False)[0])
+    return found
 
 
-def read_mergers(method: Any, inputs: Mapping[str, Any]) -> dict[str, Merger]:
-    """The methods to compare, by name, each with those of merge's arguments that it uses.
-
-    Raises:
-        InputError: none, an unknown one, something that is neither name nor function, a method
-            that needs precisions without any, an argument that merge does not take.
-    """
-    strange = set(inputs) - ARGUMENTS
-    if strange:
-        raise InputError(
-            f"merge_curve takes no {some(sorted(strange))}: see those of "
-            "blr_analysis.merge, in memory"
-        )
-    given = method if isinstance(method, (list, tuple, Mapping)) else [method]
-    pairs = given.items() if isinstance(given, Mapping) else [(m, m) for m in given]
-    mergers: dict[str, Merger] = {}
-    for name, kind in pairs:
-        if callable(kind):
-            label = name if isinstance(name, str) else getattr(kind, "__name__", "own")
-            mergers[label] = Merger(kind)
-            continue
-        row = method_of(kind)
-        own = {k: v for k, v in inputs.items() if row.takes(k)}
-        missing = inputs.get("missing_precision", "error") == "error"
-        if row.uses_precisions and missing and own.get("precisions") is None:
-            raise InputError(f"method {row.name!r} weighs by precisions: pass precisions=")
-        choice = inputs.get("normalize")
-        normalize = row.normalize if choice is None else bool(choice)
-        mergers[str(name)] = Merger(
-            partial(merged, method=row.name, progress=False, **own),
-            row.name,
-            normalize,
-            normalize or row.divides_by_precisions,
-        )
-    if not mergers or len(mergers) != len(given):
-        raise InputError("method must name at least one merge method, each once")
-    return mergers
-
-
-def _mean_and_variance(apart: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
-    """Of weighted examples, and how far that mean may be off."""
-    given = torch.ones_like(apart) if weights is None else weights
-    share = given.double() / given.double().sum()
-    apart, n = apart.double().nan_to_num(), int((share > 0).sum())
-    mean = (share * apart).sum()
-    spread = (share * (apart - mean)).square().sum()
-    return float(mean), float(spread) * n / (n - 1) if n > 1 else math.inf
-
-
-@dataclass
-class Trial:
-    """Merges of these models, and what they come to on these tasks."""
-
-    base: State
-    models: Sequence[State]
-    tasks: Mapping[str, Task]
-    mergers: Mapping[str, Merger]
-    seen: dict[str, list[Evaluation]] | None = None  # filled, where it is there, by method
-    _known: dict[tuple[str, Weights], MergePoint] = field(default_factory=dict)
-
-    def gain(self, name: str, over: str, criterion: str) -> tuple[float, float]:
-        """By how much a merge is better than another in the mean over the tasks, and the standard
-        error of that, from the differences of example by example."""
-        assert self.seen is not None
-        pairs = list(zip(self.seen[name], self.seen[over], strict=True))
-        if criterion == "nll":
-            each = [_mean_and_variance(b.counted - a.counted) for a, b in pairs]
-        else:  # of the tasks that have one
-            each = [
-                _mean_and_variance(a.correct.double() - b.correct.double(), a.weights)
-                for a, b in pairs
-                if a.correct is not None and b.correct is not None and bool(a.weights.any())
-            ]
-        if not each:
-            raise InputError("every label of the validation tasks is ignored: give some that count")
-        gains, variances = zip(*each, strict=True)
-        return sum(gains) / len(each), math.sqrt(sum(variances)) / len(each)
-
-    def check(self, criterion: str) -> None:
-        """The tasks run at the base and at the first model, and one has what ``criterion`` asks
-        for, or an error says why not."""
-        right: list[Tensor | None] = []
-        for who, state in (("base", self.base), ("the first model", self.models[0])):
-            for name, task in self.tasks.items():
-                with at_weights(task, state, f"{who} (for task {name!r})") as params:
-                    chosen = torch.arange(min(task.n_data, task.batch_size))
-                    with torch.no_grad(), task.evaluation():
-                        run = task.run(task.fetch(chosen), params, chosen)
-                        right.append(task.likelihood.at(chosen).correct(*run))
-        if criterion == "accuracy" and all(r is None for r in right):
-            raise InputError('no task has an accuracy: take criterion="nll"')
-
-    def default(self, name: str) -> Weights:
-        """The weights of a method before anything is tried; 1/T each for a function."""
-        row = self.mergers[name].row
-        count = len(self.models)
-        return (1 / count,) * count if row is None else tuple(default_weights(row, count))
-
-    def point(self, name: str, weights: Weights) -> MergePoint:
-        """One merge: made, run on every task, and forgotten; what is the same is run once."""
-        key, merger, total = weights, self.mergers[name], sum(weights)
-        if merger.divides and abs(total) <= 1e-12:
-            return self._failed(name, weights, f"the weights sum to {total:g}")
-        if merger.normalize:
-            key = tuple(round(a / total, 12) for a in weights)
-        if (name, key) not in self._known:
-            self._known[name, key] = self._run(name, weights)
-        return replace(self._known[name, key], weights=weights)
-
-    def _run(self, name: str, weights: Weights) -> MergePoint:
-        made = self.mergers[name].make(self.base, list(self.models), weights=list(weights))
-        state = state_of(made, f"what {name!r} returns")
-        wild = next((n for n, t in state.items() if not bool(torch.isfinite(t).all())), None)
-        if wild is not None:
-            return self._failed(name, weights, f"{wild!r} of the merge holds NaN or inf")
-        evaluations: list[Evaluation] = []
-        for task_name, task in self.tasks.items():
-            try:
-                with at_weights(task, state, f"the merge by {name!r}") as params:
-                    evaluations.append(evaluated(task, params, progress=False)[0])
-            except ModelError as error:  # the same task runs at the base: the weights are at fault
-                return self._failed(name, weights, f"task {task_name!r}: {error}")
-        accuracies = (math.nan if m.accuracy is None else m.accuracy for m in evaluations)
-        if self.seen is not None:
-            self.seen[name] = evaluations
-        return MergePoint(name, weights, tuple(m.nll for m in evaluations), tuple(accuracies))
-
-    def _failed(self, name: str, weights: Weights, why: str) -> MergePoint:
-        count = len(self.tasks)
-        return MergePoint(name, weights, (math.inf,) * count, (math.nan,) * count, why)
+def point_of(name: str, weights: Weights, found: Sequence[Evaluation]) -> MergePoint:
+    """What a merge came to."""
+    accuracies = (math.nan if e.accuracy is None else e.accuracy for e in found)
+    return MergePoint(name, weights, tuple(e.nll for e in found), tuple(accuracies))
 
 
 @torch.inference_mode(False)
@@ -388,13 +220,12 @@ def merge_curve(
         tasks: validation tasks, a list or a dict by name, with the names that tables shall show.
             Held-out data: on training data, the largest α wins too often. They may be as many as
             one likes, and share one model; the model gives the architecture, not the weights.
-        method: the name of a merge method, or a list of several, compared in one call; or a dict
-            name → method or function ``(base, models, weights=[α, …]) -> state dict`` of your own.
+        method: the name of a merge method, or a list of several, compared in one call.
         weights: which α are tried.
 
             * numbers: one α for all models, each in turn;
             * rows of T numbers: as listed, such as :func:`blr_analysis.merging.simplex_grid`;
-            * a dict model → numbers: all combinations (at most 2,000);
+            * a dict model → numbers: all combinations;
             * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
         criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
@@ -417,7 +248,7 @@ def merge_curve(
 
     Raises:
         InputError: no weights, weights of another number than the models, NaN or inf, an unknown
-            method or option, state dicts that do not belong to the tasks' models, ``out=``.
+            method or option, state dicts that do not belong to the tasks' models.
         ModelError: no merge could be run; as :meth:`Task.run`.
 
     Example:
@@ -427,36 +258,56 @@ def merge_curve(
         >>> base, a, b = ({"weight": torch.tensor([w])} for w in ([0., 0.], [1., 0.], [0., 2.]))
         >>> curve = merge_curve(base, [a, b], task, method="task_arithmetic",
         ...                     weights=[0.0, 0.5, 1.0, 1.5], progress=False)
-        >>> curve.best.weights, curve.at_edge
-        ((1.0, 1.0), False)
+        >>> curve.best.weights
+        (1.0, 1.0)
     """
-    judges = named_tasks(tasks)
-    start, states = state_of(base, "base"), named_states(models, "models")
-    if (
-        isinstance(models, list | tuple)
-        and isinstance(tasks, Mapping)
-        and len(judges) == len(states)
-    ):
-        states = dict(zip(judges, states.values(), strict=True))
-    names = tuple(states)
     one_of("criterion", criterion, CRITERIA)
-    shape, rows = read_grid(weights, names)
+    judges, start = named_tasks(tasks), state_of(base, "base")
+    states = {n: state_of(s, f"models[{n!r}]") for n, s in named(models, "models").items()}
+    listed = not isinstance(models, Mapping) and isinstance(tasks, Mapping)
+    if listed and len(judges) == len(states):
+        states = dict(zip(judges, states.values(), strict=True))
+    names, many = tuple(states), list(states.values())
+    shape, rows = _grid(weights, names)
     curved = None if precisions is None else in_order(precisions, names)
-    mergers = read_mergers(
-        method, {"precisions": curved, "base_precision": base_precision, **options}
-    )
-    known = [method_of(m.row) for m in mergers.values() if m.row is not None]
-    if known:
-        refuse_idle(known, options)
-    trial = Trial(start, list(states.values()), judges, mergers)
-    trial.check(criterion)
+    inputs = {"precisions": curved, "base_precision": base_precision, **options}
+    methods = _methods(method, options)
+    found = evaluations(judges, start, "base")  # so that what fails below is the merge's fault
+    if criterion == "accuracy" and all(e.accuracy is None for e in found):
+        raise InputError('no task has an accuracy: take criterion="nll"')
     points: list[MergePoint] = []
-    for name in mergers:
-        tried = rows if weights is not None else sorted({*rows, trial.default(name)})
-        steps = track(tried, total=len(tried), label=f"merges: {name}", show=progress)
-        points += [trial.point(name, row) for row in steps]
+    for name, row in methods.items():
+        own = {k: v for k, v in inputs.items() if row.takes(k)}
+        usual = tuple(default_weights(name, len(names)))
+        tried = rows if weights is not None else sorted({*rows, usual})
+        for alphas in track(tried, total=len(tried), label=f"merges: {name}", show=progress):
+            job = job_of(start, many, name, weights=list(alphas), **own)
+            points.append(_tried(job, alphas, judges))
     if all(p.failure for p in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
     return MergeCurve(tuple(points), names, tuple(judges), criterion, shape)
+
+
+def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
+    """The methods to compare, by name; every option must be for one of them."""
+    names = method if isinstance(method, list | tuple) else [method]
+    rows = {name: method_of(name) for name in names}
+    if not rows or len(rows) != len(names):
+        raise InputError("method must name at least one merge method, each once")
+    refuse_idle(list(rows.values()), options)
+    return rows
+
+
+def _tried(job: Job, alphas: Weights, judges: Mapping[str, Task]) -> MergePoint:
+    """One merge: made, run on every task, and forgotten."""
+    name, total = job.method, sum(alphas)
+    try:
+        if (job.divides or job.row.divides_by_precisions) and abs(total) <= 1e-12:
+            raise ModelError(f"the weights sum to {total:g}")
+        state = collect(make_plan(job), False)
+        return point_of(name, alphas, evaluations(judges, state, name))
+    except ModelError as error:
+        count = len(judges)
+        return MergePoint(name, alphas, (math.inf,) * count, (math.nan,) * count, str(error))

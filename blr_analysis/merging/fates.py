@@ -1,118 +1,109 @@
-"""What becomes of one tensor in a merge: merged, copied, or refused."""
+"""What becomes of one tensor in a merge: merged, averaged, copied, or refused."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.files import Source, Spec
-from blr_analysis.merging.job import MergeSettings, Weight
-from blr_analysis.merging.matching import MERGEABLE, Reads, same_bytes
-from blr_analysis.merging.precisions import StoredPrecision
+from blr_analysis.files import Spec
+from blr_analysis.merging.items import (
+    AVERAGED,
+    BASE,
+    COPIED,
+    MERGED,
+    OWN,
+    ZERO,
+    Item,
+    MergePlan,
+    OpenModel,
+)
+from blr_analysis.merging.job import Weight
+from blr_analysis.merging.sources import MERGEABLE, same_bytes
 
-MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
-# What stands for the precision of one task in one tensor.
-ZERO, OWN, BASE = "zero", "own", "base"
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"
 # What BatchNorm measured: no weights, and a variance extrapolated may be negative.
 STATISTICS = ("running_mean", "running_var")
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """One fine-tuned model, opened.
-
-    Attributes:
-        source: θ_t.
-        precision: H_t, or None.
-        weight: α_t, a number or a function of the tensor's name.
-        density: the share of θ_t − θ_0 that stays, the same.
-        buffers: the names of tensors that are known to be no parameters.
-    """
-
-    source: Source
-    precision: StoredPrecision | None
-    weight: Weight
-    density: Weight = 1.0
-    buffers: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor of the result.
-
-    Attributes:
-        name, fate: "merged", "averaged" (a running statistic, under every method) or "copied".
-        spec: shape and the dtype that is written.
-        reads: its name in each model, in order.
-        weights: α_t, normalised where the method says so.
-        curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
-        note: what a reader of the report should know.
-        layer: the weight of the layer whose matrix it is part of, where that is solved as one.
-        densities, scale: of methods that leave a part of θ_t − θ_0 out: each model's share, and λ.
-    """
-
-    name: str
-    fate: str
-    spec: Spec
-    reads: tuple[str, ...]
-    weights: tuple[float, ...]
-    curved: tuple[str, ...]
-    note: str = ""
-    layer: str = ""
-    densities: tuple[float, ...] = ()
-    scale: float = 1.0
-
-
-def fates(
-    reference: Source,
-    parts: Sequence[OpenModel],
-    reads: Sequence[Reads],
-    settings: MergeSettings,
-    *,
-    based: bool,
-    base_precision: StoredPrecision | None = None,
-) -> tuple[Item, ...]:
-    """Every tensor of ``reference`` as an item of the plan.
+def fates(plan: MergePlan) -> tuple[Item, ...]:
+    """Every tensor of the plan's reference.
 
     Raises:
         InputError: weights that are not finite, or sum to 0 where their sum divides.
         ModelError: integers in which the models differ.
-        PosteriorError: precisions are missing and ``missing_precision`` is "error".
+        PosteriorError: precisions are missing and ``missing_precision`` is "error", or of different
+            structures in one layer.
     """
-    items = tuple(
-        _item(name, reference, parts, [r[name] for r in reads], settings, based)
-        for name in reference.specs
-    )
-    method, missing = settings.row, settings.missing_precision
-    if method.uses_precisions and missing == "error":
-        _refuse_missing(items, parts)
-    stand_in = BASE if missing == "base" and method.uses_base_precision else ZERO
-    items = tuple(_with_stand_in(item, stand_in) for item in items)
-    return _in_layers(items, parts, base_precision) if method.uses_precisions else items
+    items = tuple(_item(plan, name) for name in plan.products or plan.reference.specs)
+    missing = plan.job.missing_precision
+    if not plan.method.uses_precisions:
+        return items
+    if missing == "error":
+        _refuse_missing(plan, items)
+    stand_in = BASE if missing == "base" and plan.method.uses_base_precision else ZERO
+    return _in_layers(plan, [_with_stand_in(item, stand_in) for item in items])
 
 
-def _in_layers(
-    items: tuple[Item, ...], parts: Sequence[OpenModel], first: StoredPrecision | None
-) -> tuple[Item, ...]:
-    """The items with the layers that they are solved in.
+def _item(plan: MergePlan, name: str) -> Item:
+    spec, job, parts = plan.reference.specs[name], plan.job, plan.parts
+    notes = [_provenance(part, name) for part in parts]
+    found = Item(name, COPIED, spec, tuple(part.reads[name] for part in parts))
 
-    Raises:
-        PosteriorError: precisions of different structures in one layer.
-        InputError: a weight and its bias that count differently.
-    """
-    held = [p for p in (first, *(part.precision for part in parts)) if p is not None]
-    joints = {key: joint for p in held for key, (joint, _) in p.layers.items()}
-    named = {n: joint for joint in joints.values() for n in joint.names}
+    def noted(*words: str, **changes: Any) -> Item:
+        return replace(found, note="; ".join(filter(None, (*notes, *words))), **changes)
+
+    alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
+    if spec.dtype not in MERGEABLE or spec.numel == 0:
+        return noted(_copied(plan, name), weights=tuple(alphas))
+    out, method = Spec(spec.shape, job.out_dtype or spec.dtype), plan.method
+    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
+    bare = not any(curved) and all(part.precision is not None for part in parts)
+    if bare and out == spec and not _others(plan, name):
+        return noted("the same in all models", weights=tuple(alphas))
+    statistic = name.rpartition(".")[2] in STATISTICS
+    if statistic or (bare and any(name in part.buffers for part in parts)):
+        what = "a running statistic" if statistic else "a buffer"
+        zeros = (ZERO,) * len(parts)
+        return noted(what, fate=AVERAGED, spec=out, weights=_of_average(alphas), curved=zeros)
+    scale = number(job.scale, name, "scale") if method.takes("scale") else 1.0
+    if method.thinned:  # which divides entry by entry
+        shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
+        if not all(0 < share <= 1 for share in shares):
+            raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
+        found = replace(found, densities=tuple(shares), scale=scale)
+    else:
+        alphas = [a * scale for a in _divided(plan, name, alphas)]
+    return noted(fate=MERGED, spec=out, weights=tuple(alphas), curved=curved)
+
+
+def _divided(plan: MergePlan, name: str, alphas: Sequence[float]) -> Sequence[float]:
+    """α_t by their sum, where the method or the user says so. The Fisher average does not change
+    with a factor of all; without a base the average must stand where nobody has a precision."""
+    job, method, total = plan.job, plan.method, sum(alphas)
+    if (job.divides or method.divides_by_precisions) and not abs(total) > 1e-12:
+        raise InputError(
+            f"the weights of {name!r} sum to {total:g}: change them, or set normalize: false"
+        )
+    divides = job.divides or (method.divides_by_precisions and plan.base is None)
+    return [a / total for a in alphas] if divides else alphas
+
+
+def _in_layers(plan: MergePlan, items: Sequence[Item]) -> tuple[Item, ...]:
+    """The items with the layers that they are solved in."""
     by_name = {item.name: item for item in items}
+    every = {key: joint for p in plan.held for key, (joint, _) in p.layers.items()}
+    joints = {key: joint for key, joint in every.items() if key in by_name}
+    named = {n: key for key, joint in joints.items() for n in joint.names}
     for key, joint in joints.items():
-        group = [by_name[n] for n in joint.names]
-        for p in held:
+        group = [by_name[n] for n in joint.names if n in by_name]
+        if len(group) < len(joint.names):
+            raise InputError(f"the factors of {key!r} hold a bias: take --structure diag")
+        for p in plan.held:
             own = p.layers.get(key, (None, None))[0]
             if own != joint and any(p.covers(n) for n in joint.names):
                 raise PosteriorError(
@@ -123,57 +114,7 @@ def _in_layers(
             raise InputError(
                 f"{' and '.join(joint.names)} are merged as one matrix: give them the same weights"
             )
-    return tuple(
-        replace(item, layer=named[item.name].key) if item.name in named else item for item in items
-    )
-
-
-def _item(
-    name: str,
-    reference: Source,
-    parts: Sequence[OpenModel],
-    reads: Sequence[str],
-    settings: MergeSettings,
-    based: bool,
-) -> Item:
-    spec, method, out_dtype = reference.specs[name], settings.row, settings.out_dtype
-    alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
-    notes = [_provenance(part.source, name, read) for part, read in zip(parts, reads, strict=True)]
-    notes = [note for note in notes if note]
-    if spec.dtype not in MERGEABLE or spec.numel == 0:
-        notes.append(_copied(name, reference, parts, reads))
-        return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), "; ".join(notes))
-    out = Spec(spec.shape, spec.dtype if out_dtype is None else out_dtype)
-    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
-    bare = not any(curved) and all(part.precision is not None for part in parts)
-    if bare and out == spec and not _others(name, reference, parts, reads):
-        note = "; ".join([*notes, "the same in all models"])
-        return Item(name, COPIED, spec, tuple(reads), tuple(alphas), (), note)
-    statistic = name.rpartition(".")[2] in STATISTICS
-    if statistic or (bare and any(name in part.buffers for part in parts)):
-        zeros = (ZERO,) * len(parts)
-        note = "; ".join([*notes, "a running statistic" if statistic else "a buffer"])
-        return Item(name, AVERAGED, out, tuple(reads), _of_average(alphas), zeros, note)
-    thin: dict[str, Any] = {}
-    if method.thinned:  # which divides entry by entry
-        shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
-        if not all(0 < share <= 1 for share in shares):
-            raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
-        thin = {"densities": tuple(shares), "scale": number(settings.scale, name, "scale")}
-    elif settings.divides or method.divides_by_precisions:
-        total = sum(alphas)
-        if not abs(total) > 1e-12:
-            raise InputError(
-                f"the weights of {name!r} sum to {total:g}: change them, or set normalize: false"
-            )
-        # The Fisher average does not change with a factor of all weights; without a base the
-        # average must stand where nobody has a precision.
-        divided = settings.divides or (method.uses_precisions and not based)
-        alphas = [a / total for a in alphas] if divided else alphas
-    if method.takes("scale") and not method.thinned:
-        factor = number(settings.scale, name, "scale")
-        alphas = [a * factor for a in alphas]
-    return Item(name, MERGED, out, tuple(reads), tuple(alphas), curved, "; ".join(notes), **thin)
+    return tuple(replace(item, layer=named.get(item.name, "")) for item in items)
 
 
 def _of_average(alphas: Sequence[float]) -> tuple[float, ...]:
@@ -182,11 +123,9 @@ def _of_average(alphas: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]) -> str:
+def _copied(plan: MergePlan, name: str) -> str:
     """Why a tensor that is not merged may be copied; an error where it may not."""
-    if reference.specs[name].numel == 0:
-        return "without entries"
-    other = _others(name, reference, parts, reads)
+    reference, other = plan.reference, _others(plan, name)
     if not other:
         return "the same in all models"
     if name.endswith(COUNTER):
@@ -197,23 +136,19 @@ def _copied(name: str, reference: Source, parts: Sequence[OpenModel], reads: Seq
     )
 
 
-def _others(
-    name: str, reference: Source, parts: Sequence[OpenModel], reads: Sequence[str]
-) -> list[str]:
+def _others(plan: MergePlan, name: str) -> list[str]:
     """The models whose tensor is not that of the reference."""
-    return [
-        part.source.name
-        for part, read in zip(parts, reads, strict=True)
-        if not same_bytes(reference, name, part.source, read)
-    ]
+    own, empty = plan.reference, plan.reference.specs[name].numel == 0
+    alike = [empty or same_bytes(own, name, p.source, p.reads[name]) for p in plan.parts]
+    return [p.source.name for p, same in zip(plan.parts, alike, strict=True) if not same]
 
 
-def _provenance(source: Source, name: str, read: str) -> str:
+def _provenance(part: OpenModel, name: str) -> str:
     """Where one model's tensor comes from, if that needs saying."""
-    words = source.words(read)
-    if read != name:
-        words = f"tied to {read}" + (f", {words}" if words else "")
-    return f"{source.name}: {words}" if words else ""
+    read, words = part.reads[name], part.source.words(part.reads[name])
+    tied = f"tied to {read}" if read != name else ""
+    said = ", ".join(filter(None, (tied, words)))
+    return f"{part.source.name}: {said}" if said else ""
 
 
 def number(given: Weight, name: str, what: str) -> float:
@@ -222,7 +157,7 @@ def number(given: Weight, name: str, what: str) -> float:
     Raises:
         InputError: it is no finite number.
     """
-    value = given(name) if callable(given) else given
+    value: Any = given(name) if callable(given) else given
     try:
         checked = float(value)
     except (TypeError, ValueError):
@@ -240,22 +175,20 @@ def _curved(part: OpenModel, name: str) -> str:
     return ZERO if name in part.precision.frozen else ""
 
 
-def _refuse_missing(items: Sequence[Item], parts: Sequence[OpenModel]) -> None:
-    for k, part in enumerate(parts):
+def _refuse_missing(plan: MergePlan, items: Sequence[Item]) -> None:
+    for k, part in enumerate(plan.parts):
         lacking = [i.name for i in items if i.fate == MERGED and i.curved[k] == ""]
-        if not lacking:
-            continue
         what = f"the precision of {part.source.name!r} is missing"
         if part.precision is not None:
             what = f"{part.precision.name!r} has none for {some(lacking)} of {part.source.name!r}"
-        raise PosteriorError(
-            f"{what}: compute it (`blr-analysis fisher`), or set missing_precision"
-        )
+        if lacking:
+            raise PosteriorError(
+                f"{what}: compute it (`blr-analysis fisher`), or set missing_precision"
+            )
 
 
 def _with_stand_in(item: Item, stand_in: str) -> Item:
     if "" not in item.curved:
         return item
-    curved = tuple(c or stand_in for c in item.curved)
     note = "; ".join(filter(None, (item.note, f"precision missing: {stand_in}")))
-    return replace(item, curved=curved, note=note)
+    return replace(item, curved=tuple(c or stand_in for c in item.curved), note=note)

@@ -1,4 +1,4 @@
-"""A plan of folders carried out: streamed, written as a whole, reported."""
+"""A plan carried out: into memory, or as a folder that is written as a whole and reported."""
 
 from __future__ import annotations
 
@@ -7,53 +7,40 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.files import Shards, check_free, check_room, drafted
+from blr_analysis.files import Loaded, Shards, check_free, check_room, drafted
 from blr_analysis.files.headers import read_json
-from blr_analysis.merging.fates import COPIED
+from blr_analysis.merging.adapters import Decomposed
+from blr_analysis.merging.items import COPIED
+from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
-from blr_analysis.merging.plan import SHARD, MergePlan, fit_config, reference_folder
-from blr_analysis.merging.stream import Outcome, Sink, stream
+from blr_analysis.merging.lora import is_adapter, is_place
+from blr_analysis.merging.plan import MergePlan
+from blr_analysis.merging.propagation import stream_propagated
+from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
 from blr_analysis.views import Tabular
 
+SHARD = 5_000_000_000
 # What tells a model how to run, or its user what it is allowed to do.
 CONFIG = (
-    "config.json",
-    "generation_config.json",
-    "configuration_*.py",
-    "modeling_*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *("config.json", "generation_config.json", "configuration_*.py", "modeling_*.py"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenization_*.py",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenization_*.py"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "chat_template.json"),
+    *("chat_template.jinja", "additional_chat_templates", "preprocessor_config.json"),
+    *("processor_config.json", "video_preprocessor_config.json"),
 )
 
 Documents = Callable[["MergeReport"], Mapping[str, str]]
@@ -70,10 +57,9 @@ class MergeReport(Tabular):
         files: the fate of every file beside the weights.
         shards: the files with weights.
         seconds: that it took.
-        choice: of method "auto".
         solves: by layer merged as one matrix, the residual and iterations of its equation.
-        gap_ratios: by model, what its diagonal precision says that it loses, as a part of what it
-            loses in the plain average, by the first entries of every tensor; empty without.
+        choice: of method "auto".
+        ranks, lost: of an adapter, by tensor: its rank, and the part of the step that is lost.
     """
 
     folder: Path
@@ -84,7 +70,8 @@ class MergeReport(Tabular):
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
     choice: Any = None
-    gap_ratios: tuple[float, ...] = ()
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bytes_read(self) -> int:
@@ -95,11 +82,6 @@ class MergeReport(Tabular):
     def bytes_written(self) -> int:
         """Bytes of tensors that were written."""
         return self.plan.bytes_written
-
-    @property
-    def remarks(self) -> list[str]:
-        """What else is to be said, a sentence each."""
-        return []
 
     @property
     def merged(self) -> int:
@@ -117,7 +99,26 @@ class MergeReport(Tabular):
         return sum(self.fallback.values())
 
 
+def _fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
+    filled = stream_propagated if plan.job.propagates else stream
+    with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
+        return filled(plan, sink, shown.update)
+
+
 @torch.no_grad()
+@torch.inference_mode(False)
+def collect(plan: MergePlan, progress: bool | None = None) -> dict[str, Tensor]:
+    """Carry out a plan into memory: a state dict on the devices of the base."""
+    own = plan.reference.tensors if isinstance(plan.reference, Loaded) else {}
+    cpu = torch.device("cpu")
+    devices = {i.name: own[i.name].device if i.name in own else cpu for i in plan.items}
+    sink = Memory(plan.items, devices)
+    _fill(plan, sink, progress)
+    return sink.tensors
+
+
+@torch.no_grad()
+@torch.inference_mode(False)
 def execute(
     plan: MergePlan,
     out: str | os.PathLike[str],
@@ -125,17 +126,15 @@ def execute(
     max_shard_bytes: int = SHARD,
     documents: Documents | None = None,
     progress: bool | None = None,
-    fill: Callable[[MergePlan, Sink, Callable[[int], object]], Outcome] = stream,
 ) -> MergeReport:
-    """Carry out a plan of folders: read and write piece by piece, and place the result as a whole.
+    """Carry out a plan: read and write piece by piece, and place the result as a whole.
 
     Args:
-        plan: of :func:`blr_analysis.merging.plan.plan_folders`.
+        plan: of :func:`blr_analysis.merging.plan.make_plan`.
         out: a folder that is new or empty.
         max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
         documents: texts by file name to be saved beside the weights, made from the report.
         progress: a progress bar with the throughput.
-        fill: what reads, merges and writes the tensors.
 
     Raises:
         StorageError: ``out`` is not empty, the disk is full, a file changed or cannot be read.
@@ -147,47 +146,48 @@ def execute(
     target = Path(out).expanduser()
     check_free(target)
     check_room(target, plan.bytes_written)
-    reference = reference_folder(plan.job)
-    source = plan.job.tokenizer_source
-    tokenizer = reference if source == "base" else Path(source)
     with drafted(target) as draft:
         draft.mkdir()
-        shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
-        shards.begin()
-        with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
-            met = fill(plan, shards, shown.update)
-        change = partial(fit_config, plan)
-        files = copy_files(reference, tokenizer, draft, plan.job.out_dtype, change)
-        if plan.job.vocabulary is not None and plan.job.vocabulary.tokenizer is not None:
-            write_union(plan.job.vocabulary.tokenizer, draft)
-        seconds = time.perf_counter() - started
-        fallback, solves = dict(met.fallback), dict(met.solves)
-        names = tuple(shards.names)
+        if plan.products:
+            sink = Decomposed(plan.job, plan.products, draft)
+            exact = [replace(i, spec=replace(i.spec, dtype=torch.float32)) for i in plan.items]
+            met = _fill(replace(plan, items=tuple(exact)), sink, progress)
+            sink.finish()
+            ranks, lost = sink.ranks, sink.lost
+        else:
+            sink = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
+            sink.begin()
+            met, ranks, lost = _fill(plan, sink, progress), {}, {}
+        files = _copy_files(plan, draft)
         report = MergeReport(
-            target, plan, fallback, files, names, seconds, solves, gap_ratios=met.lost
-        )
-        if documents is not None:
-            for name, text in documents(report).items():
-                (draft / name).write_text(text, encoding="utf-8")
+            target, replace(plan, ranks=ranks), dict(met.fallback), files, tuple(sink.names),
+            time.perf_counter() - started, dict(met.solves), ranks=ranks, lost=lost,
+        )  # fmt: skip
+        for name, text in documents(report).items() if documents is not None else ():
+            (draft / name).write_text(text, encoding="utf-8")
         check_free(target)
     return report
 
 
-def copy_files(
-    reference: Path,
-    tokenizer: Path,
-    target: Path,
-    dtype: torch.dtype | None,
-    change: Callable[[dict[str, Any]], object] | None = None,
-) -> dict[str, str]:
+def reference_folder(job: Job) -> Path | None:
+    """The folder whose configuration and other files the result takes over."""
+    models = [m.model for m in job.members if is_place(m.model)]
+    places = [job.base] if is_place(job.base) else [m for m in models if not is_adapter(m)]
+    return Path(places[0]).expanduser() if places else None
+
+
+def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
     """Copy configuration, tokenizer and chat template; the fate of every file comes back.
 
     Weights, indices of weights, cards, optimizer states and whatever else a folder holds stay
-    where they are. ``dtype``, where given, is written into the copied configuration.
+    where they are. The dtype and the number of tokens, where they are given, are written into the
+    copied configuration.
     """
-    fates: dict[str, str] = {}
+    job, fates, source = plan.job, {}, plan.job.tokenizer_source
+    reference = reference_folder(job) if job.rank is None else Path(job.members[0].model)
+    tokenizer = reference if source == "base" else Path(source)
     for folder, patterns in ((reference, CONFIG), (tokenizer, TOKENIZER)):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
             if any(fnmatch(path.name, p) for p in patterns):
                 copy = shutil.copytree if path.is_dir() else shutil.copyfile  # which follow links
                 copy(path, target / path.name)
@@ -195,31 +195,14 @@ def copy_files(
             elif folder == reference and not any(fnmatch(path.name, p) for p in TOKENIZER):
                 fates.setdefault(path.name, "left where it is")
     config = target / "config.json"
-    if config.is_file() and (dtype is not None or change is not None):
+    if config.is_file() and (job.out_dtype is not None or job.vocabulary is not None):
         document = read_json(config)
-        if dtype is not None:
+        if job.out_dtype is not None:
             key = "torch_dtype" if "torch_dtype" in document else "dtype"
-            document[key] = str(dtype).removeprefix("torch.")
-        if change is not None:
-            change(document)
-        config.write_text(
-            json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+            document[key] = str(job.out_dtype).removeprefix("torch.")
+        for section in (document, document.get("text_config") or {}):
+            if job.vocabulary is not None and "vocab_size" in section:
+                section["vocab_size"] = job.vocabulary.rows
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        config.write_text(f"{text}\n", encoding="utf-8")
     return fates
-
-
-def write_union(tokenizer: Mapping[str, Any], target: Path) -> None:
-    """Put ``tokenizer.json`` of several models in place of the copied one."""
-    for name in ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "added_tokens.json"):
-        (target / name).unlink(missing_ok=True)
-    text = json.dumps(tokenizer, ensure_ascii=False)
-    (target / "tokenizer.json").write_text(text, encoding="utf-8")
-    config = target / "tokenizer_config.json"
-    document = read_json(config) if config.is_file() else {}
-    if "added_tokens_decoder" in document:
-        known = {
-            str(t["id"]): {k: v for k, v in t.items() if k != "id"}
-            for t in tokenizer["added_tokens"]
-        }
-        document["added_tokens_decoder"] = {**known, **document["added_tokens_decoder"]}
-        config.write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")

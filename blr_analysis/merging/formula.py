@@ -21,7 +21,6 @@ H_0 + Σ_t |α_t| H_t, by which the step would grow without bound.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -40,68 +39,6 @@ WORDS = {  # by bytes
 PrecisionValue = Tensor | float
 
 
-def combine(
-    base: Tensor | None,
-    models: Sequence[Tensor],
-    weights: Sequence[float] | None = None,
-    *,
-    precisions: Sequence[PrecisionValue] | None = None,
-    base_precision: PrecisionValue | None = None,
-    delta: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Merge one tensor of several models; see the module for the formula.
-
-    Args:
-        base: θ_0, any shape; None: the average of the models, Σα θ / Σα, is the reference of
-            precisions; without precisions the result is the plain sum Σα θ.
-        models: θ_t, of the same shape, any floating dtype.
-        weights: α_t; 1 each if None.
-        precisions: H_t ≥ 0, tensors of that shape or one number each; 0 each if None.
-        base_precision: H_0 without δ; 0 if None.
-        delta: δ ≥ 0.
-        dtype: in which all of it is computed, float32 or float64.
-
-    Returns:
-        θ, in ``dtype``.
-
-    Raises:
-        InputError: shapes or numbers of arguments that disagree.
-
-    Example:
-        >>> base, one, two = torch.zeros(2), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 3.0])
-        >>> sure = torch.tensor([1.0, 0.0])
-        >>> combine(base, [one, two], precisions=[3 * sure, sure])   # no precision: 1 + 3
-        tensor([1.5000, 4.0000])
-    """
-    count = len(models)
-    alphas = [1.0] * count if weights is None else [float(w) for w in weights]
-    curved: list[PrecisionValue] = [0.0] * count if precisions is None else list(precisions)
-    if not count or len(alphas) != count or len(curved) != count:
-        raise InputError(
-            f"got {count} models, {len(alphas)} weights and {len(curved)} precisions: give one each"
-        )
-    if not all(math.isfinite(a) for a in alphas) or not 0 <= delta < math.inf:
-        raise InputError(f"weights must be finite and delta ≥ 0, got {alphas} and {delta!r}")
-    if base is None and precisions is not None:
-        if not abs(sum(alphas)) > 1e-12:
-            raise InputError("without a base the weights must not sum to 0")
-        alphas = [a / sum(alphas) for a in alphas]
-    start: PrecisionValue = 0.0 if base_precision is None else base_precision
-    for other in (base, *models, *curved, start):
-        if isinstance(other, Tensor) and other.shape != models[0].shape:
-            raise InputError(
-                f"tensors of one shape are merged, got {tuple(models[0].shape)} and "
-                f"{tuple(other.shape)}"
-            )
-    out = torch.empty(models[0].shape, dtype=dtype, device=models[0].device)
-    combine_into(
-        out.view(-1), _flat(base), [_flat(m) for m in models], alphas, [_flat(c) for c in curved],
-        start + delta if isinstance(start, float | int) else _flat(start.to(dtype) + delta),
-    )  # fmt: skip
-    return out
-
-
 def combine_into(
     out: Tensor,
     base: Tensor | None,
@@ -111,10 +48,12 @@ def combine_into(
     base_precision: PrecisionValue,
     scratch: Scratch | None = None,
 ) -> int:
-    """:func:`combine` of flat tensors into ``out``, whose dtype is that of the arithmetic.
+    """Merge one tensor of several models, all flat, into ``out``; see the module for the formula.
 
-    Works through blocks of :data:`BLOCK` entries, so that the result has the same bits however
-    a tensor is cut at multiples of it. ``base_precision`` holds δ already.
+    The dtype of ``out`` is that of the arithmetic. Without a base, the average Σα θ / Σα is the
+    reference of precisions; without these, too, the result is the plain sum Σα θ. It works through
+    blocks of :data:`BLOCK` entries, so that the result has the same bits however a tensor is cut at
+    multiples of it. ``base_precision`` holds δ already.
 
     Returns:
         The number of entries where task arithmetic stands, see the module.
@@ -251,7 +190,3 @@ def is_precision(values: Tensor) -> bool:
             return True
     low, high = torch.aminmax(values)
     return bool(low >= 0) and bool(high < torch.inf)
-
-
-def _flat(value: Tensor | float | None) -> Tensor:
-    return value.reshape(-1) if isinstance(value, Tensor) else value  # type: ignore[return-value]

@@ -44,7 +44,6 @@ from blr_analysis.errors import InputError
 from blr_analysis.merging.formula import BOUND
 
 SINGULAR = 1e-6  # of the largest eigenvalue: what float32 factors are good for
-NOISE = 0.1  # of a layer's moments that is chance: more of it is said
 TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
 MOST = 100  # iterations: what is left then is in the report
 

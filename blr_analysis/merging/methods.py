@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from blr_analysis.checks import one_of
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.merging.spans import karcher, model_stock, multislerp, slerp
 
 
@@ -127,3 +127,25 @@ def method_of(name: str) -> Method:
         InputError: there is none.
     """
     return METHODS[one_of("method", name, tuple(METHODS))]
+
+
+def default_weights(method: str, n_models: int) -> list[float]:
+    """α_t before anything is known of the tasks: what the method's own derivation asks for.
+
+    ``gradient_matching`` and ``fisher``: 1 each. Their H_t are SUMS over the examples of a task,
+    so α_t = 1 lets every example of every task count once: the objective is that of training on
+    all data together, and for quadratic losses the merge is its optimum.
+
+    ``task_arithmetic`` and ``linear``: 1/T each. Without precisions nothing says where the tasks
+    agree. If they all ask for the same change, Σ_t (θ_t − θ_0) overshoots T times and 1/T is
+    exact; if each changes weights of its own, 1 is exact. 1/T never leaves the models' convex hull.
+
+    Raises:
+        InputError: an unknown method, or fewer than one model.
+
+    Example:
+        >>> default_weights("gradient_matching", 4), default_weights("task_arithmetic", 4)
+        ([1.0, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25])
+    """
+    count = positive_int("n_models", n_models)
+    return [1.0 if method_of(method).uses_precisions else 1 / count] * count

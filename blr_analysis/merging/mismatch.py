@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,138 +11,14 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated, evaluated_gradient
-from blr_analysis.backprop.tree import Tree, dot, norm
+from blr_analysis.backprop.tree import Tree, add, dot, norm
 from blr_analysis.errors import BLRError, InputError
-from blr_analysis.merging.at_weights import State, at_weights, named_states, named_tasks, state_of
-from blr_analysis.merging.weighting import in_order, matched_precisions
+from blr_analysis.merging.at_weights import State, at_weights, in_order, named_tasks, state_of
+from blr_analysis.merging.formula import is_precision
 from blr_analysis.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
-
-
-@dataclass(frozen=True)
-class Home:
-    """A task at its own fine-tuned weights, kept while merges come and go."""
-
-    weights: Tree
-    gradient: Tree
-    here: Evaluation
-    there: Evaluation | None  # on held-out data
-
-
-@dataclass(frozen=True)
-class Foretold:
-    """What a precision says of a task: H_t of its data, and S_t, with the prior if it knows one."""
-
-    data: State
-    metric: State
-
-
-def at_home(
-    name: str, task: Task, test: Task | None, state: State, *, progress: bool | None = None
-) -> Home:
-    """Weights, gradient and losses of a task at θ_t.
-
-    Raises:
-        InputError, ModelError: as :func:`~blr_analysis.merging.at_weights.at_weights`.
-    """
-    who = f"the fine-tuned model of task {name!r}"
-    with _told(name), at_weights(task, state, who) as params:
-        weights = {n: p.detach().clone() for n, p in params.items()}
-        here, gradient = evaluated_gradient(task, params, progress=progress)
-    return Home(weights, gradient, here, _held_out(name, test, state, who, progress))
-
-
-def disturbance(
-    name: str,
-    task: Task,
-    test: Task | None,
-    home: Home,
-    merged: State,
-    who: str,
-    forecast: Foretold | None,
-    *,
-    progress: bool | None = None,
-) -> tuple[dict[str, Any], Tree]:
-    """How far a merge takes one task from home, by the keys of the mismatch table; and ∇ℓ̄_t there.
-
-    Args:
-        name, task, test: the task, and its held-out data.
-        home: the same task at θ_t.
-        merged: θ_merged; ``who`` names it in messages.
-        forecast: of its precision, if there is one.
-
-    Raises:
-        InputError, ModelError: as :func:`~blr_analysis.merging.at_weights.at_weights`.
-    """
-    with _told(name), at_weights(task, merged, who) as params:
-        here, gradient = evaluated_gradient(task, params, progress=progress)
-        step = {n: p.detach() - home.weights[n] for n, p in params.items()}
-    there = _held_out(name, test, merged, who, progress)
-    change = {n: g - home.gradient[n] for n, g in gradient.items()}
-    middle = {n: (g + home.gradient[n]) / 2 for n, g in gradient.items()}
-    mismatch, gap = norm(change), here.loss - home.here.loss
-    values = {
-        "n_data": task.n_data,
-        "mismatch": mismatch,
-        "mismatch_per_example": mismatch / task.n_data,
-        "mismatch_in_metric": _norm_in(forecast.metric, change) if forecast else math.nan,
-        "gradient_own": norm(home.gradient),
-        "gradient_merged": norm(gradient),
-        "distance": norm(step),
-        "gap": gap,
-        "gap_per_example": gap / task.n_data,
-        "gap_by_gradient": dot(middle, step),
-        "gap_by_precision": _foretold(home.gradient, forecast.data, step) if forecast else math.nan,
-        **_losses("", home.here, here),
-        **_losses("test_", home.there, there),
-    }
-    return values, gradient
-
-
-def _losses(prefix: str, own: Evaluation | None, merged: Evaluation | None) -> dict[str, float]:
-    pairs = (("own", own), ("merged", merged))
-    nll = {f"{prefix}nll_{at}": math.nan if m is None else m.nll for at, m in pairs}
-    right = {at: None if m is None else m.accuracy for at, m in pairs}
-    return {
-        **nll,
-        **{f"{prefix}accuracy_{at}": math.nan if a is None else a for at, a in right.items()},
-    }
-
-
-def _held_out(
-    name: str, test: Task | None, state: State, who: str, progress: bool | None
-) -> Evaluation | None:
-    if test is None:
-        return None
-    with _told(name), at_weights(test, state, f"{who}, in its test task,") as params:
-        return evaluated(test, params, progress=progress)[0]
-
-
-@contextmanager
-def _told(task: str) -> Iterator[None]:
-    """Errors from inside name the task that they come from."""
-    try:
-        yield
-    except BLRError as error:
-        raise type(error)(f"task {task!r}: {error}") from error
-
-
-def _norm_in(metric: State, tree: Tree) -> float:
-    """√Σ v²/H, infinite where H is 0 and v is not; in float64."""
-    total = 0.0
-    for n, v in tree.items():
-        squares = v.double().square()
-        total += float(torch.where(squares > 0, squares / metric[n].to(squares), 0.0).sum())
-    return math.sqrt(total)
-
-
-def _foretold(gradient: Tree, h: State, step: Tree) -> float:
-    bend = sum(
-        float((h[n].to(d.device).double() * d.double().square()).sum()) for n, d in step.items()
-    )
-    return dot(gradient, step) + bend / 2
 
 
 @dataclass(frozen=True)
@@ -260,47 +135,117 @@ def gradient_mismatch(
         >>> result.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
         [[2.0, 2.0, 2.0]]
     """
-    by_name = named_tasks(tasks)
+    by_name, merges = named_tasks(tasks), _merges(merged)
     names = list(by_name)
     homes = _homes(by_name, models)
-    forecasts = dict.fromkeys(names) if precisions is None else _forecasts(precisions, by_name)
-    held_out: Mapping[str, Task | None] = dict.fromkeys(names)
+    held = [None] * len(names) if precisions is None else in_order(precisions, names)
+    given = [tests] if isinstance(tests, Task) else tests
+    others = [None] * len(names) if tests is None else in_order(given, names, "tests")
     if tests is not None:
-        given = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
-        held_out = named_tasks(dict(zip(names, given, strict=True)), "tests")
-    merges = _merges(merged)
-    kept = {
-        name: at_home(name, by_name[name], held_out[name], homes[name], progress=progress)
-        for name in track(names, total=len(names), label="fine-tuned models", show=progress)
-    }
+        named_tasks(others, "tests")
+    lookouts = [
+        _Lookout(n, by_name[n], other, homes[n], _metric(n, h, by_name[n]), progress)
+        for n, other, h in zip(names, others, held, strict=True)
+    ]
     rows: list[Mapping[str, Any]] = []
     joint: dict[str, float] = {}
     for label in track(list(merges), total=len(merges), label="merges", show=progress):
-        made, who = merges[label], f"merged ({label})"
+        made = merges[label]
         if callable(made) and not isinstance(made, torch.nn.Module):
             made = made()
-        state = state_of(made, who)
-        total: Tree = {}
-        for name in names:
-            task, test, home, h = by_name[name], held_out[name], kept[name], forecasts[name]
-            values, gradient = disturbance(name, task, test, home, state, who, h, progress=progress)
-            rows.append({"merge": label, "task": name, **values})
-            for n, g in gradient.items():
-                total[n] = total[n] + g if n in total else g
+        state, total = state_of(made, f"merged ({label})"), {}
+        for lookout in lookouts:
+            values, gradient = lookout.disturbed(state, f"merged ({label})")
+            rows.append({"merge": label, "task": lookout.name, **values})
+            total = {n: total[n] + g if total else g for n, g in gradient.items()}
         joint[label] = norm(total)
         del state, made
     return GradientMismatch(tuple(rows), joint)
 
 
-def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
-    if models is None:
-        if len({id(t.model) for t in tasks.values()}) < len(tasks):
-            raise InputError(
-                "several tasks share one model: pass the fine-tuned weights as models=[state dicts]"
+class _Lookout:
+    """A task at its own fine-tuned weights, kept while merges come and go."""
+
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        test: Task | None,
+        home: State,
+        metric: tuple[State, State] | None,
+        progress: bool | None,
+    ) -> None:
+        self.name, self.task, self.test, self.metric = name, task, test, metric
+        self.progress = progress
+        self.home = self._seen(home, f"the fine-tuned model of task {name!r}")
+
+    def _seen(self, state: State, who: str) -> tuple[Tree, Tree, Evaluation, Evaluation | None]:
+        """Weights, gradient, and losses on the task and on its held-out data."""
+        there = None
+        try:
+            with at_weights(self.task, state, who) as params:
+                weights = {n: p.detach().clone() for n, p in params.items()}
+                here, gradient = evaluated_gradient(self.task, params, progress=self.progress)
+            if self.test is not None:
+                with at_weights(self.test, state, f"{who}, in its test task,") as params:
+                    there = evaluated(self.test, params, progress=self.progress)[0]
+        except BLRError as error:
+            raise type(error)(f"task {self.name!r}: {error}") from error
+        return weights, gradient, here, there
+
+    def disturbed(self, state: State, who: str) -> tuple[dict[str, Any], Tree]:
+        """How far a merge takes the task from home, by the keys of the mismatch table; ∇ℓ̄_t there.
+
+        H_t foretells the gap ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ.
+        """
+        own_weights, own_gradient, own, own_there = self.home
+        weights, gradient, here, there = self._seen(state, who)
+        step = add(weights, -1.0, own_weights)
+        change = add(gradient, -1.0, own_gradient)
+        count, mismatch, gap = self.task.n_data, norm(change), here.loss - own.loss
+        in_metric, by_precision = math.nan, math.nan
+        if self.metric is not None:
+            h, s = self.metric
+            in_metric = math.sqrt(sum(_over(v, s[n]) for n, v in change.items()))
+            bend = sum(
+                float((h[n].to(d).double() * d.double().square()).sum()) for n, d in step.items()
             )
-        return {n: state_of(t.model, f"the model of task {n!r}") for n, t in tasks.items()}
-    given = in_order(models, list(tasks), "models")
-    return named_states(dict(zip(tasks, given, strict=True)), "models")
+            by_precision = dot(own_gradient, step) + bend / 2
+        values = {
+            "n_data": count,
+            "mismatch": mismatch,
+            "mismatch_per_example": mismatch / count,
+            "mismatch_in_metric": in_metric,
+            "gradient_own": norm(own_gradient),
+            "gradient_merged": norm(gradient),
+            "distance": norm(step),
+            "gap": gap,
+            "gap_per_example": gap / count,
+            "gap_by_gradient": (dot(gradient, step) + dot(own_gradient, step)) / 2,
+            "gap_by_precision": by_precision,
+        }
+        for prefix, pair in (("", (own, here)), ("test_", (own_there, there))):
+            for at, e in zip(("own", "merged"), pair, strict=True):
+                right = None if e is None else e.accuracy
+                values[f"{prefix}nll_{at}"] = math.nan if e is None else e.nll
+                values[f"{prefix}accuracy_{at}"] = math.nan if right is None else right
+        return values, gradient
+
+
+def _over(v: Tensor, metric: Tensor) -> float:
+    """Σ v²/S, infinite where S is 0 and v is not; in float64."""
+    squares = v.double().square()
+    return float(torch.where(squares > 0, squares / metric.to(squares), 0.0).sum())
+
+
+def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
+    if models is None and len({id(t.model) for t in tasks.values()}) < len(tasks):
+        raise InputError(
+            "several tasks share one model: pass the fine-tuned weights as models=[state dicts]"
+        )
+    own = [t.model for t in tasks.values()] if models is None else models
+    given = zip(tasks, in_order(own, list(tasks), "models"), strict=True)
+    return {n: state_of(m, f"models[{n!r}]") for n, m in given}
 
 
 def _merges(merged: Any) -> dict[str, Any]:
@@ -313,19 +258,19 @@ def _merges(merged: Any) -> dict[str, Any]:
     return given
 
 
-def _forecasts(precisions: Any, tasks: Mapping[str, Task]) -> dict[str, Foretold]:
-    """H_t, and S_t with a posterior's prior, checked against the tasks' models."""
-    names = list(tasks)
-    curved = matched_precisions(precisions, names)
-    forecasts = {}
-    for name, given in zip(names, in_order(precisions, names), strict=True):
-        h = curved[name]
-        for n, p in tasks[name].parameters().items():
-            if n not in h or h[n].shape != p.shape:
-                raise InputError(
-                    f"precisions[{name!r}] does not fit: {n!r} is {tuple(p.shape)} in the model, "
-                    f"{tuple(h[n].shape) if n in h else 'absent'} there"
-                )
-        own = {n: given.precision(n) for n in h} if isinstance(given, Posterior) else h
-        forecasts[name] = Foretold(h, own)
-    return forecasts
+def _metric(name: str, given: Any, task: Task) -> tuple[State, State] | None:
+    """H_t of the data, and S_t, with a posterior's prior, checked against the task's model."""
+    if given is None:
+        return None
+    if isinstance(given, Posterior):
+        whole = {n: given.precision(n) for n in given.mean}
+        data = {n: (s - given.prior.of(n)).clamp_min(0) for n, s in whole.items()}
+    else:
+        data = whole = state_of(given, f"precisions[{name!r}]")
+    for n, p in task.parameters().items():
+        if n not in data or data[n].shape != p.shape or not is_precision(data[n]):
+            raise InputError(
+                f"precisions[{name!r}] does not fit: {n!r} is {tuple(p.shape)} in the model: give "
+                "finite numbers of that shape, at least 0"
+            )
+    return data, whole

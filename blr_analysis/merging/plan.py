@@ -1,304 +1,185 @@
-"""Every folder opened and every tensor's fate decided before the first byte is written."""
+"""Every model opened and every tensor's fate decided before the first byte is written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from blr_analysis.backprop.matrices import Joint
-from blr_analysis.checks import positive_int, some
+from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.files import Folder, Source, read_config
-from blr_analysis.merging.fates import COPIED, MERGED, OWN, Item, OpenModel, fates
+from blr_analysis.files import Source, read_config
+from blr_analysis.merging.adapters import open_products
+from blr_analysis.merging.fates import fates
 from blr_analysis.merging.formula import BLOCK
-from blr_analysis.merging.job import MISSING, Job, MergeSettings
-from blr_analysis.merging.layers import NOISE
-from blr_analysis.merging.lora import is_adapter, open_adapter
-from blr_analysis.merging.matching import MERGEABLE, differs_somewhere, match
-from blr_analysis.merging.methods import Method
+from blr_analysis.merging.items import CHUNK, MergePlan, OpenModel, stored_per_entry
+from blr_analysis.merging.job import MISSING, Job, Member
+from blr_analysis.merging.lora import Product, is_adapter, is_place, open_model
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
     check_fits,
     open_precision,
 )
-from blr_analysis.merging.vocabularies import Retokenized, untied
-from blr_analysis.views import Tabular
+from blr_analysis.merging.sources import MERGEABLE, Lengthened, differs_somewhere, match
+from blr_analysis.task import unwrapped
 
-CHUNK = 2**19  # entries of a tensor in hand at a time, at most
 HELD = 2**24  # bytes that they take with what is computed of them, if no fewer are asked for
 ROWS = 2**18  # entries of a layer's rows that are merged together
 WORKERS = 8
 MAX_MEMORY = 256 * 2**20
-SHARD = 5_000_000_000
+# What changes a model's outputs and not the shapes of its weights.
+SAME = (
+    *("model_type", "num_attention_heads", "num_key_value_heads", "n_head", "hidden_act"),
+    *("activation_function", "rope_theta", "rope_scaling"),
+)
 
 
-@dataclass(frozen=True)
-class MergePlan(Tabular):
-    """A merge that can be carried out: ``table`` shows every tensor's fate.
+def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> MergePlan:
+    """Open and check everything that can be checked without reading all of the weights.
 
-    Attributes:
-        settings: how to merge; of folders a :class:`Job`.
-        base: θ_0, or None.
-        parts: the fine-tuned models.
-        base_precision: H_0 without δ, or None.
-        items: the tensors of the result, in the order of reading.
-        chunk, workers: entries at a time, and threads.
-        memory: bytes of buffers that this takes at most.
-    """
-
-    settings: MergeSettings
-    base: Source | None
-    parts: tuple[OpenModel, ...]
-    base_precision: StoredPrecision | None
-    items: tuple[Item, ...]
-    chunk: int = CHUNK
-    workers: int = 1
-    memory: int = 0
-    library: ClassVar[str] = "transformers"  # which loads the result
-
-    @property
-    def job(self) -> Job:
-        """What the folders are merged by."""
-        assert isinstance(self.settings, Job)
-        return self.settings
-
-    @cached_property
-    def method(self) -> Method:
-        """The row of the registry."""
-        return self.settings.row
-
-    @property
-    def delta(self) -> float:
-        """δ; 0 where the method has no H_0."""
-        return float(self.settings.delta) if self.method.uses_base_precision else 0.0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the arithmetic."""
-        return self.settings.dtype
-
-    def family(self, key: str) -> tuple[float | None, float, float | None]:
-        """Shrink (None: as measured), power and damping of a layer's precisions with factors.
-        Measured is where all of its moments are singular, and no H_0 holds what they leave out."""
-        how, based = self.settings, self.base_precision is not None or self.delta
-        singular = not based and all(p.chance.get(key) for p in self.used)
-        shrink = 1.0 if how.shrink is None and not singular else how.shrink
-        return shrink, float(how.power), how.damping
-
-    @property
-    def held(self) -> list[StoredPrecision]:
-        """The precisions, the base's first."""
-        every = [self.base_precision, *(part.precision for part in self.parts)]
-        return [p for p in every if p is not None]
-
-    @property
-    def used(self) -> list[StoredPrecision]:
-        """The models' precisions."""
-        return [p.precision for p in self.parts if p.precision is not None]
-
-    @property
-    def of_few(self) -> list[str]:
-        """Which of them are moments of so few examples that much of them is chance."""
-        said = []
-        for p in self.used:
-            if p.noise > NOISE:
-                shrunk = any(self.family(key)[0] is None for key in p.chance)
-                then = ", and shrunk as measured: take more" if shrunk else ": take more, or shrink"
-                said.append(
-                    f"{p.name}: of so few examples that {p.noise:.0%} of a layer's moments is "
-                    f"chance{then}"
-                )
-        return said
-
-    @cached_property
-    def layers(self) -> dict[str, Joint]:
-        """The layers that are solved as one matrix, by their weights."""
-        joints = {k: j for p in self.held for k, (j, _) in p.layers.items()}
-        used = {item.layer for item in self.items}
-        return {key: joint for key, joint in joints.items() if key in used}
-
-    @property
-    def reference(self) -> Source:
-        """The model whose names, shapes and files the result takes over."""
-        return self.parts[0].source if self.base is None else self.base
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user should be told about the models."""
-        notes = [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
-        used = self.used
-        kinds = sorted({p.kind for p in used if p.kind})
-        if len(kinds) > 1:
-            notes.append(
-                f"precisions of different kinds weigh against each other: {', '.join(kinds)}; "
-                "their units may differ"
-            )
-        notes += self.of_few
-        names = [p.name for p in used]
-        notes += [
-            f"the precision {name!r} stands for several models"
-            for name in sorted({n for n in names if names.count(n) > 1})
-        ]
-        return notes
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of tensors in the result."""
-        return sum(map(self.bytes_for, self.items))
-
-    def bytes_for(self, item: Item) -> int:
-        """Bytes that are written for one tensor."""
-        return item.spec.nbytes
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights and precisions that the merge reads."""
-        return sum(self.bytes_of(item) for item in self.items)
-
-    def bytes_of(self, item: Item) -> int:
-        """What the merge reads for one tensor, with the factors of its layer at its weight."""
-        factors = 0
-        if item.layer == item.name:
-            factors = sum(p.factor_bytes(item.name) for p in self.held)
-        return item.spec.numel * _stored_per_entry(self, item) * self.passes(item) + factors
-
-    def passes(self, item: Item) -> int:
-        """How often a tensor is read: once more for its products, twice for what is largest."""
-        if item.fate != MERGED:
-            return 1
-        trims = self.method.thinned == "size" and min(item.densities) < 1
-        return 1 + (self.method.span is not None) + 2 * trims
-
-
-def make_plan(
-    settings: MergeSettings,
-    base: Source | None,
-    parts: Sequence[OpenModel],
-    *,
-    base_precision: StoredPrecision | None = None,
-    max_memory: int = MAX_MEMORY,
-    threads: int | None = None,
-) -> MergePlan:
-    """Check everything that can be checked without reading all of the weights.
+    Args:
+        job: what to merge with what.
+        max_memory: bytes of buffers, at most; Python and torch themselves (some 0.2 GB) come on
+            top of that.
+        threads: None: one per core, up to 8.
 
     Raises:
-        InputError: settings that make no sense, or weights that are not finite or sum to 0 where
-            they are divided by their sum.
+        InputError: settings or weights that make no sense, adapters without a base.
         ModelError: models that are not the same, tensors that cannot be merged, or a fine-tuned
             model that equals its base.
         PosteriorError: precisions of another model, of other shapes, or missing.
+        StorageError: folders or files that are missing, truncated or foreign.
     """
-    method = settings.row
-    _check_settings(settings, base, parts)
-    if base is not None and not method.uses_base:
-        match(base, parts[0].source)  # which gives configuration and tokenizer all the same
-    base = base if method.uses_base else None
-    curved = method.uses_base_precision
-    reference = parts[0].source if base is None else base
-    if not reference.specs:
-        raise ModelError(f"{reference.name!r} holds no tensors")
-    reads = [match(reference, part.source) for part in parts]
-    for part, names in zip(parts, reads, strict=True):
-        if base is not None and not differs_somewhere(base, part.source, names):
+    _check_settings(job)
+    _compare_configs(job)
+    members = list(job.members)
+    if job.base is not None:
+        first = job.base_precision if job.row.uses_base_precision else None
+        members.insert(0, Member(job.base, first))
+    models, products = _models(job)
+    precisions = [_precision(job, m, s) for m, s in zip(members, models, strict=True)]
+    if job.vocabulary is not None:
+        rows, known = job.vocabulary.rows, [job.vocabulary.known[m.model] for m in members]
+        every = list(zip(models, known, strict=True))
+        models = [Lengthened(rows, own, *every) for own in every]
+        precisions = [
+            p and replace(p, source=Lengthened(rows, (p.source, count), empty=p.prior))
+            for p, count in zip(precisions, known, strict=True)
+        ]
+    based = job.base is not None and job.row.uses_base
+    reference = models[0] if based or job.base is None else models[1]
+    parts = [
+        OpenModel(s, p, m.weight, m.density, _buffers(m), match(reference, s))
+        for s, p, m in zip(models, precisions, members, strict=True)
+    ]
+    base = parts.pop(0) if job.base is not None else None  # else only of files
+    plan = MergePlan(
+        job, base.source if based and base else None, tuple(parts),
+        base.precision if based and base else None, (), products,
+    )  # fmt: skip
+    _check_parts(plan)
+    return _within(replace(plan, items=fates(plan)), max_memory, threads)
+
+
+def _models(job: Job) -> tuple[list[Source], dict[str, Product]]:
+    """The base, where there is one, and the models; where the products of adapters lie."""
+    base = [] if job.base is None else [open_model(job.base, "base")]
+    if job.rank is not None:
+        return open_products(job, base[0] if base else None)
+    named = ((f"models[{t}]", m.model) for t, m in enumerate(job.members))
+    return [*base, *(open_model(model, name, *base) for name, model in named)], {}
+
+
+def _check_parts(plan: MergePlan) -> None:
+    """Raise where a model is no fine-tuned one, or a precision belongs to another model."""
+    base, job = plan.base, plan.job
+    for part in plan.parts:
+        if base is not None and not differs_somewhere(base, part.source, part.reads):
             raise ModelError(
                 f"every weight of {part.source.name!r} equals its base {base.name!r}: is it the "
                 "fine-tuned model?"
             )
-    if method.uses_precisions:
-        first = [base_precision] if curved else []
-        held = [p for p in (*(p.precision for p in parts), *first) if p is not None]
-        for precision in held:
-            check_fits(precision, reference)
-        unused = {"damping": settings.damping, "shrink": settings.shrink not in (None, 1)}
-        for name, given in unused.items():
-            if given and held and not any(p.layers for p in held):
-                raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
-        for part in parts:
-            if part.precision is not None and not settings.trust:
-                check_belongs(part.precision, part.source)
-        if base is not None and base_precision is not None and curved and not settings.trust:
-            check_belongs(base_precision, base)
-        parts = [
-            p if p.precision is None else replace(p, precision=p.precision.raised(settings.power))
-            for p in parts
-        ]
-        base_precision = base_precision and base_precision.raised(settings.power)
-    for part in parts:
-        _check_filters(part, reference)
-    items = fates(
-        reference,
-        parts,
-        reads,
-        settings,
-        based=base is not None,
-        base_precision=base_precision if curved else None,
-    )
-    prior = base_precision if curved else None
-    plan = MergePlan(settings, base, tuple(parts), prior, items)
-    return _within(plan, max_memory, threads)
+        _check_filters(part, plan.reference)
+    pairs = [(plan.base_precision, base), *((p.precision, p.source) for p in plan.parts)]
+    for precision, model in pairs:
+        if precision is not None:
+            check_fits(precision, plan.reference)
+        if precision is not None and model is not None and not job.trust:
+            check_belongs(precision, model)
+    plain = plan.held and not any(p.layers for p in plan.held)
+    for name, given in {"damping": job.damping, "shrink": job.shrink not in (None, 1)}.items():
+        if given and plain:
+            raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
+
+
+def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | None:
+    if member.precision is None or not job.row.uses_precisions:
+        return None
+    label = f"the precision of {model.name}"
+    return open_precision(member.precision, member.n_data, label=label).raised(job.power)
+
+
+def _buffers(member: Member) -> frozenset[str]:
+    """The tensors that are known to be no parameters."""
+    own = unwrapped(member.model) if isinstance(member.model, nn.Module) else None
+    return frozenset() if own is None else frozenset(n for n, _ in own.named_buffers())
 
 
 def _check_filters(part: OpenModel, reference: Source) -> None:
     """Raise :class:`InputError` where a weight's filter is in no tensor's name."""
     asked = [getattr(given, "unused", None) for given in (part.weight, part.density)]
     rules = [rule for unused in asked if unused is not None for rule in unused(reference.specs)]
-    for rule in rules:
-        parts = {p for name in reference.specs for p in (name, *name.split("."))}
-        near = get_close_matches(rule.part, parts, 3, 0.5) or sorted(parts, key=len)[-1:]
+    if rules:
+        longest = max(reference.specs, key=len)
         raise InputError(
-            f"{rule.place or part.source.name}: no tensor's name holds the filter {rule.part!r}: "
-            f"did you mean {some(near)}?"
+            f"{part.source.name}: no tensor's name holds the filter {rules[0].part!r}: they are "
+            f"called such as {longest!r}"
         )
 
 
-def _check_settings(
-    settings: MergeSettings, base: Source | None, parts: Sequence[OpenModel]
-) -> None:
-    delta, missing = settings.delta, settings.missing_precision
-    dtype, out_dtype = settings.dtype, settings.out_dtype
-    if not parts:
+def _check_settings(job: Job) -> None:
+    method = job.row
+    if not job.members:
         raise InputError("models is empty: name at least one fine-tuned model")
-    if settings.row.models not in (None, len(parts)):
-        raise InputError(f"{settings.method} merges {settings.row.models} models, got {len(parts)}")
-    if base is None and settings.row.needs_base:
-        raise InputError(f"method {settings.method!r} needs the base that the models started from")
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < 1e38:
-        raise InputError(f"delta must be ≥ 0 and fit into float32, got {delta!r}")
-    if missing not in MISSING:
-        raise InputError(f"missing_precision must be one of {MISSING}, got {missing!r}")
-    if dtype not in (torch.float32, torch.float64):
-        raise InputError(f"dtype, of the arithmetic, must be float32 or float64, got {dtype!r}")
-    shrink = 1.0 if settings.shrink is None else settings.shrink
-    for name, value in {"shrink": shrink, "power": settings.power}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise InputError(f"{name} must be between 0 and 1, got {value!r}")
-    damping = settings.damping
-    if damping is not None and not (isinstance(damping, int | float) and 0 <= damping < 1e6):
-        raise InputError(f"damping must be at least 0, or None, got {damping!r}")
-    if out_dtype is not None and out_dtype not in MERGEABLE:
-        raise InputError(f"out_dtype must be one of {MERGEABLE} or None, got {out_dtype!r}")
+    if method.models not in (None, len(job.members)):
+        raise InputError(f"{job.method} merges {method.models} models, got {len(job.members)}")
+    if job.base is None and method.needs_base:
+        raise InputError(f"method {job.method!r} needs the base that the models started from")
+    one_of("missing_precision", job.missing_precision, MISSING)
+    bounds = {"delta": 1e38, "shrink": 1, "power": 1, "damping": 1e6, "seed": 2**63}
+    for name, most in bounds.items():
+        value = getattr(job, name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+        if value is not None and not fits:
+            raise InputError(f"{name} must be between 0 and {most:g}, got {value!r}")
+    if job.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"dtype, of the arithmetic, must be float32 or float64, got {job.dtype!r}")
+    if job.out_dtype is not None and job.out_dtype not in MERGEABLE:
+        raise InputError(f"out_dtype must be one of {MERGEABLE} or None, got {job.out_dtype!r}")
 
 
-def _stored_per_entry(plan: MergePlan, item: Item) -> int:
-    """Bytes on disk that stand behind one entry of a tensor, factors apart."""
-    if item.fate == COPIED:
-        return plan.reference.specs[item.name].dtype.itemsize
-    size = 0 if plan.base is None else plan.base.specs[item.name].dtype.itemsize
-    for part, read, curved in zip(plan.parts, item.reads, item.curved, strict=True):
-        size += part.source.specs[read].dtype.itemsize
-        if curved == OWN and part.precision is not None:
-            own = part.precision.spec(item.name)
-            size += 0 if own is None else own.dtype.itemsize
-    first = None if plan.base_precision is None else plan.base_precision.spec(item.name)
-    return size + (0 if first is None else first.dtype.itemsize)
+def _compare_configs(job: Job) -> None:
+    """Raise :class:`ModelError` where folders are of models that compute differently."""
+    every = [job.base, *(m.model for m in job.members)]
+    folders = [Path(p).expanduser() for p in every if is_place(p) and not is_adapter(p)]
+    configs = {folder: config for folder in folders if (config := read_config(folder))}
+    for folder, config in configs.items():
+        if config.get("quantization_config"):
+            raise ModelError(
+                f"{str(folder)!r} is quantised (quantization_config): merge the models "
+                "before, then quantise"
+            )
+        place, known = next(iter(configs.items()))
+        if odd := [k for k in SAME if known.get(k) != config.get(k)]:
+            raise ModelError(
+                f"{str(folder)!r} and {str(place)!r} are different architectures: in config.json "
+                f"{odd[0]} is {config.get(odd[0])!r} and {known.get(odd[0])!r}"
+            )
 
 
 def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
@@ -308,8 +189,8 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     workers = min(cores, WORKERS) if threads is None else positive_int("threads", threads)
-    acc = plan.dtype.itemsize
-    stored = max((_stored_per_entry(plan, i) for i in plan.items), default=0)
+    acc = plan.job.dtype.itemsize
+    stored = max((stored_per_entry(plan, i) for i in plan.items), default=0)
     # What is read, H = S − δ and H_0 + δ computed from it, the result, and its rounded copy.
     each = stored + acc * (len(plan.parts) + 1) + 2 * acc
     fixed = 7 * BLOCK * acc
@@ -357,110 +238,3 @@ def rows_at_once(joint: Joint) -> int:
     if layout.groups > 1 or layout.transposed:
         return layout.rows
     return min(layout.rows, max(64, ROWS // layout.columns))
-
-
-# What changes a model's outputs and not the shapes of its weights.
-SAME = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "n_head",
-    "hidden_act",
-    "activation_function",
-    "rope_theta",
-    "rope_scaling",
-)
-
-
-def plan_folders(
-    job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None
-) -> MergePlan:
-    """Open and check everything that a merge of folders needs; nothing is written.
-
-    Args:
-        job: what to merge with what.
-        max_memory: bytes of buffers, at most; Python and torch themselves (some 0.2 GB) come on
-            top of that.
-        threads: None: one per core, up to 8.
-
-    Raises:
-        InputError: settings or weights that make no sense, adapters without a base.
-        ModelError: models that do not fit together, or one that equals its base.
-        PosteriorError: precisions that do not fit their model, or are missing.
-        StorageError: folders or files that are missing, truncated or foreign.
-    """
-    method = job.row
-    base = None if job.base is None else Folder.open(job.base)
-    every = {m.model: open_model(m.model, base) for m in job.members}
-    every = untied(every if base is None or job.base is None else {**every, job.base: base})
-    if job.vocabulary is not None:
-        every = {place: Retokenized(job.vocabulary, place, every) for place in every}
-    base = None if job.base is None else every[job.base]
-    parts = []
-    for member in job.members:
-        precision = None
-        if method.uses_precisions and member.precision is not None:
-            precision = open_precision(member.precision, member.n_data)
-            if job.vocabulary is not None:
-                precision = precision.retokenized(job.vocabulary, member.model)
-        parts.append(OpenModel(every[member.model], precision, member.weight, member.density))
-    first = None
-    if method.uses_base_precision and job.base_precision is not None:
-        first = open_precision(job.base_precision)
-        if job.vocabulary is not None and job.base is not None:
-            first = first.retokenized(job.vocabulary, job.base)
-    _compare_configs(job)
-    return make_plan(job, base, parts, base_precision=first, max_memory=max_memory, threads=threads)
-
-
-def reference_folder(job: Job) -> Path:
-    """The folder whose configuration and other files the result takes over."""
-    if job.base is not None:
-        return job.base
-    plain = [m.model for m in job.members if not is_adapter(m.model)]
-    return plain[0]
-
-
-def fit_config(plan: MergePlan, config: dict[str, Any]) -> None:
-    """Write into a configuration how many tokens the result has, and whether its head is its
-    embedding."""
-    vocabulary = plan.job.vocabulary
-    headed = any(item.name.endswith("lm_head.weight") for item in plan.items)
-    for section in (config, config.get("text_config") or {}):
-        if section.get("tie_word_embeddings") and headed:
-            section["tie_word_embeddings"] = False
-        if vocabulary is not None and "vocab_size" in section:
-            section["vocab_size"] = vocabulary.size
-
-
-def open_model(model: Path, base: Source | None) -> Source:
-    """A folder's tensors; an adapter's, applied to ``base``."""
-    if not is_adapter(model):
-        return Folder.open(model)
-    if base is None:
-        raise InputError(f"{str(model)!r} is an adapter: name its base model")
-    return open_adapter(model, base, dtype=torch.float32)
-
-
-def _compare_configs(job: Job) -> None:
-    folders = [m.model for m in job.members if not is_adapter(m.model)]
-    if job.base is not None:
-        folders.insert(0, job.base)
-    configs = {folder: config for folder in folders if (config := read_config(folder))}
-    for folder, config in configs.items():
-        if config.get("quantization_config"):
-            raise ModelError(
-                f"{str(folder)!r} is quantised (quantization_config): merge the models "
-                "before, then quantise"
-            )
-    kinds = {str(c["model_type"]): f for f, c in configs.items() if "model_type" in c}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{str(folder)!r} ({kind})" for kind, folder in kinds.items())
-        raise ModelError(f"the models are of different architectures: {listed}")
-    for folder, config in configs.items():
-        place, known = next(iter(configs.items()))
-        odd = [k for k in SAME if known.get(k) != config.get(k)]
-        if odd and known.get("model_type") == config.get("model_type"):
-            raise ModelError(
-                f"{str(folder)!r} computes otherwise than {str(place)!r} with the same weights: in "
-                f"config.json {odd[0]} is {config.get(odd[0])!r} and {known.get(odd[0])!r}"
-            )

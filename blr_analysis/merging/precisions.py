@@ -16,20 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
+from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
 from blr_analysis.files.storage import SAMPLE, checked_record
 from blr_analysis.merging.formula import is_precision
 from blr_analysis.merging.layers import Factors
-from blr_analysis.merging.vocabularies import (
-    Arranged,
-    Place,
-    Retokenized,
-    Vocabulary,
-    is_vocabulary,
-)
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
 VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
@@ -49,15 +42,13 @@ class StoredPrecision:
         kind: what the numbers are, as the record says it.
         layers: those with factors, by their weights: how they are read as matrices, and the mean
             eigenvalue of their inputs' moments, where it is known.
-        tied: parameters that have several names.
         sha256: the fingerprint of the model that it belongs to, where it was recorded, and how
             many numbers of each tensor it is of.
         mean: the weights that it belongs to, where they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
-        noise: the largest part of a layer's moments, of "gram", that is chance.
-        chance: that of their off-diagonals, by layer, where there were fewer rows than inputs.
-        n_data: the examples that H is a sum over; 0 where that is not known.
+        chance: by layer of "gram", the part of the off-diagonals of its moments that is chance,
+            where there were fewer rows than inputs.
     """
 
     source: Source
@@ -67,14 +58,11 @@ class StoredPrecision:
     frozen: frozenset[str] = frozenset()
     kind: str = ""
     layers: Mapping[str, tuple[Joint, float | None]] = field(default_factory=dict)
-    tied: frozenset[str] = frozenset()
     sha256: tuple[str, int | None] | None = None
     mean: Mapping[str, Tensor] | None = None
     adapter: bool = False
     power: float = 1.0
-    noise: float = 0.0
     chance: Mapping[str, float] = field(default_factory=dict)
-    n_data: int = 0
 
     @property
     def name(self) -> str:
@@ -96,12 +84,6 @@ class StoredPrecision:
         wide = any(self.has_outputs(key) for key in self.layers)
         return "kron" if wide else "gram" if self.layers else "diag"
 
-    @property
-    def tables(self) -> set[str]:
-        """Layers of "gram" that are tied to an embedding, whose look-ups do not count."""
-        alone = {key for key in self.layers if key in self.tied and not self.has_outputs(key)}
-        return {key for key in alone if not self.by_row(key)}
-
     def by_row(self, key: str) -> bool:
         """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
         return key + ROWS in self.source.specs
@@ -109,62 +91,6 @@ class StoredPrecision:
     def raised(self, power: float) -> StoredPrecision:
         """Hᵖ where it has no factors, whose power is their own matter."""
         return self if self.layers else replace(self, power=power)
-
-    def retokenized(self, vocabulary: Vocabulary, model: Path) -> StoredPrecision:
-        """The same by the rows of a vocabulary: H = 0 for tokens that the model lacks.
-
-        Raises:
-            PosteriorError: factors of a table that are not the same for all rows.
-        """
-        source = Retokenized(vocabulary.alone(model), model, {model: self.source}, self.prior)
-        layers = dict(self.layers)
-        for key, (joint, inputs) in self.layers.items():
-            layout = joint.layout
-            if not any(map(is_vocabulary, joint.names)) or layout.rows == vocabulary.size:
-                continue
-            if self.has_outputs(key) or self.by_row(key) or layout.transposed:
-                raise PosteriorError(
-                    f"the factors of {key!r} in {self.name!r} are of {layout.rows} tokens, the "
-                    f"result has {vocabulary.size}: take --structure diag"
-                )
-            size, columns = vocabulary.size, layout.columns
-            turned = MatrixShape(1, size, columns, (size, columns))
-            layers[key] = replace(joint, layout=turned), inputs
-        return replace(self, source=source, layers=layers)
-
-    def of_weights(self, key: str) -> StoredPrecision:
-        """H of a layer's weight alone where its bias is not moved: without the last row and column
-        of the matrix that all rows have.
-
-        Raises:
-            PosteriorError: each row has its own.
-        """
-        joint, inputs = self.layers[key]
-        if self.has_outputs(key):
-            raise PosteriorError(
-                f"the factors of {key!r} in {self.name!r} hold a bias: take gram or diag"
-            )
-        values, right = (self.source.tensor(key + part) for part in (VALUES, VECTORS[0]))
-        inner = right[:, :-1].double()
-        found = torch.linalg.eigh((inner * values.double()) @ inner.mT)
-        own = {key + VALUES: found[0].unsqueeze(1), key + VECTORS[0]: found[1]}
-        held = Loaded(self.name, {n: t.to(values.dtype) for n, t in own.items()})
-        places = {n: Place(held if n in own else self.source, n) for n in self.source.specs}
-        layers = {**self.layers, key: (replace(joint, bias=None), inputs)}
-        return replace(self, source=Arranged(self.name, places), layers=layers)
-
-    def gap(self, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
-        """½ (θ − θ_t)ᵀ H (θ − θ_t), the rise of the task's loss that it predicts, in nats."""
-        total, scratch = 0.0, Scratch()
-        once = {self.stored[n]: n for n in state if n in self.stored}  # tied tensors have one H
-        for name in once.values():
-            step = (state[name] - own[name]).double().flatten()
-            h = self.read(name, 0, step.numel(), scratch, torch.float64)
-            total += 0.5 * float((h.to(step) * step.square()).sum())
-        for key, (joint, _) in self.layers.items():
-            step = joint.join({n: (state[n] - own[n]).double().cpu() for n in joint.names})
-            total += 0.5 * float((step * self.factors(key).times(step)).sum())
-        return total
 
     def measured(self, key: str) -> float:
         """The shrinkage of a layer's off-diagonals: 1 less the part of them that is chance."""
@@ -244,21 +170,32 @@ class StoredPrecision:
         return id(self)
 
 
-def open_precision(path: Path, n_data: int | None = None) -> StoredPrecision:
-    """A precision folder or file on disk.
+def open_precision(
+    given: Any, n_data: int | None = None, *, label: str = "precision"
+) -> StoredPrecision:
+    """A precision folder or file on disk, a :class:`Posterior`, or tensors H by name.
+
+    Args:
+        n_data: where the numbers are averages over so many examples: of tensors, and of files
+            without a record, which need it.
 
     Raises:
         StorageError: nothing there, damaged, or of a structure that is not diagonal.
         InputError: no record and no ``n_data``, or an ``n_data`` that contradicts the record.
+        PosteriorError: a posterior of a structure that does not merge.
     """
-    source = Folder.open(path, stem=storage.STEM)
-    record = storage.find_record(path)
+    if isinstance(given, Posterior):
+        return _of_posterior(given, label)
+    if not isinstance(given, str | os.PathLike):
+        return _plain(Loaded(label, given), 1 if n_data is None else n_data)
+    path = Path(given).expanduser()
+    source, record = Folder.open(path, stem=storage.STEM), storage.find_record(path)
     if record is None:
         if n_data is None:
             raise InputError(
                 f"n_data is missing for {str(path)!r}: without a record its numbers are averages"
             )
-        return StoredPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
+        return _plain(source, n_data)
     record = checked_record(record, str(path))
     if n_data is not None and n_data != record["n_data"]:
         raise InputError(
@@ -267,6 +204,27 @@ def open_precision(path: Path, n_data: int | None = None) -> StoredPrecision:
         )
     prior = Prior.of_any(record["prior_precision"])
     return _recorded(source, record, prior.numbers(record["parameters"]))
+
+
+def _plain(source: Source, n_data: int) -> StoredPrecision:
+    return StoredPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
+
+
+def _of_posterior(q: Posterior, label: str) -> StoredPrecision:
+    if q.structure in FACTORED:
+        about = {**q.record, **q.form.record(), "parameters": list(q.mean), "n_data": q.n_data}
+        made = _recorded(Loaded(label, q.form.tensors()), about, q.prior.numbers(q.mean))
+        return replace(made, sha256=None, mean=q.mean)
+    if q.structure != "diag":
+        raise PosteriorError(
+            f"{label} is of structure {q.structure!r}: fit 'diag', 'gram' or 'kron'"
+        )
+    tensors = {n: q.precision(n) for n in q.mean}
+    source = Loaded(label, tensors)
+    stored = _stored(source, list(tensors), q.record.get("tied"))
+    return StoredPrecision(
+        source, stored, q.prior.numbers(tensors), frozen=_frozen(q.record), mean=q.mean
+    )
 
 
 def _recorded(
@@ -288,12 +246,9 @@ def _recorded(
         frozen=_frozen(record),
         kind=record.get("kind") or "",
         layers=layers,
-        tied=frozenset(record.get("tied") or ()),
         sha256=_sha256(record),
         adapter=bool(record.get("adapter")),
-        noise=float(record.get("noise") or 0.0),
         chance=chance,
-        n_data=int(record["n_data"]),
     )
 
 
@@ -336,55 +291,15 @@ def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None
     for key, (joint, _) in layers.items():
         g, o = joint.layout.groups, joint.layout.rows
         i = (0 if joint.weight is None else joint.layout.columns) + (joint.bias is not None)
-        wanted = {VECTORS[0]: {(g, i, i)}, VALUES: {(g, o, i), (g, 1, i)}}
-        if key + VECTORS[1] in source.specs:
-            wanted[VECTORS[1]] = {(g, o, o)}
-        if key + ROWS in source.specs:
-            wanted[ROWS] = {(g, o, 1)}
-        for part, shapes in wanted.items():
-            spec = source.specs.get(key + part)
-            if spec is None or spec.shape not in shapes:
+        shapes = {VECTORS[0]: (g, i, i), VECTORS[1]: (g, o, o), ROWS: (g, o, 1), VALUES: (g, o, i)}
+        for part, wanted in shapes.items():
+            spec, needed = source.specs.get(key + part), part in (VALUES, VECTORS[0])
+            alike = spec is not None and spec.shape in (wanted, (g, 1, i) if part == VALUES else ())
+            if not alike and (needed or spec is not None):
                 raise PosteriorError(
-                    f"{key + part!r} of {source.name!r} is "
-                    f"{'missing' if spec is None else list(spec.shape)}, not {list(min(shapes))}: "
-                    "factors of another layer?"
+                    f"{key + part!r} of {source.name!r} is not {list(wanted)}: factors of another "
+                    "layer?"
                 )
-
-
-def precision_in_memory(label: str, given: Any, n_data: int | None) -> StoredPrecision:
-    """A :class:`Posterior`, or named tensors H (averages, where ``n_data`` is given), or where
-    one is stored."""
-    if isinstance(given, str | os.PathLike):
-        return open_precision(Path(given).expanduser(), n_data)
-    if isinstance(given, Posterior) and given.structure in FACTORED:
-        prior = given.prior.numbers(given.mean)
-        about = {**given.record, **given.form.record(), "parameters": list(given.mean)}
-        about["n_data"] = given.n_data
-        made = _recorded(Loaded(label, given.form.tensors()), about, prior)
-        return replace(made, sha256=None, mean=given.mean)
-    if isinstance(given, Posterior):
-        if given.structure != "diag":
-            raise PosteriorError(
-                f"{label} is of structure {given.structure!r}: fit 'diag', 'gram' or 'kron'"
-            )
-        tensors = {n: given.precision(n) for n in given.mean}
-        source = Loaded(label, tensors)
-        tied = given.record.get("tied")
-        prior = given.prior
-        if prior.tensors:
-            source = Loaded(label, {n: s - prior.like(n, s) for n, s in tensors.items()})
-            prior = Prior({None: 0.0})
-        return StoredPrecision(
-            source,
-            _stored(source, list(tensors), tied),
-            prior.numbers(tensors),
-            frozen=_frozen(given.record),
-            mean=given.mean,
-            n_data=int(given.n_data),
-        )
-    source = Loaded(label, given)
-    scale = 1.0 if n_data is None else float(n_data_of(n_data))
-    return StoredPrecision(source, {n: n for n in source.specs}, scale=scale)
 
 
 def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
@@ -402,30 +317,23 @@ def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
 
 def check_fits(precision: StoredPrecision, reference: Source) -> None:
     """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
-    ours = {precision.stored[n] for n in precision.stored if n in reference.specs}
-    foreign = [n for n in precision.stored.values() if n not in ours]
     shapes = {n: s for joint, _ in precision.layers.values() for n, s in joint.shapes.items()}
-    foreign += [n for n in shapes if n not in reference.specs]
+    stored = {n: precision.source.specs[key] for n, key in precision.stored.items()}
+    ours = {key for n, key in precision.stored.items() if n in reference.specs}
+    foreign = [n for n in shapes if n not in reference.specs]
+    foreign += [n for n, key in precision.stored.items() if key not in ours]
     if foreign:
         raise PosteriorError(
             f"the precision {precision.name!r} belongs to another model than {reference.name!r}, "
             f"which has no {some(sorted(set(foreign)))}"
         )
+    shapes |= {n: spec.shape for n, spec in stored.items() if n in reference.specs}
     for name, shape in shapes.items():
         if reference.specs[name].shape != shape:
             raise PosteriorError(
-                f"the factors of {name!r} in {precision.name!r} are of a {list(shape)}, the weight "
-                f"is {list(reference.specs[name].shape)}"
+                f"the precision of {name!r} in {precision.name!r} is {list(shape)}, the weight "
+                f"{list(reference.specs[name].shape)}"
             )
-    for name, spec in reference.specs.items():
-        own = precision.spec(name)
-        if own is not None and own.shape != spec.shape:
-            raise PosteriorError(
-                f"the precision of {name!r} in {precision.name!r} is {list(own.shape)}, the "
-                f"weight {list(spec.shape)}"
-            )
-        if own is not None and not own.dtype.is_floating_point:
-            raise PosteriorError(
-                f"the precision of {name!r} in {precision.name!r} is of {own.dtype}: expected "
-                "floating-point numbers"
-            )
+    for name, spec in stored.items():
+        if not spec.dtype.is_floating_point:
+            raise PosteriorError(f"the precision of {name!r} in {precision.name!r} is {spec.dtype}")

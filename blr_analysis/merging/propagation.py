@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,24 +12,15 @@ from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, S
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
-from blr_analysis.merging.job import Job, Weight
-from blr_analysis.merging.layers import NOISE, Moments, dense
-from blr_analysis.merging.methods import METHODS, Method
-from blr_analysis.merging.plan import MergePlan, plan_folders
+from blr_analysis.merging.layers import Moments, dense
+from blr_analysis.merging.plan import MergePlan
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 
-def propagated(
-    start: State,
-    models: Sequence[State],
-    tasks: Sequence[Task],
-    weights: Sequence[float],
-    *,
-    shrink: float | None,
-    progress: bool | None,
-) -> dict[str, Tensor]:
+@torch.inference_mode(False)
+def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
     """RegMean++: the inputs of every layer are taken after the layers below it were merged.
 
     RegMean takes a layer's inputs in each task's own model. In the merge they come from merged
@@ -39,151 +28,82 @@ def propagated(
     inputs are taken with everything below merged, and W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹ follows.
     L layers and T tasks take L · T sweeps of forward passes that end at the layer, with its moments
     in memory; layers that are given the same tensor (queries, keys and values) share theirs.
+    Without ``shrink``, the off-diagonals of A count less by the part of them that is chance.
 
-    Args:
-        start: what the other parameters are merged to.
-        models: θ_t.
-        tasks: the data of each, any model of these names.
-        weights: α_t ≥ 0, not all 0.
-        shrink: of the off-diagonals of A; None: 1 less the part of them that is chance, which
-            moments of few examples have most of (:meth:`InputMoments.noise`).
-        progress: of the layers.
+    One model at a time, and the merged one, are in memory. The data are ``plan.job.tasks``; what
+    is no layer with a matrix is averaged.
 
     Raises:
-        InputError: not one task per model, weights below 0.
+        InputError: weights by layer, below 0, or all 0; not one task per model.
         ModelError: two tasks run other layers.
 
     Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
     for model merging", 2025.
     """
-    if len(tasks) != len(models):
-        raise InputError(f"{len(tasks)} tasks for {len(models)} models: give one each")
-    check_weights(weights)
-    orders = [_at(task, m, RunOrder()) for task, m in zip(tasks, models, strict=True)]
+    weights, tasks = _checked(plan)
+    stored = plan.reference.specs
+    items = tuple(replace(i, spec=replace(i.spec, dtype=stored[i.name].dtype)) for i in plan.items)
+    start = Memory(items, dict.fromkeys(stored, torch.device("cpu")))
+    met = stream(replace(plan, items=items), start, tell)
+    each = list(enumerate(tasks))
+    orders = [_at(task, _own(plan, t, stored), RunOrder()) for t, task in each]
     repeated = {key for order in orders for key in order.repeated}
-    groups, noise = _groups(orders, repeated), 0.0
+    groups = _groups(orders, repeated)
     joined = {n for group in groups for layer in group for n in layer.names}
-    merged = {n: value for n, value in start.items() if n not in joined}
-    for group in track(groups, total=len(groups), label="layers", show=progress):
+    merged = {n: value for n, value in start.tensors.items() if n not in joined}
+    for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
         keys = frozenset(layer.key for layer in group)
         moments = []
-        for t, (task, model) in enumerate(zip(tasks, models, strict=True), 1):
+        for t, task in each:
             sums = InputMoments() if keys & repeated else FirstMoments(layers=keys)
-            _at(task, {**model, **merged}, sums, keys)
+            _at(task, {**_own(plan, t, stored), **merged}, sums, keys)
             if sums.moments.keys() != keys:
                 left = min(keys - sums.moments.keys())
-                raise ModelError(f"task {t} does not run {left!r}: give tasks of one model")
-            noise = max(noise, *(sums.noise(key, whole=True) for key in keys))
-            moments.append(
-                {
-                    key: Moments(
-                        a.cpu(),
-                        1 - sums.noise(key) if shrink is None else shrink,
-                        sums.looked_up(joint),
-                    )
-                    for key, (joint, a) in sums.moments.items()
-                }
-            )
+                raise ModelError(f"task {t + 1} does not run {left!r}: give tasks of one model")
+            moments.append(_moments(sums, plan.job.shrink))
         for layer in group:
-            own = zip(weights, moments, strict=True)
-            parts = [(float(alpha), part[layer.key], False) for alpha, part in own]
-            matrices = [layer.join({n: m[n].double().cpu() for n in layer.names}) for m in models]
+            parts = [(a, m[layer.key], False) for a, m in zip(weights, moments, strict=True)]
+            states = [_own(plan, t, layer.names) for t, _ in each]
+            matrices = [layer.join({n: v.double().cpu() for n, v in s.items()}) for s in states]
             g, o, i = matrices[0].shape
             result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
-            merged |= {n: value.to(start[n]) for n, value in layer.split(result).items()}
-    if noise > NOISE:
-        warnings.warn(
-            f"of so few examples {noise:.0%} of a layer's moments is chance: take more",
-            UserWarning,
-            stacklevel=2,
-        )
-    return {n: merged[n] for n in start}
-
-
-def check_propagates(method: str, precisions: object, weights: Sequence[Weight]) -> None:
-    """Raise :class:`InputError` where tasks cannot stand for precisions."""
-    if method != "fisher" or precisions is not None:
-        raise InputError('tasks= stands for precisions, with method="fisher"')
-    plain = [w for w in weights if not callable(w)]
-    if len(plain) < len(weights):
-        raise InputError("propagated statistics take one weight a model, none by layer")
-    check_weights(plain)
-
-
-def check_weights(weights: Sequence[float]) -> None:
-    """Raise :class:`InputError` unless they are those of a mean."""
-    if min(weights) < 0 or not sum(weights) > 0:
-        raise InputError(f"propagated statistics need weights of at least 0, got {list(weights)}")
-
-
-def in_dtypes(made: State, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The numbers of a merge in the dtypes that are asked for.
-
-    Raises:
-        ModelError: they do not fit.
-    """
-    cast = {n: t.to(dtypes.get(n, t.dtype)) for n, t in made.items()}
-    for n, t in cast.items():
-        if t.is_floating_point() and not bool(t.isfinite().all()):
+            own = layer.split(result).items()
+            merged |= {n: value.to(start.tensors[n].dtype) for n, value in own}
+    for item in plan.items:
+        values = merged[item.name].to(item.spec.dtype)
+        if values.is_floating_point() and not bool(values.isfinite().all()):
             raise ModelError(
-                f"the merge of {n!r} does not fit into {t.dtype}: give a wider out_dtype"
+                f"the merge of {item.name!r} does not fit into {values.dtype}: give a wider "
+                "out_dtype"
             )
-    return cast
-
-
-@dataclass(frozen=True, kw_only=True)
-class PropagatedJob(Job):
-    """A merge of folders by statistics that are taken on the way."""
-
-    @property
-    def row(self) -> Method:
-        """The average, but for the layers."""
-        formula = "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t"
-        return replace(METHODS["linear"], name="fisher", formula=f"{formula} / Σ α_t")
-
-
-@dataclass(frozen=True)
-class Stored(Mapping[str, Tensor]):
-    """A model of a plan, every tensor read when it is looked at."""
-
-    plan: MergePlan
-    k: int
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.plan.parts[self.k].source.tensor(self._reads[name])
-
-    @cached_property
-    def _reads(self) -> dict[str, str]:
-        return {item.name: item.reads[self.k] for item in self.plan.items}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reads)
-
-    def __len__(self) -> int:
-        return len(self._reads)
-
-
-@torch.inference_mode(False)
-def stream_propagated(
-    plan: MergePlan,
-    sink: Sink,
-    tell: Callable[[int], object],
-    *,
-    tasks: Sequence[Task],
-    progress: bool | None,
-) -> Outcome:
-    """:func:`propagated` in the place of :func:`blr_analysis.merging.stream.stream`: one model at a
-    time, and the merged one, are in memory."""
-    first = plan_folders(replace(plan.job, out_dtype=None))
-    start = Memory(first.items, dict.fromkeys((i.name for i in first.items), torch.device("cpu")))
-    met = stream(first, start, tell)
-    models = [Stored(first, k) for k in range(len(first.parts))]
-    shrink = plan.settings.shrink
-    alphas = [float(m.weight) for m in plan.job.members if not callable(m.weight)]  # as checked
-    made = propagated(start.tensors, models, tasks, alphas, shrink=shrink, progress=progress)
-    for name, values in in_dtypes(made, {i.name: i.spec.dtype for i in plan.items}).items():
-        sink.put(name, 0, values.cpu().reshape(-1))
+        sink.put(item.name, 0, values.cpu().reshape(-1))
     return met
+
+
+def _checked(plan: MergePlan) -> tuple[list[float], Sequence[Task]]:
+    """The weights of a merge by the models' data, and these."""
+    weights, tasks = [m.weight for m in plan.job.members], plan.job.tasks or ()
+    plain = [float(w) for w in weights if not callable(w)]
+    if len(plain) < len(weights) or min(plain) < 0 or not sum(plain) > 0:
+        raise InputError(f"propagated statistics take one weight of at least 0 a model: {weights}")
+    if len(tasks) != len(weights):
+        raise InputError(f"{len(tasks)} tasks for {len(weights)} models: give one each")
+    return plain, tasks
+
+
+def _own(plan: MergePlan, t: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of one model."""
+    part = plan.parts[t]
+    return {n: part.source.tensor(part.reads[n]) for n in names}
+
+
+def _moments(sums: InputMoments, shrink: float | None) -> dict[str, Moments]:
+    return {
+        key: Moments(
+            a.cpu(), 1 - sums.noise(key) if shrink is None else shrink, sums.looked_up(joint)
+        )
+        for key, (joint, a) in sums.moments.items()
+    }
 
 
 def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,8 +17,8 @@ from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.errors import ModelError
 from blr_analysis.files import Scratch, Source
 from blr_analysis.merging import sparse
-from blr_analysis.merging.fates import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.formula import PrecisionValue, combine_into
+from blr_analysis.merging.items import AVERAGED, BASE, COPIED, OWN, Item
 from blr_analysis.merging.layers import Part, Solved, solver
 from blr_analysis.merging.plan import MergePlan, rows_at_once
 
@@ -42,28 +43,15 @@ class Memory:
         self.tensors[name].view(-1)[start : start + len(values)] = values
 
 
-SAMPLE = 2**12  # entries of a tensor by which gaps are told
-WORSE = 1.01  # times the average's gaps: more than rounding and the sample make
 Piece = tuple[Item, int, int]
 
 
 @dataclass
 class Outcome:
-    """What streaming met: by tensor the entries without a precision, by layer how it was solved,
-    and of some entries of each tensor the gaps that diagonal precisions predict (:func:`_gaps`).
-    """
+    """What streaming met: by tensor the entries without a precision, by layer how it was solved."""
 
     fallback: Counter[str] = field(default_factory=Counter)
     solves: dict[str, Solved] = field(default_factory=dict)
-    gaps: list[Tensor] = field(default_factory=list)
-
-    @property
-    def lost(self) -> tuple[float, ...]:
-        """By model, its predicted gap over the one in the plain average; empty where none is."""
-        if not self.gaps:
-            return ()
-        ours, average = torch.stack(self.gaps).sum(0)
-        return tuple((ours / average).tolist()) if bool((average > 0).all()) else ()
 
 
 def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
@@ -82,56 +70,29 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         PosteriorError: NaN, inf or negative numbers in a precision.
         StorageError: a file that cannot be read or written.
     """
-    pieces, lock = _pieces(plan), threading.Lock()
-    sizes = {item.name: plan.bytes_of(item) for item in plan.items}
-    met = Outcome()
-    failed: list[BaseException] = []
+    own, met, threads = threading.local(), Outcome(), torch.get_num_threads()
 
-    def work() -> None:
-        scratch = Scratch()
-        try:
-            while not failed:
-                with lock:
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                item, start, stop = piece
-                if item.layer:
-                    solved = _merge_layer(plan, item.layer, sink, scratch)
-                    undefined, met.solves[item.layer] = solved.undefined, solved
-                else:
-                    known = _measured(plan, item, scratch)
-                    undefined = sum(
-                        _merge(
-                            plan, item, low, min(low + plan.chunk, stop), sink, met, scratch, known
-                        )
-                        for low in range(start, stop, plan.chunk)
-                    )
-                with lock:
-                    if undefined:
-                        met.fallback[item.name] += undefined
-                    tell(sizes[item.name] * (stop - start) // max(item.spec.numel, 1))
-        except BaseException as error:
-            failed.append(error)
+    def work(piece: Piece) -> tuple[Piece, int, Solved | None]:
+        own.scratch = scratch = getattr(own, "scratch", None) or Scratch()
+        item, start, stop = piece
+        if item.layer:
+            solved = _merge_layer(plan, item.layer, sink, scratch)
+            return piece, solved.undefined, solved
+        known = _measured(plan, item, scratch)
+        cuts = ((low, min(low + plan.chunk, stop)) for low in range(start, stop, plan.chunk))
+        undefined = sum(_merge(plan, item, *cut, sink, scratch, known) for cut in cuts)
+        return piece, undefined, None
 
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # pieces run side by side already
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(plan.workers - 1)]
+    pool = ThreadPoolExecutor(plan.workers)
     try:
-        for helper in helpers:
-            helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
-    except BaseException as error:  # such as Ctrl-C while the others finish
-        failed.append(error)
+        for (item, start, stop), undefined, solved in pool.map(work, _pieces(plan)):
+            met.fallback += Counter({item.name: undefined})
+            met.solves |= {} if solved is None else {item.layer: solved}
+            tell(plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1))
     finally:
-        for helper in helpers:
-            if helper.ident is not None:
-                helper.join()
+        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-    if failed:
-        raise failed[0]
     return met
 
 
@@ -169,7 +130,7 @@ def _read(plan: MergePlan, item: Item, start: int, stop: int, scratch: Scratch) 
     for part, kind in zip(plan.parts, item.curved, strict=True):
         if kind == OWN:
             assert part.precision is not None
-            h = part.precision.read(item.name, start, stop, scratch, plan.dtype)
+            h = part.precision.read(item.name, start, stop, scratch, plan.job.dtype)
             curved.append(h.to(device))
         else:
             curved.append(first if kind == BASE else 0.0)
@@ -177,15 +138,15 @@ def _read(plan: MergePlan, item: Item, start: int, stop: int, scratch: Scratch) 
 
 
 def _merge(
-    plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, met: Outcome,
-    scratch: Scratch, known: Sequence[float] | None,
+    plan: MergePlan, item: Item, start: int, stop: int, sink: Sink, scratch: Scratch,
+    known: Sequence[float] | None,
 ) -> int:  # fmt: skip
     if item.fate == COPIED:
         sink.put(item.name, start, plan.reference.read(item.name, start, stop, scratch))
         return 0
     given = _read(plan, item, start, stop, scratch)
     base, models = given.base, given.models
-    result = scratch.array("result", stop - start, plan.dtype, models[0].device)
+    result = scratch.array("result", stop - start, plan.job.dtype, models[0].device)
     undefined = 0
     if item.fate == AVERAGED:
         combine_into(result, None, models, item.weights, [0.0] * len(models), 0.0, scratch)
@@ -194,23 +155,11 @@ def _merge(
     else:
         weights = item.weights if known is None else known
         undefined = combine_into(result, base, models, weights, given.curved, given.first, scratch)
-        told = set(item.curved) == {OWN} and min(weights) > 0 and not plan.layers
-        if start == 0 and told:
-            times = item.spec.numel / min(SAMPLE, item.spec.numel)
-            met.gaps.append(times * _gaps(given, result))
     rounded = _rounded(result, item.spec.dtype, scratch)
     if not bool(rounded.sum().isfinite()):  # or no entry of it is NaN or inf
         _check_finite(plan, item, result, [*([] if base is None else [base]), *models])
     sink.put(item.name, start, rounded)
     return undefined if plan.method.uses_precisions else 0
-
-
-def _gaps(given: _Inputs, result: Tensor) -> Tensor:
-    """½ Σ H_t (θ − θ_t)² over the first entries by model, at the merge and the average, [2, T]."""
-    models = torch.stack([m[:SAMPLE].double() for m in given.models])
-    curved = torch.stack([h[:SAMPLE].double() for h in given.curved if isinstance(h, Tensor)])
-    at = torch.stack([result[:SAMPLE].double(), models.mean(0)])
-    return 0.5 * (curved * (at[:, None] - models).square()).sum(-1).cpu()
 
 
 def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | None:
@@ -228,7 +177,7 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
         gram = torch.zeros(count, count, dtype=torch.float64)
         for given in walk():
             rows = [
-                scratch.array(("row", k), len(m), plan.dtype).copy_(m)
+                scratch.array(("row", k), len(m), plan.job.dtype).copy_(m)
                 for k, m in enumerate(given.models)
             ]
             if given.base is not None:
@@ -252,8 +201,8 @@ def _measured(plan: MergePlan, item: Item, scratch: Scratch) -> list[float] | No
 
 def _steps(plan: MergePlan, given: _Inputs) -> list[Tensor]:
     assert given.base is not None
-    start = given.base.to(plan.dtype)
-    return [m.to(plan.dtype) - start for m in given.models]
+    start = given.base.to(plan.job.dtype)
+    return [m.to(plan.job.dtype) - start for m in given.models]
 
 
 def _precisions(plan: MergePlan, given: _Inputs) -> list[PrecisionValue]:
@@ -277,16 +226,16 @@ def _merge_sparse(
         steps, curved = _steps(plan, cut), _precisions(plan, cut)
         for t, (step, h, density) in enumerate(zip(steps, curved, item.densities, strict=True)):
             if plan.method.thinned == "chance":
-                seed = plan.settings.seed
+                seed = plan.job.seed
                 stays = sparse.drawn(density, high - low, seed, t, item.name, start + low)
                 step *= stays.to(step)
-                if plan.settings.rescale:
+                if plan.job.rescale:
                     step /= density
             elif known is not None:
                 sparse.keep(step, sparse.sizes(step, h), int(known[t]))
         sparse.combine_sparse(
-            result[part], given.base[part].to(plan.dtype), steps, item.weights, curved,
-            elect=plan.method.elect, normalize=plan.settings.divides, scale=item.scale,
+            result[part], given.base[part].to(plan.job.dtype), steps, item.weights, curved,
+            elect=plan.method.elect, normalize=plan.job.divides, scale=item.scale,
         )  # fmt: skip
 
 
@@ -347,11 +296,11 @@ def _first(
     own = plan.base_precision
     if own is None or own.spec(item.name) is None:
         return plan.delta
-    values = own.read(item.name, start, stop, scratch, plan.dtype).to(device)
+    values = own.read(item.name, start, stop, scratch, plan.job.dtype).to(device)
     if not plan.delta:
         return values
-    total = scratch.array("first", len(values), plan.dtype, device)
-    if values.dtype == plan.dtype:
+    total = scratch.array("first", len(values), plan.job.dtype, device)
+    if values.dtype == plan.job.dtype:
         return torch.add(values, plan.delta, out=total)
     return total.copy_(values).add_(plan.delta)
 

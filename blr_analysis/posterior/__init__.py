@@ -1,44 +1,19 @@
 """What was learned: the posterior, where it comes from, and how it is kept."""
 
-from blr_analysis.posterior.forecast import Forecast, Stage, fit_stages
-from blr_analysis.posterior.gaussian import Posterior, predict
-from blr_analysis.posterior.laplace import (
-    check_finite,
-    curvature_root,
-    drawn_labels,
-    fit_kept,
-    fit_laplace,
-)
-from blr_analysis.posterior.precision_files import (
-    FACTORED,
-    read_precision_record,
-    write_captured,
-    write_factors,
-    write_precision,
-)
-from blr_analysis.posterior.prior import Prior, n_data_of, take_off
-from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.posterior.stored import check_dtype
-
-__all__ = [
-    "FACTORED",
-    "Forecast",
-    "KroneckerRecorder",
-    "Posterior",
-    "Prior",
-    "Stage",
-    "check_dtype",
-    "check_finite",
-    "curvature_root",
-    "drawn_labels",
-    "fit_kept",
-    "fit_laplace",
-    "fit_stages",
-    "n_data_of",
-    "predict",
-    "read_precision_record",
-    "take_off",
-    "write_captured",
-    "write_factors",
-    "write_precision",
-]
+from blr_analysis.posterior.capture.assemble import write_captured as write_captured
+from blr_analysis.posterior.forecast import Forecast as Forecast
+from blr_analysis.posterior.forecast import Stage as Stage
+from blr_analysis.posterior.forecast import fit_stages as fit_stages
+from blr_analysis.posterior.gaussian import Posterior as Posterior
+from blr_analysis.posterior.gaussian import predict as predict
+from blr_analysis.posterior.gaussian import write_factors as write_factors
+from blr_analysis.posterior.laplace import fit_kept as fit_kept
+from blr_analysis.posterior.laplace import fit_laplace as fit_laplace
+from blr_analysis.posterior.precision_files import FACTORED as FACTORED
+from blr_analysis.posterior.precision_files import check_dtype as check_dtype
+from blr_analysis.posterior.precision_files import read_precision_record as read_precision_record
+from blr_analysis.posterior.precision_files import write_precision as write_precision
+from blr_analysis.posterior.prior import Prior as Prior
+from blr_analysis.posterior.prior import n_data_of as n_data_of
+from blr_analysis.posterior.prior import take_off as take_off
+from blr_analysis.posterior.recorder import KroneckerRecorder as KroneckerRecorder

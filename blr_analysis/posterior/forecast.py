@@ -1,6 +1,6 @@
 """What a run will cost, before it: passes counted, three chunks of the data timed, nothing written.
 
-    seconds ≈ plan + Σ_stages examples · seconds per example + Σ_factors n³ · seconds of an eigh
+    seconds ≈ plan + Σ_stages examples · gradients · seconds per gradient
 
 Peak memory is that of the process after the three chunks, and what the posterior adds to it.
 """
@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from blr_analysis.backprop.engine import QUIET, chunks
-from blr_analysis.backprop.matrices import Basis
+from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
-from blr_analysis.posterior.laplace import sampled_examples, vocabulary_of
+from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import SAMPLE
 from blr_analysis.task import Task
 
 CHUNKS = 3
-TRIAL = 512  # rows of the matrix whose eigenvectors are timed
+TURNED = 2.0  # times a gradient's seconds, where it is turned into a Kronecker basis
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,12 @@ class Stage:
 
     Attributes:
         rotated: whether every gradient is turned into the posterior's basis.
-        memory: bytes that it holds, beside the posterior and a chunk.
     """
 
     name: str
     examples: int
     gradients: float = 1.0
     rotated: bool = False
-    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,45 +63,32 @@ class Forecast:
         """The cost of these sweeps; the plan and three chunks are run to find out. ``structure``:
         with factors, which are written beside ``disk``."""
         params = task.parameters()
-        turned = structure == "gram" or any(stage.rotated for stage in stages)
-        seen = _seen(task, params, rotated=turned)
-        outputs, inputs = seen.sides[::2], seen.sides[1::2]
-        spared = 0  # numbers: all rows of a "gram" have the same
-        if structure == "gram":
-            spared = sum(i * (o - 1) for i, o in zip(inputs, outputs, strict=True))
-            seen.sides = inputs
-        seconds = seen.plan
+        start = perf_counter()
+        plan_for(task, params)
+        seconds = perf_counter() - start
+        each, layers = _seen(task, structure)
         for stage in stages:
-            each = seen.gradient + (seen.rotation if stage.rotated else 0.0)
-            seconds += stage.examples * stage.gradients * each
+            turned = TURNED if stage.rotated else 1.0
+            seconds += stage.examples * stage.gradients * turned * each
         itemsize = next(iter(params.values())).element_size()
-        held = 2 * sum(p.numel() for p in params.values()) * itemsize
-        held += max((stage.memory for stage in stages), default=0)
-        if seen.sides:
-            seconds += _eigh_seconds() * sum((s / TRIAL) ** 3 for s in seen.sides)
-            held += itemsize * sum(s * s for s in seen.sides)
+        factors = {False: 0, True: 0}  # numbers, of the layers' inputs alone and with the outputs'
+        for joint in layers:
+            g, o, i = joint.layout.groups, joint.layout.rows, joint.layout.columns
+            i += joint.bias is not None
+            factors[False] += g * (i * i - i * (o - 1))  # rows of a "gram" are alike
+            factors[True] += g * (i * i + o * o)
+        if structure in FACTORED:
+            disk += itemsize * factors[structure == "kron"]
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        if structure in FACTORED:
-            disk += itemsize * (sum(s * s for s in seen.sides) - spared)
+        held = itemsize * (2 * sum(p.numel() for p in params.values()) + max(0, factors[True]))
         passes = sum(stage.examples for stage in stages) / task.n_data
         return cls(passes, seconds, peak + held, disk)
 
 
-@dataclass
-class Timings:
-    """What the three chunks showed: seconds per example, and the sides of the layers' factors."""
-
-    plan: float = 0.0
-    gradient: float = 0.0
-    rotation: float = 0.0
-    sides: tuple[int, ...] = ()
-
-
 def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage]:
     """The sweeps of :func:`blr_analysis.fit_laplace`; ``found``: of one that finds δ."""
-    n = task.n_data
-    few = sampled_examples(task)
+    n, few = task.n_data, sampled_examples(task)
     kron = [
         Stage("Kronecker factors", n if few is None else len(few)),
         Stage("eigenvalues", n, rotated=True),
@@ -112,54 +96,28 @@ def fit_stages(task: Task, structure: str, *, found: bool = False) -> list[Stage
     own = kron if structure == "kron" else [Stage("precision", n)]
     if not found:
         return own
+    before = [] if structure == "kron" else kron
     single = Stage("gradients of some", min(n, SAMPLE))
-    before = kron if structure != "kron" else []
-    size = sum(p.nbytes for p in task.parameters().values())  # it, θ̂ − θ₀, both in the basis
-    return [*before, *own, Stage("gradient of the loss", n, memory=4 * size), single]
+    return [*before, *own, Stage("gradient of the loss", n), single]
 
 
-def _seen(task: Task, params: dict[str, Tensor], *, rotated: bool) -> Timings:
-    seen = Timings()
-    start = perf_counter()
-    plan_for(task, params)
-    seen.plan = perf_counter() - start
+def _seen(task: Task, structure: str) -> tuple[float, list[Joint]]:
+    """Seconds of a gradient, and the layers that have factors."""
+    params, layers = task.parameters(), dict[str, Joint]()
     vocabulary = vocabulary_of(task, params)
     sums = {n: torch.zeros_like(p) for n, p in params.items()}
+    terms: list[Term] = []
     examples, start = 0, perf_counter()
-    for k, chunk in enumerate(chunks(task, params, QUIET, columns=1)):
+    for k, chunk in enumerate(chunks(task, params, QUIET, columns=1), 1):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         for term in terms:
             term.add_square_sum(sums)
         examples += len(chunk.indices)
-        if rotated and k == 0:
-            before = perf_counter()
-            sides = [side for term in terms for side in _turned(term, vocabulary)]
-            spent = perf_counter() - before
-            seen.sides, seen.rotation = tuple(sides), spent / len(chunk.indices)
-            start += spent
-        if k + 1 == CHUNKS:
+        if k == CHUNKS:
             break
-    seen.gradient = (perf_counter() - start) / examples
-    return seen
-
-
-def _turned(term: Term, vocabulary: int) -> tuple[int, ...]:
-    """Turn a layer's gradients as its Kronecker basis will; the sides of its factors."""
-    factors = term.factors(vocabulary=vocabulary)
-    if factors is None:
-        return ()
-    joint, *pair = factors
-    right, left = (torch.eye(m.shape[-1]).to(m).expand_as(m).contiguous() for m in pair)
-    sums = {joint.key: left.new_zeros(len(left), left.shape[-1], right.shape[-1])}
-    unit = Basis(joint.weight, joint.bias, joint.layout, right, left)
-    term.rotated(unit).add_square_sum(sums)
-    return (left.shape[-1], right.shape[-1])
-
-
-def _eigh_seconds() -> float:
-    matrix = torch.eye(TRIAL, dtype=torch.float64)
-    matrix += torch.ones_like(matrix) / TRIAL + torch.arange(TRIAL).diag() / TRIAL
-    start = perf_counter()
-    torch.linalg.eigh(matrix)
-    return perf_counter() - start
+    seconds = (perf_counter() - start) / examples
+    for term in terms if structure in FACTORED else ():
+        if (factors := term.factors(vocabulary=vocabulary)) is not None:
+            layers[factors[0].key] = factors[0]
+    return seconds, list(layers.values())

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import math
+import copy
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import instance, one_of, path_of, positive_int, whole
+from blr_analysis.checks import instance, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed
-from blr_analysis.posterior import capture, stored
+from blr_analysis.posterior import capture
+from blr_analysis.posterior import precision_files as stored
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior, differences, n_data_of, real_tensors
-from blr_analysis.posterior.prior_choice import chosen_prior, in_words
+from blr_analysis.posterior.prior_choice import in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
-from blr_analysis.posterior.structures.contract import renamed
-from blr_analysis.posterior.structures.lowrank import ENOUGH, LowRank
+from blr_analysis.posterior.structures.lowrank import ENOUGH
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
-STILL_INITIAL = (
-    "more than half of the optimizer's hess is still hess_init, not the data's (record"
-    "['initial_share']): train longer, with a smaller beta2 or hess_init, or with IVON(..., steps=)"
-)
-
-
+STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field --only loo
+MEASURED = ("fingerprint", "stationarity", "calibration")  # of one posterior and its data
 
 
 class Posterior:
@@ -49,7 +46,7 @@ class Posterior:
             each is made in float32 when it is asked for, so that writing into it changes nothing.
         precision: the diagonal of S by name, or a structure of
             :mod:`blr_analysis.posterior.structures`.
-        prior_precision: δ: one number, or a number or tensor per name.
+        prior_precision: δ: one number, or one per name.
         n_data: N, the number of examples behind S.
         record: where it came from; kept in saved files.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
@@ -59,7 +56,6 @@ class Posterior:
         earlier: posteriors at checkpoints of the same training, oldest first.
 
     Attributes:
-        run: the earlier ones and itself.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -86,14 +82,12 @@ class Posterior:
         earlier: Sequence[Posterior] = (),
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
-        if isinstance(precision, Structure):
-            self.form: Structure = precision
-        else:
-            self.form = Diagonal(real_tensors("precision", precision))
-        self.prior = Prior.of_any(prior_precision).around(initial, self.mean)
+        given = isinstance(precision, Structure)
+        form = precision if given else Diagonal(real_tensors("precision", precision))
+        self.form: Structure = form
+        prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
-        if record is not None:
-            instance("record", record, Mapping, "a dict")
+        instance("record", record or {}, Mapping, "a dict")
         self.record: dict[str, Any] = dict(record or {})
         self.buffers = {n: b.detach().clone() for n, b in (buffers or {}).items()}
         self.earlier = tuple(earlier)
@@ -103,27 +97,28 @@ class Posterior:
         if shapes != self.form.shapes:
             said = differences(shapes, self.form.shapes, ("mean", "precision"))
             raise PosteriorError(f"mean and precision disagree: {said}")
-        for name, tensor in self.mean.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise PosteriorError(f"the mean of {name!r} holds NaN or inf; was training stable?")
-        Prior.read(self.prior, shapes)
+        if bad := [n for n, m in self.mean.items() if not bool(torch.isfinite(m).all())]:
+            raise PosteriorError(f"the mean of {bad[0]!r} holds NaN or inf; was training stable?")
+        self.prior = Prior.read(prior, shapes)
         self.form.check()
 
     def __repr__(self) -> str:
-        size = sum(t.numel() for t in self.mean.values())
-        kind, share = self.record.get("kind", "given"), self.record.get("initial_share")
-        start = "" if share is None else f", initial_share={share:.2g}"
-        choice = self.record.get("prior_choice")
-        notes = f", prior_precision={in_words(choice)}" if choice else ""
-        notes += f", {len(self.earlier)} earlier" if self.earlier else ""
-        explained = self.record.get("explained", 1.0)
-        if explained < ENOUGH:
-            notes += f", rank explains {explained:.0%}: too low for influence"
-        notes += f"; {self.note}" if self.note else ""
-        return (
-            f"Posterior({self.structure!r}, {len(self.mean)} tensors, {size:,} parameters, "
-            f"n_data={self.n_data}, kind={kind!r}{start}{notes})"
-        )
+        known, size = self.record, sum(t.numel() for t in self.mean.values())
+        choice, share = known.get("prior_choice"), known.get("initial_share")
+        delta = f"{self.prior.given:.3g}" if None in self.prior.entries else "by name"
+        explained = known.get("explained", 1.0)
+        said = {
+            f"{self.structure!r}, {len(self.mean)} tensors, {size:,} parameters": True,
+            f"n_data={self.n_data}, kind={known.get('kind', 'given')!r}": True,
+            f"prior_precision={in_words(choice) if choice else delta}": True,
+            f"initial_share={share or 0.0:.2g}": share is not None,
+            f"{'at' if self.at_minimum else 'off'} its minimum": self.at_minimum is not None,
+            f"temperature={self.temperature:.3g}": True,
+            f"{len(self.earlier)} earlier": self.earlier,
+            f"rank explains {explained:.0%}: too low for influence": explained < ENOUGH,
+        }
+        shown = ", ".join(words for words, wanted in said.items() if wanted)
+        return f"Posterior({shown}{'; ' * bool(self.note)}{self.note})"
 
     @property
     def run(self) -> tuple[Posterior, ...]:
@@ -140,16 +135,13 @@ class Posterior:
         """τ, which multiplies V in sensitivity, leave-one-out and influence: measured by
         :func:`blr_analysis.calibrate`; else .15, a guess, for Kronecker fits of classifiers off
         their minimum, and 1."""
-        measured = self.record.get("calibration")
-        if measured is not None:
-            return float(measured["temperature"])
-        return GUESSED if self._guessed else 1.0
+        guess = GUESSED if self._guessed else 1.0
+        return float(self.record.get("calibration", {}).get("temperature", guess))
 
     @property
     def temperature_error(self) -> float | None:
         """The standard error of log τ; None where it was not measured."""
-        measured = self.record.get("calibration")
-        return None if measured is None else measured["error"]
+        return self.record.get("calibration", {}).get("error")
 
     @property
     def _guessed(self) -> bool:
@@ -160,15 +152,13 @@ class Posterior:
     @property
     def note(self) -> str:
         """How far its scale is to be trusted, in one line; "" where it is."""
-        if self.at_minimum:
-            return self.stationarity.caveat if self.stationarity else ""
-        if "calibration" in self.record:
+        if self.stationarity is None or "calibration" in self.record:
             return ""
+        if self.at_minimum:
+            return self.stationarity.caveat
         if self._guessed:
             return f"off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
-        if self.at_minimum is False:
-            return "off the minimum, uncalibrated: a ranking, no scale"
-        return ""
+        return "off the minimum, uncalibrated: a ranking, no scale"
 
     @property
     def structure(self) -> str:
@@ -177,7 +167,7 @@ class Posterior:
 
     @property
     def prior_precision(self) -> Any:
-        """δ: one number, or a dict with a number or tensor by name."""
+        """δ: one number, or a dict by name."""
         return self.prior.given
 
     @property
@@ -193,7 +183,8 @@ class Posterior:
         ``what_if``, the audit.
         """
         kept = self.record.get("stationarity")
-        return None if kept is None else Stationarity(**kept)
+        known = [f.name for f in fields(Stationarity)]
+        return None if kept is None else Stationarity(**{n: kept[n] for n in known if n in kept})
 
     @classmethod
     def from_optimizer(
@@ -213,17 +204,8 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
         formulas, the arguments and the errors.
         """
-        return cls._captured(
-            capture.from_optimizer,
-            optimizer,
-            model,
-            n_data=n_data,
-            prior_precision=prior_precision,
-            initial=initial,
-            scaling=scaling,
-            batch_size=batch_size,
-            tokens=tokens,
-        )
+        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        return cls._captured(capture.from_optimizer, optimizer, model, told)
 
     @classmethod
     def from_checkpoint(
@@ -243,28 +225,16 @@ class Posterior:
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        return cls._captured(
-            capture.from_checkpoint,
-            path_of(path),
-            model,
-            n_data=n_data,
-            prior_precision=prior_precision,
-            initial=initial,
-            scaling=scaling,
-            batch_size=batch_size,
-            tokens=tokens,
-            names=names,
-        )
+        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        return cls._captured(capture.from_checkpoint, path_of(path), model, told, names=names)
 
     @classmethod
-    @torch.inference_mode(False)  # also where the caller switched it on
     def from_recorder(
         cls,
         recorder: KroneckerRecorder,
         model: nn.Module,
         *,
         n_data: int,
-        structure: str = "kron",
         prior_precision: Given | None = None,
         initial: Mapping[str, Tensor] | None = None,
     ) -> Posterior:
@@ -277,8 +247,6 @@ class Posterior:
             recorder: made before training.
             model: what it was made for.
             n_data: N, the number of training examples.
-            structure: "kron", or for merging "gram", the inputs' moments S = N · A ⊗ 1 + δ alone,
-                which needs a ``prior_precision`` (1e-6 will do).
             prior_precision: δ; None: by the evidence of the weights and the factors, which is a
                 guess (``record["prior_choice"]``).
             initial: θ₀, the prior's mean; None: 0.
@@ -287,67 +255,31 @@ class Posterior:
             ModelError: the model changed since the recorder was made.
             PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
 
-        Example: see :class:`blr_analysis.KroneckerRecorder`.
+        Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
-        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
-        model = unwrapped(model)
-        n = n_data_of(n_data)
-        one_of("structure", structure, ("kron", "gram"))
-        if structure == "gram" and prior_precision is None:
-            raise InputError('structure="gram" says nothing of δ: give prior_precision=1e-6')
-        form = recorder.structure(model, n, structure)
-        mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        choice: dict[str, Any] = {}
-        if prior_precision is None:
-            gap = Prior({}).around(initial, mean).gap(mean)
-            prior_precision, about = chosen_prior(form, gap, None)
-            choice = {"prior_choice": {"delta": prior_precision, **about, "unsure": capture.UNSURE}}
-        shapes = {n: tuple(m.shape) for n, m in mean.items()}
-        prior = Prior.read(prior_precision, shapes, positive=True).placed(mean)
-        return cls(
-            mean,
-            form.plus_prior(prior),
-            prior_precision=prior,
-            n_data=n,
-            record={
-                "kind": f"{structure}_recorded",
-                "source": "recorder",
-                "definition": "S = N * mean of a a^T x "
-                + ("mean of d d^T" if structure == "kron" else "1")
-                + " + diag(prior_precision)",
-                "labels": "of the loss as trained",
-                "recorded": recorder.recorded,
-                "passes": recorder.passes,
-                "beta2": recorder.beta2,
-                "fixed": [n for n, _ in model.named_parameters() if n not in mean],
-                "tied": capture.tied_names(model),
-                **choice,
-            },
-            initial=initial,
-            buffers=buffers_of(model),
-        )
+        told = capture.Told(n_data, prior_precision, initial)
+        return cls._captured(capture.from_recorder, recorder, model, told)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
     def _captured(
-        cls, read: Any, source: Any, model: nn.Module, *, initial: Any, **told: Any
+        cls, read: Any, source: Any, model: nn.Module, told: capture.Told, **more: Any
     ) -> Posterior:
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
-        captured = read(source, model, initial=initial, **told)
+        captured = read(source, model, told=told, **more)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
-            warnings.warn(
-                STILL_INITIAL, InitialPrecisionWarning, stacklevel=4
-            )  # of from_…, by a decorator
+            said = f"{STILL_INITIAL} (record['initial_share'])"
+            warnings.warn(said, InitialPrecisionWarning, stacklevel=4)  # of from_…
         return cls(
             captured.mean,
             captured.precision,
             prior_precision=captured.prior_precision,
             n_data=captured.n_data,
             record={**captured.record, "fixed": fixed},
-            initial=initial,
+            initial=told.initial,
             buffers=buffers_of(model),
         )
 
@@ -361,9 +293,8 @@ class Posterior:
 
     def _entry(self, tree: Tree, name: str) -> Tensor:
         if not isinstance(name, str) or name not in tree:
-            raise InputError(
-                f"the posterior has no parameter {name!r}; it covers {sorted(tree)[:12]}"
-            )
+            said = f"the posterior has no parameter {name!r}"
+            raise InputError(f"{said}; it covers {sorted(tree)[:12]}")
         return tree[name]
 
     def sample(self, *, generator: torch.Generator | None = None, n: int | None = None) -> Tree:
@@ -385,15 +316,8 @@ class Posterior:
         draw = self.form.root_solve(noise)
         return {name: m + draw[name] for name, m in self.mean.items()}
 
-    @torch.inference_mode(False)  # also where the caller switched it on
     def predict(
-        self,
-        task: Task,
-        draws: int = 10,
-        *,
-        generator: torch.Generator | None = None,
-        chunk_size: int | None = None,
-        progress: bool | None = None,
+        self, task: Task, draws: int = 10, *, generator: torch.Generator | None = None
     ) -> Predictions:
         """What the posterior predicts for a task's examples, of training or test.
 
@@ -404,8 +328,6 @@ class Posterior:
                 scikit-learn estimates from its examples is taken as the fit knew it.
             draws: K; 0: the one network at the posterior's mean.
             generator: draws the networks; None: torch's global one.
-            chunk_size: examples at a time, instead of the task's ``batch_size``.
-            progress: None shows a bar on a terminal when the work is long.
 
         Returns:
             ``mean`` ``[N, C]``, ``losses``, ``nll``, ``accuracy``, ``calibration_error``. Class
@@ -414,7 +336,7 @@ class Posterior:
             itself, and the repr names it. Of sequences there are losses per token alone.
 
         Raises:
-            InputError: ``draws`` or ``chunk_size`` is no count.
+            InputError: ``draws`` is no count.
             PosteriorError: it belongs to another model.
             ModelError, DataError: as :meth:`Task.run`.
 
@@ -428,9 +350,7 @@ class Posterior:
             >>> q.predict(task, draws=4).mean.sum(1)
             tensor([1., 1.])
         """
-        return predict(
-            task, [self], draws, generator=generator, chunk_size=chunk_size, progress=progress
-        )
+        return predict(task, [self], draws, generator=generator)
 
     def judging(self, task: Task) -> Task:
         """The task, where its likelihood was estimated from its own examples, with the noise or
@@ -442,82 +362,20 @@ class Posterior:
         made.likelihood = task.likelihood.taking(known)
         return made
 
-    def log_density(self, params: Mapping[str, Tensor]) -> Tensor:
-        """log q(θ) = −½ (θ−m)ᵀS(θ−m) + ½ log|S| − (P/2) log 2π, in nats.
-
-        Leading dimensions of the parameters are batch dimensions of the result.
-        """
-        self._vector(params)
-        gap = {n: params[n] - m for n, m in self.mean.items()}
-        curved = self.form.times(gap)
-        size = sum(m.numel() for m in self.mean.values())
-        quadratic = sum(
-            (gap[n] * curved[n]).sum(tuple(range(gap[n].ndim - m.ndim, gap[n].ndim)))
-            if m.ndim
-            else gap[n] * curved[n]
-            for n, m in self.mean.items()
-        )
-        constant = 0.5 * self.form.logdet() - 0.5 * size * math.log(2 * math.pi)
-        return constant.to(next(iter(gap.values()))) - 0.5 * quadratic
-
     def precision_product(self, v: Tree) -> Tree:
         """S v for v by parameter name (leading batch dimensions allowed)."""
-        return self.form.times(self._vector(v))
+        return self.form.times(_vector(v))
 
     def covariance_product(self, v: Tree) -> Tree:
         """Σ v."""
-        return self.form.solve(self._vector(v))
+        return self.form.solve(_vector(v))
 
-    def precision_root_product(self, v: Tree) -> Tree:
-        """R v with S = R Rᵀ (symmetric for "diag", "kron"; Cholesky for "full"; for "lowrank"
-        see :class:`~blr_analysis.posterior.structures.lowrank.LowRank`)."""
-        return self.form.root(self._vector(v))
-
-    def covariance_root_product(self, v: Tree) -> Tree:
-        """R⁻ᵀ v with Σ = R⁻ᵀ R⁻¹."""
-        return self.form.root_solve(self._vector(v))
-
-    def _vector(self, v: Any) -> Tree:
-        if not isinstance(v, Mapping) or not all(isinstance(t, Tensor) for t in v.values()):
-            raise InputError(f"expected tensors by parameter name, got {type(v).__name__}")
-        self.form._take(dict(v))
-        return dict(v)
-
-    def at(self, prior_precision: Given | Prior) -> Posterior:
-        """The same data's precision under another δ: S − diag(δ) + diag(δ').
-
-        Raises:
-            PosteriorError: an impossible δ', or one below what rounding leaves of S − δ.
-
-        Example:
-            >>> q = Posterior({"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 1.5])},
-            ...               prior_precision=1.0, n_data=10)
-            >>> q.at(3.0).precision("w")
-            tensor([6.0000, 3.5000])
-        """
-        shapes = {n: tuple(m.shape) for n, m in self.mean.items()}
-        prior = Prior.read(prior_precision, shapes).placed(self.mean)
-        change = {n: prior.like(n, m) - self.prior.like(n, m) for n, m in self.mean.items()}
-        of_prior = (
-            "prior_choice",
-            "stationarity",
-            "calibration",
-        )  # what was found out under the old δ
-        record = {k: v for k, v in self.record.items() if k not in of_prior}
-        form = self.form.plus_prior(change)
-        if isinstance(form, LowRank) and "explained" in record:
-            size = sum(m.numel() for m in self.mean.values())
-            delta = {n: prior.like(n, m).expand_as(m) for n, m in self.mean.items()}
-            record["explained"] = form.explained(delta, record.get("largest_rank", size))
-        return Posterior(
-            self.mean,
-            form,
-            prior_precision=Prior(prior.entries, self.prior.mean),
-            n_data=self.n_data,
-            record=record | {"prior_named": True},
-            buffers=self.buffers,
-            earlier=self.earlier,
-        )
+    def changed(self, **parts: Any) -> Posterior:
+        """The same with other parts (``mean``, ``form``, ``prior``, ``record``, ``earlier``, …),
+        which are believed."""
+        made = copy.copy(self)
+        vars(made).update({"record": dict(self.record), **parts})
+        return made
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device (and in another floating dtype).
@@ -527,7 +385,8 @@ class Posterior:
             PosteriorError: a precision is too large or too small for the dtype.
         """
         target = find_device(device)
-        kind = next(iter(self.mean.values())).dtype if dtype is None else dtype
+        before = next(iter(self.mean.values())).dtype
+        kind = before if dtype is None else dtype
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             raise InputError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
         mean, held = placed(self.mean, target, kind), narrow(self.mean)
@@ -535,21 +394,17 @@ class Posterior:
         tensors = self.form.tensors().values()
         if same and all(t.device == target and t.dtype == kind for t in tensors):
             return self
-        moved = object.__new__(Posterior)
-        moved.mean = mean
-        moved.form = self.form.to(target, kind)
-        moved.prior, moved.n_data = self.prior.placed(moved.mean), self.n_data
-        moved.record = self.record
-        moved.buffers = {n: b.to(target) for n, b in self.buffers.items()}
-        moved.earlier = tuple(q.to(target, dtype) for q in self.earlier)
-        if torch.finfo(kind).max < torch.finfo(next(iter(self.mean.values())).dtype).max:
-            try:
-                moved.form.check()
-            except PosteriorError as error:
-                name = str(kind).removeprefix("torch.")
-                said = f"{error}, as {name}: keep the posterior in float32"
-                raise PosteriorError(said) from error
-        return moved
+        form = self.form.to(target, kind)
+        if torch.finfo(kind).max < torch.finfo(before).max:
+            form.check()
+        return self.changed(
+            mean=mean,
+            form=form,
+            prior=self.prior.placed(mean),
+            record=self.record,
+            buffers={n: b.to(target) for n, b in self.buffers.items()},
+            earlier=tuple(q.to(target, dtype) for q in self.earlier),
+        )
 
     def on(self, task: Task, *, same_data: bool = True) -> Posterior:
         """This posterior, checked against a task and moved to its device and dtype.
@@ -563,8 +418,8 @@ class Posterior:
         """
         instance("task", task, Task, "a blr_analysis.Task")
         parameters = dict(task.model.named_parameters())
-        places = {bare_name(n): n for n in parameters}
-        names = {n: places.get(bare_name(n), n) for n in self.mean}
+        places = {bare_name(n): n for n in [*parameters, *dict(task.model.named_buffers())]}
+        names = {n: places.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
         if any(old != new for old, new in names.items()):
             return self._renamed(names).on(task, same_data=same_data)
         fixed = [places.get(bare_name(n), n) for n in self.record.get("fixed", ())]
@@ -575,33 +430,23 @@ class Posterior:
             if n in mine or (p.requires_grad and n not in fixed)
         }
         if mine != theirs:
-            raise PosteriorError(
-                "the posterior belongs to another model: "
-                + differences(mine, theirs, ("posterior", "model"))
-                + "; pass the model that it was captured from or fitted to"
-            )
+            said = differences(mine, theirs, ("posterior", "model"))
+            remedy = "pass the model that it was captured from or fitted to"
+            raise PosteriorError(f"the posterior belongs to another model: {said}; {remedy}")
         if same_data and self.n_data != task.n_data:
-            raise PosteriorError(
-                f"the posterior was learned from n_data={self.n_data} examples, the task has "
-                f"{task.n_data}; use the training data"
-                + (", or capture it with n_data= the sequences, tokens= the tokens that count")
-                * task.likelihood.is_sequence
-            )
+            said = f"n_data={self.n_data} examples, the task has {task.n_data}"
+            remedy = "use the training data"
+            if task.likelihood.is_sequence:
+                remedy += ", or capture it with n_data= the sequences, tokens= those that count"
+            raise PosteriorError(f"the posterior was learned from {said}; {remedy}")
         return self.to(task.device, task.check_parameters(mine))
 
     def _renamed(self, names: Mapping[str, str]) -> Posterior:
         """The same with parameters of other names."""
-        initial = self.initial and {names[n]: t for n, t in self.initial.items() if n in names}
-        entries = {k if k is None else names.get(k, k): v for k, v in self.prior.entries.items()}
-        return Posterior(
-            type(self.mean)({names[n]: m for n, m in narrow(self.mean).items()}),
-            self.form.renamed(names),
-            prior_precision=Prior(entries, initial or None),
-            n_data=self.n_data,
-            record=renamed(self.record, names),
-            buffers=self.buffers,
-            earlier=[q._renamed(names) for q in self.earlier],
-        )
+        tensors, record = stored.renamed(*self._stored(None, True), names)
+        held = {names[n]: m for n, m in narrow(self.mean).items()}
+        earlier = tuple(q._renamed(names) for q in self.earlier)
+        return self._read(tensors, record, "").changed(mean=type(self.mean)(held), earlier=earlier)
 
     def save(
         self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, mean: bool = True
@@ -640,26 +485,20 @@ class Posterior:
     def _stored(self, dtype: torch.dtype | None, mean: bool) -> tuple[Tree, dict[str, Any]]:
         """Tensors and record of one posterior, without the earlier ones."""
         tensors, record = stored.encode(self.form, self.prior, dtype)
-        stored_means = {f"{n}.mean": m for n, m in self.mean.items()} if mean else {}
-        stored_means |= {f"{n}.initial": m for n, m in (self.initial or {}).items()}
-        stored_means |= {f"{n}.buffer": b for n, b in self.buffers.items() if mean}
-        if not mean and self.initial is not None:
+        beside = {f"{n}.initial": m for n, m in (self.initial or {}).items()}
+        if mean:
+            beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
+            beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
+        elif beside:
             raise InputError("mean=False would lose the prior's mean: leave mean out")
-        if not mean and set(tensors) != set(self.mean):
-            what = f"{self.structure!r} and for a prior precision per weight"
-            raise InputError(f"mean=False writes one precision per weight: leave it out for {what}")
-        clash = sorted(set(stored_means) & set(tensors))
-        if clash:
-            raise InputError(
-                f"parameters are called {clash[:4]}, as means are: save with mean=False"
-            )
-        return {**tensors, **stored_means}, {
-            **({} if mean else dict.fromkeys(FIELDS)),
-            **self.record,
-            **record,
-            "n_data": self.n_data,
-            "parameters": list(self.mean),
-        }
+        elif set(tensors) != set(self.mean):
+            said = f"one precision per weight: leave it out for {self.structure!r}"
+            raise InputError(f"mean=False writes {said}")
+        if clash := sorted(set(beside) & set(tensors)):
+            raise InputError(f"parameters are called {clash[:4]}, as means are: give mean=False")
+        beside_model = {} if mean else dict.fromkeys(FIELDS)
+        known = {"n_data": self.n_data, "parameters": list(self.mean)}
+        return {**tensors, **beside}, {**beside_model, **self.record, **record, **known}
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -689,69 +528,79 @@ class Posterior:
             head = f"{EARLIER}{k}/"
             names = [n for n in tensors if n.startswith(head)]
             held = {n.removeprefix(head): tensors.pop(n) for n in names}
-            earlier.append(cls._read(held, about, place, None, None))
-        return cls._read(tensors, record, place, model, prior_precision, earlier)
+            earlier.append(cls._read(held, about, place))
+        return cls._read(tensors, record, place, model, prior_precision, earlier=earlier)
 
     @classmethod
     def _read(
-        cls,
-        tensors: dict[str, Tensor],
-        record: dict[str, Any],
-        place: str,
-        model: stored.Model | None,
-        prior_precision: Given | None,
-        earlier: Sequence[Posterior] = (),
+        cls, tensors: Tree, record: dict[str, Any], *given: Any, earlier: Sequence[Posterior] = ()
     ) -> Posterior:
-        buffers = {n: t for n, t in tensors.items() if n.endswith(".buffer")}
-        rest = {n: t for n, t in tensors.items() if n not in buffers}
-        parts = stored.parts_of(rest, record, place, model, prior_precision)
-        mean, form, prior, n_data, about = parts
-        return cls(
-            mean,
-            form,
-            prior_precision=prior,
-            n_data=n_data,
-            record=about,
-            buffers={n.removesuffix(".buffer"): t for n, t in buffers.items()},
-            earlier=earlier,
-        )
+        names = [n for n in tensors if n.endswith(".buffer")]
+        buffers = {n.removesuffix(".buffer"): tensors.pop(n) for n in names}
+        mean, form, prior, n_data, about = stored.parts_of(tensors, record, *given)
+        own = {"prior_precision": prior, "n_data": n_data, "record": about}
+        return cls(mean, form, **own, buffers=buffers, earlier=earlier)
 
 
-def passed_on(posterior: Posterior) -> dict[str, Any]:
-    """Its record without what was measured of it and its data, for a posterior made of it."""
-    measured = ("fingerprint", "stationarity", "calibration")
-    return {name: entry for name, entry in posterior.record.items() if name not in measured}
+def _vector(v: Any) -> Tree:
+    if not isinstance(v, Mapping) or not all(isinstance(t, Tensor) for t in v.values()):
+        raise InputError(f"expected tensors by parameter name, got {type(v).__name__}")
+    return dict(v)
 
 
-def made_of(
-    q: Posterior,
-    mean: Tree | None = None,
-    form: Structure | None = None,
+def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, **record: Any) -> Posterior:
+    """Another posterior under the same prior; ``record`` joins what ``q``'s says, but for what was
+    measured of it and its data."""
+    known = {k: v for k, v in q.record.items() if k not in MEASURED}
+    about = {"prior_precision": q.prior, "n_data": n_data, "record": known | record}
+    return Posterior(mean, form, **about, buffers=q.buffers)
+
+
+def write_factors(
+    path: str | os.PathLike[str],
+    posterior: Posterior,
     *,
-    n_data: int | None = None,
+    names: Mapping[str, str],
+    n_data: int,
+    scale: float = 1.0,
+    model: str | os.PathLike[str] | None = None,
     **record: Any,
-) -> Posterior:
-    """Another posterior under the same prior, as ``q`` where nothing is given; ``record`` joins
-    what is passed on."""
-    return Posterior(
-        q.mean if mean is None else mean,
-        q.form if form is None else form,
-        prior_precision=q.prior,
-        n_data=q.n_data if n_data is None else n_data,
-        record={**passed_on(q), **record},
-        buffers=q.buffers,
-    )
+) -> None:
+    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
+
+    Args:
+        path: as of :func:`write_precision`.
+        posterior: of structure "gram" or "kron".
+        names: the model's own names by the posterior's.
+        n_data: N, the examples that the scaled sum stands for.
+        scale: of the whole precision.
+        model: the model's folder, whose sha256 is recorded.
+        record: what else is known, JSON-able.
+
+    Raises:
+        StorageError: the place cannot be written; what was there before stays.
+    """
+    form = posterior.form.zeros().plus(posterior.form, scale)
+    tensors, about = stored.renamed(form.tensors(), form.record(), names)
+    for block in about["blocks"]:
+        block["inputs"] *= scale
+    about |= {
+        "structure": posterior.structure,
+        "prior_precision": scale * posterior.prior_precision,
+        "n_data": n_data_of(n_data),
+        "parameters": [names[n] for n in posterior.mean],
+    }
+    known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
+    storage.write(path_of(path), tensors, {**known, **record, **stored.hashes(model), **about})
 
 
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # also where the caller switched it on
 def predict(
     task: Task,
     posteriors: Sequence[Posterior],
     draws: int = 10,
     *,
     generator: torch.Generator | None = None,
-    chunk_size: int | None = None,
-    progress: bool | None = None,
 ) -> Predictions:
     """What a mixture of posteriors predicts, each with the same weight: :meth:`Posterior.predict`
     with ``draws`` networks of each.
@@ -765,13 +614,10 @@ def predict(
         raise InputError("predict needs at least one posterior")
     qs = [q.on(task, same_data=False) for q in posteriors]
     number = 0 if whole(draws) == 0 else positive_int("draws", draws)
-    if chunk_size is not None:
-        positive_int("chunk_size", chunk_size)
-    task = qs[0].judging(task)
     networks = (
         {**(q.sample(generator=generator) if number else q.mean), **q.buffers}
         for q in qs
         for _ in range(number or 1)
     )
     total = number * len(qs) if number or len(qs) == 1 else len(qs)
-    return averaged(task, networks, total, chunk_size=chunk_size, progress=progress)
+    return averaged(qs[0].judging(task), networks, total)

@@ -18,31 +18,27 @@ Off a minimum the same is done at each of the task's checkpoints, which become `
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
-from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Curvature
-from blr_analysis.backprop.record import shared
-from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
-from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.capture import tied_names
+from blr_analysis.posterior.fit import Fit
+from blr_analysis.posterior.fit import curvature_root as curvature_root
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.stationarity import fingerprint, measured
-from blr_analysis.posterior.structures import KINDS, Fit, Kronecker, Structure
+from blr_analysis.posterior.structures import KINDS, Kronecker, Structure
+from blr_analysis.posterior.structures.contract import unit_rows
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
@@ -54,9 +50,7 @@ CURVATURES = {  # as records call them, and what is summed
     "exact": ("hessian", "sum_i Hessian of loss_i"),
 }
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
-SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
-Columns = Callable[[Chunk], Tensor]
 
 
 def fit_laplace(
@@ -68,8 +62,6 @@ def fit_laplace(
     curvature: str = "ggn",
     samples: int = 1,
     rank: int | None = None,
-    tolerance: float | None = None,
-    generator: torch.Generator | None = None,
 ) -> Posterior:
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
 
@@ -80,13 +72,11 @@ def fit_laplace(
     Args:
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
-            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given). Where δ is
-            left out, :func:`blr_analysis.influence` of a small model takes the whole curvature.
-        prior_precision: δ > 0, a number, or one per parameter name (number or tensor). None: the
-            task's own, where an estimator named it, else found
-            from the weights and the data, see :mod:`blr_analysis.posterior.prior_choice`, with the
-            Kronecker eigenvalues (one Kronecker fit more for other structures, and one gradient
-            of the data); ``record["prior_choice"]`` says how.
+            merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
+        prior_precision: δ > 0, a number, or one per parameter name. None: the
+            task's own, where an estimator named it, else found from the weights and the data, see
+            :mod:`blr_analysis.posterior.prior_choice`, with the Kronecker eigenvalues (one
+            Kronecker fit more for other structures); ``record["prior_choice"]`` says how.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
             a fine-tune; None: those of the task's recipe, else 0.
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
@@ -94,11 +84,9 @@ def fit_laplace(
             ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
             with a warning; ``record["floored"]`` is the share of S that was.
         samples: labels drawn per example for "mc_fisher".
-        rank: r of "lowrank"; None: grown until ``tolerance`` is met, up to 4,000 directions.
-        tolerance: the part of Σ_i tr(Λ_i V_i) = Σ_k λ_k / (λ_k + δ) that "lowrank" may leave
-            unexplained (default 0.05). The record holds ``rank``, ``tolerance`` and ``explained``,
-            the share that is explained at least.
-        generator: the source of those labels.
+        rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
+            record holds ``rank`` and ``explained``, the share that is explained at least.
+
     Returns:
         The posterior. ``.at_minimum`` says whether the weights minimise the task's loss; where they
         do not, ``.earlier`` holds the posteriors at the task's checkpoints.
@@ -118,24 +106,16 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    asked = dict(locals())
-    last = fit_kept(**asked)
-    if not task.checkpoints or last.at_minimum or last.structure == "gram":
+    how = {name: value for name, value in locals().items() if name != "task"}
+    last = fit_kept(task, **how)
+    if last.at_minimum or last.structure == "gram":
         return last
-    names, earlier = last.mean.keys(), []
-    for state in task.checkpoints:
-        buffers = {n: t for n, t in state.items() if n in last.buffers}
-        asked["task"] = task.holding(buffers)
-        asked["params"] = widened({n: state[n] for n in names})
-        earlier.append(fit_kept(**asked))
-        earlier[-1].record["checkpoint"] = len(earlier)
-    return after(last, earlier)
-
-
-def after(last: Posterior, earlier: Sequence[Posterior]) -> Posterior:
-    """A posterior with those at the checkpoints before it."""
-    about = {"prior_precision": last.prior, "n_data": last.n_data, "record": last.record}
-    return Posterior(last.mean, last.form, **about, buffers=last.buffers, earlier=earlier)
+    earlier = []
+    for number, state in enumerate(task.checkpoints or (), 1):
+        there = task.holding({n: state[n] for n in last.buffers if n in state})
+        q = fit_kept(there, **how, params=widened({n: state[n] for n in last.mean}))
+        earlier.append(q.changed(record={**q.record, "checkpoint": number}))
+    return last.changed(earlier=tuple(earlier))
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -147,253 +127,117 @@ def fit_kept(
     initial: Mapping[str, Tensor] | None = None,
     curvature: str = "ggn",
     samples: int = 1,
+    seed: int = 0,
     rank: int | None = None,
-    tolerance: float | None = None,
-    generator: torch.Generator | None = None,
     params: dict[str, Tensor] | None = None,
     kept: Mapping[str, Unfinished] | None = None,
 ) -> Posterior:
-    """:func:`fit_laplace` at these weights alone (None: the model's), whose sums over "inputs" of
-    "gram", or "factors" and "values" of "kron", are kept meanwhile."""
+    """:func:`fit_laplace` at these weights alone (None: the model's), labels drawn by ``seed``,
+    whose sums over "inputs" of "gram", or "factors" and "values" of "kron", are kept meanwhile."""
     instance("task", task, Task, "a blr_analysis.Task")
     params = task.parameters() if params is None else params
+    stated = task.prior_precision if prior_precision is None else prior_precision
+    kind = KINDS[one_of("structure", structure, STRUCTURES)]
+    shapes = {n: tuple(p.shape) for n, p in params.items()}
     if initial is None and task.recipe is not None:
         initial = task.recipe.initial
-    stated = task.prior_precision if prior_precision is None else prior_precision
-    unknown = stated is None
-    given: Any = Prior({None: 1.0}) if unknown else stated
-    kind = KINDS[one_of("structure", structure, STRUCTURES)]
-    if kind.of_inputs and curvature != "ggn":
-        raise InputError(f"structure={structure!r} has no curvature: leave curvature out")
-    prior = _checked(task, params, structure, given, curvature, samples, rank, tolerance)
-    prior = prior.around(initial, params)
-    if generator is not None:
-        instance("generator", generator, torch.Generator, "a torch.Generator")
-    columns, count = _columns(task, curvature, samples, generator)
-    measures = unknown or not (task.likelihood.is_sequence or kept)
-    slope: dict[str, Tensor] = {}
-
-    closed = curvature == "ggn" and not task.likelihood.is_sequence
-
-    def passes(
-        label: str,
-        indices: Tensor | None = None,
-        kept: Unfinished | None = None,
-        apart: bool = False,
-    ) -> Iterator[list[Term]]:
-        """One sweep; the first over all data also sums the gradient, from one column more."""
-        first = measures and not slope and indices is None
-        more = int(first and curvature != "empirical_fisher")  # whose own column it is
-        own = shared(task, params, indices)
-        own_outputs = n_columns if apart and closed else n_outputs
-        asked = (own_outputs(task, params) if count is None else count) + more
-        if first:
-            slope.update({n: torch.zeros_like(p) for n, p in params.items()})
-        for chunk in chunks(task, params, columns=asked, indices=own, label=label, kept=kept):
-            few = chunk.few_columns() if apart and closed else None
-            cotangents = columns(chunk) if few is None or few[0] is None else few[0]
-            if more:
-                error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-                cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
-            terms = chunk.terms(cotangents, last=True)
-            for term in terms if first else ():
-                for name, gradient in term.columns(slice(-1, None)).sum().items():
-                    slope[name] += gradient
-            terms = [term.columns(slice(-1)) for term in terms] if more else terms
-            yield terms if few is None else few[1](terms)
-        if first:
-            ranks.total(slope.values())
-
-    fit = Fit(
-        params,
-        passes,
-        prior,
-        label=curvature,
-        inputs=lambda: input_moments(task, params, kept=(kept or {}).get("inputs")),
-        n_data=task.n_data,
-        gradients=lambda: task.n_data * (n_outputs(task, params) if count is None else count),
-        padded=task.likelihood.is_sequence,
-        rank=rank,
-        tolerance=tolerance,
-        vocabulary=vocabulary_of(task, params),
-        sample=sampled_examples(task),
-        kept=kept or {},
-    )
-    kronecker: Structure | None = None
-    choice: dict[str, Any] = {}
-    if unknown and not kind.of_inputs:
-        kronecker, _ = Kronecker.fitted(fit)
-        delta, how = chosen_prior(kronecker, prior.gap(params), slope)
-        prior = Prior({None: delta}, prior.mean)
-        choice = {"prior_choice": {"delta": delta, **how}}
-    if curvature == "exact":
-        form, more = _exact(task, params, kind, prior)
-    else:
-        if kronecker is not None and structure == "kron":
-            form, more = kronecker, {}
-        else:
-            form, more = kind.fitted(replace(fit, prior=prior))
-        if unknown and kind.of_inputs:
-            sizes = [d.double().sum() for d in form.diagonal().values()]
-            mean = float(torch.stack(sizes).sum()) / sum(p.numel() for p in params.values())
-            prior = Prior({None: TINY * mean}, prior.mean)
-        form = form.plus_prior(prior)
-    known_as, summed = CURVATURES[curvature]
-    if kind.of_inputs:
-        known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
-    record = {
-        "kind": known_as,
-        "source": "laplace",
-        "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
-        "likelihood": task.likelihood.recorded,
-        "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
-        "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
-        "tied": tied_names(task.model),
-        "classifier": task.likelihood.is_classification,
-        **({} if task.recipe is None else {"recipe": task.recipe.record}),
-        "fingerprint": fingerprint(task, params, divided=True),
-        **({} if prior_precision is None else {"prior_named": True}),
-        **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
-    }
+    prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True)
+    fit = Fit(task, params, prior, curvature, samples, seed, rank, kept or {})
+    _check(fit, kind)
+    fit.prior = prior.around(initial, params)
+    spared = stated is not None and (task.likelihood.is_sequence or bool(kept))
+    fit.measures = not (kind.of_inputs or spared)
+    form, more = _fitted(fit, kind, unknown=stated is None)
+    if prior_precision is not None:
+        more["prior_named"] = True
     q = Posterior(
         widened({n: p.clone() for n, p in narrow(params).items()}),
         form,
-        prior_precision=prior,
+        prior_precision=fit.prior,
         n_data=task.n_data,
-        record=record | more | choice,
+        record={**_record(fit, kind), **more},
         buffers=buffers_of(task.model),
     )
-    if measures and not kind.of_inputs:
-        slope = slope or loss_and_gradient(task, params)[0]
+    if fit.measures:
+        slope = fit.slope or loss_and_gradient(task, params)[0]
         check_connected(task, params, slope)
         measured(task, q, slope)
     return q
 
 
-def _exact(
-    task: Task, params: dict[str, Tensor], kind: type[Structure], prior: Prior
-) -> tuple[Structure, dict[str, Any]]:
-    """δ + Σ_i ∇²ℓ_i, nowhere below δ."""
-    size = sum(p.numel() for p in params.values())
-    if size > EXACT_LIMIT:
-        most = f"use 'ggn' above {EXACT_LIMIT:,} parameters"
-        raise InputError(f"curvature='exact' takes {size:,} Hessian products; {most}")
+def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structure, dict[str, Any]]:
+    """S, and what the record says of it; a prior that is ``unknown`` is found, and is the fit's."""
+    form: Structure | None = None
+    more: dict[str, Any] = {}
+    if unknown and not kind.of_inputs:
+        form, _ = Kronecker.fitted(fit)
+        delta, about = chosen_prior(form, fit.prior.gap(fit.params), fit.slope)
+        fit.prior = Prior({None: delta}, fit.prior.mean)
+        more["prior_choice"] = {"delta": delta, **about}
+    if fit.curvature == "exact":
+        form, more["floored"] = _exact(fit, kind)
+        return form, more
+    if form is None or kind is not Kronecker:
+        form, about = kind.fitted(fit)
+        more |= about
+    if unknown and kind.of_inputs:
+        sums = [float(d.double().sum()) for d in form.diagonal().values()]
+        mean = sum(sums) / sum(p.numel() for p in fit.params.values())
+        fit.prior = Prior({None: TINY * mean}, fit.prior.mean)
+    return form.plus_prior(fit.prior), more
+
+
+def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
+    task, (known_as, summed) = fit.task, CURVATURES[fit.curvature]
+    if kind.of_inputs:
+        known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
+    named = list(task.model.named_parameters())
+    return {
+        "kind": known_as,
+        "source": "laplace",
+        "definition": f"S = diag(prior_precision) + {summed.format(samples=fit.samples)}",
+        "likelihood": task.likelihood.recorded,
+        "fixed": [n for n, _ in named if n not in fit.params],
+        "frozen": [n for n, p in named if not p.requires_grad],
+        "tied": tied_names(task.model),
+        "classifier": task.likelihood.is_classification,
+        "fingerprint": fingerprint(task, fit.params, divided=True),
+        **({} if task.recipe is None else {"recipe": task.recipe.record}),
+        **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
+    }
+
+
+def _exact(fit: Fit, kind: type[Structure]) -> tuple[Structure, float]:
+    """δ + Σ_i ∇²ℓ_i, nowhere below δ, and the share that was."""
+    task, params = fit.task, fit.params
     hessian = Curvature(task, params, kind="hessian", memory_budget=task.memory_budget)
     hessian.check_symmetric()
-    exact = kind.from_products(params, lambda v: hessian.product(v, progress=task.progress))
-    form, floored = exact.plus_prior(prior).floored(prior)
+    rows = unit_rows(params, lambda v: hessian.product(v, progress=task.progress))
+    form, floored = kind.of_rows(params, rows).plus_prior(fit.prior).floored(fit.prior)
     if floored:
         said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"
         warnings.warn(said, stacklevel=5)
-    return form, {"floored": floored}
+    return form, floored
 
 
-def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
-    """The outputs at a token of a causal language model; 0 for other models."""
-    if not isinstance(task.likelihood, CausalLM):
-        return 0
-    first = torch.zeros(1, dtype=torch.long)
-    with torch.no_grad(), task.evaluation():
-        return task.run(task.fetch(first), params, first)[0].shape[-1]
-
-
-def sampled_examples(task: Task) -> Tensor | None:
-    """Sequences at random; None: all. Their tokens are many more than the directions."""
-    if not task.likelihood.is_sequence or task.n_data <= SAMPLE:
-        return None
-    drawn = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    return drawn[:SAMPLE].sort().values
-
-
-def curvature_root(chunk: Chunk) -> Tensor:
-    """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
-
-    For sequences, where Λ_i has T·C columns, the empirical Fisher's one instead: e_i.
-    """
-    if chunk.likelihood.is_sequence:
-        return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
-    return chunk.likelihood.hessian_root(chunk.outputs, chunk.targets).mT
-
-
-def _columns(
-    task: Task,
-    curvature: str,
-    samples: int,
-    generator: torch.Generator | None,
-) -> tuple[Columns, int | None]:
-    if curvature in ("ggn", "exact"):
-        return lambda chunk: curvature_root(chunk), None
-    if curvature == "empirical_fisher":
-        return lambda chunk: chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1), 1
-
-    source = torch.Generator() if generator is None else generator
-    seeds = torch.randint(2**31, (task.n_data,), generator=source, device=source.device).cpu()
-
-    def sampled(chunk: Chunk) -> Tensor:
-        errors = [
-            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, y)
-            for y in drawn_labels(chunk, samples, seeds[chunk.indices])
-        ]
-        return torch.stack(errors, dim=1) / samples**0.5
-
-    return sampled, samples
-
-
-def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
-    """K labels for every example from the model's own predictions: K tensors as the targets.
-
-    Each example has a seed, so that they do not depend on how the data are divided into passes.
-    """
-    counted = chunk.likelihood.counted(chunk.targets)
-    if counted is not None:
-        return _sampled_tokens(chunk, counted, samples, seeds)
-    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
-    source, drawn = torch.Generator(), []
-    for row, seed in enumerate(seeds.tolist()):
-        source.manual_seed(seed)
-        own = outputs[row : row + 1], targets[row : row + 1]
-        drawn.append([chunk.likelihood.resample(*own, source) for _ in range(samples)])
-    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
-
-
-def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
-    """The same for sequences, by one uniform number per token that counts: where it falls among
-    the cumulated probabilities."""
-    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
-    for row, seed in enumerate(seeds.tolist()):
-        own = counted[row].cpu()
-        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
-    reached = chunk.outputs.softmax(-1).cumsum(-1)
-    heights = uniform.to(reached) * reached[..., -1:]
-    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
-    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
-
-
-def _checked(
-    task: Task,
-    params: Mapping[str, Tensor],
-    structure: str,
-    prior: Given | Prior,
-    curvature: str,
-    samples: int,
-    rank: int | None,
-    tolerance: float | None,
-) -> Prior:
-    one_of("curvature", curvature, tuple(CURVATURES))
-    positive_int("samples", samples)
-    if task.likelihood.is_sequence and curvature == "ggn" and not KINDS[structure].of_inputs:
-        raise InputError(
-            'curvature="ggn" needs all T·C outputs of a sequence, too many under '
-            f'{task.likelihood.name}; use "empirical_fisher" or "mc_fisher"'
-        )
-    if not params:
+def _check(fit: Fit, kind: type[Structure]) -> None:
+    likelihood = fit.task.likelihood
+    one_of("curvature", fit.curvature, tuple(CURVATURES))
+    positive_int("samples", fit.samples)
+    if kind.of_inputs and fit.curvature != "ggn":
+        raise InputError(f"structure={kind.kind!r} has no curvature: leave curvature out")
+    if likelihood.is_sequence and fit.curvature == "ggn" and not kind.of_inputs:
+        said = f'curvature="ggn" is too much for sequences ({likelihood.name})'
+        raise InputError(f'{said}; use "empirical_fisher" or "mc_fisher"')
+    if not fit.params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
-    task.check_parameters(params)
-    check_finite(params)
-    shapes = {n: tuple(p.shape) for n, p in params.items()}
-    checked = Prior.read(prior, shapes, positive=True).placed(params)
-    KINDS[structure].check_fit(sum(p.numel() for p in params.values()), rank, tolerance)
-    return checked
+    fit.task.check_parameters(fit.params)
+    check_finite(fit.params)
+    size = sum(p.numel() for p in fit.params.values())
+    kind.check_fit(size, fit.rank)
+    if fit.curvature == "exact" and size > EXACT_LIMIT:
+        said = f"curvature='exact' takes {size:,} Hessian products"
+        raise InputError(f"{said}; use 'ggn' above {EXACT_LIMIT:,} parameters")
 
 
 def check_finite(params: Mapping[str, Tensor]) -> None:

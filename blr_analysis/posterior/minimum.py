@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from blr_analysis.views import Tabular
 
 DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
 
 
 @dataclass(frozen=True)
-class Stationarity(Tabular):
+class Stationarity:
     """How far a model is from the minimum of its own objective.
 
     Attributes:
         residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
         decrement, pull: in nats, see :mod:`blr_analysis.posterior.stationarity`.
         n_data: N.
-        blocks: by parameter ``gradient`` ‖g‖ and ``noise`` (Σ_i ‖g_i‖²)^½.
         likelihood: whose minimum is meant.
-        table: one row per parameter, with ``batch``.
     """
 
     residual: float
     decrement: float
     pull: float
     n_data: int
-    blocks: Mapping[str, Mapping[str, float]]
     likelihood: str = ""
 
     @property

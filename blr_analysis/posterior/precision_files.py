@@ -1,8 +1,9 @@
-"""Precisions beside a model, for merging: diagonals by the model's own tensor names, no means.
+"""A posterior as named tensors and a record, and back: with its mean, or as a precision beside a
+model, for merging. The format is :mod:`~blr_analysis.files.storage`'s.
 
-The format is the package's one (:mod:`~blr_analysis.files.storage`): a folder ``precision/``
-or one ``.safetensors`` file, the tensor ``<name>`` holding the diagonal of a precision that is a
-SUM over ``n_data`` examples, never a mean, and a record (``precision_config.json``) that says
+A precision beside a model is a folder ``precision/`` or one ``.safetensors`` file, the tensor
+``<name>`` holding the diagonal of a precision that is a SUM over ``n_data`` examples, never a mean.
+Its record (``precision_config.json``) says
 
 ======================  ==========================================================================
 ``kind``                one of :data:`KINDS`
@@ -17,7 +18,9 @@ SUM over ``n_data`` examples, never a mean, and a record (``precision_config.jso
 ``sample_sha256``       the same of every tensor's first 1,024 numbers, which a merge compares
 ======================  ==========================================================================
 
-so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas).
+so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas). In a narrow
+dtype it is H that is stored: rounding S itself would lose H wherever it is small beside δ (bfloat16
+keeps 8 bits: H = 0.01 beside δ = 10 would be 0 or negative).
 """
 
 from __future__ import annotations
@@ -27,17 +30,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blr_analysis.checks import one_of, path_of
-from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.checks import one_of, path_of, some
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
-from blr_analysis.posterior.capture import Captured
-from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.prior import Prior, n_data_of, real_tensors
-from blr_analysis.posterior.stored import encode
-from blr_analysis.posterior.structures import Diagonal
+from blr_analysis.posterior.prior import Given, Prior, Shapes, n_data_of, real_tensors, take_off
+from blr_analysis.posterior.structures import KINDS as STRUCTURES
+from blr_analysis.posterior.structures import Diagonal, Structure
+from blr_analysis.task import unwrapped
 
 KINDS = (
     "ivon",
@@ -48,11 +50,182 @@ KINDS = (
     "fisher_mc",
     "fisher_emp",
     "ggn",
-    "squared_minibatch",
 )
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
-SHARD_BYTES = 5_000_000_000
-ScalarPrior = float | Mapping[str, float]
+Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
+Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
+Encoded = tuple[dict[str, Tensor], dict[str, Any]]
+
+DTYPES = (None, torch.float32, torch.bfloat16)
+OWN_KEYS = {"structure", "prior_precision", "prior_outside", "rounded", "n_data", "parameters"}
+OWN_KEYS |= {"format", "version"}
+
+
+def check_dtype(dtype: Any) -> torch.dtype | None:
+    """None, float32 or bfloat16, or :class:`InputError`.
+
+    Float16 ends at 65,504 and at 6e-8, which precisions pass on both sides.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be torch.float32, torch.bfloat16 or None, got {dtype!r}")
+    return dtype
+
+
+def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> Encoded:
+    """Tensors by name and suffix, and the record that :func:`parts_of` needs; the precision in
+    ``dtype`` (None: as it is).
+
+    Raises:
+        InputError: a dtype for a structure that is not diagonal, or one not in ``DTYPES``.
+    """
+    values = form.per_weight
+    if check_dtype(dtype) is not None and values is None:
+        raise InputError(f"dtype={dtype} is for diagonals, not {form.kind!r}: leave dtype out")
+    record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
+    tensors = form.tensors()
+    if dtype is None or values is None:
+        return tensors, record
+    record["rounded"] = True
+    narrower = any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values())
+    if narrower and (parts := _data_part(values, prior, dtype)) is not None:
+        return parts, {**record, "prior_precision": 0.0, "prior_outside": prior.given}
+    return {n: t.to(dtype) if n in values else t for n, t in tensors.items()}, record
+
+
+def _data_part(
+    values: Mapping[str, Tensor], prior: Prior, dtype: torch.dtype
+) -> dict[str, Tensor] | None:
+    """H = S − δ rounded; None where H is negative somewhere, as IVON allows: then S itself is to be
+    rounded."""
+    parts = {}
+    for name, s in values.items():
+        h = take_off(s.to(torch.float64, copy=True), prior.of(name), s.dtype)
+        if bool((h < 0).any()):
+            return None
+        parts[name] = h.to(dtype)
+    return parts
+
+
+def parts_of(
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    path: str,
+    model: Model | None = None,
+    prior_precision: Given | None = None,
+) -> Parts:
+    """Mean, S, δ, n_data and the rest of the record; see :meth:`Posterior.load`.
+
+    Raises:
+        StorageError: a tensor or an entry of the record that a posterior needs is missing.
+        PosteriorError: as :meth:`Posterior.load`.
+    """
+    try:
+        names: list[str] = list(record["parameters"])
+        bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
+        form = STRUCTURES[record["structure"]].read(tensors, record, names)
+        mean = {} if bare else {n: tensors[f"{n}.mean"] for n in names}
+        initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
+        prior = Prior(Prior.of_any(record["prior_precision"]).entries, initial or None)
+        n_data = int(record["n_data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
+    if bare:
+        mean = _mean_of(model, form.shapes, record, path)
+    elif model is not None:
+        raise PosteriorError(f"{path!r} holds its own mean: leave model out")
+    if form.per_weight is not None:
+        wide = bare or bool(record.get("rounded"))
+        form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
+    form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
+    rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
+    return mean, form, prior, n_data, rest
+
+
+def _beside(s: Tensor, mean: Tensor, wide: bool) -> Tensor:
+    """On the mean's device; ``wide``: in float32, or in the mean's dtype where that is wider."""
+    return s.to(mean.device, torch.promote_types(torch.float32, mean.dtype) if wide else s.dtype)
+
+
+def _with_prior(
+    form: Structure, inside: Prior, outside: Any, given: Given | None, path: str
+) -> tuple[Structure, Prior]:
+    """S with the prior that stands outside of what was stored, or that is given for it."""
+    bare = form.per_weight is not None and not any(inside.entries.values())
+    if given is not None:
+        told = Prior.read(given, form.shapes)
+        if bare:
+            outside = told.entries
+        elif told.numbers(form.shapes) != inside.numbers(form.shapes):
+            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
+    if outside is not None:
+        inside = Prior(Prior.of_any(outside).entries, inside.mean)
+        form = form.plus_prior(inside)
+    for name, s in (form.per_weight or {}).items() if not any(inside.entries.values()) else ():
+        if empty := int((s == 0).sum()):
+            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
+            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
+    return form, inside
+
+
+def _mean_of(
+    model: Model | None, shapes: Shapes, record: Mapping[str, Any], path: str
+) -> dict[str, Tensor]:
+    """One tensor per name of ``shapes``; tied tensors may have any of their names in the model.
+
+    Raises:
+        InputError: ``model`` is none, or holds no numbers.
+        StorageError: the folder cannot be read.
+        PosteriorError: names or shapes are missing, or the weights are not those whose
+            fingerprint was recorded. A module or a state dict is taken as it is.
+    """
+    source = _opened(model, record.get("model_sha256"), path)
+    tied = record.get("tied") or {}
+    keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
+    held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
+    wrong = [
+        f"{n}: {f'{held[n]}, not {tuple(shape)}' if n in held else 'not there'}"
+        for n, shape in shapes.items()
+        if held.get(n) != tuple(shape)
+    ]
+    if wrong:
+        said = f"the model is not the one whose precision {path!r} holds: {some(wrong)}"
+        raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
+    return {n: source.tensor(key) for n, key in keys.items()}
+
+
+def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
+    if model is None:
+        raise PosteriorError(f"{path!r} holds precisions without a mean: pass model=")
+    if isinstance(model, nn.Module):
+        model = dict(unwrapped(model).named_parameters(remove_duplicate=False))
+    if isinstance(model, Mapping):
+        return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
+    if not isinstance(model, (str, os.PathLike)):
+        got = type(model).__name__
+        raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {got}")
+    source = Folder.open(model)
+    if sha256 is not None and fingerprint(source, progress=False) != sha256:
+        said = f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256)"
+        raise PosteriorError(f"{said}: name the right folder, or pass the module")
+    return source
+
+
+def renamed(tensors: Mapping[str, Tensor], record: Any, names: Mapping[str, str]) -> Encoded:
+    """The same with other names for the parameters."""
+    longest = sorted(names, key=len, reverse=True)
+
+    def place(stored: str) -> str:
+        own = next((n for n in longest if stored == n or stored.startswith(f"{n}.")), None)
+        return stored if own is None else names[own] + stored.removeprefix(own)
+
+    def entry(said: Any) -> Any:
+        if isinstance(said, Mapping):
+            return {names.get(k, k): entry(v) for k, v in said.items()}
+        if isinstance(said, list | tuple):
+            return [entry(v) for v in said]
+        return names.get(said, said) if isinstance(said, str) else said
+
+    return {place(k): t for k, t in tensors.items()}, entry(record)
 
 
 def write_precision(
@@ -62,11 +235,10 @@ def write_precision(
     kind: str,
     definition: str,
     n_data: int,
-    prior_precision: ScalarPrior = 0.0,
-    prior_outside: ScalarPrior | None = None,
+    prior_precision: Given = 0.0,
+    prior_outside: Given | None = None,
     model: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = torch.float32,
-    max_shard_bytes: int = SHARD_BYTES,
     **record: Any,
 ) -> None:
     """Write diagonal precisions that lie beside a model, by the names of the model's tensors.
@@ -100,119 +272,27 @@ def write_precision(
         >>> about["kind"], about["n_data"], about["prior_precision"], about["parameters"]
         ('fisher_emp', 10, 0.0, ['w'])
     """
-    place = path_of(path)
+    place, n = path_of(path), n_data_of(n_data)
     one_of("kind", kind, KINDS)
-    n = n_data_of(n_data)
     if not isinstance(definition, str) or not definition:
         raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
     held = real_tensors("precision", tensors)
-    if not held:
-        raise InputError("there is no precision to write: tensors is empty")
     _check_values(held)
     shapes = {name: tuple(t.shape) for name, t in held.items()}
-    inside = _one_per_name(prior_precision, shapes)
-    outside = None if prior_outside is None else _one_per_name(prior_outside, shapes)
-    if outside is not None and not inside.is_zero:
+    inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))
+    if all(any(prior.entries.values()) for prior in (inside, outside)):
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
     stored, about = encode(Diagonal(held), inside, dtype)
     _check_values(stored)
-    record |= _hashes(model)
+    if prior_outside is not None:
+        about = {"prior_outside": outside.given, **about}
+    more = {"kind": kind, "definition": definition, "n_data": n, "parameters": list(held)}
     storage.write(
-        place,
-        stored,
-        {
-            **dict.fromkeys(FIELDS),
-            **record,
-            **({} if outside is None else {"prior_outside": outside.record}),
-            **about,
-            "kind": kind,
-            "definition": definition,
-            "n_data": n,
-            "parameters": list(held),
-        },
-        max_shard_bytes=max_shard_bytes,
+        place, stored, {**dict.fromkeys(FIELDS), **record, **hashes(model), **about, **more}
     )
 
 
-def write_captured(
-    path: str | os.PathLike[str],
-    captured: Captured,
-    *,
-    model: str | os.PathLike[str] | None = None,
-    dtype: torch.dtype | None = torch.float32,
-    **record: Any,
-) -> None:
-    """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
-    about = {**captured.record, **record}
-    # The path is a place on this machine; the file is made to be published.
-    named = ("kind", "definition", "n_data", "prior_outside", "path")
-    write_precision(
-        path,
-        captured.precision,
-        kind=about["kind"],
-        definition=about["definition"],
-        n_data=captured.n_data,
-        prior_precision=captured.prior_precision,
-        prior_outside=about.get("prior_outside"),
-        model=model,
-        dtype=dtype,
-        **{k: v for k, v in about.items() if k not in named},
-    )
-
-
-def write_factors(
-    path: str | os.PathLike[str],
-    posterior: Posterior,
-    *,
-    names: Mapping[str, str],
-    n_data: int,
-    scale: float = 1.0,
-    model: str | os.PathLike[str] | None = None,
-    **record: Any,
-) -> None:
-    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
-
-    Args:
-        path: as of :func:`write_precision`.
-        posterior: of structure "gram" or "kron".
-        names: the model's own names by the posterior's.
-        n_data: N, the examples that the scaled sum stands for.
-        scale: of the whole precision.
-        model: the model's folder, whose sha256 is recorded.
-        record: what else is known, JSON-able.
-
-    Raises:
-        StorageError: the place cannot be written; what was there before stays.
-    """
-    form = posterior.form.zeros().plus(posterior.form, scale)
-    about = form.record()
-
-    def named(place: str) -> str:
-        held = next(n for n in sorted(names, key=len, reverse=True) if place.startswith(n))
-        return names[held] + place[len(held) :]
-
-    for block in about["blocks"]:
-        block |= {k: names[block[k]] for k in ("weight", "bias") if block[k] is not None}
-        block["inputs"] *= scale
-    about["shapes"] = {names[n]: shape for n, shape in about["shapes"].items()}
-    storage.write(
-        path_of(path),
-        {named(place): t for place, t in form.tensors().items()},
-        {
-            **dict.fromkeys(FIELDS),
-            "kind": posterior.record["kind"],
-            **record,
-            **_hashes(model),
-            **about,
-            "structure": posterior.structure,
-            "prior_precision": scale * float(posterior.prior_precision),
-            "n_data": n_data_of(n_data),
-            "parameters": [names[n] for n in posterior.mean],
-        },
-    )
-
-
-def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
+def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
     if model is None:
         return {}
     weights = Folder.open(path_of(model))
@@ -224,9 +304,6 @@ def _hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
 
 def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The record of a stored precision for merging, checked; no tensor is read.
-
-    The kinds of earlier releases get today's names; ``prior_precision`` is a float, or one per
-    name.
 
     Raises:
         StorageError: nothing there, a foreign or damaged file, another structure than
@@ -240,17 +317,7 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise PosteriorError(f"the precision of {name!r} is on the meta device, without values")
-        for what, bad in (("NaN", tensor.isnan()), ("infinite", tensor.isinf())):
-            if bool(bad.any()):
-                count = f"{int(bad.sum())} of {bad.numel()} entries: nothing was written."
-                raise PosteriorError(f"the precision of {name!r} is {what} in {count}")
-        low = tensor < 0
-        if bool(low.any()):
-            count = f"{int(low.sum())} of {low.numel()} entries (lowest {float(tensor.min()):.3g})"
-            raise PosteriorError(f"the precision of {name!r} is negative in {count}")
-
-
-def _one_per_name(given: ScalarPrior, shapes: Mapping[str, tuple[int, ...]]) -> Prior:
-    prior = Prior.read(given, shapes)
-    prior.numbers(shapes)
-    return prior
+        bad = ~(tensor.isfinite() & (tensor >= 0))
+        if bool(bad.any()):
+            count = f"{int(bad.sum())} of {bad.numel()} entries (such as {float(tensor[bad][0]):g})"
+            raise PosteriorError(f"the precision of {name!r} is negative or not finite in {count}")

@@ -106,14 +106,7 @@ def measure_of(kind: Likelihood) -> str:
     return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
 
 
-def averaged(
-    task: Task,
-    networks: Iterable[Mapping[str, Tensor]],
-    draws: int,
-    *,
-    chunk_size: int | None = None,
-    progress: bool | None = None,
-) -> Predictions:
+def averaged(task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int) -> Predictions:
     """The task's predictions averaged over ``networks``, parameters by name; 0 draws count as one.
 
     One network is held at a time, and N × C probabilities (of sequences N × T losses).
@@ -122,9 +115,9 @@ def averaged(
         ModelError, DataError: as :meth:`Task.run`.
     """
     scored, passes = scored_by(task.likelihood), max(draws, 1)
-    order = torch.arange(task.n_data).split(chunk_size or task.batch_size)
-    log_p, mean, targets, dtype = torch.empty(0), torch.empty(0), torch.empty(0), torch.float64
-    shown = bar(passes * len(order), "predictions", progress)
+    order = torch.arange(task.n_data).split(task.batch_size)
+    log_p, mean, targets, dtype = torch.empty(0), None, None, torch.float64
+    shown = bar(passes * len(order), "predictions", task.progress)
     with shown, torch.no_grad(), task.evaluation():
         for k, params in enumerate(networks):
             parts: list[tuple[Tensor, ...]] = []
@@ -137,15 +130,8 @@ def averaged(
             now, *said = (torch.cat(part) for part in zip(*parts, strict=True))
             log_p = torch.logaddexp(log_p, now) if k else now
             if said:
-                mean, targets = mean + said[0] if k else said[0], said[1]
-    whole = not scored.is_sequence
-    return Predictions(
-        mean=mean if whole else None,
-        losses=(math.log(passes) - log_p).to(dtype),
-        targets=targets if whole else None,
-        draws=draws,
-        likelihood=scored,
-    )
+                mean, targets = said[0] if mean is None else mean + said[0], said[1]
+    return Predictions(mean, (math.log(passes) - log_p).to(dtype), targets, draws, scored)
 
 
 def scored_by(likelihood: Likelihood) -> Likelihood:

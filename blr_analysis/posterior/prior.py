@@ -1,16 +1,17 @@
 """What users give of a posterior, read once: means, numbers of examples, and the prior. That is its
-precision δ, a number for all parameters, or a number or tensor for each, and its mean θ₀, 0 where
-nothing else is known.
+precision δ, one number for all parameters or one for each, and its mean θ₀, 0 where nothing else is
+known.
 
 objective  Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
->>> prior = Prior.read({"w": torch.tensor([1.0, 4.0]), "b": 2.0}, {"w": (2,), "b": ()})
->>> prior.smallest, (prior / 2).of("b"), prior.times({"w": torch.ones(2), "b": torch.ones(())})
-(1.0, 1.0, {'w': tensor([1., 4.]), 'b': tensor(2.)})
+>>> prior = Prior.read({"w": 1, "b": 2.0}, {"w": (2,), "b": ()})
+>>> prior.smallest, prior.of("b"), prior.times({"w": torch.ones(2), "b": torch.ones(())})
+(1.0, 2.0, {'w': tensor([1., 1.]), 'b': tensor(2.)})
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from blr_analysis.checks import some, whole
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.half import Widened, narrow
 
-Given = float | Tensor | Mapping[str, float | Tensor]  # what a user may write
+Given = float | Mapping[str, float]  # what a user may write
 Shapes = Mapping[str, tuple[int, ...]]
 MOST = 8  # names that a message lists
 
@@ -43,7 +44,7 @@ class Prior:
         mean: θ₀ by parameter name; None: 0.
     """
 
-    entries: Mapping[str | None, float | Tensor]
+    entries: Mapping[str | None, float]
     mean: Mapping[str, Tensor] | None = None
 
     @classmethod
@@ -58,67 +59,46 @@ class Prior:
         """The prior that a user gave for parameters of these shapes.
 
         Raises:
-            PosteriorError: not finite, below 0 (``positive``: not above 0), or of other names or
-                shapes.
+            PosteriorError: no finite number, below 0 (``positive``: not above 0), or of other
+                names.
         """
-        prior = cls.of_any(given)
+        prior, entries = cls.of_any(given), dict[str | None, float]()
         if None not in prior.entries and set(prior.entries) != set(shapes):
-            absent = sorted(set(shapes) - set(prior.entries))
-            strange = sorted(map(str, set(prior.entries) - set(shapes)))
-            raise PosteriorError(
-                "prior_precision must have one entry per parameter: missing "
-                f"{absent[:8] or 'none'}, unknown {strange[:8] or 'none'}"
-            )
+            absent = sorted(set(shapes) - set(prior.entries))[:MOST]
+            strange = sorted(map(str, set(prior.entries) - set(shapes)))[:MOST]
+            said = f"missing {absent or 'none'}, unknown {strange or 'none'}"
+            raise PosteriorError(f"prior_precision must have one entry per parameter: {said}")
         for name, value in prior.entries.items():
-            where = "" if name is None else f" of {name!r}"
+            what = "prior_precision" + ("" if name is None else f" of {name!r}")
             try:
-                if isinstance(value, bool):
-                    raise TypeError
-                delta = torch.as_tensor(value, dtype=torch.float64)
-                torch.empty(shapes.get(name, ()), device="meta").copy_(delta.to("meta"))  # type: ignore[call-overload]
+                delta = float("" if isinstance(value, bool | str) else value)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise PosteriorError(
-                    f"prior_precision{where} must be a number, or one number or tensor per "
-                    f"parameter name, got {value!r}"
-                ) from error
-            high = delta > 0 if positive else delta >= 0
-            if not bool((torch.isfinite(delta) & high).all()):
+                raise PosteriorError(f"{what} must be a number, got {value!r}") from error
+            if not (0 < delta < math.inf or (delta == 0 and not positive)):
                 bound = f"finite and {'above' if positive else 'at least'} 0"
-                raise PosteriorError(f"prior_precision{where} must be {bound}, got {value!r}")
-        return prior
+                raise PosteriorError(f"{what} must be {bound}, got {value!r}")
+            entries[name] = delta
+        return cls(entries, prior.mean)
 
     @property
     def given(self) -> Any:
-        """As a user writes it: one number, or a dict."""
+        """As a user writes it and a record holds it: one number, or a dict."""
         return self.entries[None] if None in self.entries else dict(self.entries)
 
-    def of(self, name: str) -> float | Tensor:
+    def of(self, name: str) -> float:
         """δ of one parameter."""
         value = self.entries.get(name, self.entries.get(None))
         if value is None:
             raise InputError(f"prior_precision has no entry for parameter {name!r}")
         return value
 
-    def like(self, name: str, x: Tensor) -> Tensor:
-        """δ of one parameter as a tensor, of x's dtype and device."""
-        return torch.as_tensor(self.of(name), dtype=x.dtype, device=x.device)
-
     def times(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """diag(δ) v (leading batch dimensions allowed)."""
-        result = {}
-        for name, x in v.items():
-            delta = self.of(name)
-            result[name] = x * (delta.to(x) if isinstance(delta, Tensor) else delta)
-        return result
+        return {name: x * self.of(name) for name, x in v.items()}
 
     def placed(self, params: Mapping[str, Tensor]) -> Prior:
-        """With tensors of the parameters' dtypes, on their devices."""
-        placed = {
-            n: v.detach().to(params[n]) if isinstance(v, Tensor) and n is not None else v
-            for n, v in self.entries.items()
-        }
-        mean = None if self.mean is None else {n: m.to(params[n]) for n, m in self.mean.items()}
-        return Prior(placed, mean)
+        """With its mean beside the parameters, in their dtypes."""
+        return Prior(self.entries, self.mean and {n: m.to(params[n]) for n, m in self.mean.items()})
 
     def around(self, initial: Mapping[str, Tensor] | None, params: Mapping[str, Tensor]) -> Prior:
         """The same precision around the first weights, or the base model, that a user gave.
@@ -133,80 +113,32 @@ class Prior:
             got = type(initial).__name__
             raise PosteriorError(f"initial must be the state dict before training, got {got}")
         held = {n: tuple(t.shape) for n, t in initial.items() if isinstance(t, Tensor)}
-        if wrong := [
-            f"{n} {held.get(n, 'absent')}, not {tuple(p.shape)}"
-            for n, p in params.items()
-            if held.get(n) != tuple(p.shape)
-        ]:
-            raise PosteriorError(f"initial belongs to another model: {some(wrong)}")
+        wanted = {n: tuple(p.shape) for n, p in params.items()}
+        wrong = [n for n, shape in wanted.items() if held.get(n) != shape]
+        if wrong:
+            said = [f"{n} {held.get(n, 'absent')}, not {wanted[n]}" for n in wrong]
+            raise PosteriorError(f"initial belongs to another model: {some(said)}")
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
         places = narrow(params), narrow(initial)
         if params and all(places[0][n].data_ptr() == places[1][n].data_ptr() for n in params):
-            raise PosteriorError(
-                "initial is the model's own memory, which training changed: "
-                "copy.deepcopy(model.state_dict()) before it"
-            )
-        for name, m in mean.items():
-            if not bool(torch.isfinite(m).all()):
-                raise PosteriorError(f"initial holds NaN or inf in {name!r}")
+            said = "initial is the model's own memory, which training changed"
+            raise PosteriorError(f"{said}: copy.deepcopy(model.state_dict()) before it")
+        if bad := [n for n, m in mean.items() if not bool(torch.isfinite(m).all())]:
+            raise PosteriorError(f"initial holds NaN or inf in {some(bad)}")
         return Prior(self.entries, mean)
-
-    def start(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """θ₀ of these parameters."""
-        m = self.mean
-        return {n: torch.zeros_like(p) if m is None else m[n] for n, p in params.items()}
 
     def gap(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """θ − θ₀."""
         m = self.mean
         return {n: p if m is None else p - m[n] for n, p in params.items()}
 
-    def __truediv__(self, divisor: float) -> Prior:
-        return Prior({n: v / divisor for n, v in self.entries.items()}, self.mean)
-
     @property
     def smallest(self) -> float:
-        return min(float(torch.as_tensor(v).min()) for v in self.entries.values())
-
-    @property
-    def is_zero(self) -> bool:
-        return not any(bool(torch.as_tensor(v).any()) for v in self.entries.values())
-
-    def equals(self, other: Prior, shapes: Shapes) -> bool:
-        """Whether the two are the same δ for parameters of these shapes."""
-        wide = {n: torch.empty(s, dtype=torch.float64) for n, s in shapes.items()}
-        return all(
-            torch.equal(self.like(n, x).expand_as(x), other.like(n, x).expand_as(x))
-            for n, x in wide.items()
-        )
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """δ of the entries that have a number per weight."""
-        return {
-            n: v
-            for n, v in self.entries.items()
-            if isinstance(v, Tensor) and v.ndim and n is not None
-        }
-
-    @property
-    def record(self) -> Any:
-        """The others, JSON-able: one number, or a dict."""
-        per_weight = self.tensors
-        plain = {n: float(v) for n, v in self.entries.items() if n not in per_weight}
-        return plain.get(None, plain)
+        return min(self.entries.values())
 
     def numbers(self, names: Any) -> dict[str, float]:
-        """One number for each of these parameters.
-
-        Raises:
-            PosteriorError: an entry has a number per weight.
-        """
-        if self.tensors:
-            raise PosteriorError(
-                "prior_precision must be one number, or one per name, not one per weight"
-            )
-        return {n: float(self.of(n)) for n in names}
+        """One number for each of these parameters."""
+        return {n: self.of(n) for n in names}
 
 
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
@@ -232,10 +164,9 @@ def n_data_of(n_data: Any, *, least: int = 1) -> int:
 
 def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
     """The names and shapes in which two sets of parameters differ, for messages."""
+    odd = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
     lines = [
         f"{n}: {mine.get(n, 'absent')} in the {who[0]}, {theirs.get(n, 'absent')} in the {who[1]}"
-        for n in {**mine, **theirs}
-        if mine.get(n) != theirs.get(n)
+        for n in odd[:MOST]
     ]
-    more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
-    return "; ".join(lines[:MOST]) + more
+    return "; ".join(lines + [f"and {len(odd) - MOST} more"] * (len(odd) > MOST))

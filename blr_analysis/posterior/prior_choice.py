@@ -17,7 +17,7 @@ Sources: MacKay, "A practical Bayesian framework for backpropagation networks", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from blr_analysis.posterior.structures.contract import Spectral, Tree
 
 LEAST = 1e-7  # of the largest curvature: a smaller prior is lost in rounding
 HALVINGS = 60
-SINGLE = 2**22  # directions that are looked at one by one
-BINS, OCTAVES = 2**14, 60  # of the curvature, below the largest
+BINS, OCTAVES = 2**16, 60  # of the curvature, below the largest
+TINY = 1e-300
 APART, EXPLAINED = 5, 0.5  # times between the two rules, so far off a minimum: both are said
 FAR = 100  # times below the evidence's, so far off a minimum: a root that is chance
 PIECE = 2**23  # numbers at a time
@@ -111,37 +111,26 @@ def in_words(choice: Mapping[str, Any]) -> str:
     return said
 
 
-def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> list[Tensor]:
-    """λ of the directions, how many have it, and their sums of d², g d and g²; of a large model
-    directions of nearly the same λ together, under its mean."""
+def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> Tensor:
+    """λ of the directions, how many have it, and their sums of d², g d and g²: directions of nearly
+    the same λ together, under its mean."""
     d = form.forward(gap)
     g = {k: torch.zeros(()) for k in d} if gradient is None else form.forward(gradient)
-    few = sum(s.numel() for s in form.values.values()) <= SINGLE
     top = max(float(s.max()) for s in form.values.values())
-    parts: list[list[Tensor]] = []
     sums = torch.zeros(5, BINS, dtype=torch.float64)
-    for values, x, y in _pieces(form, d, g):
-        curved, x, y = values.double().clamp_min(0), x.double(), y.double()
-        rows = [curved, torch.ones_like(curved), x * x, x * y, y * y]
-        if few:
-            parts.append(rows)
-        elif top > 0:
-            octaves = (curved / top).clamp_min(2.0**-OCTAVES).log2() / OCTAVES + 1
-            place = (octaves * (BINS - 1)).round().long()
-            for k, row in enumerate(rows):
-                sums[k] += torch.bincount(place, row, BINS).cpu()
-    if few:
-        return [torch.cat(row) for row in zip(*parts, strict=True)]
-    curved, count, *rest = sums[:, sums[1] > 0] if top > 0 else sums
-    return [curved / count.clamp_min(1), count, *rest]
-
-
-def _pieces(form: Spectral, *others: Tree) -> Iterator[tuple[Tensor, ...]]:
-    """λ and these in its directions, flat, some at a time: of a large table copies in double
-    precision are many."""
     for key, values in form.values.items():
-        held = (values, *(other[key].expand_as(values) for other in others))
-        yield from zip(*(t.flatten().split(PIECE) for t in held), strict=True)
+        held = (t[key].expand_as(values).flatten().split(PIECE) for t in (form.values, d, g))
+        for curved, x, y in zip(*held, strict=True):
+            curved, x, y = curved.double().clamp_min(0), x.double(), y.double()
+            octaves = (curved / max(top, TINY)).clamp_min(2.0**-OCTAVES).log2() / OCTAVES + 1
+            place = (octaves * (BINS - 1)).round().long()
+            for row, each in zip(
+                sums, (curved, torch.ones_like(x), x * x, x * y, y * y), strict=True
+            ):
+                row += torch.bincount(place, each, BINS).cpu()
+    sums = sums[:, sums[1] > 0]
+    sums[0] /= sums[1]
+    return sums
 
 
 def _crossing(f: Callable[[float], float], low: float, high: float) -> float:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,17 +29,15 @@ from blr_analysis.backprop.layers import Axis, Call
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, counted, warn_of_uncounted
-from blr_analysis.backprop.terms import Term, Tree, merged
+from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.posterior.structures.kronecker import Gram, Kronecker, eigenbases
+from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
 from blr_analysis.ranks import is_sharded
 from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
-VERSION = 1
-STATE = {"version", "passes", "recorded", "shapes", "joints", "positions", "means"}
-APART = 0.05  # between a parameter's gradient and that of its layers: bfloat16 rounds by less
+STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
 
 class KroneckerRecorder:
@@ -100,14 +97,8 @@ class KroneckerRecorder:
         self.beta2, self.reduction = beta2, one_of("reduction", reduction, ("mean", "sum"))
         self.scale = positive_number("scale", scale)
         self._model, self._parameters = model, _trainable(model)
-        if not self._parameters:
-            raise ModelError("the model has no trainable parameters to record")
-        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
-            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
-            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
         self._units = units_of(model, set(self._parameters))
-        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
-            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
+        self._check_model()
         self.passes = 0  # in training mode, seen so far
         self._recorded = 0  # of them
         self._joints: dict[str, Joint] = {}
@@ -118,15 +109,19 @@ class KroneckerRecorder:
         self._warned = False
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._watched = False
-        self._gradients: Tree = {}  # of the first recorded pass, to check the layers' against
-        self._checks: list[Any] = []
-        self._handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            *(
-                u.module.register_forward_hook(self._visit(u), with_kwargs=True)
-                for u in self._units
-            ),
+        hooks = [
+            u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
         ]
+        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True), *hooks]
+
+    def _check_model(self) -> None:
+        if not self._parameters:
+            raise ModelError("the model has no trainable parameters to record")
+        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
+            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
+            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
+        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
+            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -150,11 +145,6 @@ class KroneckerRecorder:
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
         self._watched = (record or after) and not self.accumulates
-        if record and not self._recorded and not self._checks:
-            self._checks = [  # copies: clipping overwrites gradients in place
-                p.register_hook(lambda g, name=name: self._gradients.update({name: g.clone()}))
-                for name, p in self._parameters.items()
-            ]
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -171,10 +161,8 @@ class KroneckerRecorder:
 
             def gradient(grad: Tensor) -> None:
                 if x._version != version:
-                    raise ModelError(
-                        f"layer {unit.path!r} has its input overwritten in place before the "
-                        "backward pass; use inplace=False, or fit_laplace"
-                    )
+                    said = f"layer {unit.path!r} has its input overwritten in place"
+                    raise ModelError(f"{said}; use inplace=False, or fit_laplace")
                 self._take(unit, x, grad.detach(), batch)
 
             output.register_hook(gradient)
@@ -232,7 +220,6 @@ class KroneckerRecorder:
             return
         terms = self._terms()
         self._recorded += 1
-        self._check(terms)
         for term in terms:
             factors = term.factors()
             b = term.n_examples
@@ -245,26 +232,6 @@ class KroneckerRecorder:
             self._average(f"{joint.key}.input", right.div_(b))
             self._average(f"{joint.key}.output", left.div_(b))
             self._positions[joint.key] = float(getattr(term, "positions", 1))
-
-    def _check(self, terms: list[Term]) -> None:
-        """Warn of parameters whose gradient is more than that of their layers, once."""
-        if not self._checks:
-            return
-        for handle in self._checks:
-            handle.remove()
-        self._checks, odd = [], []
-        for name, read in (entry for term in terms for entry in term.sum().items()):
-            each = (terms[0].n_examples if self.reduction == "mean" else 1) / self.scale
-            true = self._gradients.get(name, torch.zeros_like(read)).to(read) * each
-            if float((read - true).norm()) > APART * float(true.norm()):
-                odd.append(name)
-        self._gradients = {}
-        if odd:
-            warnings.warn(
-                f"the gradient of {some(odd)} is not that of its layer alone: a penalty in the "
-                "loss, or a weight that is used elsewhere; only the layer's is recorded",
-                stacklevel=3,
-            )
 
     def _average(self, key: str, new: Tensor) -> None:
         """The mean of all, or one that forgets, without the bias of its start."""
@@ -288,55 +255,46 @@ class KroneckerRecorder:
         self._settle()
         return {k: (self._means[f"{k}.input"], self._means[f"{k}.output"]) for k in self._joints}
 
-    def structure(self, model: nn.Module, n_data: int, kind: str = "kron") -> Kronecker:
-        """N · A ⊗ G / T, or of kind "gram" N · A ⊗ 1, without a prior.
+    def structure(self, model: nn.Module, n_data: int) -> Kronecker:
+        """N · A ⊗ G / T, without a prior.
 
         Raises:
             ModelError: the model is not the one that was recorded, as it was.
             PosteriorError: nothing was recorded, or not of all parameters, or it is not finite.
         """
-        own, now = _trainable(model), _trainable(self._model)
-        same = {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in now.items()}
-        if not same or [*map(id, now.values())] != [*map(id, self._parameters.values())]:
+        own, factors = _trainable(model), self.factors
+        ours = [*map(id, self._parameters.values())]
+        shapes = {n: p.shape for n, p in own.items()}
+        now = [*map(id, _trainable(self._model).values())]
+        if shapes != {n: p.shape for n, p in self._parameters.items()} or now != ours:
             raise ModelError("the model changed since its recorder was made: make a new one")
-        factors = self.factors
         if not self._recorded:
             raise PosteriorError("nothing was recorded: make the recorder before training")
         names = {n for j in self._joints.values() for n in j.names} | set(self._means)
         if missing := [n for n in own if n not in names]:
             raise PosteriorError(f"{some(missing)} took no part in recorded passes: freeze them")
-        for key, mean in self._means.items():
-            if not bool(torch.isfinite(mean).all()):
-                raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")
-        moments = {k: (self._joints[k], *pair) for k, pair in factors.items()}
-        blocks = eigenbases(moments, own, n_data)
-        values, plain = {}, {}
-        for block in blocks:
-            right, left = factors[block.key]
-            across = (block.right.mT @ right.to(block.right) @ block.right).diagonal(0, -2, -1)
-            if kind == "gram":
-                values[block.key] = (n_data * across.clamp_min(0)).unsqueeze(-2).expand(block.shape)
-                continue
-            assert block.left is not None
-            down = (block.left.mT @ left.to(block.left) @ block.left).diagonal(0, -2, -1)
-            scale = n_data / self._positions[block.key]
-            product = down.clamp_min(0).unsqueeze(-1) * across.clamp_min(0).unsqueeze(-2)
-            values[block.key] = scale * product
+        if odd := [k for k, m in self._means.items() if not bool(m.isfinite().all())]:
+            raise PosteriorError(f"the recorded {odd[0]!r} is not finite; was training stable?")
+        blocks = eigenbases(
+            {k: (self._joints[k], *pair) for k, pair in factors.items()}, own, n_data
+        )
         joined = {n for b in blocks for n in b.names}
-        for name, p in own.items():
-            if name not in joined:
-                plain[name] = tuple(p.shape)
-                mean = torch.ones_like(p) if kind == "gram" else self._means[name].to(p)
-                values[name] = n_data * mean
-        if kind == "gram":
-            return Gram(tuple(replace(b, left=None) for b in blocks), values, plain, tuple(own))
+        plain = {n: tuple(p.shape) for n, p in own.items() if n not in joined}
+        values = {n: n_data * self._means[n].to(own[n]) for n in plain}
+        for b in blocks:
+            assert b.left is not None
+            down, across = (
+                (u.mT @ m.to(u) @ u).diagonal(0, -2, -1).clamp_min(0)
+                for u, m in zip((b.left, b.right), reversed(factors[b.key]), strict=True)
+            )
+            scale = n_data / self._positions[b.key]
+            values[b.key] = scale * down.unsqueeze(-1) * across.unsqueeze(-2)
         return Kronecker(blocks, values, plain, tuple(own))
 
     def state_dict(self) -> dict[str, Any]:
         """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""
         self._settle()
         return {
-            "version": VERSION,
             "passes": self.passes,
             "recorded": self._recorded,
             "shapes": {n: list(p.shape) for n, p in self._parameters.items()},
@@ -354,11 +312,9 @@ class KroneckerRecorder:
         """
         if not isinstance(state, Mapping) or not state.keys() >= STATE:
             raise InputError("this is no state of a KroneckerRecorder; pass its state_dict()")
-        shapes = {n: list(p.shape) for n, p in self._parameters.items()}
-        if shapes != dict(state["shapes"]):
-            theirs = state["shapes"]
-            differing = [n for n in {**shapes, **theirs} if shapes.get(n) != theirs.get(n)]
-            raise ModelError(f"the state was recorded on another model: {some(sorted(differing))}")
+        ours, theirs = {n: list(p.shape) for n, p in self._parameters.items()}, state["shapes"]
+        if odd := [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]:
+            raise ModelError(f"the state was recorded on another model: {some(sorted(odd))}")
         self.passes, self._recorded = int(state["passes"]), int(state["recorded"])
         self._positions = dict(state["positions"])
         like = next(iter(self._parameters.values()))

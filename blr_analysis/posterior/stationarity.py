@@ -4,7 +4,6 @@ minimum of the loss that the task names? Everything else assumes it.
     F(θ) = Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀),     g = ∇F(m)
     decrement  ½ gᵀ Σ g                what a Newton step from m would gain, in nats
     pull       1/N Σ_i ½ g_iᵀ Σ g_i    what one example pulls at the model with, on average
-    batch      N Σ_i ‖g_i‖² / ‖g‖²     of a block: minibatches below this size do not see its g
 
 A group is told from the training that goes on where its pull is ten times the decrement; n examples
 that pull independently of each other have n times one example's.
@@ -12,8 +11,6 @@ that pull independently of each other have n times one example's.
 A model and its data are known by three numbers of a few examples, for their outputs at the
 posterior's mean, targets and losses, kept in the posterior's record when it is fitted, or at the
 first analysis of one that was captured.
-
-Source: McCandlish et al., "An empirical model of large-batch training", 2018 (the noise scale).
 """
 
 from __future__ import annotations
@@ -79,27 +76,20 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
 
 def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     """The same from Σ_i ∇ℓ_i, written into the posterior's record."""
-    pull = q.prior.times(q.prior.gap(q.mean))
-    g = {n: s + pull[n] for n, s in slope.items()}
+    back = q.prior.times(q.prior.gap(q.mean))
+    g = {n: s + back[n] for n, s in slope.items()}
     decrement = _gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
-    single, noise = 0.0, dict.fromkeys(q.mean, 0.0)
+    single = 0.0
     for chunk in chunks(task.quiet, q.mean, columns=1, indices=chosen):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         single += 0.5 * float(q.form.gram(terms).double().sum())
-        for term in terms:
-            for name, squares in term.square_sum().items():
-                noise[name] += float(squares.double().sum())
-    times = task.n_data / len(chosen)
-    blocks = {
-        n: {"gradient": norm({n: x}), "noise": math.sqrt(times * noise[n])} for n, x in g.items()
-    }
-    size = norm(slope) + norm(pull)
+    size = norm(slope) + norm(back)
     residual = norm(g) / size if size > 0 else 0.0
-    said = task.likelihood.recorded
-    kept = Stationarity(residual, decrement, single / len(chosen), task.n_data, blocks, said)
+    pull, said = single / len(chosen), task.likelihood.recorded
+    kept = Stationarity(residual, decrement, pull, task.n_data, said)
     q.record["stationarity"] = asdict(kept)
     if "fingerprint" not in q.record:
         q.record["fingerprint"] = fingerprint(task, q.mean)
@@ -184,14 +174,9 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
     said = differs(known, seen)
     if not said and own_weights and _distance(task, q) > APART:
-        said = (
-            "the model's weights are not the posterior's mean, where the analysis runs: load the "
-            "weights that it was learned at, or fit the posterior to these"
-        )
-    if said:
-        warnings.warn(said, PosteriorWarning, stacklevel=5)
-    if said := _too_few_terms(task, posterior):
-        warnings.warn(said, PosteriorWarning, stacklevel=5)
+        said = "the model's weights are not the posterior's mean: load those that it was learned at"
+    for words in filter(None, (said, _too_few_terms(task, posterior))):
+        warnings.warn(words, PosteriorWarning, stacklevel=5)
 
 
 def met(task: Task, *posteriors: Posterior) -> None:
@@ -204,10 +189,8 @@ def differs(known: Any, seen: dict[str, list[float]]) -> str:
     for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
         count, tried = apart(known, seen, what), len(seen[what])
         if 2 * count > tried:
-            return (
-                f"the posterior was learned with {words}: {count} of {tried} examples differ; "
-                "pass the task that it was fitted to"
-            )
+            said = f"the posterior was learned with {words}: {count} of {tried} examples differ"
+            return f"{said}; pass the task that it was fitted to"
     return ""
 
 

@@ -31,7 +31,7 @@ from blr_analysis.huggingface.fisher import FisherResult, fisher
 from blr_analysis.huggingface.models import load_model
 from blr_analysis.huggingface.questions import read_tokens
 from blr_analysis.merging.precisions import open_precision
-from blr_analysis.posterior.precision_files import read_precision_record
+from blr_analysis.posterior import fit_kept, read_precision_record
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,9 +146,8 @@ def task_in_double(folder: Path) -> Task:
 
 def diagonal(task: Task, curvature: str, seed: int = 0, **how: Any) -> dict[str, Tensor]:
     """What a precision is made of, by the fit of a posterior."""
-    generator = torch.Generator().manual_seed(seed)
-    how |= {"structure": "diag", "prior_precision": 1e-30, "generator": generator}
-    return blr.fit_laplace(task, curvature=curvature, **how).form.diagonal()
+    how |= {"structure": "diag", "prior_precision": 1e-30, "seed": seed}
+    return fit_kept(task, curvature=curvature, **how).form.diagonal()
 
 
 def gap(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -469,8 +468,7 @@ def test_an_adapter_has_the_precision_of_what_it_changes(tmp_path: Path, structu
                 assert float((a - b).norm()) < 1e-5 * float(b.norm())
     precisions = [place / "precision" for place in places]
     how = {"precisions": [tmp_path / f"whole{t}" / "precision" for t in (0, 1)]}
-    merged = blr.merge(base, places, out=tmp_path / "of wholes", method="fisher", **how)
-    assert len(merged.gap_ratios) == (2 if structure == "diag" else 0)
+    blr.merge(base, places, out=tmp_path / "of wholes", method="fisher", **how)
     how = {"precisions": precisions, "method": "fisher"}
     for more in ({}, {"rank": 2}):
         blr.merge(base, places, out=tmp_path / f"out{len(more)}", **more, **how)

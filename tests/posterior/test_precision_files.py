@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blr_analysis import Posterior, Task, fit_laplace
-from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis import Posterior
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.learning_rule.optim import IVON
+from blr_analysis.posterior import read_precision_record, write_captured, write_precision
 from blr_analysis.posterior.capture import from_optimizer
-from blr_analysis.posterior.precision_files import (
-    KINDS,
-    read_precision_record,
-    write_captured,
-    write_precision,
-)
+from blr_analysis.posterior.precision_files import KINDS
 
 N = 50
 ABOUT: dict[str, Any] = {"kind": "fisher_emp", "definition": "sum_i g_i^2", "n_data": N}
@@ -84,7 +79,7 @@ def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) 
     q.save(tmp_path / "precision", mean=False)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     for source in (
-        model, torch.compile(model), nn.DataParallel(model), model.state_dict(), tmp_path,
+        model, nn.DataParallel(model), model.state_dict(), tmp_path,
         str(tmp_path), tmp_path / "model.safetensors",
     ):  # fmt: skip
         back = Posterior.load(tmp_path / "precision", model=source)
@@ -125,43 +120,6 @@ def test_half_precision_models_get_a_posterior_in_single_precision(tmp_path: Pat
         assert torch.equal(back.precision(n), t.bfloat16().float() + 1e-3)
 
 
-def test_a_mean_is_needed_and_only_where_there_is_none(tmp_path: Path) -> None:
-    q = posterior()
-    q.save(tmp_path / "bare", mean=False)
-    q.save(tmp_path / "whole")
-    with pytest.raises(PosteriorError, match=r"without a mean.*pass model="):
-        Posterior.load(tmp_path / "bare")
-    with pytest.raises(PosteriorError, match="its own mean: leave model out"):
-        Posterior.load(tmp_path / "whole", model=q.mean)
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (3, InputError, "model must be a torch.nn.Module"),
-        ({}, InputError, "at least one tensor"),
-        (nn.Linear(2, 2), PosteriorError, r"net\.weight: not there.*called 'weight', 'bias'"),
-        ("nowhere", StorageError, "no folder or .safetensors file"),
-        (
-            {n: torch.ones(5) for n in diagonal()},
-            PosteriorError,
-            r"net\.weight: \(5,\), not \(3, 4\)",
-        ),
-        (
-            {n: t.to("meta") for n, t in diagonal().items()},
-            InputError,
-            "holds numbers",
-        ),
-    ],
-)
-def test_models_that_do_not_belong_to_it(
-    tmp_path: Path, model: Any, error: type[Exception], message: str
-) -> None:
-    posterior().save(tmp_path / "p", mean=False)
-    with pytest.raises(error, match=message):
-        Posterior.load(tmp_path / "p", model=tmp_path / model if model == "nowhere" else model)
-
-
 def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 1)):
         (tmp_path / name).mkdir()
@@ -179,20 +137,6 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
     Posterior.load(place, model=other, prior_precision=1.0)  # knowingly
 
 
-def test_only_a_diagonal_with_one_prior_per_tensor_goes_without_means(tmp_path: Path) -> None:
-    X, y = torch.randn(20, 3), torch.randn(20)
-    task = Task(nn.Linear(3, 1), (X, y), likelihood="gaussian")
-    kron = fit_laplace(task, structure="kron", prior_precision=1.0)
-    with pytest.raises(InputError, match=r"mean=False.*'kron'"):
-        kron.save(tmp_path / "p", mean=False)
-    with pytest.raises(InputError, match=r"dtype=torch\.bfloat16.*'kron'"):
-        kron.save(tmp_path / "p", dtype=torch.bfloat16)
-    per_weight = posterior({n: torch.ones_like(t) for n, t in diagonal().items()})
-    with pytest.raises(InputError, match="per weight"):
-        per_weight.save(tmp_path / "p", mean=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---------------------------------------------------------------------------------- the prior
 
 
@@ -201,7 +145,6 @@ def test_only_a_diagonal_with_one_prior_per_tensor_goes_without_means(tmp_path: 
     [
         1.5,
         {"net.weight": 1.0, "net.bias": 0.25, "scale": 4.0},
-        {n: 1 + t for n, t in diagonal(3.0).items()},
     ],
 )
 def test_a_prior_is_added_to_the_bare_data_part(tmp_path: Path, prior: Any) -> None:
@@ -222,17 +165,6 @@ def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path
     other.save(tmp_path / "whole")  # what was outside is inside now
     again = Posterior.load(tmp_path / "whole")
     assert torch.equal(again.precision("net.bias"), data["net.bias"] + 5.0)
-
-
-def test_a_prior_is_never_added_twice(tmp_path: Path) -> None:
-    q = posterior(2.0)
-    q.save(tmp_path / "p")
-    same = Posterior.load(tmp_path / "p", prior_precision=2.0)
-    assert torch.equal(same.precision("scale"), q.precision("scale"))
-    with pytest.raises(PosteriorError, match="with its prior in it"):
-        Posterior.load(tmp_path / "p", prior_precision=5.0)
-    with pytest.raises(PosteriorError, match="prior_precision"):
-        Posterior.load(tmp_path / "p", prior_precision=-1.0)
 
 
 def test_entries_without_data_need_a_prior(tmp_path: Path) -> None:
@@ -315,146 +247,18 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
 # ------------------------------------------------------------------------ write_precision
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    kind=st.sampled_from(KINDS),
-    n_data=st.integers(1, 2**40),
-    prior=st.just(0.0) | st.floats(1e-6, 1e6),
-    more=st.dictionaries(
-        st.sampled_from(["optimizer", "step", "notes"]), st.integers() | st.text(), max_size=3
-    ),
-    limit=st.integers(1, 100),
-)
-def test_any_record_comes_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    kind: str,
-    n_data: int,
-    prior: float,
-    more: dict[str, Any],
-    limit: int,
-) -> None:
-    path = tmp_path_factory.mktemp("any") / "precision"
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     data = diagonal()
-    inside = {n: t + prior for n, t in data.items()}
-    write_precision(
-        path, inside, kind=kind, definition="d", n_data=n_data, prior_precision=prior,
-        max_shard_bytes=limit, **more,
-    )  # fmt: skip
-    record = read_precision_record(path)
-    assert record == storage.read_record(path)
-    expected = {"kind": kind, "definition": "d", "n_data": n_data, "prior_precision": prior, **more}
-    assert expected.items() <= record.items()
-    assert record["parameters"] == list(data)
-    stored, _ = storage.read(path)
-    assert all(torch.equal(stored[n], inside[n]) for n in data)
-    assert Folder.open(path, stem="precision").specs.keys() == data.keys()
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        (
-            torch.tensor([1.0, -2.0, 0.0]),
-            r"'net\.bias' is negative in 1 of 3.*\(lowest -2\)",
-        ),
-        (torch.tensor([1.0, NAN, 0.0]), r"'net\.bias' is NaN in 1 of 3"),
-        (torch.tensor([INF, 1.0]), r"'net\.bias' is infinite in 1 of 2"),
-        (torch.tensor([1e300], dtype=torch.float64), r"'net\.bias' is infinite"),
-        (torch.tensor([1, 2]), r"'net\.bias' must hold real numbers"),
-        (torch.ones(2, device="meta"), "meta"),
-        (None, "dict of tensors"),
-    ],
-)
-def test_impossible_precisions_are_named_and_nothing_is_written(
-    tmp_path: Path, bias: Any, message: str
-) -> None:
-    with pytest.raises(PosteriorError, match=message):
-        write_precision(tmp_path / "p", {**diagonal(), "net.bias": bias}, **ABOUT)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "hessian"}, "kind must be one of 'ivon'"),
-        ({"n_data": 0}, "n_data must be"),
-        ({"definition": ""}, "definition must say"),
-        ({"dtype": torch.float16}, "dtype must be"),
-        ({"prior_precision": -1.0}, "prior_precision"),
-        ({"prior_precision": {"net.bias": 1.0}}, "one entry per parameter"),
-        ({"prior_precision": 1.0, "prior_outside": 1.0}, "not both"),
-        ({"optimizer": object()}, "written as JSON"),
-    ],
-)
-def test_impossible_records_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        write_precision(tmp_path / "p", diagonal(), **{**ABOUT, **changes})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_tensors_and_no_n_data(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="tensors is empty"):
-        write_precision(tmp_path / "p", {}, **ABOUT)
-    with pytest.raises(TypeError, match="n_data"):
-        write_precision(tmp_path / "p", diagonal(), kind="ggn", definition="d")  # type: ignore[call-arg]
-
-
-# ------------------------------------------------------------------- read_precision_record
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"n_data": None}, "n_data=None"),
-        ({"structure": "lowrank"}, "structure 'lowrank'.*diag"),
-        ({"parameters": []}, "names no parameters"),
-        ({"prior_precision": -1.0}, "prior_precision=-1.0"),
-        ({"prior_precision": {"net.bias": 1.0}}, r"per weight for \['net\.weight', 'scale'\]"),
-        ({"prior_precision": {"net.bias": -1.0}}, "prior_precision=.*-1.0"),
-        ({"format": "other"}, "format 'other'"),
-        ({"version": 9}, "version 9"),
-    ],
-)  # fmt: skip
-def test_records_that_say_nothing_to_a_merge(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    write_precision(tmp_path / "p", diagonal(), **ABOUT)
-    config = tmp_path / "p" / "precision_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    with pytest.raises(StorageError, match=message):
-        read_precision_record(tmp_path / "p")
-
-
-@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])
-def test_fitted_posteriors_have_the_kinds_of_the_format(tmp_path: Path, curvature: str) -> None:
-    X, y = torch.randn(20, 3), torch.randn(20)
-    model = nn.Linear(3, 1)
-    model.bias.requires_grad_(False)
-    q = fit_laplace(
-        Task(model, (X, y), likelihood="gaussian"), structure="diag", prior_precision=1.0,
-        curvature=curvature,
-    )  # fmt: skip
-    q.save(tmp_path / "precision", mean=False)
+    more = {"optimizer": "torch.optim.Adam", "step": 3, "notes": "ä"}
+    inside = {n: t + 0.5 for n, t in data.items()}
+    about = {"kind": kind, "definition": "d", "n_data": 2**40, "prior_precision": 0.5, **more}
+    write_precision(tmp_path / "precision", inside, **about)
     record = read_precision_record(tmp_path / "precision")
-    assert record["kind"] in KINDS and record["frozen"] == ["bias"]
-    kinds = {"ggn": "ggn", "empirical_fisher": "fisher_emp", "mc_fisher": "fisher_mc"}
-    assert record["kind"] == kinds[curvature]
-
-
-def test_a_weights_file_is_no_precision(tmp_path: Path) -> None:
-    save_file(diagonal(), tmp_path / "model.safetensors")
-    with pytest.raises(StorageError, match="no 'blr_analysis' record"):
-        read_precision_record(tmp_path / "model.safetensors")
-    with pytest.raises(StorageError, match="nothing is stored"):
-        read_precision_record(tmp_path / "nowhere")
-    (tmp_path / "half.safetensors").write_bytes(b"\x10")
-    with pytest.raises(StorageError, match="truncated"):
-        read_precision_record(tmp_path / "half.safetensors")
+    assert about.items() <= record.items() and record["parameters"] == list(data)
+    stored, _ = storage.read(tmp_path / "precision")
+    assert all(torch.equal(stored[n], inside[n]) for n in data)
+    assert Folder.open(tmp_path / "precision", stem="precision").specs.keys() == data.keys()
 
 
 # -------------------------------------------------------------- what optimizers leave behind

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributions import Normal, Poisson
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError, PosteriorError
 
 N = 40
 
@@ -24,39 +23,54 @@ def data(seed: int = 0, n: int = N) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (n,), generator=generator)
 
 
-def task_of(**given: Any) -> blr.Task:
-    return blr.Task(mlp().double(), data(), **{"batch_size": 16, **given})
+def task_of(given: Any = None, **how: Any) -> blr.Task:
+    return blr.Task(mlp(), data() if given is None else given, **{"batch_size": 16, **how})
+
+
+def unit(model: nn.Module, n: int) -> blr.Posterior:
+    """A posterior of precision 1 around a model's weights."""
+    mean = {name: p.detach() for name, p in model.named_parameters()}
+    ones = {name: torch.ones_like(p) for name, p in mean.items()}
+    return blr.Posterior(mean, ones, prior_precision=1.0, n_data=n)
+
+
+def error_of_calibration(confidence: Tensor, right: Tensor) -> float:
+    """By hand, over 15 equal bins."""
+    total = 0.0
+    for k in range(15):
+        inside = (confidence > k / 15) & (confidence <= (k + 1) / 15)
+        if inside.any():
+            gap = right[inside].double().mean() - confidence[inside].mean()
+            total += float(inside.double().mean() * gap.abs())
+    return total
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
+@pytest.mark.filterwarnings("ignore:rank")
 def test_an_average_over_the_draws_that_sample_gives(structure: str) -> None:
     task = task_of()
     q = fitted(task, structure, 5 if structure == "lowrank" else None)
     found = q.predict(task, draws=3, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
-    probs = torch.zeros(N, 3, dtype=torch.float64)
+    probs, y = torch.zeros(N, 3, dtype=torch.float64), data()[1]
     for _ in range(3):
         draw = q.sample(generator=generator)
         probs += torch.func.functional_call(task.model, draw, (data()[0],)).softmax(-1) / 3
-    torch.testing.assert_close(found.mean, probs.detach())
-    y = data()[1]
-    torch.testing.assert_close(found.losses, -probs.gather(1, y[:, None]).squeeze(1).log().detach())
+    probs = probs.detach()
+    torch.testing.assert_close(found.mean, probs)
+    torch.testing.assert_close(found.losses, -probs.gather(1, y[:, None]).squeeze(1).log())
     assert found.nll == pytest.approx(nn.functional.nll_loss(probs.log(), y).item())
-    assert found.accuracy == pytest.approx((probs.argmax(1) == y).double().mean().item())
-    metric = pytest.importorskip("torchmetrics.classification")
-    ece = metric.MulticlassCalibrationError(3, n_bins=15)(probs.detach(), y)
-    assert found.calibration_error == pytest.approx(float(ece), rel=1e-5)
-    assert f"nll={found.nll:.4g}" in repr(found)
-    assert "draws=3" in repr(found)
+    right = probs.argmax(1) == y
+    assert found.accuracy == pytest.approx(right.double().mean().item())
+    ece = error_of_calibration(probs.max(1).values, right)
+    assert found.calibration_error == pytest.approx(ece)
+    assert f"nll={found.nll:.4g}" in repr(found) and "draws=3" in repr(found)
 
 
 def test_no_draws_is_the_mean_on_other_data_too() -> None:
-    q = fitted(task_of(), "diag", None)
-    test = blr.Task(mlp().double(), data(1, 11))
-    with torch.no_grad():
-        expected = test.model(data(1, 11)[0]).softmax(-1)
-    found = q.predict(test, draws=0)
-    torch.testing.assert_close(found.mean, expected)
+    test = task_of(data(1, 11))
+    found = fitted(task_of(), "diag", None).predict(test, draws=0)
+    torch.testing.assert_close(found.mean, test.model(data(1, 11)[0]).softmax(-1).detach())
     assert found.draws == 0
 
 
@@ -68,12 +82,12 @@ def test_linear_regression_in_closed_form() -> None:
     precision = torch.tensor([[4.0, 10.0]], dtype=torch.float64)
     mean = model.weight.detach().clone()
     q = blr.Posterior({"weight": mean}, {"weight": precision}, prior_precision=1.0, n_data=2)
-    task = blr.Task(model, (x, y), likelihood=blr.Gaussian(variance=0.3))
-    found = q.predict(task, draws=4000, generator=torch.Generator().manual_seed(0))
+    task = blr.Task(model, (x, y), likelihood=blr.Gaussian(variance=0.3), progress=False)
+    found = q.predict(task, draws=800, generator=torch.Generator().manual_seed(0))
     spread = (0.3 + x.square() @ (1 / precision).mT).sqrt().squeeze(1)
-    exact = -torch.distributions.Normal(x @ mean.squeeze(0), spread).log_prob(y)
-    torch.testing.assert_close(found.losses, exact, rtol=0, atol=0.05)
-    torch.testing.assert_close(found.mean.squeeze(1), x @ mean.squeeze(0), rtol=0, atol=0.05)
+    exact = -Normal(x @ mean.squeeze(0), spread).log_prob(y)
+    torch.testing.assert_close(found.losses, exact, rtol=0, atol=0.1)
+    torch.testing.assert_close(found.mean.squeeze(1), x @ mean.squeeze(0), rtol=0, atol=0.1)
     assert found.accuracy is found.calibration_error is None
 
 
@@ -95,14 +109,12 @@ def test_losses_are_minus_log_densities_or_say_what_they_are() -> None:
         (mean, nn.GaussianNLLLoss(), -Normal(x, 2**0.5).log_prob(y), "nll="),
         (mean, nn.GaussianNLLLoss(full=True), -Normal(x, 2**0.5).log_prob(y), "nll="),
         (rate, nn.PoissonNLLLoss(), -Poisson(rate(x).exp()).log_prob(y), "nll="),
-        (rate, nn.PoissonNLLLoss(full=True), -Poisson(rate(x).exp()).log_prob(y), "nll="),
         (rate, nn.MSELoss(), (rate(x) - y) ** 2, "squared error="),
         (rate, nn.HuberLoss(), None, "Huber"),
     ]
     for model, loss, truth, word in cases:
         task = blr.Task(model, (x, y), likelihood=loss)
-        q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-        told = q.predict(task, draws=0)
+        told = blr.fit_laplace(task, structure="diag", prior_precision=1.0).predict(task, draws=0)
         assert word in repr(told) and ("nll=" in repr(told)) is (word == "nll=")
         if truth is not None:
             torch.testing.assert_close(told.losses, truth.detach().flatten())
@@ -112,59 +124,47 @@ def test_several_labels_are_right_together() -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     y = (x + 0.8 * x.flip(0) > 0).float()
     task = blr.Task(nn.Linear(3, 3), (x, y), likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    told = q.predict(task, draws=0).accuracy
-    assert told == blr.what_if(task, q, remove=[0]).before.accuracy
-    assert told == pytest.approx(((task.model(x) > 0) == (y > 0)).all(1).float().mean().item())
+    told = unit(task.model, 40).predict(task, draws=0)
+    p = task.model(x).sigmoid().detach()
+    assert told.accuracy == pytest.approx(((p > 0.5) == (y > 0)).all(1).float().mean().item())
+    confidence = torch.maximum(p, 1 - p).flatten().double()
+    ece = error_of_calibration(confidence, ((p > 0.5) == (y > 0)).flatten())
+    assert told.calibration_error == pytest.approx(ece)
 
 
 def test_how_a_model_was_trained_is_no_part_of_what_it_predicts() -> None:
-    plain, task = (
-        task_of(),
-        task_of(
-            likelihood=nn.CrossEntropyLoss(
-                weight=torch.tensor([1.0, 5.0, 9.0]), label_smoothing=0.2
-            )
-        ),
-    )
-    q = fitted(plain, "diag", None)
-    assert q.predict(task, 0).nll == pytest.approx(q.predict(plain, 0).nll)
+    weights = torch.tensor([1.0, 5.0, 9.0])
+    loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.2)
+    q = fitted(task_of(), "diag", None)
+    plain, weighted = (q.predict(task_of(**how), 0).nll for how in ({}, {"likelihood": loss}))
+    assert weighted == pytest.approx(plain)
 
 
-def test_ignored_targets_do_not_count() -> None:
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_ignored_targets_do_not_count(probabilities: bool) -> None:
     x, y = data()
     ignored = y.clone()
     ignored[: N // 2] = -100
-    model = mlp().double()
-    likelihood = nn.CrossEntropyLoss(ignore_index=-100)
+    loss = nn.CrossEntropyLoss(ignore_index=-100)
     q = fitted(task_of(), "diag", None)
-    some = q.predict(blr.Task(model, (x, ignored), likelihood=likelihood), 0)
-    half = q.predict(blr.Task(model, (x[N // 2 :], y[N // 2 :])), 0)
-    assert some.nll == pytest.approx(half.nll)
-    assert some.accuracy == half.accuracy
+    some = q.predict(task_of((x, ignored), likelihood=loss), 0)
+    rest = y[N // 2 :]
+    rest = nn.functional.one_hot(rest, 3).double() if probabilities else rest
+    half = q.predict(task_of((x[N // 2 :], rest)), 0)
+    assert some.nll == pytest.approx(half.nll) and some.accuracy == half.accuracy
     assert some.calibration_error == pytest.approx(half.calibration_error)
 
 
 def test_two_classes_by_one_logit() -> None:
     x = data()[0]
     y = (x[:, 0] > 0).double()
-    model = nn.Linear(4, 1, dtype=torch.float64)
-    mean = {n: p.detach() for n, p in model.named_parameters()}
-    q = blr.Posterior(
-        mean, {n: torch.ones_like(p) for n, p in mean.items()}, prior_precision=1.0, n_data=N
-    )
-    one = q.predict(blr.Task(model, (x, y[:, None]), likelihood="bernoulli"), 0)
-    wide = nn.Linear(4, 2, dtype=torch.float64)  # logits 0 and f: the same model
+    model, wide = nn.Linear(4, 1).double(), nn.Linear(4, 2).double()  # logits 0 and f
     with torch.no_grad():
         wide.weight.copy_(torch.stack([torch.zeros(4), model.weight[0]]))
         wide.bias.copy_(torch.stack([torch.zeros(()), model.bias[0]]))
-    means = {n: p.detach() for n, p in wide.named_parameters()}
-    r = blr.Posterior(
-        means, {n: torch.ones_like(p) for n, p in means.items()}, prior_precision=1.0, n_data=N
-    )
-    two = r.predict(blr.Task(wide, (x, y.long())), 0)
-    assert one.nll == pytest.approx(two.nll)
-    assert one.accuracy == two.accuracy
+    one = unit(model, N).predict(blr.Task(model, (x, y[:, None]), likelihood="bernoulli"), 0)
+    two = unit(wide, N).predict(blr.Task(wide, (x, y.long())), 0)
+    assert one.nll == pytest.approx(two.nll) and one.accuracy == two.accuracy
     assert one.calibration_error == pytest.approx(two.calibration_error)
 
 
@@ -173,40 +173,20 @@ def test_tokens_each_have_a_loss() -> None:
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).double()
     ids, y = torch.randint(7, (5, 6)), torch.randint(7, (5, 6))
     y[0, 3:] = -100
-    mean = {n: p.detach() for n, p in model.named_parameters()}
-    q = blr.Posterior(
-        mean, {n: torch.ones_like(p) for n, p in mean.items()}, prior_precision=1.0, n_data=5
-    )
-    found = q.predict(
-        blr.Task(model, (ids, y), likelihood="tokens"),
-        2,
-        generator=torch.Generator().manual_seed(0),
-    )
+    q, task = unit(model, 5), blr.Task(model, (ids, y), likelihood="tokens")
+    found = q.predict(task, 2, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     draws = [q.sample(generator=generator) for _ in range(2)]
     probs = sum(torch.func.functional_call(model, d, (ids,)).softmax(-1) / 2 for d in draws)
     expected = nn.functional.nll_loss(probs.log().flatten(0, 1), y.flatten(), reduction="none")
     torch.testing.assert_close(found.losses, expected[y.flatten() != -100].detach())
-    assert found.mean is None
-    assert len(found.losses) == 27
-
-
-@pytest.mark.parametrize("wrong", [{"draws": -1}, {"draws": 1.5}])
-def test_bad_counts(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        fitted(task_of(), "diag", None).predict(task_of(), **wrong)
-
-
-def test_another_model() -> None:
-    with pytest.raises(PosteriorError, match="another model"):
-        fitted(task_of(), "diag", None).predict(blr.Task(nn.Linear(4, 3).double(), data()))
+    assert found.mean is None and len(found.losses) == 27
 
 
 def test_the_model_and_the_global_generator_are_left_alone() -> None:
     task = task_of()
     task.model.train()
-    before, state = task.model.state_dict(), torch.get_rng_state()
-    copy = {n: p.clone() for n, p in before.items()}
+    copy, state = {n: p.clone() for n, p in task.model.state_dict().items()}, torch.get_rng_state()
     q = fitted(task, "diag", None)
     with torch.inference_mode():
         q.predict(task, generator=torch.Generator().manual_seed(0), draws=2)

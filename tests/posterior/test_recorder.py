@@ -1,19 +1,20 @@
-"""Kronecker factors collected while a model trains."""
+"""Kronecker factors collected while a model trains, and the checkpoints that keep them."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import mlp
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, unfold
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.errors import ModelError, PosteriorError
 from blr_analysis.posterior import KroneckerRecorder
 
 N = 24
@@ -58,15 +59,14 @@ def example(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model.train(), x, torch.arange(N) % 3
 
 
-def passed(model: nn.Module, x: Tensor, y: Tensor, size: int, lr: float = 0.0, **loss) -> None:
+def passed(model: nn.Module, x: Tensor, y: Tensor, size: int, lr: float = 0.0, **loss: Any) -> None:
     """One epoch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for chosen in torch.arange(len(x)).split(size):
         optimizer.zero_grad()
-        (
-            loss.get("times", 1.0)
-            * cross_entropy(model(x[chosen]), y[chosen], reduction=loss.get("reduction", "mean"))
-        ).backward()
+        reduction = loss.get("reduction", "mean")
+        value = cross_entropy(model(x[chosen]), y[chosen], reduction=reduction)
+        (loss.get("times", 1.0) * value).backward()
         optimizer.step()
 
 
@@ -92,8 +92,36 @@ def test_at_fixed_weights_the_factors_are_those_of_a_fit(name: str, loss: dict) 
             turned = basis.mT @ factor @ basis  # the eigenvectors of one are those of the other
             off = turned - torch.diag_embed(turned.diagonal(0, -2, -1))
             assert float(off.norm()) < 1e-10 * float(factor.norm())
+        inputs = float(right.diagonal(0, -2, -1).mean())
+        assert N * inputs == pytest.approx(theirs.inputs)  # and of the same scale
     for parameter in fit.form.plain:  # norms and embeddings: exactly
         torch.testing.assert_close(q.precision(parameter), fit.precision(parameter))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_is_scaled_by_its_positions(stride: int) -> None:
+    """S = N · A ⊗ G / T, of sums over the T positions, by patches and gradients cut out by hand."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 2, stride=stride)
+    model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double()
+    x, y = torch.randn(N, 2, 5, 5).double(), torch.arange(N) % 3
+    model(x)
+    recorder = KroneckerRecorder(model.train(), every=1)
+    passed(model, x, y, 8)
+    q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=2.0)
+    z = conv(x).detach().requires_grad_()
+    cross_entropy(model[1:](z), y, reduction="sum").backward()
+    d = z.grad.flatten(2).mT  # [N, T, O]
+    a = unfold(x, 2, stride=stride).mT
+    a = torch.cat([a, torch.ones(*a.shape[:2], 1).double()], 2)
+    positions = d.shape[1]
+    assert positions == (16 if stride == 1 else 4)
+    inputs, outputs = (torch.einsum("nti,ntj->ij", v, v) / N for v in (a, d))
+    block = next(b for b in q.form.blocks if b.key == "0.weight")
+    s = q.form.values[block.key][0] - 2.0
+    u = torch.kron(block.left[0].contiguous(), block.right[0].contiguous())
+    dense = (u * s.flatten()) @ u.mT
+    torch.testing.assert_close(dense, N * torch.kron(outputs, inputs) / positions)
 
 
 @pytest.mark.parametrize("every", [1, 100])
@@ -114,19 +142,6 @@ def test_accumulated_microbatches_take_a_scale_and_are_warned_of_without(every: 
     seen = slice(None) if every == 1 else slice(N // 2)
     d = (model(x).softmax(1) - nn.functional.one_hot(y, 3)).detach()[seen]
     torch.testing.assert_close(scaled.factors["2.weight"][1][0], d.T @ d / len(d))
-
-
-def test_a_linear_layers_precision_is_the_kronecker_product() -> None:
-    model, x, y = example("mlp")
-    recorder = KroneckerRecorder(model, every=1)
-    passed(model, x, y, 8)
-    q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=2.0)
-    hidden = model[1](model[0](x))
-    a = torch.cat([hidden, torch.ones(N, 1).double()], 1)
-    d = (model(x).softmax(1) - nn.functional.one_hot(y, 3)).detach()
-    product = torch.outer((d * d).mean(0), (a * a).mean(0)).detach()
-    precision = torch.cat([q.precision("2.weight"), q.precision("2.bias")[:, None]], 1)
-    torch.testing.assert_close(precision, N * product + 2.0)
 
 
 @pytest.mark.parametrize("beta2", [None, 0.9])
@@ -163,8 +178,7 @@ def test_evaluation_copies_and_removed_hooks_record_nothing() -> None:
 
 def test_a_recording_is_saved_and_goes_on(tmp_path: Path) -> None:
     model, x, y = example("words")
-    whole = KroneckerRecorder(model, every=1)
-    first = KroneckerRecorder(model, every=1)
+    whole, first = (KroneckerRecorder(model, every=1) for _ in range(2))
     passed(model, x, y, 6)
     torch.save({"recorder": first.state_dict()}, tmp_path / "run.pt")
     first.remove()
@@ -186,78 +200,17 @@ def test_the_prior_is_found_and_the_posterior_serves() -> None:
     recorder = KroneckerRecorder(model, every=2)
     for _ in range(10):
         passed(model, x, y, 6, lr=0.3)
-    start = {n: torch.zeros_like(p) for n, p in model.state_dict().items()}
     q = blr.Posterior.from_recorder(recorder, model, n_data=N)
+    start = {n: torch.zeros_like(p) for n, p in model.state_dict().items()}
     around = blr.Posterior.from_recorder(recorder, model, n_data=N, initial=start)
     wrapped = blr.Posterior.from_recorder(recorder, nn.DataParallel(model), n_data=N)
     assert wrapped.mean.keys() == q.mean.keys()
     assert q.prior_precision == around.prior_precision == wrapped.prior_precision > 0
     assert q.record["prior_choice"]["rule"] == "evidence" and "evidence" in repr(q)
-    task = blr.Task(model, (x, y))
-    assert blr.sensitivity(task, q).self_influence.min() >= 0
+    assert blr.sensitivity(blr.Task(model, (x, y)), q).self_influence.min() >= 0
 
 
-def test_a_model_that_changed_is_refused() -> None:
-    model, x, y = example("mlp")
-    recorder = KroneckerRecorder(model, every=1)
-    passed(model, x, y, N)
-    state = recorder.state_dict()
-    get = dict(n_data=N, prior_precision=1.0)
-    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    with pytest.raises(ModelError, match="changed"):
-        blr.Posterior.from_recorder(recorder, other, **get)
-    with pytest.raises(ModelError, match="another model"):
-        KroneckerRecorder(other).load_state_dict(state)
-    model[2].bias.requires_grad_(False)
-    with pytest.raises(ModelError, match="changed"):
-        blr.Posterior.from_recorder(recorder, model, **get)
-    model[2] = nn.Linear(5, 3).double()
-    with pytest.raises(ModelError, match="changed"):
-        blr.Posterior.from_recorder(recorder, model, **get)
-
-
-def test_bad_input_is_named() -> None:
-    model, x, y = example("mlp")
-    for settings, word in (
-        ({"every": 0}, "every"),
-        ({"beta2": 1.0}, "beta2"),
-        ({"reduction": "max"}, "reduction"),
-        ({"scale": 0}, "scale"),
-    ):
-        with pytest.raises(InputError, match=word):
-            KroneckerRecorder(model, **settings)
-    with pytest.raises(InputError, match="Module"):
-        KroneckerRecorder(3)  # type: ignore[arg-type]
-    bare = nn.Sequential(nn.Linear(4, 3))
-    bare.register_parameter("token", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(ModelError, match="token"):
-        KroneckerRecorder(bare)
-    with pytest.raises(ModelError, match="trainable"):
-        KroneckerRecorder(nn.ReLU())
-    recorder = KroneckerRecorder(model, every=1)
-    get = dict(n_data=N, prior_precision=1.0)
-    with pytest.raises(PosteriorError, match="nothing was recorded"):
-        blr.Posterior.from_recorder(recorder, model, **get)
-    with pytest.raises(InputError, match="KroneckerRecorder"):
-        blr.Posterior.from_recorder(model, model, **get)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="state"):
-        recorder.load_state_dict({"state": {}})
-    passed(model, x * float("nan"), y, N)
-    with pytest.raises(PosteriorError, match="finite"):
-        blr.Posterior.from_recorder(recorder, model, **get)
-
-
-def test_clipping_is_no_penalty() -> None:
-    model, x, y = example("mlp")
-    recorder = KroneckerRecorder(model, every=1)
-    cross_entropy(model(x), y).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _ = recorder.factors
-
-
-def test_layers_that_take_no_part_and_weights_used_elsewhere_are_named() -> None:
+def test_layers_that_take_no_part_are_named_and_inputs_that_are_overwritten() -> None:
     model, x, y = example("mlp")
     unused = nn.ModuleDict({"used": model, "spare": nn.Linear(4, 3).double()})
     unused.forward = lambda x: model(x)  # type: ignore[method-assign]
@@ -265,51 +218,57 @@ def test_layers_that_take_no_part_and_weights_used_elsewhere_are_named() -> None
     passed(unused, x, y, N)
     with pytest.raises(PosteriorError, match=r"spare\.weight"):
         blr.Posterior.from_recorder(recorder, unused, n_data=N, prior_precision=1.0)
-    recorder = KroneckerRecorder(model, every=1)
-    penalty = 5.0 * model[0].weight.square().sum()
-    (cross_entropy(model(x), y) + penalty).backward()
-    with pytest.warns(UserWarning, match=r"0\.weight"):
-        _ = recorder.factors
 
-
-def test_an_input_that_is_overwritten_is_refused() -> None:
-    class Overwrites(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone()
-            with torch.no_grad():
-                out = self.layer(x)
-            out = self.layer(x)
-            x.detach().add_(1.0)
-            return out
-
-    model = Overwrites()
-    model.layer.weight.requires_grad_(False)
-    KroneckerRecorder(model, every=1)
+    outer = nn.Sequential(nn.Linear(4, 3))
+    outer[0].weight.requires_grad_(False)
+    KroneckerRecorder(outer, every=1)
+    given = torch.randn(6, 4)
+    loss = cross_entropy(outer(given), torch.arange(6) % 3)
+    given.add_(1.0)
     with pytest.raises(ModelError, match="in place"):
-        cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+        loss.backward()
 
 
-def test_moments_of_inputs_as_they_are_fitted() -> None:
-    """Recorded over one pass at weights that stay, they are those of forward passes alone."""
-    model = mlp()
-    x = torch.randn(N, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = torch.arange(N) % 3
-    recorder = KroneckerRecorder(model.train(), every=1)
-    for k in range(0, N, 8):
-        cross_entropy(model(x[k : k + 8]), y[k : k + 8]).backward()
-    q = blr.Posterior.from_recorder(
-        recorder, model, n_data=N, structure="gram", prior_precision=0.1
-    )
-    fitted = blr.fit_laplace(blr.Task(model, (x, y)), structure="gram", prior_precision=0.1)
-    assert q.structure == "gram"
-    sizes = [{b.key: b.inputs for b in form.blocks} for form in (q.form, fitted.form)]
-    assert sizes[0] == pytest.approx(sizes[1])
-    v = {n: torch.randn_like(m) for n, m in q.mean.items()}
-    ours, truth = q.precision_product(v), fitted.precision_product(v)
-    assert all(torch.allclose(ours[n], t, rtol=1e-10) for n, t in truth.items())
-    with pytest.raises(InputError, match="prior_precision"):
-        blr.Posterior.from_recorder(recorder, model, n_data=N, structure="gram")
+# ------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("how", ["kron", "adam", "ivon"])
+def test_checkpoints_on_disk_hold_all_that_was_learned(how: str, tmp_path: Path) -> None:
+    """The same posteriors as from memory, each as it was at its step; nothing but safetensors."""
+    found, each = [], []
+    for folder in (None, tmp_path / "run"):
+        model, x, y = example("mlp")
+        makers: dict[str, Any] = {
+            "kron": lambda p: torch.optim.SGD(p, lr=0.3),
+            "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+            "ivon": lambda p: blr.IVON(p, lr=0.1, ess=N, weight_decay=0.1, steps=32),
+        }
+        torch.manual_seed(3)
+        optimizer = makers[how](model.parameters())
+        told: dict[str, Any] = {"structure": "kron"} if how == "kron" else {"optimizer": optimizer}
+        checkpoints = blr.Checkpoints(model, steps=32, folder=folder, **told)
+        prior = {} if how == "ivon" else {"prior_precision": 1.0}
+        for step in range(1, 33):
+            optimizer.zero_grad()
+            draws = optimizer.sampled_params(train=True) if how == "ivon" else torch.enable_grad()
+            with draws:
+                cross_entropy(model(x), y).backward()
+            optimizer.step()
+            checkpoints.step()
+            if step in (4, 8, 16) and folder is None and how != "kron":
+                each.append(blr.Posterior.from_optimizer(optimizer, model, n_data=N, **prior))
+        before = {n: p.clone() for n, p in model.state_dict().items()}
+        q = checkpoints.posterior(n_data=N, **prior)
+        assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+        found.append(q)
+    assert [p.record["checkpoint"] for p in found[0].earlier] == [1, 2, 3]
+    for one, two in zip(found[0].run, found[1].run, strict=True):
+        for name in one.mean:
+            assert torch.equal(one.mean[name], two.mean[name])
+            assert torch.equal(one.precision(name), two.precision(name))
+    for early, truth in zip(found[0].earlier, each, strict=False):
+        assert all(torch.equal(early.precision(n), truth.precision(n)) for n in truth.mean)
+    files = sorted((tmp_path / "run").iterdir())
+    assert files and all(file.suffix == ".safetensors" for file in files)
+    task = blr.Task(model, (x, y), checkpoints=files[-3:])  # weights alone are taken
+    assert len(task.checkpoints) == 3

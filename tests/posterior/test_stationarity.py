@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,22 +19,23 @@ from blr_analysis.errors import PosteriorWarning
 from blr_analysis.posterior.stationarity import recognise, stationarity
 
 DELTA = 2.0
+FIFTEEN = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64)
 
 
 def trained(
-    seed: int, dtype: torch.dtype, steps: int, weight: Tensor | None = None
+    seed: int, steps: int, weight: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[blr.Task, blr.Posterior]:
     """A logistic regression after so many L-BFGS steps on the (weighted) sum of losses."""
     x, y = classes(seed, dtype)
     torch.manual_seed(seed)
     model = nn.Linear(4, 3).to(dtype)
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=steps, tolerance_grad=0, line_search_fn="strong_wolfe"
-    )
+    how: Any = {"tolerance_grad": 0, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=steps, **how)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y, weight, reduction="sum")
+        weights = None if weight is None else weight.to(dtype)
+        loss = nn.functional.cross_entropy(model(x), y, weights, reduction="sum")
         loss = loss + DELTA / 2 * sum(p.square().sum() for p in model.parameters())
         loss.backward()
         return loss
@@ -44,30 +46,22 @@ def trained(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_converged_stopped_and_of_another_loss(seed: int, dtype: torch.dtype) -> None:
-    there = stationarity(*trained(seed, dtype, 200))
+    task, q = trained(seed, 200, dtype=dtype)
+    there = stationarity(task, q)
     assert there.at_minimum and there.decrement < 1e-4 and there.least_group == 1
-    early = stationarity(*trained(seed, dtype, 2))
+    assert q.at_minimum and q.note == "" and "at its minimum" in repr(q)
+    task, q = trained(seed, 2, dtype=dtype)
+    early = stationarity(task, q)
     assert not early.at_minimum and early.decrement > 10 * there.decrement
-    weight = torch.tensor([15.0, 1.0, 1.0], dtype=dtype)
-    other = stationarity(*trained(seed, dtype, 200, weight))
+    other = stationarity(*trained(seed, 200, FIFTEEN, dtype))
     assert not other.near and "not at the minimum" in other.verdict
-
-
-def test_a_minimum_under_one_prior_is_none_under_another() -> None:
-    task, q = trained(0, torch.float64, 200)
-    assert stationarity(task, q).at_minimum
-    other = q.at(100 * DELTA)
-    again = blr.fit_laplace(task, structure="full", prior_precision=100 * DELTA)
-    assert other.stationarity is None
-    assert stationarity(task, other).decrement == pytest.approx(stationarity(task, again).decrement)
-    assert not other.stationarity.near
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_the_numbers_against_dense_algebra(structure: str) -> None:
-    task, _ = trained(0, torch.float64, 3)
+    task, _ = trained(0, 3)
     start = {n: torch.full_like(p, 0.2) for n, p in task.parameters().items()}
     q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA, initial=start)
     found = stationarity(task, q)
@@ -77,45 +71,40 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     pull = DELTA * (flatten(q.mean) - 0.2)
     g = each.sum(0) + pull
     assert found.residual == pytest.approx(float(g.norm() / (each.sum(0).norm() + pull.norm())))
-    sizes = [p.numel() for p in q.mean.values()]
 
     def half_square(v: Tensor) -> float:
-        parts = v.split(sizes)
+        parts = v.split([p.numel() for p in q.mean.values()])
         tree = {n: p.view_as(m) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
         return 0.5 * float(v @ flatten(q.covariance_product(tree)))
 
     assert found.decrement == pytest.approx(half_square(g))
     assert found.pull == pytest.approx(sum(map(half_square, each)) / len(each))
-    for name, mine, of_all in zip(q.mean, each.split(sizes, 1), g.split(sizes), strict=True):
-        noise, size = float(mine.norm()), float(of_all.norm())
-        expected = {"gradient": size, "noise": noise}
-        assert found.blocks[name] == pytest.approx(expected)
     assert found.least_group == math.ceil(10 * found.decrement / found.pull)
     assert stationarity(task, q) is found
 
 
-def test_the_record_keeps_it_and_every_result_says_it(tmp_path: Path) -> None:
-    x, y = classes(0)
-    model = nn.Linear(4, 3).double()
-    task = blr.Task(model, (x, y))
+def test_the_record_keeps_it(tmp_path: Path) -> None:
+    task = blr.Task(nn.Linear(4, 3).double(), classes(0))
     q = blr.fit_laplace(task)
-    assert q.stationarity is not None and not q.stationarity.at_minimum
+    assert q.stationarity is not None and q.at_minimum is False
+    assert "a guess" in q.note and q.temperature == 0.15 and q.temperature_error is None
     other = blr.fit_laplace(task, prior_precision=q.prior_precision)
     assert other.stationarity is not None  # also where nothing was to be chosen
-    assert stationarity(task, other).decrement == pytest.approx(q.stationarity.decrement)
+    assert other.stationarity.decrement == pytest.approx(q.stationarity.decrement)
     q.save(tmp_path / "q.safetensors")
     back = blr.Posterior.load(tmp_path / "q.safetensors")
     assert back.stationarity == q.stationarity == stationarity(task, back)
-    table = q.stationarity.table.set_index("parameter")
-    block = q.stationarity.blocks["bias"]
-    assert table.batch["bias"] == pytest.approx(len(x) * (block["noise"] / block["gradient"]) ** 2)
+    assert repr(back) == repr(q) and "off its minimum, temperature=0.15" in repr(q)
+    diag = blr.fit_laplace(task, structure="diag")
+    assert diag.temperature == 1 and "a ranking" in diag.note
+    measured = q.changed(record=q.record | {"calibration": {"temperature": 0.4, "error": 0.1}})
+    assert (measured.temperature, measured.temperature_error, measured.note) == (0.4, 0.1, "")
 
 
 def test_another_loss_is_measured_anew() -> None:
-    task, q = trained(0, torch.float64, 200)
+    task, q = trained(0, 200)
     assert stationarity(task, q).at_minimum
-    weight = torch.tensor([15.0, 1.0, 1.0], dtype=torch.float64)
-    weighted = blr.Task(task.model, task.examples, likelihood=nn.CrossEntropyLoss(weight))
+    weighted = blr.Task(task.model, task.examples, likelihood=nn.CrossEntropyLoss(FIFTEEN))
     assert not stationarity(weighted, q).at_minimum
 
 
@@ -181,9 +170,7 @@ def test_a_captured_posterior_knows_what_it_met_first() -> None:
 def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
     task, q = fitted()
     x, y = classes(0, torch.float32)
-    step = {"solver": "posterior"}
-    blr.what_if(task, q, remove=[0, 3], relabel={1: 0}, **step)
-    blr.what_if(task, q, remove=y == 0, evaluate=blr.Task(task.model, (x[:9], y[:9])), **step)
+    blr.what_if(task, q, remove=[0, 3], relabel={1: 0}, solver="posterior")
     blr.influence(task, q, blr.Task(task.model, (-x, y)))
     wide = copy.deepcopy(task.model).double()
     blr.sensitivity(blr.Task(wide, (x.double(), y)), q)
@@ -191,12 +178,6 @@ def test_lawful_uses_are_not_told(tmp_path: Path) -> None:
     blr.sensitivity(blr.Task(copy.deepcopy(task.model), (x, y)), blr.Posterior.load(tmp_path / "q"))
     half = task.subset(range(0, 40))
     blr.sensitivity(half, blr.fit_laplace(half, prior_precision=1.0))
-    weights = {n: p + 0.5 for n, p in task.parameters().items()}  # an earlier checkpoint
-    early = blr.Posterior(
-        weights, {n: torch.full_like(p, 2.0) for n, p in weights.items()},
-        prior_precision=1.0, n_data=task.n_data,
-    )  # fmt: skip
-    blr.sensitivity(task, [early, q])
     some = y.clone()
     some[:3] = (some[:3] + 1) % 3  # a few labels mended
     blr.sensitivity(blr.Task(task.model, (x, some)), q)
@@ -211,34 +192,24 @@ def test_it_costs_one_pass_of_eight_examples() -> None:
     assert sum(seen) == 8
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "ivon"])
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=["MSE", "BCE"])
-def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module, optimizer: str) -> None:
+def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module) -> None:
     n, c, w = 40, 5, 0.02
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 3, generator=generator)
     y = (x @ torch.randn(3, c, generator=generator) > 0).float()
-
-    def captured(terms: int, **said: int) -> tuple[blr.Posterior, list[str]]:
+    for said, terms in (({}, n), ({"tokens": n * c}, n * c)):
         torch.manual_seed(0)
         model = nn.Linear(3, c)
-        if optimizer == "adam":
-            made = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=w)
-        else:
-            made = blr.IVON(model.parameters(), lr=0.1, ess=terms, weight_decay=w)
+        made = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=w)
         for _ in range(20):
             made.zero_grad()
-            with made.sampled_params(train=True) if optimizer == "ivon" else torch.enable_grad():
-                loss(model(x), y).backward()
+            loss(model(x), y).backward()
             made.step()
         q = blr.Posterior.from_optimizer(made, model, n_data=n, **said)
-        task = blr.Task(model, (x, y), likelihood=loss)
+        assert q.prior_precision == pytest.approx(terms * w)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            blr.sensitivity(task, q)
-        return q, [str(t.message) for t in told if t.category is PosteriorWarning]
-
-    q, told = captured(n)
-    assert q.prior_precision == pytest.approx(n * w) and any(f"tokens={n * c}" in s for s in told)
-    q, told = captured(n * c, tokens=n * c)
-    assert q.prior_precision == pytest.approx(n * c * w) and not told
+            blr.sensitivity(blr.Task(model, (x, y), likelihood=loss), q)
+        told = [str(t.message) for t in told if t.category is PosteriorWarning]
+        assert any(f"tokens={n * c}" in words for words in told) is not bool(said)

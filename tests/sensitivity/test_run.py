@@ -358,7 +358,9 @@ def test_a_minibatch_is_one_forward_pass_whatever_was_relabelled(fit: Any) -> No
 
 def test_solvers_are_chosen_by_size_and_minimum(fit: Any) -> None:
     task, q = fit
-    assert blr.what_if(task, q, remove=[3]).solver == "posterior"
+    one = blr.what_if(task, q, remove=[3])
+    assert one.solver == "posterior"
+    assert "off the minimum" in repr(one)
     x, y = digits()
     model = nn.Linear(64, 10).double()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=300, tolerance_grad=1e-9)
@@ -393,6 +395,7 @@ def test_retraining_by_a_function_of_ones_own(fit: Any) -> None:
     assert seen == [(left, 0), (left, 1)]
     losses = [cross_entropy(network(s).eval()(digits()[0]), y) for s in range(2)]
     assert result.nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-9)
+    assert blr.what_if(own, q, remove=y == 3, seeds=1).solver == "retrain"
     with pytest.raises(InputError, match="retrain"):
         blr.what_if(own, q, remove=y == 3, solver="replay")
 

@@ -1,20 +1,184 @@
-"""Where a posterior comes from: a live optimizer, or what a training run saved."""
+"""Where a posterior comes from: a live optimizer, a recorder, or what a training run saved.
+
+The precision S of q(θ) = N(m, S⁻¹), entry by entry:
+
+* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(h + weight_decay), the posterior that they sample
+  from while they train (OGN: that it could sample from);
+* second moments (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad): S = N·√v̂ + δ by default, or
+  N·B·v̂ + δ with ``scaling="squared"``; v̂ is the bias-corrected mean of squared gradients of
+  the minibatch-MEAN loss, N the number of training examples, B the batch size.
+
+Sources: Shen et al., ICML 2024 (IVON); Khan & Rue, "The Bayesian Learning Rule", section 4.2, and
+Nickl et al., NeurIPS 2023 (the square root). Near a minimum E[v] = F/B, F the average squared
+gradient of one example, which is what ``"squared"`` undoes.
+"""
 
 from __future__ import annotations
 
-from blr_analysis.posterior.capture.assemble import HALF_REASON, UNSURE, Captured, tied_names
-from blr_analysis.posterior.capture.checkpoints import from_checkpoint
-from blr_analysis.posterior.capture.live import from_optimizer, parameter_order, unwrap
-from blr_analysis.posterior.capture.readers import reader_of
+import warnings
+from typing import Any
 
-__all__ = [
-    "HALF_REASON",
-    "UNSURE",
-    "Captured",
-    "from_checkpoint",
-    "from_optimizer",
-    "parameter_order",
-    "reader_of",
-    "tied_names",
-    "unwrap",
-]
+import torch
+from torch import nn
+
+from blr_analysis.errors import OptimizerError
+from blr_analysis.half import HALF
+from blr_analysis.posterior.capture.assemble import (
+    HALF_REASON,
+    Captured,
+    Slot,
+    Told,
+    assemble,
+    by_evidence,
+    left_out,
+    tied_names,
+)
+from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
+from blr_analysis.posterior.capture.readers import reader_of, split_flat
+from blr_analysis.posterior.prior import Prior, n_data_of
+from blr_analysis.posterior.recorder import KroneckerRecorder
+from blr_analysis.ranks import divided, whole
+
+
+def from_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    told: Told | None = None,
+    gather: bool = True,
+    **options: Any,
+) -> Captured:
+    """The posterior that a trained model's optimizer holds.
+
+    The mean is the model's weights as they are now: call this outside ``sampled_params``, where
+    they are a sample (our IVON is asked and refuses; ``ivon-opt``'s cannot be asked).
+    Frozen parameters are no part of the result, and neither are trainable ones that the
+    optimizer does not train (the record's ``not_in_optimizer`` names them). A parameter that
+    never got a gradient has the prior precision alone (``never_updated``).
+
+    Args:
+        optimizer: IVON (ours or ``ivon-opt``'s; what is said of it here holds for VOGN, OGN,
+            Vadam, Vprop and BSAM as well), or torch's Adam, AdamW (with ``amsgrad`` too: v̂
+            counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts) or
+            Adagrad, after training.
+        model: the model whose parameters it trained.
+        n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
+            number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on
+            purpose (a tempered posterior). All others need it.
+        prior_precision: δ of the objective Σᵢ ℓᵢ + (δ/2)‖θ‖². IVON knows it
+            (``ess * weight_decay``) and a different one is refused. For the others a number, or
+            one per parameter name; an L2 penalty ``weight_decay`` on the mean loss is
+            δ = n_data·weight_decay (of C outputs C times that, see ``tokens``). None: that penalty
+            where there was one (torch's Adam and RMSprop; AdamW's decoupled decay is none), else
+            the evidence of the weights and the diagonal
+            (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of an
+            optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
+        scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
+        batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
+            included.
+        tokens: where the loss was a mean over more numbers than examples, how many, T: of
+            sequences all tokens that counted in training; of C outputs with a loss each
+            (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. S = T·√v̂ + δ, δ = T·weight_decay, or
+            IVON's ess is T. n_data stays the number of examples.
+        initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
+            a fine-tune; None: 0. IVON's prior is around 0.
+        bare: leave the prior out of S where the optimizer does not know it, for files to merge
+            models with: S is the data's part and may be 0. A ``prior_precision`` is optional
+            then, and only recorded.
+        told: all of these together, in their place.
+        gather: of a model that ``fully_shard`` divides, whole tensors on every process; False: each
+            process has its rows, for :func:`blr_analysis.posterior.write_captured`.
+
+    Raises:
+        OptimizerError: an optimizer without precision (SGD), one that has not stepped, one of
+            another model, ``n_data`` missing, or what contradicts it.
+        PosteriorError: an ``initial`` of another model, no δ to be found, a second moment or a
+            precision that is negative, zero or not finite.
+        ModelError: weights that are not finite.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> model(torch.ones(5, 2)).mean().backward()     # gradient: 1 everywhere
+        >>> optimizer.step()
+        >>> captured = from_optimizer(optimizer, model, n_data=100, prior_precision=3.0)
+        >>> captured.precision["weight"].round()
+        tensor([[103., 103.]])
+    """
+    told = told or Told(**options)
+    optimizer = unwrap(optimizer)
+    reader = reader_of(optimizer)
+    if getattr(optimizer, "_open", None) is not None:
+        raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
+    divided(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = parameter_order(optimizer, model)
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    shapes = [[p.shape for p in group["params"]] for group in groups]
+    flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
+    taken = whole if gather else torch.Tensor.detach
+    slots = []
+    for k, g in enumerate(groups):
+        for i, p in enumerate(g["params"]):
+            if p.requires_grad:
+                state = dict(optimizer.state.get(p, {}) if flat is None else flat[k][i])
+                if reader.key in state:
+                    state[reader.key] = taken(state[reader.key])
+                slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
+    half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
+    if half:
+        said = f"the optimizer keeps {half[0]!r}'s second moment in half precision: {HALF_REASON}"
+        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=2)
+    kind, held = type(optimizer), {name for run in order for name in run}
+    about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
+    return assemble(slots, reader, model, told, about | {"not_in_optimizer": left_out(model, held)})
+
+
+def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) -> Captured:
+    """The factors that were recorded while a model trained; see
+    :meth:`blr_analysis.Posterior.from_recorder`."""
+    n = n_data_of(told.n_data)
+    form = recorder.structure(model, n)
+    mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    delta, choice = told.prior_precision, dict[str, Any]()
+    if delta is None:
+        delta, choice = by_evidence(form, mean, told.initial)
+    prior = Prior.read(delta, form.shapes, positive=True)
+    record = {
+        "kind": "kron_recorded",
+        "source": "recorder",
+        "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
+        "labels": "of the loss as trained",
+        "recorded": recorder.recorded,
+        "passes": recorder.passes,
+        "beta2": recorder.beta2,
+        "tied": tied_names(model),
+        **choice,
+    }
+    return Captured(mean, form.plus_prior(prior), prior, n, record)
+
+
+def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The parameters' names, group by group, in the order in which the optimizer holds them.
+
+    Raises:
+        OptimizerError: it holds parameters that are not the model's.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = unwrap(optimizer).param_groups
+    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
+    foreign = [shape for key, shape in held.items() if key not in names]
+    if foreign:
+        said = f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's"
+        raise OptimizerError(f"{said}, of shapes {foreign[:8]}: pass the model that it trained")
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper such as accelerate's or Lightning's."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = type(optimizer).__name__
+        raise OptimizerError(f"expected a torch.optim.Optimizer, not {got}; or use from_checkpoint")
+    return optimizer

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.folder import read_index
+from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
 from blr_analysis.posterior.capture.assemble import (
     HALF_REASON,
@@ -33,21 +35,18 @@ from blr_analysis.posterior.capture.assemble import (
     Slot,
     Told,
     assemble,
+    left_out,
     tied_names,
 )
 from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
 
 EXPORT = (
-    "Its .metadata is a pickle, which can run code when it is read, so it is not read here. Export "
-    "the state safely where the training runs: on every process call "
-    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer, options="
-    "StateDictOptions(full_state_dict=True, cpu_offload=True)), then on the first one "
-    "torch.save({'model': model_state, 'optimizer': optimizer_state}, 'state.pt'), and name that "
-    "file. (torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts this folder too, "
-    "but runs the pickle: only where you trust its source.)"
+    "whose .metadata is a pickle, which can run code: export it with torch.distributed.checkpoint."
+    "state_dict.get_state_dict(..., StateDictOptions(full_state_dict=True)) and torch.save"
 )
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+RECIPE = "recipe.json"  # that a callback of the package left there
 LAYOUTS = {
     # A checkpoint in one file, as (weights, optimizer); Lightning's first.
     "lightning": ("state_dict", "optimizer_states"),
@@ -55,19 +54,15 @@ LAYOUTS = {
     "short pair": ("model", "optimizer"),
 }
 TRAINER = "Trainer's groups"
-SPARED: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
-    # What each generation of Trainer spares from weight decay: names that match the pattern,
-    # and everything inside such a layer.
-    "LayerNorm, bias": ("bias", lambda layer: isinstance(layer, nn.LayerNorm)),
-    "LayerNorm, bias, layernorm, rmsnorm": (
-        "(?i)bias|layernorm|rmsnorm",
-        lambda layer: isinstance(layer, nn.LayerNorm),
-    ),
+SPARED = {
+    # What each generation of Trainer spares from weight decay: names that match the pattern, and
+    # everything inside a LayerNorm, in the last a layer whose class is called …Norm.
+    "LayerNorm, bias": "bias",
+    "LayerNorm, bias, layernorm, rmsnorm": r"(?i)bias|layernorm|rmsnorm",
     "LayerNorm, bias, layernorm, rmsnorm, norm": (
-        r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)",
-        lambda layer: isinstance(layer, nn.LayerNorm),
+        r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
     ),
-    "classes called …Norm, bias": ("bias", lambda layer: type(layer).__name__.endswith("Norm")),
+    "classes called …Norm, bias": "bias",
 }
 BY_NAME = "Pass names=[...], in the order in which the optimizer got them."
 
@@ -76,14 +71,9 @@ def from_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
-    n_data: int | None = None,
-    prior_precision: float | Mapping[str, float] | None = None,
-    scaling: str = "sqrt",
-    batch_size: int | None = None,
-    tokens: int | None = None,
     names: Sequence[str] | None = None,
-    bare: bool = False,
-    initial: Mapping[str, Tensor] | None = None,
+    told: Told | None = None,
+    **options: Any,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
 
@@ -107,13 +97,8 @@ def from_checkpoint(
         path: see above.
         model: the model that was trained (it is read for names and shapes, not changed), with
             the same parameters frozen.
-        n_data: as in :func:`from_optimizer`, like the four after it.
-        prior_precision: see there.
-        scaling: see there.
-        batch_size: see there.
-        tokens: see there.
         names: every parameter's name, in the order in which the optimizer got them.
-        initial, bare: as in :func:`from_optimizer`.
+        told, options: ``n_data`` and so on, as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -139,103 +124,67 @@ def from_checkpoint(
     saved = load_saved(Path(path).expanduser())
     groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
     reader = reader_of_saved(states.values(), groups)
-    order = name_states(
-        model, saved.optimizer, key=reader.key, names=names, trainer=saved.source == "trainer"
-    )
-    values = _values(saved, model)
+    trainer = saved.source == "trainer"
+    order = name_states(model, saved.optimizer, key=reader.key, names=names, trainer=trainer)
     parameters = dict(model.named_parameters())
+    values = parameters if saved.weights is None else _values(saved.weights, model)
     flat = split_flat(groups, [[parameters[name].shape for name in run] for run in order.groups])
     slots = []
     for k, (group, run) in enumerate(zip(groups, order.groups, strict=True)):
         for i, (number, name) in enumerate(zip(group["params"], run, strict=True)):
             if parameters[name].requires_grad:
                 state = states.get(number, {}) if flat is None else flat[k][i]
-                slots.append(Slot(name, values[name], state, group))
-    for slot in slots:
-        if reader.key in slot.state and slot.state[reader.key].dtype in HALF:
-            raise OptimizerError(
-                f"{str(path)!r} keeps the second moment of {slot.name!r} in "
-                f"{slot.state[reader.key].dtype}: {HALF_REASON}. Use fit_laplace."
-            )
-    held = set(order.names)
-    return assemble(
-        slots,
-        reader,
-        model,
-        Told(n_data, prior_precision, scaling, batch_size, tokens, bare, initial),
-        {
-            "source": saved.source,
-            "path": os.fspath(path),
-            "order": order.rule,
-            "mean_from": "model" if saved.weights is None else "checkpoint",
-            "not_in_optimizer": [
-                name for name, p in parameters.items() if p.requires_grad and name not in held
-            ],
-        },
-    )
+                slots.append(Slot(name, values[name].detach(), state, group))
+    if half := [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]:
+        said = f"{str(path)!r} keeps the second moment of {half[0]!r} in half precision"
+        raise OptimizerError(f"{said}: {HALF_REASON}. Use fit_laplace.")
+    about = {
+        "source": saved.source,
+        "path": os.fspath(path),
+        "order": order.rule,
+        "mean_from": "model" if saved.weights is None else "checkpoint",
+        "not_in_optimizer": left_out(model, order.names),
+        **({} if saved.recipe is None else {"recipe": saved.recipe}),
+    }
+    return assemble(slots, reader, model, told or Told(**options), about)
 
 
-def _values(saved: Saved, model: nn.Module) -> dict[str, Tensor]:
-    """The mean by parameter name: from the weights saved, under any of a tied tensor's names."""
-    parameters = dict(model.named_parameters())
-    if saved.weights is None:
-        return {name: p.detach() for name, p in parameters.items()}
-    tied = tied_names(model)
+def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The mean by parameter name: from the weights saved, under any of a tied tensor's names, after
+    what the checkpoint puts before all (``model.``, ``_orig_mod.``); of several such networks the
+    one whose weights the model has, else that with nothing before its names."""
+    parameters, tied = dict(model.named_parameters()), tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
-    prefix = _prefix(aliases, parameters, saved.weights)
-    result, wrong = {}, []
-    for name, p in parameters.items():
-        key = next((prefix + a for a in aliases[name] if prefix + a in saved.weights), None)
-        if key is None:
-            wrong.append(f"{name}: not there")
-        elif saved.weights[key].shape != p.shape:
-            wrong.append(f"{name}: {tuple(saved.weights[key].shape)}, not {tuple(p.shape)}")
-        else:
-            device = p.device if not p.is_meta else saved.weights[key].device
-            result[name] = saved.weights[key].to(device)
-    if wrong:
-        raise ModelError(
-            f"the checkpoint's weights are not this model's: {some(wrong)}. Its tensors are "
-            f"called {some(list(saved.weights))}."
-        )
-    return result
+    first = next(iter(aliases.values()))
+    heads = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
 
+    def named(head: str) -> dict[str, Tensor]:
+        keys = {n: [head + a for a in own if head + a in weights] for n, own in aliases.items()}
+        return {n: weights[found[0]] for n, found in keys.items() if found}
 
-def _prefix(
-    aliases: Mapping[str, Sequence[str]],
-    parameters: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-) -> str:
-    """What the checkpoint puts before every name, such as ``model.`` or ``_orig_mod.``; of several
-    networks with these names and shapes, before the one whose weights the model has, else nothing.
-
-    Raises:
-        ModelError: several, none of them has, and all have something before their names.
-    """
-    first, *_ = aliases.values()
-    ends = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
-    held: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for prefix in sorted(ends):
-        keys = [
-            next((prefix + a for a in n if prefix + a in weights), "") for n in aliases.values()
+    def wrong(held: Mapping[str, Tensor]) -> list[str]:
+        shapes = {n: tuple(t.shape) for n, t in held.items()}
+        return [
+            f"{n}: {f'{shapes[n]}, not {tuple(p.shape)}' if n in shapes else 'not there'}"
+            for n, p in parameters.items()
+            if shapes.get(n) != tuple(p.shape)
         ]
-        if all(keys):
-            pairs = zip(parameters.values(), keys, strict=True)
-            held[prefix] = [(p, weights[key]) for p, key in pairs]
-    alike = {k: ps for k, ps in held.items() if all(p.shape == w.shape for p, w in ps)} or held
-    if len(alike) > 1:
-        own = [k for k, ps in alike.items() if not any(p.is_meta for p, _ in ps) and _equal(ps)]
-        if not own and "" not in alike:
-            raise ModelError(
-                f"the checkpoint holds several such networks, {some(list(alike))}: load the "
-                "weights of the trained one into the model"
-            )
-        return own[0] if own else ""
-    return next(iter(alike), "")
 
+    def own(held: Mapping[str, Tensor]) -> bool:
+        pairs = ((p.detach(), held[n]) for n, p in parameters.items())
+        return all(not p.is_meta and torch.equal(p, w.to(p)) for p, w in pairs)
 
-def _equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return all(torch.equal(p.detach(), w.to(p)) for p, w in pairs)
+    networks = {head: held for head in sorted(heads) if not wrong(held := named(head))}
+    if not networks:
+        best = max(map(named, sorted(heads) or [""]), key=len)
+        said = f"the checkpoint's weights are not this model's: {some(wrong(best))}"
+        raise ModelError(f"{said}. Its tensors are called {some(list(weights))}.")
+    chosen = [head for head, held in networks.items() if own(held)] or [*networks]
+    if len(chosen) > 1 and "" not in chosen and not own(networks[chosen[0]]):
+        said = f"the checkpoint holds several such networks, {some(chosen)}"
+        raise ModelError(f"{said}: load the weights of the trained one into the model")
+    held = networks["" if "" in chosen else chosen[0]]
+    return {n: held[n] if p.is_meta else held[n].to(p.device) for n, p in parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -245,6 +194,7 @@ class Saved:
     source: str
     optimizer: Mapping[str, Any]
     weights: Mapping[str, Tensor] | None
+    recipe: dict[str, Any] | None = None
 
 
 def load_saved(path: Path) -> Saved:
@@ -259,34 +209,32 @@ def load_saved(path: Path) -> Saved:
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
     if path.name == ".metadata" or path.suffix == ".distcp":
-        raise StorageError(f"{str(path)!r} is part of a torch.distributed.checkpoint. {EXPORT}")
+        raise StorageError(f"{str(path)!r} is of a distributed checkpoint, {EXPORT}")
     content = _torch_load(path)
     for source, (weights, optimizer) in LAYOUTS.items():
         if isinstance(content, Mapping) and weights in content and optimizer in content:
             states = content[optimizer]
-            if isinstance(states, list | tuple):
-                if len(states) != 1:
-                    raise OptimizerError(
-                        f"{str(path)!r} holds {len(states)} optimizers: save the one that trained "
-                        "the model alone"
-                    )
-                states = states[0]
-            return Saved(source, _checked(states, path), _tensors(content[weights], path))
+            states = states if isinstance(states, list | tuple) else [states]
+            if len(states) != 1:
+                said = f"{str(path)!r} holds {len(states)} optimizers"
+                raise OptimizerError(f"{said}: save the one that trained the model alone")
+            return Saved(source, _checked(states[0], path), _tensors(content[weights], path))
     return Saved("optimizer state", _checked(content, path), None)
 
 
 def _load_folder(folder: Path) -> Saved:
     file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
-    distributed = [p.parent for p in (*folder.glob(".metadata"), *folder.glob("*/.metadata"))]
-    if file is None and distributed:
-        raise StorageError(f"{str(distributed[0])!r} is a torch.distributed.checkpoint. {EXPORT}")
-    if file is None:
-        held = sorted(p.name for p in folder.iterdir())
-        raise StorageError(
-            f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
-            "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
-        )
-    return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder))
+    if file is not None:
+        told = folder / RECIPE
+        recipe = read_json(told) if told.is_file() else None
+        return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder), recipe)
+    if distributed := [*folder.glob(".metadata"), *folder.glob("*/.metadata")]:
+        raise StorageError(f"{str(distributed[0].parent)!r} is a distributed checkpoint, {EXPORT}")
+    held = sorted(p.name for p in folder.iterdir())
+    raise StorageError(
+        f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
+        "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
+    )
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
@@ -296,7 +244,7 @@ def _load_weights(folder: Path) -> dict[str, Tensor]:
     files = list(read_index(index)) if index.is_file() else [PICKLED]
     if not (folder / files[0]).is_file():
         raise StorageError(f"{str(folder)!r} holds no weights: name the optimizer's file")
-    parts = [_tensors(_torch_load(folder / file), folder / file) for file in files]
+    parts = [read_state_dict(folder / file) for file in files]
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -322,19 +270,13 @@ def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
-    whole = (
-        isinstance(optimizer, Mapping)
-        and isinstance(optimizer.get("state"), Mapping)
-        and isinstance(optimizer.get("param_groups"), list)
-        and len(optimizer["param_groups"]) > 0
-        and all(
-            is_state(g) and isinstance(g.get("params"), list) for g in optimizer["param_groups"]
-        )
-    )
-    if not whole:
-        held = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else type(optimizer)
-        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {held}")
-    return optimizer
+    held: Any = optimizer if isinstance(optimizer, Mapping) else {}
+    groups = held.get("param_groups")
+    whole = isinstance(held.get("state"), Mapping) and isinstance(groups, list) and groups
+    if not whole or not all(is_state(g) and isinstance(g.get("params"), list) for g in groups):
+        said = sorted(map(str, held)) or type(optimizer)
+        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {said}")
+    return held
 
 
 @dataclass(frozen=True)
@@ -369,23 +311,21 @@ def name_states(
     Raises:
         OptimizerError: no rule agrees with the file, or several do that name tensors differently.
     """
-    sizes = [len(group["params"]) for group in saved["param_groups"]]
-    orders = _candidates(model, saved["param_groups"], sizes, names, trainer)
+    groups = saved["param_groups"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    checked = [(order, _complaint(order, saved, key, shapes)) for order in orders]
-    different = {tuple(order.names): order for order, text in reversed(checked) if not text}
-    if len(different) == 1:
-        return next(iter(different.values()))
-    if different:
-        one, two, *_ = different.values()
-        pairs = list(zip(one.names, two.names, strict=True))
-        k = next(k for k, (a, b) in enumerate(pairs) if a != b)
-        raise OptimizerError(
-            f"the saved optimizer's parameters can be named in {len(different)} ways; number {k} "
-            f"is {pairs[k][0]!r} by {one.rule!r} and {pairs[k][1]!r} by {two.rule!r}. {BY_NAME}"
-        )
-    complaints = {text: order.rule for order, text in reversed(checked)}
-    listed = "; ".join(f"by {rule!r}: {text}" for text, rule in complaints.items())
+    orders = _candidates(model, groups, names, trainer)
+    against = {order.rule: _complaint(order, saved, key, shapes) for order in orders}
+    fitting = {tuple(order.names): order for order in reversed(orders) if not against[order.rule]}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    if fitting:
+        one, two, *_ = fitting.values()
+        a, b = next(pair for pair in zip(one.names, two.names, strict=True) if len({*pair}) > 1)
+        said = f"a parameter is {a!r} by {one.rule!r} and {b!r} by {two.rule!r}"
+        ways = f"the saved optimizer's parameters can be named in {len(fitting)} ways"
+        raise OptimizerError(f"{ways}: {said}. {BY_NAME}")
+    sizes = [len(group["params"]) for group in groups]
+    listed = "; ".join(f"by {rule!r}: {text}" for rule, text in against.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
         f"({len(shapes)} parameters): {listed}. Freeze what was frozen. {BY_NAME}"
@@ -393,53 +333,36 @@ def name_states(
 
 
 def _candidates(
-    model: nn.Module,
-    groups: Sequence[State],
-    sizes: Sequence[int],
-    names: Sequence[str] | None,
-    trainer: bool,
+    model: nn.Module, groups: Sequence[State], names: Sequence[str] | None, trainer: bool
 ) -> list[Order]:
+    ends = list(accumulate(len(group["params"]) for group in groups))
+
+    def cut(names: Sequence[str]) -> list[list[str]]:  # what is too many shows in the last run
+        return [list(names[a:b]) for a, b in pairwise([0, *ends[:-1], None])]
+
     if names is not None:
-        return [Order("names as given", _cut(names, sizes))]
+        return [Order("names as given", cut(names))]
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return [Order("names in the file", [list(group["params"]) for group in groups])]
     if all("param_names" in group for group in groups):
         return [Order("param_names in the file", [list(group["param_names"]) for group in groups])]
-    every = [name for name, _ in model.named_parameters()]
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     orders = []
-    if not (trainer and len(sizes) == 2):
-        orders.append(Order("the model's parameters in turn", _cut(every, sizes)))
-        orders.append(Order("the model's trainable parameters in turn", _cut(trainable, sizes)))
-    if len(sizes) == 2:
-        around = _layers_around(model)
-        for rule, (pattern, is_norm) in SPARED.items():
-            spared = {
-                name: bool(re.search(pattern, name)) or any(map(is_norm, around[name]))
-                for name in trainable
-            }
-            runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
-            orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
+    if not (trainer and len(ends) == 2):
+        every = [name for name, _ in model.named_parameters()]
+        orders.append(Order("the model's parameters in turn", cut(every)))
+        orders.append(Order("the model's trainable parameters in turn", cut(trainable)))
+    for rule, pattern in SPARED.items() if len(ends) == 2 else ():
+        apart = tuple(f"{path}." for path, m in model.named_modules() if path and _norm(m, rule))
+        spared = {n: bool(re.search(pattern, n)) or n.startswith(apart) for n in trainable}
+        runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
+        orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
     return orders
 
 
-def _layers_around(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules around each parameter, the model itself left out."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    result = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        parts = name.split(".")[:-1]
-        result[name] = [modules[".".join(parts[: k + 1])] for k in range(len(parts))]
-    return result
-
-
-def _cut(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    """Runs of the given sizes; what is left over, or missing, shows in the last run."""
-    runs, start = [], 0
-    for size in sizes[:-1]:
-        runs.append(list(names[start : start + size]))
-        start += size
-    return [*runs, list(names[start:])]
+def _norm(layer: nn.Module, rule: str) -> bool:
+    called = type(layer).__name__.endswith("Norm")
+    return called if rule.startswith("classes") else isinstance(layer, nn.LayerNorm)
 
 
 def _complaint(
@@ -447,25 +370,19 @@ def _complaint(
 ) -> str:
     """What speaks against an order; nothing if all agrees."""
     groups = saved["param_groups"]
-    unknown = [name for run in order.groups for name in run if name not in shapes]
-    if unknown:
+    numbers = [number for group in groups for number in group["params"]]
+    if unknown := [name for name in order.names if name not in shapes]:
         return f"the model has no parameters {some(unknown)}"
-    sizes = [len(group["params"]) for group in groups]
-    counts = [len(run) for run in order.groups]
-    if counts != sizes:
-        k = next((k for k, (a, b) in enumerate(zip(counts, sizes, strict=False)) if a != b), 0)
-        return f"groups of {counts} parameters (group {k}: {some(order.groups[k])})"
-    if len(set(order.names)) != sum(sizes):
+    if [*map(len, order.groups)] != [len(group["params"]) for group in groups]:
+        return f"groups of {[*map(len, order.groups)]} parameters"
+    if len(set(order.names)) != len(numbers):
         return "a name occurs twice"
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
         return f"the second group must not decay, but has {groups[1]['weight_decay']}"
-    wrong = []
-    for group, run in zip(groups, order.groups, strict=True):
-        flat = group.get("hess")
-        if isinstance(flat, Tensor) and flat.numel() != sum(shapes[name].numel() for name in run):
-            return f"a flat Hessian of {flat.numel()} entries for {some(run)}"
-        for number, name in zip(group["params"], run, strict=True):
-            held = saved["state"].get(number, {}).get(key)
-            if isinstance(held, Tensor) and held.shape != shapes[name]:
-                wrong.append(f"{name} {tuple(shapes[name])} with a state of {tuple(held.shape)}")
+    held = [saved["state"].get(number, {}).get(key) for number in numbers]
+    wrong = [
+        f"{name} {tuple(shapes[name])} with a state of {tuple(state.shape)}"
+        for name, state in zip(order.names, held, strict=True)
+        if isinstance(state, Tensor) and state.shape != shapes[name]
+    ]
     return f"{len(wrong)} shapes differ ({some(wrong)})" if wrong else ""

@@ -19,34 +19,7 @@ from blr_analysis.errors import OptimizerError
 
 State = Mapping[str, Any]
 
-ADVICE = (
-    "Supported: IVON (blr_analysis and ivon-opt), VOGN, OGN, Vadam, Vprop, BSAM, torch's Adam, "
-    "AdamW, NAdam, RAdam, RMSprop and Adagrad. For a model trained with anything else, "
-    "blr_analysis.fit_laplace fits a posterior after training."
-)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How one optimizer's state is read.
-
-    Attributes:
-        kind: recorded in the posterior, e.g. ``"adam_v"``.
-        key: the entry of the parameter's state that holds h or v.
-        estimate: (state, group) → h or v̂, shaped as the parameter.
-        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
-        settings: the groups' settings that the record keeps.
-    """
-
-    kind: str
-    key: str
-    estimate: Callable[[State, State], Tensor]
-    settings: tuple[str, ...]
-    scaled: bool = False
-
-    def has_learned(self, state: State, group: State) -> bool:
-        """Whether this parameter was ever updated from a gradient."""
-        return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
+ADVICE = "fit_laplace fits a posterior after any training"
 
 
 def steps(state: State, group: State) -> float | None:
@@ -58,65 +31,85 @@ def steps(state: State, group: State) -> float | None:
 def _counted(state: State, group: State) -> float:
     count = steps(state, group)
     if count is None:
-        raise OptimizerError(
-            f"the optimizer's state (entries {sorted(state)}) counts no steps, which its bias "
-            f"correction needs. {ADVICE}"
-        )
+        said = f"the optimizer's state (entries {sorted(state)}) counts no steps"
+        raise OptimizerError(f"{said}: {ADVICE}")
     return count
 
 
-def _adam(state: State, group: State) -> Tensor:
-    return state["exp_avg_sq"] / (1 - float(group["betas"][1]) ** _counted(state, group))
+def _mean(key: str, beta: Callable[[State], float]) -> Callable[[State, State], Tensor]:
+    """A running mean that started at 0, without the bias of that."""
+    return lambda state, group: state[key] / (1 - float(beta(group)) ** _counted(state, group))
 
 
-def _rmsprop(state: State, group: State) -> Tensor:
-    return state["square_avg"] / (1 - float(group["alpha"]) ** _counted(state, group))
+def _sum(key: str, start: str) -> Callable[[State, State], Tensor]:
+    """A sum of squares, as their mean."""
+    return lambda state, group: (state[key] - float(group.get(start, 0.0))) / _counted(state, group)
 
 
-def _adagrad(state: State, group: State) -> Tensor:
-    start = float(group.get("initial_accumulator_value", 0.0))
-    return (state["sum"] - start) / _counted(state, group)
+@dataclass(frozen=True)
+class Reader:
+    """How one optimizer's state is read.
+
+    Attributes:
+        kind: recorded in the posterior, e.g. ``"adam_v"``.
+        key: the entry of the parameter's state that holds h or v.
+        estimate: (state, group) → h or v̂, shaped as the parameter.
+        classes: names of the optimizers, or of their base classes.
+        option: of a group, by which a saved state, which does not name its optimizer, is known.
+        scaled: the optimizer learns a posterior and its groups hold ``ess`` and ``weight_decay``.
+    """
+
+    kind: str
+    key: str
+    estimate: Callable[[State, State], Tensor]
+    classes: tuple[str, ...] = ()
+    option: str = ""
+    scaled: bool = False
+
+    def has_learned(self, state: State, group: State) -> bool:
+        """Whether this parameter was ever updated from a gradient."""
+        return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
 
 
-def _second_moment(state: State, group: State) -> Tensor:
-    start = 0.0 if group["hess_init"] else float(group["beta2"]) ** _counted(state, group)
-    return state["hess"] / (1 - start)
-
-
-def _summed(state: State, group: State) -> Tensor:
-    return (state["hess"] - float(group["hess_init"])) / _counted(state, group)
-
-
-LEARNED = ("ess", "weight_decay", "hess_init", "beta1", "beta2", "betas", "radius", "damping")
-IVON = Reader("ivon", "hess", lambda state, _: state["hess"], LEARNED, scaled=True)
-ADAM = Reader("adam_v", "exp_avg_sq", _adam, ("betas", "weight_decay", "amsgrad"))
-RMSPROP = Reader("rmsprop_v", "square_avg", _rmsprop, ("alpha", "centered", "weight_decay"))
-ADAGRAD = Reader("adagrad_v", "sum", _adagrad, ("initial_accumulator_value", "weight_decay"))
-
-READERS: dict[str, Reader] = {
-    "IVON": IVON,
-    "Adam": ADAM,
-    "AdamW": ADAM,
-    "NAdam": ADAM,
-    "RAdam": ADAM,
-    "RMSprop": RMSPROP,
-    "Adagrad": ADAGRAD,
-}
-"""By the optimizer's class name, or that of one of its base classes."""
-
+IVON = Reader("ivon", "hess", lambda state, _: state["hess"], ("IVON",), "ess", True)
+READERS = (
+    IVON,
+    Reader(
+        "adam_v",
+        "exp_avg_sq",
+        _mean("exp_avg_sq", lambda group: group["betas"][1]),
+        ("Adam", "AdamW", "NAdam", "RAdam"),
+        "betas",
+    ),
+    Reader(
+        "rmsprop_v",
+        "square_avg",
+        _mean("square_avg", lambda group: group["alpha"]),
+        ("RMSprop",),
+        "alpha",
+    ),
+    Reader(
+        "adagrad_v",
+        "sum",
+        _sum("sum", "initial_accumulator_value"),
+        ("Adagrad",),
+        "lr_decay",
+    ),
+)
+SECOND = Reader(
+    "adam_v",
+    "hess",
+    _mean("hess", lambda group: 0.0 if group["hess_init"] else group["beta2"]),
+)
 ROWS: dict[str, Reader] = {
-    "IVON": IVON,
-    "VOGN": replace(IVON, kind="vogn"),
-    "OGN": replace(IVON, kind="ogn"),
-    "Vadam": replace(IVON, kind="vadam"),
-    "Vprop": replace(IVON, kind="vprop"),
+    **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
-    "Adam": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
-    "AdamW": Reader("adam_v", "hess", _second_moment, ("beta1", "beta2", "weight_decay")),
     "diagonal Newton": replace(IVON, kind="diagonal_newton"),
-    "AdaGrad": Reader("adagrad_v", "hess", _summed, ("hess_init", "weight_decay")),
-    "AdaDelta": Reader("adadelta_v", "hess", _second_moment, ("beta2", "weight_decay")),
-    "RMSprop": Reader("rmsprop_v", "hess", _second_moment, ("beta2", "weight_decay")),
+    "Adam": SECOND,
+    "AdamW": SECOND,
+    "AdaDelta": replace(SECOND, kind="adadelta_v"),
+    "RMSprop": replace(SECOND, kind="rmsprop_v"),
+    "AdaGrad": Reader("adagrad_v", "hess", _sum("hess", "hess_init")),
 }
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""
 
@@ -127,47 +120,12 @@ def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
     Raises:
         OptimizerError: the optimizer keeps no precision, or none that is known here.
     """
-    if isinstance(optimizer, torch.optim.SGD):
-        raise OptimizerError(f"SGD keeps no precision, at most a momentum. {ADVICE}")
-    if (reader := _reader_of_row(optimizer.param_groups)) is not None:
-        return reader
-    for base in type(optimizer).__mro__:
-        if base.__name__ in READERS:
-            reader = READERS[base.__name__]
-            break
-    else:
-        raise OptimizerError(f"no precision can be read from {type(optimizer).__name__}. {ADVICE}")
-    entries = sorted(
-        {key for state in optimizer.state.values() if is_state(state) for key in state}
-    )
-    if entries and reader.key not in entries:
-        said = f"the state of this {type(optimizer).__name__} has the entries {entries}"
-        raise OptimizerError(f"{said} and not {reader.key!r}. {ADVICE}")
-    return reader
+    return reader_of_saved(optimizer.state.values(), optimizer.param_groups, type(optimizer))
 
 
-def _reader_of_row(groups: Sequence[State]) -> Reader | None:
-    """The row that the groups name; None where they name none."""
-    names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
-    if not names:
-        return None
-    other = sorted(names - set(ROWS))
-    if other and other[0].startswith(("STE", "BayesBiNN")):
-        raise OptimizerError(
-            f"{other[0]} learns weights of ±1, no Gaussian: draw networks with "
-            "`optimizer.sampled_params()`, or freeze these weights and call fit_laplace."
-        )
-    if other and other[0].startswith("dropout"):
-        raise OptimizerError(
-            f"{other[0]} learns a spike and slab, no Gaussian: draw with "
-            "`optimizer.sampled_params()`, or call fit_laplace on `optimizer.mean_params()`."
-        )
-    if len(names) > 1 or other:
-        raise OptimizerError(f"{', '.join(sorted(names))} keeps no diagonal precision. {ADVICE}")
-    return ROWS[names.pop()]
-
-
-def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
+def reader_of_saved(
+    states: Iterable[State], groups: Sequence[State], kind: type | None = None
+) -> Reader:
     """The row for a saved state, which does not name its optimizer: by the entries it holds.
 
     Raises:
@@ -175,24 +133,31 @@ def reader_of_saved(states: Iterable[State], groups: Sequence[State]) -> Reader:
     """
     entries = {key for state in states if is_state(state) for key in state}
     options = {key for group in groups for key in group}
-    if entries and (reader := _reader_of_row(groups)) is not None:
+    if (entries or kind) and (reader := _of_row(groups)) is not None:
         return reader
-    if "hess" in entries | options and {"ess", "weight_decay"} <= options:
-        return IVON
-    if "exp_avg_sq" in entries and "betas" in options:
-        return ADAM
-    if "square_avg" in entries and "alpha" in options:
-        return RMSPROP
-    if "sum" in entries and "lr_decay" in options:
-        return ADAGRAD
-    if "nesterov" in options:
-        raise OptimizerError(f"this is a saved SGD, which keeps no precision. {ADVICE}")
-    if not entries:
+    bases = {base.__name__ for base in (kind.__mro__ if kind else ())}
+    for reader in READERS:
+        known = bases & set(reader.classes) if kind else reader.option in options
+        held = entries | options if reader.scaled else entries  # ivon-opt's h is in its groups
+        if known and (reader.key in held or (kind and not entries)):
+            return reader
+    if not entries and not kind and "nesterov" not in options:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    raise OptimizerError(
-        f"the saved optimizer (state: {sorted(entries)}; settings: {sorted(options)}) holds no "
-        f"known second moment. {ADVICE}"
-    )
+    if "nesterov" in options:
+        raise OptimizerError(f"SGD keeps no precision: {ADVICE}")
+    said = f"{kind.__name__ if kind else 'the saved optimizer'} (state: {sorted(entries)})"
+    raise OptimizerError(f"no precision can be read from {said}: {ADVICE}")
+
+
+def _of_row(groups: Sequence[State]) -> Reader | None:
+    """The row that the groups name; None where they name none."""
+    names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
+    if len(names) == 1 and (reader := ROWS.get(next(iter(names)))) is not None:
+        return reader
+    if names:
+        said = f"{', '.join(sorted(names))} keeps no diagonal precision"
+        raise OptimizerError(f"{said}: draw from sampled_params(), or {ADVICE}")
+    return None
 
 
 def is_state(state: object) -> bool:
@@ -222,11 +187,9 @@ def split_flat(
     result = []
     for k, (group, sizes) in enumerate(zip(groups, shapes, strict=True)):
         numels = [size.numel() for size in sizes]
-        if group["hess"].numel() != sum(numels):
-            raise OptimizerError(
-                f"group {k}'s Hessian has {group['hess'].numel()} entries, but its parameters "
-                f"{[tuple(size) for size in sizes]} have {sum(numels)}."
-            )
+        if (held := group["hess"].numel()) != sum(numels):
+            said = f"group {k}'s Hessian has {held} entries, its parameters {sum(numels)}"
+            raise OptimizerError(f"{said}: it was saved for another model")
         pieces = zip(torch.split(group["hess"], numels), sizes, strict=True)
         result.append(
             [{"hess": piece.view(size), "step": step} if touched else {} for piece, size in pieces]

@@ -3,7 +3,7 @@
 A structure is a symmetric positive matrix over named parameters. Vectors are dicts of tensors by
 parameter name, with any number of leading (batch) dimensions. With S = R Rᵀ:
 
-    times S v · solve Σ v · root R v · root_solve R⁻ᵀ v (Σ = R⁻ᵀ R⁻¹) · logdet log|S|
+    times S v · solve Σ v · root_solve R⁻ᵀ v (Σ = R⁻ᵀ R⁻¹) · logdet log|S|
     gram    g_iᵀ Σ g_i' for factored gradients (a layer's term, never a P-vector per example)
     add     S + Σ_i g_i g_iᵀ, projected on the structure
 
@@ -18,59 +18,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.inputs import InputMoments
 from blr_analysis.backprop.matrices import Basis
 from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.files import Unfinished
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
-Passes = Callable[..., Iterator[list[Term]]]
 HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a structure is fitted to.
-
-    Attributes:
-        params: the weights, by name.
-        passes: label, indices=None, kept=None → one sweep over the data (or ``indices`` of it): per
-            chunk the terms of the columns G_i.
-        prior: δ.
-        label: of the sweeps.
-        inputs: what the layers see, over one sweep of forward passes.
-        gradients: how many G_ic there are.
-        n_data: the number of examples.
-        padded: whether some positions are padding.
-        vocabulary: words that a language model tells apart; 0 for other models.
-        sample: examples whose gradients tell the directions; None: all.
-        rank, tolerance: of low rank.
-        kept: by the sweep, where "factors" and "values" of layers with factors are kept meanwhile.
-    """
-
-    params: Tree
-    passes: Passes
-    prior: Prior
-    label: str
-    inputs: Callable[[], InputMoments]
-    gradients: Callable[[], int]
-    n_data: int
-    padded: bool
-    rank: int | None
-    tolerance: float | None
-    vocabulary: int = 0
-    sample: Tensor | None = None
-    kept: Mapping[str, Unfinished] = field(default_factory=dict)
 
 
 class Structure(ABC):
@@ -92,13 +54,13 @@ class Structure(ABC):
     def summed(self, fit: Fit) -> Self:
         """S + Σ_i G_iᵀ G_i over one sweep of this rank's examples."""
         form = self
-        for terms in fit.passes(f"{self.kind} {fit.label}"):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}"):
             form = form.add(terms)
         return form
 
     @classmethod
-    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Self:
-        """A symmetric matrix, not always positive, from its products with vectors.
+    def of_rows(cls, params: Tree, rows: Iterator[tuple[slice, Tensor]]) -> Self:
+        """A symmetric matrix, not always positive, from some of its rows ``[n, P]`` at a time.
 
         Raises:
             InputError: this structure is found in gradients only.
@@ -106,11 +68,10 @@ class Structure(ABC):
         raise InputError(f"curvature='exact' needs structure='diag' or 'full', not {cls.kind!r}")
 
     @classmethod
-    def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
+    def check_fit(cls, size: int, rank: int | None) -> None:
         """Raise :class:`InputError` where P parameters cannot be fitted with these choices."""
-        for name, value in {"rank": rank, "tolerance": tolerance}.items():
-            if value is not None:
-                raise InputError(f"{name} belongs to structure='lowrank', not {cls.kind!r}")
+        if rank is not None:
+            raise InputError(f"rank belongs to structure='lowrank', not {cls.kind!r}")
 
     @classmethod
     @abstractmethod
@@ -122,16 +83,6 @@ class Structure(ABC):
     def record(self) -> dict[str, Any]:
         """What :meth:`read` needs beside the tensors, JSON-able."""
         return {"shapes": {n: list(s) for n, s in self.shapes.items()}}
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same matrix over parameters of other names, as it is stored."""
-
-        def key(stored: str) -> str:
-            own = next((n for n in names if stored == n or stored.startswith(f"{n}.")), None)
-            return stored if own is None else names[own] + stored.removeprefix(own)
-
-        tensors = {key(k): t for k, t in self.tensors().items()}
-        return type(self).read(tensors, renamed(self.record(), names), list(names.values()))
 
     @property
     def per_weight(self) -> Tree | None:
@@ -150,10 +101,6 @@ class Structure(ABC):
     @abstractmethod
     def solve(self, v: Tree) -> Tree:
         """Σ v = S⁻¹ v."""
-
-    @abstractmethod
-    def root(self, v: Tree) -> Tree:
-        """R v, where S = R Rᵀ."""
 
     @abstractmethod
     def root_solve(self, v: Tree) -> Tree:
@@ -223,10 +170,6 @@ class Structure(ABC):
         """Σ v in the basis, for v with any leading dimensions."""
         return self.solve(v)
 
-    def basis_variance(self) -> Tree:
-        """The diagonal of Σ in the basis."""
-        return self.diagonal(inverse=True)
-
     def square_sums(self, terms: Sequence[Term]) -> Tree:
         """diag(Uᵀ Σ_i G_iᵀ G_i U), in the basis."""
         return {n: s for term in self.into_basis(terms) for n, s in term.square_sum().items()}
@@ -254,7 +197,7 @@ class Spectral(Structure):
         """The same basis with other eigenvalues."""
 
     @abstractmethod
-    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
+    def prior_values(self, prior: Prior | Given) -> dict[str, float]:
         """δ in this basis."""
 
     def _power(self, v: Tree, power: float) -> Tree:
@@ -266,7 +209,7 @@ class Spectral(Structure):
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
         kept = fit.kept.get("values")
-        for terms in fit.passes(f"{self.kind} {fit.label}", kept=kept, apart=True):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept, apart=True):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
             if kept is not None:
@@ -280,9 +223,6 @@ class Spectral(Structure):
     def solve(self, v: Tree) -> Tree:
         return self._power(v, -1.0)
 
-    def root(self, v: Tree) -> Tree:
-        return self._power(v, 0.5)
-
     def root_solve(self, v: Tree) -> Tree:
         return self._power(v, -0.5)
 
@@ -295,9 +235,6 @@ class Spectral(Structure):
 
     def basis_solve(self, v: Tree) -> Tree:
         return {k: v[k] / s for k, s in self.values.items()}
-
-    def basis_variance(self) -> Tree:
-        return {k: 1 / s for k, s in self.values.items()}
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
         sums: Tensor | None = None
@@ -331,44 +268,28 @@ class Spectral(Structure):
         return self.with_values({k: s + delta[k] for k, s in self.values.items()})
 
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
-        delta = self.prior_values(prior)
-        floors = {
-            k: torch.as_tensor(delta[k], dtype=s.dtype, device=s.device).expand_as(s)
-            for k, s in self.values.items()
-        }
-        below = sum(int((s < floors[k] * (1 - 1e-6)).sum()) for k, s in self.values.items())
-        total = sum(s.numel() for s in self.values.values())
-        raised = {k: torch.maximum(s, floors[k]) for k, s in self.values.items()}
-        return self.with_values(raised), below / total
+        delta, below, raised = self.prior_values(prior), 0, {}
+        for k, s in self.values.items():
+            below += int((s < delta[k] * (1 - 1e-6)).sum())
+            raised[k] = s.clamp_min(delta[k])
+        return self.with_values(raised), below / sum(s.numel() for s in self.values.values())
 
     def check(self) -> None:
         for name, s in self.values.items():
             if not bool(torch.isfinite(s).all()):
                 raise PosteriorError(f"the precision of {name!r} holds NaN or inf")
             if not bool((s > 0).all()):
-                raise PosteriorError(
-                    f"the precision of {name!r} must be positive, its smallest value is "
-                    f"{float(s.min()):.3g}; give a prior_precision above 0"
-                )
+                said = f"the precision of {name!r} must be positive, is {float(s.min()):.3g}"
+                raise PosteriorError(f"{said} somewhere; give a prior_precision above 0")
 
 
-def renamed(entry: Any, names: Mapping[str, str]) -> Any:
-    """Something JSON-able with other names in the place of these."""
-    if isinstance(entry, Mapping):
-        return {names.get(k, k): renamed(v, names) for k, v in entry.items()}
-    if isinstance(entry, list | tuple):
-        return [renamed(v, names) for v in entry]
-    return names.get(entry, entry) if isinstance(entry, str) else entry
-
-
-def unit_products(
-    params: Tree, times: Callable[[Tree], Tree]
-) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """A matrix times unit vectors, some at a time: which of the P, and their products by name."""
+def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:
+    """A matrix times unit vectors, some at a time: which of the P, and its rows ``[n, P]``."""
     sizes = [p.numel() for p in params.values()]
     like = next(iter(params.values()))
     for rows in slices(sum(sizes), HELD // max(1, sum(sizes))):
         eye = like.new_zeros(rows.stop - rows.start, sum(sizes))
         eye[:, rows].fill_diagonal_(1)
         parts = zip(params.items(), eye.split(sizes, dim=1), strict=True)
-        yield rows, times({n: part.reshape(-1, *p.shape) for (n, p), part in parts})
+        products = times({n: part.reshape(-1, *p.shape) for (n, p), part in parts})
+        yield rows, torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Spectral, Tree, unit_products
+from blr_analysis.posterior.structures.contract import Spectral, Tree
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,9 @@ class Diagonal(Spectral):
         return cls(nothing).summed(fit), {}
 
     @classmethod
-    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Diagonal:
-        diagonal = [
-            torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)[:, rows].diagonal()
-            for rows, products in unit_products(params, times)
-        ]
-        parts = torch.cat(diagonal).split([p.numel() for p in params.values()])
+    def of_rows(cls, params: Tree, rows: Iterator[tuple[slice, Tensor]]) -> Diagonal:
+        flat = torch.cat([block[:, at].diagonal() for at, block in rows])
+        parts = flat.split([p.numel() for p in params.values()])
         return cls({n: d.view_as(p) for (n, p), d in zip(params.items(), parts, strict=True)})
 
     @classmethod
@@ -54,9 +52,8 @@ class Diagonal(Spectral):
     def with_values(self, values: dict[str, Tensor]) -> Diagonal:
         return Diagonal(values)
 
-    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
-        delta = Prior.of_any(prior)
-        return {n: delta.of(n) for n in self.values}
+    def prior_values(self, prior: Prior | Given) -> dict[str, float]:
+        return Prior.of_any(prior).numbers(self.values)
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         return {n: 1 / s if inverse else s.clone() for n, s in self.values.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Structure, Tree, unit_products
+from blr_analysis.posterior.structures.contract import Structure, Tree
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
@@ -29,8 +30,8 @@ class Full(Structure):
         self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
 
     @classmethod
-    def check_fit(cls, size: int, rank: int | None, tolerance: float | None) -> None:
-        super().check_fit(size, rank, tolerance)
+    def check_fit(cls, size: int, rank: int | None) -> None:
+        super().check_fit(size, rank)
         if size > LIMIT:
             most = f"use 'kron' or 'lowrank' above {LIMIT:,} parameters"
             raise InputError(f"structure='full' would hold {size:,} × {size:,} numbers; {most}")
@@ -45,12 +46,8 @@ class Full(Structure):
         return form, {}
 
     @classmethod
-    def from_products(cls, params: Tree, times: Callable[[Tree], Tree]) -> Full:
-        columns = [
-            torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)
-            for _, products in unit_products(params, times)
-        ]
-        matrix = torch.cat(columns)
+    def of_rows(cls, params: Tree, rows: Iterator[tuple[slice, Tensor]]) -> Full:
+        matrix = torch.cat([block for _, block in rows])
         return cls((matrix + matrix.mT) / 2, {n: p.shape for n, p in params.items()})
 
     @classmethod
@@ -95,9 +92,6 @@ class Full(Structure):
     def solve(self, v: Tree) -> Tree:
         return self._map(v, lambda x: torch.cholesky_solve(x, self.factor))
 
-    def root(self, v: Tree) -> Tree:
-        return self._map(v, lambda x: self.factor @ x)
-
     def root_solve(self, v: Tree) -> Tree:
         upper = self.factor.mT
         return self._map(v, lambda x: torch.linalg.solve_triangular(upper, x, upper=True))
@@ -139,21 +133,19 @@ class Full(Structure):
 
     def _prior_vector(self, prior: Prior | Given) -> Tensor:
         delta = Prior.of_any(prior)
-        parts = [delta.like(n, self.matrix).expand(s).flatten() for n, s in self.shapes.items()]
+        parts = [self.matrix.new_full(s, delta.of(n)).flatten() for n, s in self.shapes.items()]
         return torch.cat(parts)
 
     def floored(self, prior: Prior | Given) -> tuple[Full, float]:
         """S itself where S − diag(δ) ⪰ 0 to working precision; else its eigenvalues are raised."""
-        excess = (self.matrix - self._prior_vector(prior).diag()).double()
+        delta = self._prior_vector(prior).diag()
+        excess = (self.matrix - delta).double()
         slack = 1e-6 * float(self.matrix.diagonal().abs().max())
-        shifted = excess + slack * torch.eye(len(excess), dtype=excess.dtype, device=excess.device)
-        if not bool(torch.linalg.cholesky_ex(shifted)[1]):
+        if not torch.linalg.cholesky_ex(excess + slack * torch.eye(len(excess)).to(excess))[1]:
             return self, 0.0
-        eigenvalues, basis = torch.linalg.eigh(excess)
-        below = float((eigenvalues < -slack).double().mean())
-        raised = (basis * eigenvalues.clamp_min(0)) @ basis.mT
-        matrix = raised.to(self.matrix) + self._prior_vector(prior).diag()
-        return Full(matrix, self.shapes), below
+        values, basis = torch.linalg.eigh(excess)
+        raised = ((basis * values.clamp_min(0)) @ basis.mT).to(delta) + delta
+        return Full(raised, self.shapes), float((values < -slack).double().mean())
 
     def tensors(self) -> dict[str, Tensor]:
         return {"full.precision": self.matrix}

@@ -15,8 +15,9 @@ from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError, ModelError
+from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Fit, Spectral
+from blr_analysis.posterior.structures.contract import Spectral
 
 ROWS = ".row_eigenvalues"  # beside one row of eigenvalues: what each row has on top of it
 LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a head, has a diagonal
@@ -41,7 +42,7 @@ class Kronecker(Spectral):
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
         """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
         all data."""
-        times = 1.0 if fit.sample is None else fit.n_data / len(fit.sample)
+        times = 1.0 if fit.sample is None else fit.task.n_data / len(fit.sample)
         moments = factor_sums(fit)
         own = ranks.share(torch.arange(len(moments)))
         blocks = eigenbases(moments, fit.params, times, own.tolist())
@@ -100,17 +101,14 @@ class Kronecker(Spectral):
     def with_values(self, values: dict[str, Tensor]) -> Kronecker:
         return replace(self, values=values)
 
-    def prior_values(self, prior: Prior | Given) -> dict[str, float | Tensor]:
+    def prior_values(self, prior: Prior | Given) -> dict[str, float]:
         delta = Prior.of_any(prior)
-        values = {n: delta.of(n) for n in self.plain}
+        values = delta.numbers(self.plain)
         for block in self.blocks:
-            each = [torch.as_tensor(delta.of(n), dtype=torch.float64) for n in block.names]
-            low, high = min(float(p.min()) for p in each), max(float(p.max()) for p in each)
+            low, high = (f(delta.numbers(block.names).values()) for f in (min, max))
             if low != high:
-                raise InputError(
-                    f"one prior precision is needed for all of {block.names}, got {low:g} … "
-                    f"{high:g}; use structure='full' (small models) or 'diag'"
-                )
+                said = f"one prior precision is needed for all of {block.names}"
+                raise InputError(f"{said}, got {low:g} … {high:g}; use structure='full' or 'diag'")
             values[block.key] = low
         return values
 
@@ -188,7 +186,9 @@ def factor_sums(fit: Fit) -> Moments:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
                 continue
-            factors = term.factors(padded=fit.padded, vocabulary=fit.vocabulary)
+            factors = term.factors(
+                padded=fit.task.likelihood.is_sequence, vocabulary=fit.vocabulary
+            )
             if factors is None:
                 continue
             joint, *pair = factors
@@ -259,7 +259,9 @@ class Gram(Kronecker):
         blocks, values = [], {}
         for name in plain:  # first, as in a file
             like, counts = fit.params[name], seen.counts.get(name)
-            each = like.new_tensor(fit.n_data) if counts is None else counts.to(like).unsqueeze(1)
+            each = (
+                like.new_tensor(fit.task.n_data) if counts is None else counts.to(like).unsqueeze(1)
+            )
             values[name] = each.expand_as(like).clone()
         for joint, moments in seen.moments.values():
             like = fit.params[joint.key]

@@ -94,11 +94,11 @@ def test_predictions_and_analyses_take_the_mixture() -> None:
     qs = [blr.Posterior.from_optimizer(o, m) for o, m in zip(optimizers, models, strict=True)]
     x, y = torch.randn(int(N), 2).double(), torch.randn(int(N), 1).double()
     task = blr.Task(models[0], (x, y), likelihood="gaussian")
-    both = predict(task, qs, draws=0, progress=False)
+    both = predict(task, qs, draws=0)
     means = [m(x).detach() for m in models]
     torch.testing.assert_close(both.mean, (means[0] + means[1]) / 2)
     densities = [(-0.5 * (y - f).square()).exp() for f in means]
     expected = -(sum(densities) / 2).log() + 0.5 * torch.log(torch.tensor(2 * torch.pi))
     torch.testing.assert_close(both.losses, expected.squeeze(1))
-    assert predict(task, qs, draws=3, progress=False).draws == 6
+    assert predict(task, qs, draws=3).draws == 6
     assert blr.sensitivity(task, qs).deviation.shape[0] == len(y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_breast_cancer
@@ -130,6 +131,7 @@ def test_ogn_finds_the_closed_form_posterior_of_linear_regression() -> None:
     torch.testing.assert_close(precision, exactly, rtol=1e-8, atol=0)
 
 
+@pytest.mark.slow
 def test_vogn_finds_it_within_the_noise_of_its_draws() -> None:
     """Averaged over draws, a residual's square grows by the variance of its prediction."""
     n, delta = 400, 60.0

@@ -15,25 +15,26 @@ that every model can be merged. Outside the layers everything, before them (embe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
-
-from blr_analysis.errors import InputError
-from blr_analysis.merging.job import Weight
 
 
 @dataclass(frozen=True)
 class Rule:
     """A number, or a gradient over the depth, for the tensors whose name contains ``part``.
 
-    Every name contains the empty ``part``. ``place`` is where the recipe says so.
+    Every name contains the empty ``part``.
     """
 
     values: tuple[float, ...]
     part: str = ""
-    place: str = field(default="", compare=False)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the value depends on the tensor's name."""
+        return bool(self.part) or len(set(self.values)) > 1
 
     def at(self, depth: float) -> float:
         """The value at a depth in [0, 1]."""
@@ -52,7 +53,7 @@ class LayerWeights:
     Attributes:
         rules: the first that speaks of a tensor decides.
         depths: the number of layers of each stack, as :func:`depths` finds them.
-        default: where no rule speaks; None: there must be one, as in mergekit.
+        default: where no rule speaks.
 
     Example:
         >>> names = ["embed.weight", *(f"layers.{i}.mlp.weight" for i in range(3)), "norm.weight"]
@@ -65,22 +66,12 @@ class LayerWeights:
 
     rules: tuple[Rule, ...]
     depths: Mapping[str, int]
-    default: float | None = 1.0
+    default: float = 1.0
 
     def __call__(self, name: str) -> float:
-        """α of one tensor.
-
-        Raises:
-            InputError: no rule speaks of it, and there is no default.
-        """
+        """α of one tensor."""
         rule = next((rule for rule in self.rules if rule.part in name), None)
-        if rule is not None:
-            return rule.at(depth_of(name, self.depths))
-        if self.default is None:
-            raise InputError(
-                f"{self.rules[-1].place}: no rule for {name!r}: end with {{value: …}} for the rest."
-            )
-        return self.default
+        return self.default if rule is None else rule.at(depth_of(name, self.depths))
 
     def unused(self, names: Iterable[str]) -> list[Rule]:
         """The rules whose filter no tensor's name holds."""
@@ -88,44 +79,9 @@ class LayerWeights:
         return [rule for rule in self.rules if not any(rule.part in name for name in names)]
 
     def __repr__(self) -> str:
-        deciding: list[object] = []
-        for rule in self.rules:
-            deciding.append(rule)
-            if not rule.part:
-                break
-        else:
-            deciding += [] if self.default is None else [self.default]
-        return "; ".join(map(repr, deciding))
-
-
-def weight_by_layer(
-    rules: tuple[Rule, ...],
-    depths: Mapping[str, int],
-    default: float = 1.0,
-    *,
-    for_all: bool = False,
-) -> Weight:
-    """α as a number where all tensors get the same, else as a function of the name; ``for_all``:
-    where there are rules, one must speak of every tensor.
-
-    >>> weight_by_layer((Rule((0.5,)),), {}), weight_by_layer((Rule((0.5,), "mlp"),), {})
-    (0.5, mlp: 0.5; 1.0)
-    """
-    if not rules:
-        return default
-    if not varies(rules):
-        return rules[0].values[0]
-    return LayerWeights(rules, depths, None if for_all else default)
-
-
-def varies(rules: Sequence[Rule]) -> bool:
-    """Whether a weight depends on the tensor's name."""
-    return bool(rules) and (bool(rules[0].part) or len(set(rules[0].values)) > 1)
-
-
-def rest(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """1 minus what the rules say."""
-    return tuple(replace(rule, values=tuple(1 - v for v in rule.values)) for rule in rules)
+        whole = next((k for k, rule in enumerate(self.rules) if not rule.part), None)
+        rest = [self.default] if whole is None else []
+        return "; ".join(map(repr, [*self.rules[: None if whole is None else whole + 1], *rest]))
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:

@@ -1,0 +1,448 @@
+"""A LoRA adapter as a fine-tuned model: the base's tensors, with the adapter added.
+
+    W = W_0 + s·B·A,      s = α/r, or α/√r where rank-stabilised.
+
+Adapters are so merged as weights: the sum of two adapters holds B₁A₁ + B₂A₂ and none of the
+cross terms B₁A₂ that adding A to A and B to B brings. Pairs of matrices of linear layers are added
+as they are read. Whatever is more than that (DoRA, convolutions, embeddings, biases, whole modules,
+other methods than LoRA) PEFT merges, with the whole model in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import install, some
+from blr_analysis.errors import InputError, ModelError, StorageError, told_as
+from blr_analysis.files import Folder, Loaded, Owned, Scratch, Source, Spec
+from blr_analysis.files.headers import read_json
+from blr_analysis.merging.sources import TABLES, same_bytes
+from blr_analysis.task import unwrapped
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PAIR = re.compile(rf"(?P<module>{re.escape(PREFIX)}.+)\.lora_(?P<letter>[AB])\.weight")
+BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
+# Settings of LoRA whose meaning is known here, or that say nothing about which weights come out.
+PLAIN = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
+    *("target_modules", "task_type", "base_model_name_or_path", "auto_mapping", "peft_type"),
+    *("peft_version", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    *("revision", "runtime_config"),
+}
+# What acts on some tokens only, or on a base that is not the one that is stored.
+NO_WEIGHTS = {
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
+    *("megatron_config", "use_qalora"),
+}
+# The base's weights are what they were; everything that was learned is in the adapter's tensors.
+INITIALISATIONS = ("gaussian", "orthogonal", "eva", "mica")
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is the folder of a PEFT adapter.
+
+    >>> is_adapter("no/such/folder")
+    False
+    """
+    return (Path(path).expanduser() / CONFIG).is_file()
+
+
+def is_place(given: Any) -> bool:
+    """Whether a model or a precision is the name of a folder or file."""
+    return isinstance(given, str | os.PathLike)
+
+
+def open_model(given: Any, name: str, base: Source | None = None) -> Source:
+    """A folder's tensors, an adapter's added to ``base``, or those of a state dict or module."""
+    if isinstance(given, nn.Module):
+        return Loaded(name, unwrapped(given).state_dict())
+    if not is_place(given):
+        return Loaded(name, given)
+    if not is_adapter(given):
+        return Folder.open(given)
+    if base is None:
+        raise InputError(f"{str(given)!r} is an adapter: name its base model")
+    return open_adapter(given, base, dtype=torch.float32)
+
+
+def open_adapter(
+    path: str | os.PathLike[str], base: Source, *, dtype: torch.dtype | None = None
+) -> Adapted:
+    """The model that a PEFT adapter makes of ``base``, as a source of tensors.
+
+    It has the base's names, shapes and dtypes; a precision that goes with it is one of the
+    merged weights, under those names. Of plain LoRA nothing is loaded yet, but all is checked:
+    every tensor of the adapter is used, or it is refused. Any other adapter is merged by PEFT
+    now, and the base must be the folder of a transformers model that fits into memory.
+
+    Args:
+        path: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        base: the model that the adapter was trained on.
+        dtype: in which changed tensors are answered, at least; None: as the base stores them. A
+            bfloat16 base keeps 8 bits of each weight, so that a small s·B·A is mostly rounded
+            away: ``torch.float32`` keeps it for a merge.
+
+    Raises:
+        StorageError: files are missing, damaged or pickles.
+        ModelError: the adapter does not fit the base, or is of a kind that PEFT cannot merge.
+
+    Example:
+        >>> import json
+        >>> from safetensors.torch import save_file
+        >>> pair = {"A": torch.tensor([[1.0, 0.0, 2.0]]), "B": torch.tensor([[1.0], [3.0]])}
+        >>> config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["fc"]}
+        >>> base = Loaded("base", {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file(
+        ...         {f"base_model.model.fc.lora_{x}.weight": t for x, t in pair.items()},
+        ...         f"{folder}/adapter_model.safetensors",
+        ...     )
+        ...     _ = Path(f"{folder}/adapter_config.json").write_text(json.dumps(config))
+        ...     model = open_adapter(folder, base)
+        ...     print(model.tensor("fc.weight"), model.changes["fc.weight"])
+        tensor([[ 3.,  1.,  5.],
+                [ 7.,  1., 13.]]) LoRA, r=1, scaling 2
+
+    Source: Hu et al. 2021, "LoRA", Eq. 3; Kalajdzievski 2023, rank stabilisation; layouts as
+    PEFT 0.21 writes them.
+    """
+    folder = Path(path).expanduser()
+    if not is_adapter(folder):
+        raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")
+    entries = read_entries(folder)
+    file = Folder.open(folder, stem="adapter_model")
+    odd = [n for n, spec in file.specs.items() if not spec.dtype.is_floating_point]
+    if odd:
+        raise ModelError(
+            f"{some(odd)} of {str(path)!r} are of {file.specs[odd[0]].dtype}: no numbers"
+        )
+    changed: Any = products_of(entries, file, base, str(folder))
+    if changed is None:
+        changed = merge_and_unload(folder, entries, base, file)
+    made = Adapted(str(folder), base, file, changed, dtype)
+    trained, here = str(entries.get("base_model_name_or_path") or ""), Path(base.name).expanduser()
+    if Path(trained).name not in ("", here.resolve().name) and here.exists():
+        made.notes = (
+            f"{str(folder)!r} was trained on {trained!r} by its own record, and is added to "
+            f"{base.name!r}: only names and shapes say that they are the same.",
+        )
+    return made
+
+
+def read_entries(folder: Path) -> dict[str, Any]:
+    """What is switched on in ``adapter_config.json``.
+
+    Raises:
+        StorageError: the file is damaged.
+        ModelError: no weight of this base says what the adapter does.
+    """
+    entries = {key: value for key, value in read_json(folder / CONFIG).items() if value}
+    odd = sorted(NO_WEIGHTS & entries.keys())
+    start = entries.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in INITIALISATIONS:
+        odd.append(f"init_lora_weights={start}")
+    if odd:
+        raise ModelError(
+            f"{str(folder / CONFIG)!r} sets {some(odd)}: no weights of this base say that; save it "
+            "with path_initial_model_for_weight_conversion, or name what merge_and_unload() gives"
+        )
+    return entries
+
+
+@dataclass(frozen=True)
+class Product:
+    """s·B·A as it is added to a tensor of ``rows`` × ``cols`` elements; ``turned``: the base stores
+    [in, out] (Conv1D), and gets (B·A)ᵀ. ``a`` and ``b`` are names in the adapter's file."""
+
+    module: str
+    a: str
+    b: str
+    rank: int
+    scale: float
+    rows: int
+    cols: int
+    turned: bool = False
+
+
+def pairs_of(file: Source) -> dict[str, dict[str, str]] | None:
+    """ "A" and "B" by module, where an adapter's file holds pairs of linear layers alone."""
+    pairs: dict[str, dict[str, str]] = {}
+    for key, spec in file.specs.items():
+        part = PAIR.fullmatch(key)
+        if part is None or len(spec.shape) != 2:
+            return None
+        pairs.setdefault(part["module"].removeprefix(PREFIX), {})[part["letter"]] = key
+    tables = any(module.rpartition(".")[2] in TABLES for module in pairs)
+    return None if tables or any(len(pair) < 2 for pair in pairs.values()) else pairs
+
+
+def products_of(
+    entries: Mapping[str, Any], file: Source, base: Source, folder: str
+) -> dict[str, Product] | None:
+    """What plain LoRA adds, by the base's names; None where an adapter is more than that.
+
+    Raises:
+        StorageError: an impossible setting.
+        ModelError: the adapter does not fit the base.
+    """
+    pairs, known = pairs_of(file), {**entries}
+    plain = known.pop("bias", "none") == "none" and known.keys() <= PLAIN
+    if pairs is None or not plain or entries.get("peft_type") != "LORA":
+        return None
+    own = translate([f"{module}.weight" for module in pairs], base.specs, folder)
+    products = {}
+    for module, pair in pairs.items():
+        rank, scale = _scaling(entries, module, folder)
+        name = own[f"{module}.weight"]
+        spec, (a, b) = base.specs[name], (file.specs[pair[x]].shape for x in "AB")
+        straight = (*b, *a) == (spec.shape[0], rank, rank, *spec.shape[1:])
+        turned = (*b, *a) == (*spec.shape[1:], rank, rank, spec.shape[0])
+        if len(spec.shape) != 2 or not (straight or turned) or not spec.dtype.is_floating_point:
+            raise ModelError(
+                f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
+                f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"
+            )
+        if straight and turned:
+            told = _stored_turned(name, base.specs)
+            if len(told) > 1:
+                return None
+            turned = told.pop() if told else bool(entries.get("fan_in_fan_out"))
+        products[name] = Product(module, pair["A"], pair["B"], rank, scale, *spec.shape, turned)
+    return products
+
+
+def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int, float]:
+    """r of a module and s, by the first pattern that fits the end of its name."""
+
+    def own(patterns: str, usual: str) -> Any:
+        found = entries.get(patterns, {}).items()
+        fits = (v for p, v in found if re.match(rf"(.*\.)?({p})$", module))
+        return next(fits, entries.get(usual))
+
+    with told_as(StorageError, f"{folder!r} has an impossible setting"):
+        rank, alpha = own("rank_pattern", "r"), own("alpha_pattern", "lora_alpha")
+        if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+            raise StorageError(f"{folder!r} has an impossible setting: r={rank}, alpha={alpha!r}")
+        return rank, alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
+
+
+def _stored_turned(name: str, base: Mapping[str, Spec]) -> set[bool]:
+    """Whether a square weight is stored as [in, out], which its own shape cannot tell.
+
+    The layers of Conv1D models store [in, out] and have biases. A layer without one is no Conv1D;
+    for others the base's weights that are not square tell, by which of their sizes the bias has.
+    (``fan_in_fan_out`` in the adapter's configuration only says what PEFT's last layer was.)
+    """
+
+    def bias(weight: str) -> tuple[int, ...]:
+        spec = base.get(f"{weight.removesuffix('weight')}bias")
+        return spec.shape if spec is not None and weight.endswith(".weight") else ()
+
+    if not bias(name):
+        return {False}
+    uneven = {n: s.shape for n, s in base.items() if len(s.shape) == 2 and len({*s.shape}) == 2}
+    return {bool(shape.index(bias(n)[0])) for n, shape in uneven.items() if {*bias(n)} & {*shape}}
+
+
+def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict[str, str]:
+    """The base's name of every tensor that an adapter names: files may name modules with or
+    without the prefix of the task's class (``bert.encoder…``), one for the whole adapter.
+
+    Raises:
+        ModelError: no one prefix brings all of them to names of the base, or several do.
+
+    Example:
+        >>> translate(["bert.pooler.weight"], {"pooler.weight": 1, "x": 2}, "./lora")
+        {'bert.pooler.weight': 'pooler.weight'}
+    """
+    names = list(dict.fromkeys(wanted))
+
+    def prefixes(many: Iterable[str]) -> list[str]:
+        words = {tuple(n.split(".")[:-1][:count]) for n in many for count in (1, 2)}
+        return sorted(".".join(w) + "." for w in words if w)
+
+    ways = [{n: n for n in names}]
+    ways += [{n: n.removeprefix(p) for n in names} for p in prefixes(names)]
+    ways += [{n: p + n for n in names} for p in prefixes(base)]
+    ways = [way for way in ways if len({*way.values()}) == len(names)]  # two never become one
+    fits = [way for way in ways if all(own in base for own in way.values())]
+    if not fits:
+        lost = min(([n for n in names if way[n] not in base] for way in ways), key=len)
+        raise ModelError(
+            f"the adapter {folder!r} changes {some(sorted(lost))}, which the base has not (a tied "
+            "layer is saved once): was it trained on this base?"
+        )
+    others = [way for way in fits if way != fits[0]]
+    if fits[0] != ways[0] and others:
+        name = next(n for n in names if fits[0][n] != others[0][n])
+        raise ModelError(
+            f"the adapter {folder!r} may mean {fits[0][name]!r} or {others[0][name]!r}: rename "
+            "the base's tensors"
+        )
+    return fits[0]
+
+
+class Adapted(Source):
+    """A base and what an adapter changes of it.
+
+    Attributes:
+        changes: by the base's names, what happens to a tensor, in words; those not named are the
+            base's.
+        products: of a plain adapter, what is added to each.
+    """
+
+    def __init__(
+        self, name: str, base: Source, file: Source, changed: Mapping[str, Product | Tensor],
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.name, self.base, self._changed = name, base, changed
+        self.origin = self._file = file
+        self.products = {n: p for n, p in changed.items() if isinstance(p, Product)}
+        self.changes = {
+            n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" if isinstance(p, Product) else "by PEFT"
+            for n, p in changed.items()
+        }
+        own = {n: base.specs[n] for n in changed}
+        wide = {n: torch.promote_types(dtype or s.dtype, s.dtype) for n, s in own.items()}
+        self.specs = {**base.specs, **{n: Spec(s.shape, wide[n]) for n, s in own.items()}}
+
+    def words(self, name: str) -> str:
+        return self.changes.get(name, "")
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        spec, change = self.piece(name, start, stop), self._changed.get(name)
+        if change is None:
+            return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
+        piece = scratch.array((self, "piece"), stop - start, spec.dtype)
+        if isinstance(change, Tensor):
+            return piece.copy_(change.view(-1)[start:stop])
+        self._add(name, change, start, piece, scratch)
+        return piece
+
+    def _add(self, name: str, p: Product, start: int, piece: Tensor, scratch: Scratch) -> None:
+        """W_0 + s·B·A in float32 (float64 where the base is), rounded once, in blocks of whole rows
+        whose edges do not depend on what is asked for."""
+        stop = start + len(piece)
+        if start == stop:
+            return
+        real = torch.promote_types(torch.float32, self.base.specs[name].dtype)
+        step = max(1, BLOCK // p.cols)
+        top, last = start // p.cols // step * step, min(p.rows, -(-stop // p.cols))
+        edges = range(top, last, step)
+        left = self._left(p, top, min(p.rows, edges[-1] + step), scratch).to(real, copy=True)
+        right = self._file.tensor(p.b).T if p.turned else self._file.tensor(p.a)
+        right = right.to(real).contiguous()
+        for row in edges:
+            part = left[row - top : row - top + step].clone()  # placed alike for all pieces
+            block = torch.mm(part, right).mul_(p.scale)
+            first, end = row * p.cols, (row + len(part)) * p.cols
+            there = self.base.read(name, first, end, Owned(scratch, (self, "base")))
+            flat = block.add_(there.to(block).view_as(block)).view(-1)
+            low, high = max(start, first), min(stop, end)
+            piece[low - start : high - start] = flat[low - first : high - first]
+
+    def _left(self, p: Product, first: int, last: int, scratch: Scratch) -> Tensor:
+        """[rows, r]: rows of B, or columns of A where the base is stored turned."""
+        if p.turned:
+            return self._file.tensor(p.a)[:, first:last].T.contiguous()
+        own = Owned(scratch, (self, "file"))
+        return self._file.read(p.b, first * p.rank, last * p.rank, own).view(-1, p.rank)
+
+
+def merge_and_unload(
+    folder: Path, entries: Mapping[str, Any], base: Source, file: Source
+) -> dict[str, Tensor]:
+    """The tensors of the base that an adapter changes, as PEFT merges them, in float32 at least.
+
+    Raises:
+        ModelError: PEFT is not installed or refuses the adapter, the base is no transformers
+            model, or the merged model has other tensors than the base.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ModelError(
+            f"{str(folder)!r} is more than plain LoRA and needs peft: {install('peft')}"
+        ) from error
+    remedy = "merge it with PEFT's merge_and_unload() and name the saved result"
+    if not (Path(base.name).expanduser() / "config.json").is_file():
+        raise ModelError(
+            f"{str(folder)!r} is no plain LoRA, and {base.name!r} no transformers model: {remedy}"
+        )
+    with (
+        told_as(ModelError, f"PEFT cannot merge {str(folder)!r}", remedy),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        tensors = _by_peft(folder, entries, base, file)
+    own = translate(tensors, base.specs, str(folder))
+    changed = {
+        own[name]: tensor
+        for name, tensor in tensors.items()
+        if not torch.equal(tensor, base.tensor(own[name]).to(tensor.dtype))
+    }
+    for name in base.specs.keys() - own.values():
+        for twin in changed:
+            if same_bytes(base, name, base, twin):
+                raise ModelError(
+                    f"{str(folder)!r} changes {twin!r}, which the base stores again as {name!r}: "
+                    f"leave {name!r} out"
+                )
+    return changed
+
+
+def _by_peft(
+    folder: Path, entries: Mapping[str, Any], base: Source, file: Source
+) -> dict[str, Tensor]:
+    """All tensors of the merged model, under the names that files have."""
+    import transformers
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    place = Path(base.name).expanduser()
+    config = PeftConfig.from_pretrained(str(folder))
+    ignored = [key for key in entries if not hasattr(config, key)]
+    if ignored:
+        raise ValueError(f"the installed PEFT does not know {some(ignored)}")
+    kind = transformers.AutoConfig.from_pretrained(place)
+    wide = any(s.dtype == torch.float64 for s in base.specs.values())
+    built = getattr(transformers, (kind.architectures or ["AutoModel"])[0])
+    model = built.from_pretrained(
+        place,
+        dtype=torch.float64 if wide else torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    tuned = PeftModel.from_pretrained(model, str(folder), config=config)
+    odd = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
+    if odd:
+        raise ValueError(f"{some(sorted(odd))} is of the file or of the adapter alone")
+    _check_ties(model, file)
+    with tempfile.TemporaryDirectory() as saved:
+        tuned.merge_and_unload().save_pretrained(saved)
+        return Folder.open(saved).tensors()
+
+
+def _check_ties(model: Any, file: Source) -> None:
+    """Raise where one of two tied layers is adapted: PEFT merges that into both."""
+    weights: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        weights.setdefault(parameter.data_ptr(), []).append(name)
+    tied = [name for names in weights.values() if len(names) > 1 for name in names]
+    layers = {name.removesuffix(".weight").removesuffix(".base_layer") for name in tied}
+    for key in file.specs:
+        if "token_adapter" not in key and any(f".{layer}." in key for layer in layers):
+            raise ValueError(f"{key!r} adapts one of two tied layers")

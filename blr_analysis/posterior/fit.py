@@ -1,0 +1,166 @@
+"""What a structure is fitted to: sweeps over a task's data, and the columns that they sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from blr_analysis import ranks
+from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
+from blr_analysis.backprop.inputs import InputMoments, input_moments
+from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.terms import Term, Tree
+from blr_analysis.files import Unfinished
+from blr_analysis.likelihoods.tokens import CausalLM
+from blr_analysis.posterior.prior import Prior
+from blr_analysis.task import Task
+
+SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
+
+
+@dataclass
+class Fit:
+    """What a structure is fitted to: sweeps over a task's data at some weights.
+
+    Attributes:
+        task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
+        measures: whether the first sweep over all data sums the gradient too, from one column more.
+        slope: Σ_i ∇ℓ_i, once it is known.
+        sample: examples whose gradients tell the directions; None: all.
+        vocabulary: words that a language model tells apart; 0 for other models.
+    """
+
+    task: Task
+    params: dict[str, Tensor]
+    prior: Prior
+    curvature: str
+    samples: int
+    seed: int
+    rank: int | None
+    kept: Mapping[str, Unfinished]
+    measures: bool = False
+    slope: Tree = field(default_factory=dict)
+
+    @cached_property
+    def seeds(self) -> Tensor:
+        source = torch.Generator().manual_seed(self.seed)
+        return torch.randint(2**31, (self.task.n_data,), generator=source)
+
+    @cached_property
+    def sample(self) -> Tensor | None:
+        return sampled_examples(self.task)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return vocabulary_of(self.task, self.params)
+
+    def inputs(self) -> InputMoments:
+        """What the layers see, over one sweep of forward passes."""
+        return input_moments(self.task, self.params, kept=self.kept.get("inputs"))
+
+    def columns(self, counted: Callable[..., int] = n_outputs) -> int:
+        """How many G_i an example has."""
+        drawn = {"empirical_fisher": 1, "mc_fisher": self.samples}
+        return drawn.get(self.curvature) or counted(self.task, self.params)
+
+    def passes(
+        self,
+        label: str,
+        indices: Tensor | None = None,
+        kept: Unfinished | None = None,
+        apart: bool = False,
+    ) -> Iterator[list[Term]]:
+        """Per chunk the terms of the columns G_i; ``apart``: where each layer's are summed by
+        themselves, of a classifier with many outputs fewer do."""
+        task, params = self.task, self.params
+        first = self.measures and not self.slope and indices is None
+        more = int(first and self.curvature != "empirical_fisher")  # whose own column it is
+        apart = apart and self.curvature == "ggn" and not task.likelihood.is_sequence
+        asked = self.columns(n_columns if apart else n_outputs) + more
+        if first:
+            self.slope.update({n: torch.zeros_like(p) for n, p in params.items()})
+        own = {"indices": shared(task, params, indices), "label": label, "kept": kept}
+        for chunk in chunks(task, params, columns=asked, **own):
+            few = chunk.few_columns() if apart else None
+            cotangents = self._cotangents(chunk) if few is None or few[0] is None else few[0]
+            if more:
+                error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+                cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
+            terms = chunk.terms(cotangents, last=True)
+            for term in terms if first else ():
+                for name, gradient in term.columns(slice(-1, None)).sum().items():
+                    self.slope[name] += gradient
+            terms = [term.columns(slice(-1)) for term in terms] if more else terms
+            yield terms if few is None else few[1](terms)
+        if first:
+            ranks.total(self.slope.values())
+
+    def _cotangents(self, chunk: Chunk) -> Tensor:
+        if self.curvature in ("ggn", "exact"):
+            return curvature_root(chunk)
+        f, y, likelihood = chunk.outputs, chunk.targets, chunk.likelihood
+        if self.curvature == "empirical_fisher":
+            return likelihood.error(f, y).unsqueeze(1)
+        drawn = drawn_labels(chunk, self.samples, self.seeds[chunk.indices])
+        return torch.stack([likelihood.drawn_error(f, y, d) for d in drawn], 1) / self.samples**0.5
+
+
+def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
+    """The outputs at a token of a causal language model; 0 for other models."""
+    if not isinstance(task.likelihood, CausalLM):
+        return 0
+    first = torch.zeros(1, dtype=torch.long)
+    with torch.no_grad(), task.evaluation():
+        return task.run(task.fetch(first), params, first)[0].shape[-1]
+
+
+def sampled_examples(task: Task) -> Tensor | None:
+    """Sequences at random; None: all. Their tokens are many more than the directions."""
+    if not task.likelihood.is_sequence or task.n_data <= SAMPLE:
+        return None
+    drawn = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+    return drawn[:SAMPLE].sort().values
+
+
+def curvature_root(chunk: Chunk) -> Tensor:
+    """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
+
+    For sequences, where Λ_i has T·C columns, the empirical Fisher's one instead: e_i.
+    """
+    if chunk.likelihood.is_sequence:
+        return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
+    return chunk.likelihood.hessian_root(chunk.outputs, chunk.targets).mT
+
+
+def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
+    """K labels for every example from the model's own predictions: K tensors as the targets.
+
+    Each example has a seed, so that they do not depend on how the data are divided into passes.
+    """
+    counted = chunk.likelihood.counted(chunk.targets)
+    if counted is not None:
+        return _sampled_tokens(chunk, counted, samples, seeds)
+    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
+    source, drawn = torch.Generator(), []
+    for row, seed in enumerate(seeds.tolist()):
+        source.manual_seed(seed)
+        own = outputs[row : row + 1], targets[row : row + 1]
+        drawn.append([chunk.likelihood.resample(*own, source) for _ in range(samples)])
+    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
+
+
+def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
+    """The same for sequences, by one uniform number per token that counts: where it falls among
+    the cumulated probabilities."""
+    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
+    for row, seed in enumerate(seeds.tolist()):
+        own = counted[row].cpu()
+        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
+    reached = chunk.outputs.softmax(-1).cumsum(-1)
+    heights = uniform.to(reached) * reached[..., -1:]
+    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
+    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
