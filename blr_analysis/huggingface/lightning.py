@@ -60,7 +60,7 @@ class LightningCheckpoints(Kept, Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
         loader, each = trainer.train_dataloader, trainer.accumulate_grad_batches
-        data = getattr(loader, "dataset", None)
+        data: Any = getattr(loader, "dataset", None)
         scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
         recipe = recipe_of(
             trainer.optimizers[0],

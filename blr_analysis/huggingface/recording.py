@@ -149,8 +149,8 @@ def _check_names(captured: Captured, folder: Path) -> None:
     tied: dict[str, list[str]] = captured.record["tied"]
     odd = [
         name
-        for name, s in captured.precision.items()
-        if not any(n in specs and specs[n].shape == s.shape for n in (name, *tied.get(name, [])))
+        for name, m in captured.mean.items()
+        if not any(n in specs and specs[n].shape == m.shape for n in (name, *tied.get(name, [])))
     ]
     if odd:
         raise ModelError(

@@ -139,7 +139,7 @@ def test_the_record_says_how_it_was_trained(run: Run) -> None:
     assert record["model_sha256"] == fingerprint(Folder.open(checkpoint), progress=False)
 
 
-def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
+def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run, tmp_path: Path) -> None:
     checkpoint, trainer, _ = run
     q = Posterior.load(checkpoint / "precision", model=checkpoint, prior_precision=2.0)
     expected = from_optimizer(trainer.optimizer, trainer.model, n_data=N, prior_precision=2.0)
@@ -147,10 +147,6 @@ def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
         assert torch.equal(q.mean[name], m), name
         assert torch.equal(q.precision(name), expected.precision[name]), name
     assert (q.n_data, q.prior_precision) == (N, 2.0)
-
-
-def test_weights_changed_since_are_noticed(run: Run, tmp_path: Path) -> None:
-    checkpoint, _, _ = run
     bert().save_pretrained(tmp_path / "other")
     with pytest.raises(PosteriorError, match="sha256"):
         Posterior.load(checkpoint / "precision", model=tmp_path / "other", prior_precision=1.0)
@@ -334,11 +330,3 @@ def test_language_models_with_tied_embeddings(tmp_path: Path, kind: str) -> None
         assert torch.equal(stored[name], s), name
     (tied,) = record["tied"].values()
     assert tied == ["lm_head.weight"]
-
-
-def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
-    train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
-    checkpoint = tmp_path / "checkpoint-3"
-    assert "prior_outside" not in read_precision_record(checkpoint / "precision")
-    with pytest.raises(PosteriorError, match=r"word_embeddings.*pass prior_precision="):
-        Posterior.load(checkpoint / "precision", model=checkpoint)

@@ -31,7 +31,6 @@ for example, may be far narrower than q, and far from its mean: its integral is 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -503,14 +502,16 @@ class LatentFitted(Fitted[FullGaussian]):
         return log_predictive(self.model.likelihood, self.cavities(), self.model.targets)
 
 
-class LatentModel(ABC):
-    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it."""
+class LatentModel:
+    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it.
 
+    Attributes:
+        problem: data → the prior, the likelihood and the features.
+        kind: of the fit.
+    """
+
+    problem: Any
     kind: ClassVar[type[Fitted[Any]]] = LatentFitted
-
-    @abstractmethod
-    def problem(self, data: Any) -> Problem[Any]:
-        """The prior, the likelihood and the features."""
 
     @torch.no_grad()
     def fit(self, data: tuple[Tensor, Tensor], *, rho: float = 1.0, **stopping: Any) -> Any:
