@@ -95,7 +95,7 @@ def merge(
 
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
-    from blr_analysis.merging.folders import SHARD, execute, reference_folder
+    from blr_analysis.merging.folders import execute, reference_folder
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
 
@@ -126,8 +126,6 @@ def merge(
         tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
-    if job.rank is not None and shard != SHARD:
-        raise InputError("an adapter is one file: no --shard-size")
     plan = make_plan(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
@@ -205,7 +203,7 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
         key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
         counts[key] += 1
         numbers[key] += item.spec.numel
-        sizes[key] += plan.bytes_for(item)
+        sizes[key] += item.spec.nbytes
     columns = {
         "fate": [fate for fate, _, _ in counts],
         "tensors": [f"{n:,}" for n in counts.values()],
