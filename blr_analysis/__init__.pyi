@@ -11,14 +11,8 @@ from .errors import (
     BLRError as BLRError,
 )
 from .learning_rule.optim import (
-    BSAM as BSAM,
     IVON as IVON,
-    OGN as OGN,
-    STE as STE,
     VOGN as VOGN,
-    BayesBiNN as BayesBiNN,
-    Vadam as Vadam,
-    Vprop as Vprop,
 )
 from .learning_rule.table import (
     table1 as table1,
@@ -33,13 +27,9 @@ from .likelihoods import (
     TokenCategorical as TokenCategorical,
 )
 from .memory_map import (
-    MemoryMap as MemoryMap,
     memory_map as memory_map,
 )
 from .merging import (
-    GradientMismatch as GradientMismatch,
-    MergeCurve as MergeCurve,
-    MergeReport as MergeReport,
     gradient_mismatch as gradient_mismatch,
     merge as merge,
     merge_curve as merge_curve,
@@ -55,22 +45,8 @@ from .report import (
     report as report,
 )
 from .sensitivity import (
-    GroupInfluence as GroupInfluence,
     Index as Index,
-    Influence as Influence,
-    LeaveOneOut as LeaveOneOut,
     Monitor as Monitor,
-    PriorSelection as PriorSelection,
-    ProjectionError as ProjectionError,
-    Scores as Scores,
-    SequenceLeaveOneOut as SequenceLeaveOneOut,
-    SequenceScores as SequenceScores,
-    SiteLeaveOneOut as SiteLeaveOneOut,
-    SiteScores as SiteScores,
-    Suspicions as Suspicions,
-    TokenScores as TokenScores,
-    TopInfluence as TopInfluence,
-    WhatIf as WhatIf,
     calibrate as calibrate,
     influence as influence,
     leave_one_out as leave_one_out,

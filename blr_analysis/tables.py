@@ -430,7 +430,7 @@ def monitor_table(monitor: Any) -> pd.DataFrame:
 
 @make_table.register(PriorSelection)
 def prior_selection_table(selection: Any) -> pd.DataFrame:
-    """One row per δ, rising; the columns of :class:`blr_analysis.PriorSelection`."""
+    """One row per δ, rising; the columns of :class:`~blr_analysis.sensitivity.PriorSelection`."""
     return pd.DataFrame(list(selection.rows))
 
 

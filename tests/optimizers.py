@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import blr_analysis as blr
+from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.optim import Dropout, RowOptimizer
 
 Make = Callable[[nn.Module, int, torch.Generator], Any]
@@ -32,12 +33,12 @@ def _dropout(model: nn.Module, n: int, generator: torch.Generator) -> Any:
 ROWS: dict[str, Make] = {
     "IVON": _of(blr.IVON, beta2=0.9),
     "VOGN": lambda m, n, g: blr.VOGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
-    "OGN": lambda m, n, g: blr.OGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
-    "Vadam": _of(blr.Vadam),
-    "Vprop": _of(blr.Vprop),
-    "BSAM": _of(blr.BSAM),
-    "BayesBiNN": lambda m, n, g: blr.BayesBiNN(m.parameters(), lr=1e-3, ess=n, generator=g),
-    "STE": lambda m, n, g: blr.STE(m.parameters(), lr=1e-3),
+    "OGN": lambda m, n, g: optim.OGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
+    "Vadam": _of(optim.Vadam),
+    "Vprop": _of(optim.Vprop),
+    "BSAM": _of(optim.BSAM),
+    "BayesBiNN": lambda m, n, g: optim.BayesBiNN(m.parameters(), lr=1e-3, ess=n, generator=g),
+    "STE": lambda m, n, g: optim.STE(m.parameters(), lr=1e-3),
     "Dropout": _dropout,
     "SGD": _row("SGD"),
     "RMSprop": _row("RMSprop"),

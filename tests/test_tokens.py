@@ -49,46 +49,28 @@ def cross_entropy(likelihood: TokenCategorical, f: Tensor, y: Tensor) -> Tensor:
 
 
 @every
-def test_loss_is_the_sum_of_cross_entropies(likelihood: TokenCategorical) -> None:
-    f, y, _ = world(likelihood)
-    outputs, targets = likelihood.prepare(f, y)
-    assert relative(likelihood.nll(outputs, targets), cross_entropy(likelihood, f, y)) < 1e-12
-    per_token = likelihood.token_nll(outputs, targets)
-    assert per_token.shape == targets.shape
-    assert (per_token[~likelihood.counted(targets)] == 0).all()
-
-
-@every
-def test_error_is_the_losss_gradient(likelihood: TokenCategorical) -> None:
+def test_loss_error_and_hessian_are_those_of_cross_entropies(likelihood: TokenCategorical) -> None:
     f, y, _ = world(likelihood)
     f.requires_grad_()
-    (truth,) = torch.autograd.grad(cross_entropy(likelihood, f, y).sum(), f)
-    outputs, targets = likelihood.prepare(f, y)
-    error = likelihood.error(outputs.detach(), targets)
-    (back,) = torch.autograd.grad(outputs, f, error)
-    assert relative(back, truth) < 1e-12
-    assert (error[~likelihood.counted(targets)] == 0).all()
-
-
-@every
-def test_hessian_products_are_the_losss(likelihood: TokenCategorical) -> None:
-    f, y, _ = world(likelihood)
     v = normal(B, T, C, seed=5)
-    slope = torch.func.grad(lambda x: cross_entropy(likelihood, x, y).sum())
-    truth = torch.func.vjp(slope, f)[1](v)[0]  # a Hessian is symmetric
-    along, _ = likelihood.prepare(v, y)
-    f.requires_grad_()
     outputs, targets = likelihood.prepare(f, y)
-    product = likelihood.hessian_times(outputs.detach(), targets, along)
-    (found,) = torch.autograd.grad(outputs, f, product)
+    ignored, raw = ~likelihood.counted(targets), outputs.detach()
+    wanted = cross_entropy(likelihood, f, y)
+    assert relative(likelihood.nll(raw, targets), wanted) < 1e-12
+    per_token = likelihood.token_nll(raw, targets)
+    assert per_token.shape == targets.shape and (per_token[ignored] == 0).all()
+    slope = torch.func.grad(lambda x: cross_entropy(likelihood, x, y).sum())
+    error = likelihood.error(raw, targets)
+    assert (error[ignored] == 0).all()
+    (back,) = torch.autograd.grad(outputs, f, error, retain_graph=True)
+    assert relative(back, slope(f.detach())) < 1e-12
+    truth = torch.func.vjp(slope, f.detach())[1](v)[0]  # a Hessian is symmetric
+    along, _ = likelihood.prepare(v, y)
+    (found,) = torch.autograd.grad(outputs, f, likelihood.hessian_times(raw, targets, along))
     assert relative(found, truth) < 1e-12
-
-
-@every
-def test_the_hessian_itself_is_refused(likelihood: TokenCategorical) -> None:
     for method in (likelihood.hessian, likelihood.hessian_root):
         with pytest.raises(InputError, match="empirical_fisher"):
-            method(torch.zeros(1, 2, 3), torch.zeros(1, 2).long())
+            method(raw, targets)
 
 
 @every
@@ -155,59 +137,57 @@ def losses(y: Tensor, *, likelihood: str = "causal_lm", model: nn.Module | None 
     return task.likelihood.nll(outputs, targets)
 
 
+def changed(place: object, value: int) -> Tensor:
+    y = IDS.clone()
+    y[place] = value
+    return y
+
+
+def poisoned() -> nn.Module:
+    model = tiny_lm()
+    with torch.no_grad():
+        model.words.weight[int(IDS[3, 0])] = torch.nan
+    return model
+
+
+FLAT = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(12, 7)).double()
+BAD: list[tuple[Tensor, nn.Module | None, type[Exception], str]] = [
+    (changed(4, IGNORED), None, DataError, r"every label is ignored in 1 examples.* index 4"),
+    (changed((2, 3), 7), None, DataError, "0 … 6, or be -100 .*found 7"),
+    (changed((2, 3), -1), None, DataError, "0 … 6, or be -100 .*found -1"),
+    (IDS[:, :3], None, DataError, r"shape \[6, 4\]"),
+    (IDS.unsqueeze(-1), None, DataError, r"shape \[6, 4\]"),
+    (IDS.double(), None, DataError, "integers"),
+    (IDS.bool(), None, DataError, "integers"),
+    (IDS, FLAT, DataError, r"\[batch, tokens, C\].*categorical"),
+    (IDS, poisoned(), ModelError, "NaN or inf"),
+]
+
+
 @pytest.mark.parametrize("likelihood", ["tokens", "causal_lm"])
-class TestBadSequences:
-    def test_every_label_ignored(self, likelihood: str) -> None:
-        y = IDS.clone()
-        y[4] = IGNORED
-        with pytest.raises(DataError, match=r"every label is ignored in 1 examples.* index 4"):
-            losses(y, likelihood=likelihood)
+@pytest.mark.parametrize(("y", "model", "error", "match"), BAD)
+def test_bad_sequences(likelihood, y, model, error, match) -> None:
+    with pytest.raises(error, match=match):
+        losses(y, likelihood=likelihood, model=model)
 
-    def test_classes_out_of_range(self, likelihood: str) -> None:
-        for value, shown in ((7, "found 7"), (-1, "found -1")):
-            y = IDS.clone()
-            y[2, 3] = value
-            with pytest.raises(DataError, match=rf"0 … 6, or be -100 .*{shown}"):
-                losses(y, likelihood=likelihood)
 
-    def test_labels_of_another_shape(self, likelihood: str) -> None:
-        for y in (IDS[:, 0], IDS[:, :3], IDS.unsqueeze(-1)):
-            with pytest.raises(DataError, match=r"shape \[6, 4\]"):
-                losses(y, likelihood=likelihood)
+@pytest.mark.parametrize("likelihood", ["tokens", "causal_lm"])
+def test_nan_at_ignored_tokens_is_no_matter(likelihood: str) -> None:
+    class Late(nn.Module):
+        """NaN where there is nothing to attend to, as some attentions make on padding."""
 
-    def test_labels_that_are_no_integers(self, likelihood: str) -> None:
-        for y in (IDS.double(), IDS.bool()):
-            with pytest.raises(DataError, match="integers"):
-                losses(y, likelihood=likelihood)
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 7, dtype=torch.float64)
 
-    def test_outputs_of_another_shape(self, likelihood: str) -> None:
-        model = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(12, 7)).double()
-        with pytest.raises(DataError, match=r"\[batch, tokens, C\].*categorical"):
-            losses(IDS, likelihood=likelihood, model=model)
+        def forward(self, ids: Tensor) -> Tensor:
+            f = self.words(ids)
+            return torch.cat([f[:, :-1], f[:, -1:] * torch.nan], dim=1)
 
-    def test_outputs_that_are_not_finite(self, likelihood: str) -> None:
-        model = tiny_lm()
-        with torch.no_grad():
-            model.words.weight[int(IDS[3, 0])] = torch.nan
-        with pytest.raises(ModelError, match="NaN or inf"):
-            losses(IDS, likelihood=likelihood, model=model)
-
-    def test_nan_at_ignored_tokens_is_no_matter(self, likelihood: str) -> None:
-        class Late(nn.Module):
-            """NaN where there is nothing to attend to, as some attentions make on padding."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.words = nn.Embedding(7, 7, dtype=torch.float64)
-
-            def forward(self, ids: Tensor) -> Tensor:
-                f = self.words(ids)
-                return torch.cat([f[:, :-1], f[:, -1:] * torch.nan], dim=1)
-
-        y = IDS.clone()
-        y[:, -1] = IGNORED
-        found = losses(y, likelihood=likelihood, model=Late())
-        assert bool(torch.isfinite(found).all())
+    y = IDS.clone()
+    y[:, -1] = IGNORED
+    found = losses(y, likelihood=likelihood, model=Late())
+    assert bool(torch.isfinite(found).all())
 
 
 def test_single_tokens_have_no_successor() -> None:

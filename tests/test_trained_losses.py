@@ -148,20 +148,6 @@ def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
     assert float(torch.corrcoef(torch.stack([estimate, rise]))[0, 1]) > 0.99
 
 
-@pytest.mark.parametrize("weight", [[1.0, 1.0], [15.0, 1.0], [1.0, 15.0]])
-def test_high_leverages_are_refined(weight: list[float]) -> None:
-    """30 features of 100 tumours: leverages up to 0.9, the total within 6 %, refined within 2 %."""
-    x, y = (torch.tensor(t[:100]) for t in datasets.load_breast_cancer(return_X_y=True))
-    x, w = (x - x.mean(0)) / x.std(0), torch.tensor(weight, dtype=torch.float64)
-    model, rise = left_out(x, y, 2, lambda f, y: cross_entropy(f, y, w, reduction="none"))
-    task = blr.Task(model, (x, y), likelihood=nn.CrossEntropyLoss(w))
-    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
-    for refine, off in ((0, 0.06), (5, 0.02)):
-        loo = blr.leave_one_out(task, q, refine=refine)
-        total = (loo.losses - loo.losses_before).sum()
-        assert float(total / rise.sum()) == pytest.approx(1, abs=off)
-
-
 def twice(weighted: bool) -> tuple[blr.Task, Tensor]:
     """Data with whole weights, or with every example as often; and the copies' originals."""
     x, y = normal(12, 3), torch.arange(12) % 3
@@ -194,16 +180,6 @@ def test_weights_are_copies_to_the_posterior(structure: str, curvature: str) -> 
     g = {n: normal(*m.shape, seed=4) for n, m in q.mean.items()}
     ours, theirs = q.form.solve(g), copies.form.solve(g)
     assert all(relative(ours[n], theirs[n]) < 1e-10 for n in g)
-
-
-def test_weights_are_copies_to_drawn_labels() -> None:
-    task, _ = twice(True)
-    options = {"structure": "full", "prior_precision": 0.5}
-    exact = blr.fit_laplace(task, **options)
-    drawn = blr.fit_laplace(task, curvature="mc_fisher", samples=1000, **options)
-    g = {n: torch.ones_like(m) for n, m in exact.mean.items()}
-    ours, theirs = exact.precision_product(g), drawn.precision_product(g)
-    assert all(relative(ours[n], theirs[n]) < 0.1 for n in g)
 
 
 @pytest.mark.parametrize("change", ["remove", "relabel"])
@@ -300,20 +276,6 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     numbers += [torch.tensor(result.nll), blr.suspicious(task, q).left_out]
     assert all(bool(torch.isfinite(x).all()) for x in numbers if x is not None)
     assert len(scores.table) == len(loo.table) == 12
-
-
-@pytest.mark.parametrize(
-    "name", ["class weights", "soft targets", "function", "pos_weight", "variances", "weights"]
-)
-def test_what_needs_a_probe_or_a_fit_takes_the_loss(name: str) -> None:
-    task = twice(True)[0] if name == "weights" else TASKS[name]()
-    q = fit_at_rest(task, structure="full", prior_precision=3.0)
-    assert q.record["likelihood"] == task.likelihood.recorded
-    blr.calibrate(task, q, probe=4)
-    blr.select_prior_precision(task, [3.0])
-    loo = blr.leave_one_out(task, q, correction="cavity")
-    watched = blr.Monitor(task, correction="cavity")(lambda: q, 1)
-    assert watched["loo_nll"] == pytest.approx(loo.nll)
 
 
 def test_examples_of_ignored_classes_do_not_count() -> None:

@@ -40,6 +40,7 @@ from training import train_ivon
 
 import blr_analysis as blr
 from blr_analysis.plots import plot_examples
+from blr_analysis.sensitivity import Scores
 
 DATA = os.environ.get("BLR_DATA", "fashion-mnist")  # or "digits", which need no download
 N = int(os.environ.get("BLR_IMAGES", "10000"))
@@ -139,7 +140,7 @@ describe("LeNet with IVON", model, ivon_seconds)
 Rankings = dict[str, tuple[Tensor, float]]  # name: the most suspicious has the largest value; s
 
 
-def our_rankings(task: blr.Task, posterior: blr.Posterior) -> tuple[Rankings, blr.Scores]:
+def our_rankings(task: blr.Task, posterior: blr.Posterior) -> tuple[Rankings, Scores]:
     start = time.perf_counter()
     loo = blr.leave_one_out(task, posterior)
     left_out = time.perf_counter() - start

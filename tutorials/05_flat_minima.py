@@ -62,8 +62,8 @@ for panel, loss, temperature, begin in (
     ("two wells", two_wells, 0.4, -0.6),
 ):
     (lowest,) = minima(loss, torch.tensor([[begin]]))
-    rule = VariationalNewton(samples=80, rho=0.2, temperature=temperature, tol=1e-9, max_iter=2000)
-    fitted = rule.fit(loss, start_at(begin), progress=False)
+    rule = VariationalNewton(samples=80, rho=0.2, temperature=temperature)
+    fitted = rule.fit(loss, start_at(begin), tol=1e-9, max_iter=2000, progress=False)
     mean, sd = float(fitted.q.mean), float(fitted.q.covariance.sqrt())
     found[panel] = loss, float(lowest), mean, sd
     pushes = torch.linspace(-6 * sd, 6 * sd, 4001)

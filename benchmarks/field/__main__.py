@@ -12,7 +12,8 @@ converged model a descent from its weights), kept in DIR (``field`` in ``$BLR_CA
 * leave-one-out: the mean loss, in parts of that of 20-fold cross-validation (of the converged model
   the rises of 40 single examples, in total), and rank correlations with one seed's truth; "seeds":
   of the two seeds with each other.
-* groups: the test loss without each, Pearson's r, mean relative error, truths in the interval.
+* groups: the test loss without each, Pearson's r, mean relative error, truths in the interval; and
+  what two seeds of retraining have of them.
 * wrong labels: the share of planted ones among the first k of ``suspicious``.
 
 ``--widening`` tells, of the cases run before, the factor by which intervals must be widened for
@@ -66,7 +67,7 @@ class Field:
         self.test = self._task((data.x_test, data.y_test))
         if not case.delta:
             retrain = by_recipe(case, self.task)
-        self.truths = Truths(name, case, data, retrain, folder)
+        self.truths = Truths(name, case, data, retrain, repr(self.task.recipe), folder)
         own, unseen = losses(model, data.x, data.y), losses(model, data.x_test, data.y_test)
         self.row("trained", f"{self.truths.seconds:.2f} s a training; loss {own.mean():.3f}, "
                  f"test {unseen.mean():.3f}")  # fmt: skip
@@ -99,9 +100,8 @@ class Field:
     def influence(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
         kept, true = halves(len(self.data.x)), self.truths.halves.mean(0)
         asked = self.test.subset(range(ASKED))
-        if len(self.truths.halves) > 1:
-            other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
-            self.row("influence, one seed of the others", str(other))
+        other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
+        self.row("influence, one seed of the others", str(other))
         for name, (task, q) in fits.items():
             start = time.process_time()
             matrix = blr.influence(task, q, asked).as_subclass(Tensor).double()
@@ -140,11 +140,13 @@ class Field:
             inside = int(((low <= true) & (true <= high)).sum())
             error = float(((guess - true).abs() / true).mean())
             seeds = self.truths.groups.double()
+            apart = float(((seeds[0] - seeds[-1]).abs() / true).mean())
             self.row(
                 f"groups, {name}",
                 f"r {float(pearson(guess, true)):.3f}, error {error:.1%}, {inside} of {len(true)} "
                 f"inside; truths {true.min():.2f} to {true.max():.2f}, seeds "
-                f"r {float(pearson(seeds[0], seeds[-1])):.2f}; {taken:.0f} s; {table.note[0]!r}",
+                f"r {float(pearson(seeds[0], seeds[-1])):.2f}, {apart:.1%} apart; {taken:.0f} s; "
+                f"{table.note[0]!r}",
             )
             half = (high - low) / 2 / WIDENED
             kept.append({"how": name, "off": (guess - true).abs().tolist(), "half": half.tolist()})
@@ -165,7 +167,8 @@ class Field:
 
     def run(self) -> None:
         fits = self.fitted()
-        self.influence(fits)
+        if not self.case.delta:
+            self.influence(fits)
         first, *_ = fits.values()
         some = {n: fit for n, fit in fits.items() if n in ("four checkpoints", "the end alone")}
         some = some or fits

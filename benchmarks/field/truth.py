@@ -65,17 +65,19 @@ class Truths:
     """What retraining gave.
 
     Attributes:
-        halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``.
+        halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``; not of the converged.
         folds: the left-out loss of each example, ``[seeds, N]``; NaN where it was not left out.
         groups: the mean test loss without each group, ``[seeds, G]``.
         seconds: of one training.
     """
 
-    def __init__(self, name: str, case: Case, data: Data, retrain: Retrain, folder: Path) -> None:
+    def __init__(
+        self, name: str, case: Case, data: Data, retrain: Retrain, how: str, folder: Path
+    ) -> None:
         self.name, self.data, self.retrain, self.folder = name, data, retrain, folder
         self.alone, self.seconds = case.delta > 0, 0.0
         self.parts = left_out(len(data.x), self.alone)
-        told = f"{case.recipe} {case.patience} {case.base} {case.delta} {len(data.x)}"
+        told = f"{how} {case.patience} {case.base} {case.delta} {len(data.x)}"
         self.made = hashlib.sha256(told.encode()).hexdigest()[:16]
         self.halves, self.folds, self.groups = (
             self._kept(kind, how)
@@ -86,6 +88,8 @@ class Truths:
 
     def _kept(self, kind: str, how: Callable[[int], list[Tensor]]) -> Tensor:
         found = []
+        if self.alone and kind == "halves":
+            return torch.empty(0)
         for seed in range(10, 11 if self.alone else 10 + SEEDS[kind]):
             path = self.folder / self.name.replace(" ", "_") / f"{kind}-{seed}.safetensors"
             stored = store.read(path, self.made)

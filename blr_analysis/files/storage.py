@@ -298,7 +298,8 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     for wrong, fits in checks.items():
         if not fits:
             raise StorageError(f"the record of {where!r} {wrong}. Save it again with this release.")
-    prior = {k: float(v) for k, v in each.items()} if each is prior else float(prior)
+    floats = {k: float(v) for k, v in each.items()}
+    prior = floats if each is prior else floats[""]
     return {**record, "prior_precision": prior}
 
 

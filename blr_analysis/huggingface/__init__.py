@@ -6,7 +6,6 @@ The callbacks are loaded when they are asked for, and their trainers' libraries 
     from blr_analysis.huggingface import IVONTrainer           # imports transformers
     from blr_analysis.huggingface import MonitorCallback       # imports transformers
     from blr_analysis.huggingface import LightningCheckpoints  # imports lightning
-    from blr_analysis.huggingface import checkpoint_precision  # imports neither until called
 """
 
 from lazy_loader import attach_stub

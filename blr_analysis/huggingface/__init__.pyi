@@ -1,5 +1,4 @@
 from .lightning import LightningCheckpoints as LightningCheckpoints
-from .recording import checkpoint_precision as checkpoint_precision
 from .trainer import (
     CheckpointsCallback as CheckpointsCallback,
     IVONTrainer as IVONTrainer,

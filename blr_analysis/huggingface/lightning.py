@@ -29,7 +29,7 @@ SCHEDULES = {
 
 
 class LightningCheckpoints(Kept, Callback):
-    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
+    """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`::
 
         callback = LightningCheckpoints(submodule="net")
         lightning.Trainer(callbacks=[callback]).fit(module, loader)
@@ -60,7 +60,7 @@ class LightningCheckpoints(Kept, Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
         loader, each = trainer.train_dataloader, trainer.accumulate_grad_batches
-        data = getattr(loader, "dataset", None)
+        data: Any = getattr(loader, "dataset", None)
         scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
         recipe = recipe_of(
             trainer.optimizers[0],

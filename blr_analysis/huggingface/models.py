@@ -29,14 +29,17 @@ from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
-TASKS = ("classification", "causal_lm")
+AUTO = {
+    "classification": "AutoModelForSequenceClassification",
+    "causal_lm": "AutoModelForCausalLM",
+}
 ENDINGS = {
     "ForSequenceClassification": "classification",
     "ForCausalLM": "causal_lm",
     "LMHeadModel": "causal_lm",
 }
-OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 OTHER_BASE = ("size mismatch", "not found in the base model")  # as torch and peft say it
+OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
 
@@ -96,7 +99,7 @@ def load_model(
     """
     place = Path(path_of(folder)).expanduser()
     if task is not None:
-        one_of("task", task, TASKS)
+        one_of("task", task, tuple(AUTO))
     config = read_config(place)
     kind = task or _task_in(config, place)
     where = find_device(device)
@@ -105,8 +108,6 @@ def load_model(
         model = _load_weights(place, kind)
         tokenizer = _load_tokenizer(place)
     model = model.float().eval().to(where)
-    if kind == "classification":
-        _check_labels(model.config, place)
     for part in model.modules():  # nothing is generated: keys and values need not be kept
         if getattr(getattr(part, "config", None), "use_cache", None):
             part.config.use_cache = False  # type: ignore[union-attr]
@@ -204,20 +205,17 @@ def _adapted(loaded: Pretrained, place: Path) -> Any:
     wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
     stored = Folder.open(place, stem="adapter_model").specs
     with told_as(StorageError, f"cannot read {CONFIG} in {str(place)!r}"):
-        config = PeftConfig.from_pretrained(str(place))
+        how: Any = {"config": PeftConfig.from_pretrained(str(place)), "is_trainable": True}
     with told_as(ModelError, f"peft cannot load the adapter {str(place)!r}"):
         try:
-            model = PeftModel.from_pretrained(
-                loaded.model, str(place), is_trainable=True, config=config
-            )
+            model = PeftModel.from_pretrained(loaded.model, str(place), **how)
         except (RuntimeError, ValueError) as error:
             if any(sign in str(error) for sign in OTHER_BASE):
                 raise ModelError(f"{wrong}: {error!s:.300}") from error
             raise
     taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
-    if taken != {n: tuple(spec.shape) for n, spec in stored.items()}:
-        differing = sorted(set(taken) ^ set(stored)) or sorted(taken)
-        raise ModelError(f"{wrong}: {some(differing)}")
+    if taken != {n: spec.shape for n, spec in stored.items()}:
+        raise ModelError(f"{wrong}: {some(sorted(set(taken) ^ set(stored)) or sorted(taken))}")
     for part in model.parameters():
         part.data = part.data.float()
     return model
@@ -241,14 +239,13 @@ def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
     for name, p in loaded.model.named_parameters():
         aliases = [name, *places[id(p)]]
         asked = [*aliases, *(a.removeprefix(prefix) for a in aliases)]
-        match = next((a for a in asked if a in loaded.specs), None)
-        if match is None or loaded.specs[match].shape != tuple(p.shape):
-            there = "is not there" if match is None else f"is {list(loaded.specs[match].shape)}"
+        fits = [a for a in asked if a in loaded.specs and loaded.specs[a].shape == tuple(p.shape)]
+        if not fits:
             raise ModelError(
-                f"parameter {name!r} {list(p.shape)} {there} in the files of "
+                f"parameter {name!r} {list(p.shape)} is not in the files of "
                 f"{str(loaded.folder)!r}: write the folder anew with model.save_pretrained"
             )
-        stored[name] = match
+        stored[name] = fits[0]
     return stored
 
 
@@ -263,9 +260,7 @@ def read_config(folder: Path) -> Any:
     if find_spec("transformers") is None:
         raise InputError(f"a Hugging Face model needs transformers: {install('hf')}")
     if not folder.is_dir():
-        raise StorageError(
-            f"there is no folder {str(folder)!r}: name one that model.save_pretrained wrote."
-        )
+        raise StorageError(f"there is no folder {str(folder)!r}: name one of save_pretrained.")
     if not (folder / "config.json").is_file():
         if is_adapter(folder):
             raise ModelError(
@@ -281,9 +276,7 @@ def read_config(folder: Path) -> Any:
         except OSError as error:
             raise StorageError(f"cannot read config.json: {error}.") from error
     if getattr(config, "quantization_config", None):
-        raise ModelError(
-            f"the weights of {str(folder)!r} are quantised, without gradient: use the model before"
-        )
+        raise ModelError(f"the weights of {str(folder)!r} are quantised: use the model before")
     return config
 
 
@@ -291,15 +284,10 @@ def _task_in(config: Any, folder: Path) -> str:
     """The task that the configuration's architectures were built for."""
     named = config.architectures or []
     tasks = {kind for a in named for ending, kind in ENDINGS.items() if str(a).endswith(ending)}
-    if not tasks and config.is_encoder_decoder:
-        raise ModelError(
-            f"{str(folder)!r} is an encoder-decoder, which the commands do not read: "
-            "blr.Task(model, data, forward=...) does"
-        )
     if len(tasks) != 1:
         raise ModelError(
             f"{str(folder)!r} is {', '.join(map(str, named)) or 'no architecture'}: say what it "
-            "is with task='classification' or task='causal_lm'"
+            "is with task='classification' or task='causal_lm', or give blr.Task(forward=...)"
         )
     return tasks.pop()
 
@@ -321,12 +309,9 @@ def _quiet() -> Any:
 
 
 def _load_weights(folder: Path, kind: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
-    auto = {
-        "classification": AutoModelForSequenceClassification,
-        "causal_lm": AutoModelForCausalLM,
-    }[kind]
+    auto: Any = getattr(transformers, AUTO[kind])
     with told_as(ModelError, f"transformers cannot load {str(folder)!r} for {kind}"):
         model, about = auto.from_pretrained(
             str(folder), use_safetensors=True, output_loading_info=True, **OFFLINE
@@ -335,6 +320,13 @@ def _load_weights(folder: Path, kind: str) -> Any:
         raise ModelError(
             f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use "
             "a model that was trained for this task"
+        )
+    config = model.config
+    several = config.problem_type not in (None, "single_label_classification")
+    if kind == "classification" and (config.num_labels < 2 or several):
+        raise ModelError(
+            f"{str(folder)!r} is a {config.problem_type or 'regression'} model, no classifier: "
+            "give its blr.Task"
         )
     return model
 
@@ -351,26 +343,13 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _check_labels(config: Any, folder: Path) -> None:
-    kind = config.problem_type
-    if config.num_labels < 2 or kind not in (None, "single_label_classification"):
-        raise ModelError(
-            f"{str(folder)!r} is a {kind or 'regression'} model with {config.num_labels} "
-            "output(s), not a classifier: see huggingface.diagonals.fisher_diagonal"
-        )
-
-
 def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
     """The id that pads; a classifier of the decoder kind looks for it to find the last token."""
     known = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
     pad = next((int(i) for i in known if i is not None and int(i) >= 0), None)
     if pad is None:
-        raise ModelError(
-            f"{str(folder)!r} names no padding token: set tokenizer.pad_token and "
-            "config.pad_token_id"
-        )
-    if config.pad_token_id is None or config.pad_token_id < 0:
-        config.pad_token_id = pad
+        raise ModelError(f"{str(folder)!r} names no padding token: set tokenizer.pad_token")
+    config.pad_token_id = pad
     return pad
 
 

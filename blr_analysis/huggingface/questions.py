@@ -124,20 +124,20 @@ def _reader(
         return columns, lambda row, place: _answered(
             loaded, _joined(row, place), columns[:2], place
         )
-    columns = text_columns(table, where, text)
-    if causal and len(columns) > 1:
+    named = text_columns(table, where, text)
+    if causal and len(named) > 1:
         raise DataError(
-            f"a language model reads one text, not {', '.join(columns)}: name it, text= (--text)"
+            f"a language model reads one text, not {', '.join(named)}: name it, text= (--text)"
         )
 
     def plain(row: tuple[Any, ...], place: str) -> Encoded:
         if causal:
-            words = _words(row[0], columns[0], place)
+            words = _words(row[0], named[0], place)
             return words, *_labelled(loaded, words, "")
-        words = [v if isinstance(v, str) else _words(v, columns[0], place) for v in row]
+        words = [v if isinstance(v, str) else _words(v, named[0], place) for v in row]
         return " ".join(words), _ids(loaded, *words), None
 
-    return columns, plain
+    return named, plain
 
 
 def _ids(loaded: Pretrained, *words: str, **how: Any) -> dict[str, Any]:

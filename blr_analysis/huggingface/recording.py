@@ -1,14 +1,12 @@
 """What a training run knows and its optimizer's state does not: names, sizes, a recipe.
 
-Callbacks take it down while a run goes on; :func:`checkpoint_precision` writes the precision of a
-run that had none.
+Callbacks take it down while a run goes on.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,15 @@ import torch
 from torch import nn
 
 from blr_analysis.checkpoints import Checkpoints
-from blr_analysis.checks import instance, path_of, some
-from blr_analysis.errors import InputError, ModelError, OptimizerError, StorageError
-from blr_analysis.files import Folder, storage
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError, ModelError, OptimizerError
+from blr_analysis.files import Folder
 from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
-from blr_analysis.huggingface.models import read_config
 from blr_analysis.posterior import Posterior, write_captured
 from blr_analysis.posterior.capture import (
     HALF_REASON,
     Captured,
-    from_checkpoint,
     from_optimizer,
     parameter_order,
     reader_of,
@@ -137,17 +133,14 @@ def _weight_decay(
     optimizer: torch.optim.Optimizer, model: nn.Module, n_data: int
 ) -> dict[str, Any]:
     """δ = N·weight_decay by name, outside the stored data part; nothing where there is none."""
-    decay: dict[str, float] = {}
-    order = parameter_order(optimizer, model)
-    for group, names in zip(optimizer.param_groups, order, strict=True):
-        decay |= dict.fromkeys(names, n_data * float(group.get("weight_decay", 0.0)))
+    groups = zip(optimizer.param_groups, parameter_order(optimizer, model), strict=True)
+    decay = {n: n_data * float(g.get("weight_decay", 0.0)) for g, names in groups for n in names}
     trained = {n: decay[n] for n, p in model.named_parameters() if n in decay and p.requires_grad}
-    if not any(trained.values()):
-        return {}
     decoupled = isinstance(optimizer, torch.optim.AdamW) or any(
         group.get("decoupled_weight_decay") for group in optimizer.param_groups
     )
-    return {"prior_outside": trained, "prior_from": DECOUPLED if decoupled else COUPLED}
+    told = {"prior_outside": trained, "prior_from": DECOUPLED if decoupled else COUPLED}
+    return told if any(trained.values()) else {}
 
 
 def _check_names(captured: Captured, folder: Path) -> None:
@@ -156,8 +149,8 @@ def _check_names(captured: Captured, folder: Path) -> None:
     tied: dict[str, list[str]] = captured.record["tied"]
     odd = [
         name
-        for name, s in captured.precision.items()
-        if not any(n in specs and specs[n].shape == s.shape for n in (name, *tied.get(name, [])))
+        for name, m in captured.mean.items()
+        if not any(n in specs and specs[n].shape == m.shape for n in (name, *tied.get(name, [])))
     ]
     if odd:
         raise ModelError(
@@ -228,99 +221,3 @@ def look(monitor: Any, optimizer: Any, epoch: int, known: dict[str, Any]) -> dic
     model = monitor.task.model
     row = monitor(lambda: Posterior.from_optimizer(optimizer, model, **known), epoch)
     return {k: row[k] for k in LOGGED if row[k] == row[k]} if row else {}
-
-
-def checkpoint_precision(
-    checkpoint: str | os.PathLike[str],
-    *,
-    n_data: int,
-    model: nn.Module | None = None,
-    prior_precision: float | Mapping[str, float] | None = None,
-    scaling: str = "sqrt",
-    batch_size: int | None = None,
-    names: Sequence[str] | None = None,
-    out: str | os.PathLike[str] | None = None,
-    force: bool = False,
-    dtype: torch.dtype | None = torch.float32,
-) -> Path:
-    """Write ``checkpoint/precision`` from the ``optimizer.pt`` of a Hugging Face Trainer.
-
-    The state numbers its parameters and names none; see
-    :func:`~blr_analysis.posterior.capture.from_checkpoint` for how they are named, and when
-    that is refused. What is stored is the data's part H alone, N·√v̂ or N·B·v̂.
-
-    Args:
-        checkpoint: the folder, with ``optimizer.pt``, ``config.json`` and the weights.
-        n_data: N, the number of training examples (the file does not know it).
-        model: the model that was trained, on any device, the meta device too; None builds it from
-            ``config.json`` without weights, all of it trainable. Pass it where parameters were
-            frozen.
-        prior_precision: δ to record beside H (``prior_outside``), which ``Posterior.load`` adds.
-        scaling, batch_size: "sqrt", or "squared" with the examples of one step.
-        names: see ``from_checkpoint``.
-        out: where to write; default ``checkpoint/precision``.
-        force: replace a precision that is there.
-        dtype: float32 or bfloat16.
-
-    Returns:
-        Where it was written.
-
-    Raises:
-        OptimizerError: the state fits the model in no way, or in several; bfloat16 states.
-        StorageError: files that are missing, damaged, or pickles that hold more than tensors;
-            ``out`` is there.
-        ModelError: weights of another model; a ``config.json`` of no known architecture.
-        InputError: transformers is not installed.
-
-    Example:
-        >>> checkpoint_precision("no-run/checkpoint-500", n_data=8000)
-        Traceback (most recent call last):
-            ...
-        blr_analysis.errors.StorageError: there is no folder 'no-run/checkpoint-500': ...
-    """
-    place = Path(path_of(checkpoint)).expanduser()
-    if not place.is_dir():
-        raise StorageError(
-            f"there is no folder {str(place)!r}: name one checkpoint of a Trainer's output"
-        )
-    target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    storage.check_target(target, force=force)
-    if model is not None:
-        instance("model", model, nn.Module, "the torch.nn.Module that was trained")
-    captured = from_checkpoint(
-        place,
-        empty_model(place) if model is None else model,
-        n_data=n_data,
-        prior_precision=prior_precision,
-        scaling=scaling,
-        batch_size=batch_size,
-        names=names,
-        bare=True,
-    )
-    safe = any(place.glob("model*.safetensors"))
-    write_captured(target, captured, model=place if safe else None, dtype=dtype)
-    return target
-
-
-def empty_model(folder: Path) -> Any:
-    """The model that ``config.json`` describes, on the meta device: names and shapes, no weights.
-
-    Raises:
-        ModelError: no ``config.json``, or an architecture that transformers does not have.
-        InputError: transformers is not installed.
-    """
-    advice = "pass model=, the model that was trained (on the meta device, it needs no memory)"
-    try:
-        config = read_config(folder)
-    except (StorageError, ModelError) as error:
-        raise ModelError(f"{error}; {advice}") from error
-    import transformers
-
-    wanted = (config.architectures or [""])[0]
-    kind = getattr(transformers, wanted, None) if wanted else None
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ModelError(
-            f"transformers does not have {wanted!r}, the architecture of {str(folder)!r}: {advice}"
-        )
-    with torch.device("meta"):
-        return kind(config)

@@ -305,7 +305,6 @@ class IVONTrainer(VariationalTrainer, Trainer):
         InputError: when training begins, of data without a length.
     """
 
-    _best: str | None = None
     _counted: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -326,38 +325,27 @@ class IVONTrainer(VariationalTrainer, Trainer):
         """That of the training up to the weights that were kept, for :class:`blr_analysis.Task`."""
         return self.kept.recipe
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; the best checkpoint is remembered where its weights are taken."""
-        self._best = self._counted = None
-        done = super().train(*args, **kwargs)
-        if self.args.load_best_model_at_end:
-            self._best = self.state.best_model_checkpoint
-        return done
-
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """IVON over the parameters that are trained, unless an optimizer was given."""
         if self.optimizer is not None:
             return self.optimizer
-        try:
-            n = len(self.train_dataset)  # type: ignore[arg-type]
-        except TypeError as error:
+        data, args = self.train_dataset, self.args
+        if not hasattr(data, "__len__"):
             given = "optimizers=(IVON(..., ess=N), None)"
-            raise InputError(f"the training data have no length: give {given}") from error
-        n = self._terms() or n
-        args: Any = self.args
+            raise InputError(f"the training data have no length: give {given}")
+        n = self._terms() or len(data)  # type: ignore[arg-type]
         if args.learning_rate < SMALL:
             warnings.warn(
                 f"learning_rate={args.learning_rate:g} is Adam's; IVON's are 0.01 to 0.5",
                 stacklevel=2,
             )
-        trained = [p for p in (model or self.model).parameters() if p.requires_grad]  # type: ignore[union-attr]
-        decay = args.weight_decay or 1 / n
+        trained: Any = model or self.model
         self.optimizer = IVON(
-            trained,
+            [p for p in trained.parameters() if p.requires_grad],
             lr=args.learning_rate,
             ess=n,
             hess_init="weights",
-            weight_decay=decay,
+            weight_decay=args.weight_decay or 1 / n,
             steps=self._length(),
         )
         return self.optimizer
@@ -373,31 +361,24 @@ class IVONTrainer(VariationalTrainer, Trainer):
     def _terms(self) -> int | None:
         """How many labels the mean of the loss is over; None where it is over examples."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        kind = getattr(model, "loss_type", "")
-        data: Any = self.train_dataset
-        if not hasattr(data, "__len__"):
+        data, kind = self.train_dataset, getattr(model, "loss_type", "")
+        outputs = kind in BY_OUTPUT and model.config.num_labels > 1
+        if not hasattr(data, "__len__") or not (outputs or kind in BY_TOKEN):
             return None
-        if kind in BY_OUTPUT and model.config.num_labels > 1:
-            problem = model.config.problem_type or self._problem()
-            several = problem in ("multi_label_classification", "regression")
-            return len(data) * model.config.num_labels if several else None
-        first = BY_TOKEN.get(kind)
-        if first is None:
-            return None
-        if self._counted is None:
-            count = torch.zeros((), dtype=torch.long, device=self.args.device)
-            with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
-                for batch in self.get_eval_dataloader(self.train_dataset):  # type: ignore[arg-type]
-                    count += (batch["labels"][:, first:] != IGNORED).sum()
-            self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
+            batches = self.get_eval_dataloader(data)  # type: ignore[arg-type]
+            if outputs:
+                problem = model.config.problem_type
+                if problem is None:  # as the model's first batch will tell
+                    several = next(iter(batches))["labels"].is_floating_point()
+                else:
+                    several = problem != "single_label_classification"
+                return len(data) * model.config.num_labels if several else None  # type: ignore[arg-type]
+            if self._counted is None:
+                labels = (batch["labels"][:, BY_TOKEN[kind] :] for batch in batches)
+                count = sum((y != IGNORED).sum() for y in labels)
+                self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
         return self._counted
-
-    def _problem(self) -> str:
-        """Several labels, where they are no whole numbers, as the model's first batch will tell."""
-        with torch.random.fork_rng(devices=[]):
-            batch = next(iter(self.get_eval_dataloader(self.train_dataset)), {})  # type: ignore[arg-type]
-        several = "labels" in batch and batch["labels"].is_floating_point()
-        return "multi_label_classification" if several else "single_label_classification"
 
     def posterior(self) -> Posterior:
         """The diagonal posterior that training has learned, with the earlier ones and its recipe;
@@ -415,12 +396,14 @@ class IVONTrainer(VariationalTrainer, Trainer):
         by: dict[str, Any] = {}
         if terms is not None and size is not None and math.isclose(size, terms, rel_tol=1e-6):
             by = {"n_data": len(self.train_dataset), "tokens": terms}  # type: ignore[arg-type]
-        if self._best is not None:
-            q = Posterior.from_checkpoint(self._best, model, **by)
-        else:
-            q = Posterior.from_optimizer(own, model, **by)
+        best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+
+        def now() -> Posterior:
+            return Posterior.from_optimizer(own, model, **by)
+
+        q = Posterior.from_checkpoint(best, model, **by) if best else now()
         if self.checkpoints is not None:
-            q = self.checkpoints.before(q, lambda: Posterior.from_optimizer(own, model, **by))
-        if self.recipe is not None:
-            q.record["recipe"] = self.recipe.record
+            q = self.checkpoints.before(q, now)
+        if (recipe := self.recipe) is not None:
+            q.record["recipe"] = recipe.record
         return q

@@ -54,18 +54,7 @@ AT_ADVERSARY = Look("at samples of q, then at their adversary near the mean", no
 AT_DROPPED_OUT_MEAN = Look("at the mean, units dropped out", noisy=True)
 AT_SIGN = Look("at the sign of the mean (delta method, zero temperature)")
 AT_RELAXED_SAMPLES = Look("at relaxed samples of q", noisy=True)
-BY_NODES = Look("by quadrature or samples", noisy=True)
-
-
-def at_samples(q: Any, f: Callable[[Any], Tensor], n: int, *, generator: Any = None) -> Tensor:
-    """The mean of f over ``n`` draws of q.
-
-    >>> q = DiagonalGaussian(torch.tensor([2.0]), torch.tensor([1.0]))
-    >>> draws = at_samples(q, torch.square, 20000, generator=torch.Generator().manual_seed(0))
-    >>> abs(draws - 5).item() < 0.1
-    True
-    """
-    return torch.stack([f(theta) for theta in q.sample(n, generator=generator)]).mean(0)
+BY_NODES = Look("by quadrature")
 
 
 def places(
@@ -103,18 +92,13 @@ def places(
         half = q.sample(-(-n // 2), generator=generator)
         both = torch.cat([half, 2 * q.mean - half])
         return both, both.new_full((len(both),), 1 / len(both))
-    check_nodes(n, q.mean.shape[-1] if isinstance(q, FullGaussian) else 1)
+    if isinstance(q, FullGaussian) and q.mean.shape[-1] > 1:
+        raise InputError("quadrature is for one variable: take look='samples'")
+    if n > MOST_NODES:
+        raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {n}")
     nodes, shares = (torch.as_tensor(x).to(q.mean) for x in hermegauss(n))
     std = q.precision.rsqrt().reshape(q.mean.shape)
     return q.mean + nodes.view(-1, *[1] * q.mean.ndim) * std, shares / shares.sum()
-
-
-def check_nodes(nodes: int, variables: int = 1) -> None:
-    """Raise :class:`InputError` unless Gauss–Hermite can have so many nodes, in one variable."""
-    if nodes > MOST_NODES:
-        raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {nodes}")
-    if variables != 1:
-        raise InputError(f"quadrature is for one variable, not {variables}: take look='samples'")
 
 
 Tensors = list[Tensor]

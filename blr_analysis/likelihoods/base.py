@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import copy
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ class Likelihood(ABC):
     integer_targets: bool = False
     is_sequence: bool = False  # whether an example has outputs [T, C], one row per token
     estimated: bool = False  # whether it was read from data; test data take the trained one
-    averaged: bool = False  # whether Λ is the mean of ∂²ℓ/∂f² under the model, far from itself
 
     @abstractmethod
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,10 +82,7 @@ class Likelihood(ABC):
 
     def same(self, other: Likelihood) -> bool:
         """Whether the other is of this type, with these settings; the examples' weights aside."""
-        try:
-            return alike(self.plain, other.plain)
-        except RecursionError:  # settings that hold each other
-            return False
+        return alike(self.plain, other.plain)
 
     def judged_by(self, test: Likelihood) -> bool:
         """Whether a test set may be scored by the other: the same, or the same without settings."""
@@ -99,15 +95,6 @@ class Likelihood(ABC):
     def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
         """The outputs after a linearised step ``[B, C]``, within what they may be."""
         return outputs + step
-
-    def length(self, before: Tensor, after: Tensor) -> Tensor:
-        """How far outputs moved where linearising ℓ is off by a part of that, ``[B]``."""
-        return torch.linalg.vector_norm(after - before, dim=-1)
-
-    def spread(self, outputs: Tensor) -> Tensor | None:
-        """How far apart the logits of each example lie, ``[B]``, which grows as long as a training
-        goes on; None where outputs are no logits of an example's classes."""
-        return None
 
     def looks_normalised(self, outputs: Tensor) -> bool:
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
@@ -202,43 +189,17 @@ class Likelihood(ABC):
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two losses, or settings of them, are the same: one object, or the same code with the
-    same values inside, as of one class that was loaded twice."""
+    """Whether two losses, or settings of them, are the same: one object, or of one class with the
+    same values inside; functions are the same only as one object."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    mine, theirs = _parts(a), _parts(b)
-    plain = mine is None or theirs is None
-    return np.array_equal(cast(Any, a), cast(Any, b)) if plain else alike(mine, theirs)
-
-
-def _parts(thing: Any) -> Any:
-    """What a function, a class or an object is made of; None of a plain value."""
-    if isinstance(thing, FunctionType):
-        held = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return thing.__code__, thing.__defaults__, thing.__kwdefaults__, held
-    if isinstance(thing, partial):
-        return thing.func, thing.args, thing.keywords
-    if isinstance(thing, MethodType):
-        return thing.__func__, thing.__self__
-    if isinstance(thing, type):
-        own = {n: f.__code__ for n, f in vars(thing).items() if isinstance(f, FunctionType)}
-        return thing.__module__, thing.__qualname__, thing.__bases__, own
-    return (type(thing), vars(thing)) if hasattr(thing, "__dict__") else None
-
-
-def check_alike(outputs: Tensor, targets: Tensor) -> None:
-    """Refuse targets ``[B]`` beside outputs ``[B, 1]``, which would broadcast to ``[B, B]``."""
-    if targets.shape != outputs.shape:
-        raise DataError(
-            f"targets of shape {tuple(targets.shape)} beside outputs of shape "
-            f"{tuple(outputs.shape)}; likelihood.prepare_targets makes them alike"
-        )
+    if type(a) is not type(b) or isinstance(a, type | FunctionType | MethodType | partial):
+        return False
+    return alike(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(np.array_equal(a, b))
 
 
 def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:

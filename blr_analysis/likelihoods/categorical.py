@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr_analysis.checks import tolerance, whole
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.likelihoods.base import Likelihood, check_alike, numbers
+from blr_analysis.likelihoods.base import Likelihood, numbers
 
 SHORT = 16  # numbers of a row from which on torch goes through it by vectors
 
@@ -116,11 +116,6 @@ class Categorical(Classes):
         if self.weight is not None and len(self.weight) != c:
             raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
 
-    def spread(self, outputs: Tensor) -> Tensor:
-        """From the lowest to the highest."""
-        low, high = outputs.aminmax(dim=-1)
-        return high - low
-
     def looks_normalised(self, outputs: Tensor) -> bool:
         return bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-4).all())
 
@@ -142,7 +137,6 @@ class Categorical(Classes):
         ignored = self._ignored(targets)
         known = targets if ignored is None else targets.masked_fill(ignored, 0)
         if known.ndim == 2:
-            check_alike(outputs, known)
             t = known.to(outputs.dtype)
         else:
             t = torch.zeros_like(outputs).scatter_(1, known.unsqueeze(1), 1)

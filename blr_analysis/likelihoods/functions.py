@@ -101,15 +101,10 @@ class Function(Likelihood):
         places = [outputs, drawn]
         if targets.numel() == outputs.numel():  # a loss of linear tails curves only here
             places.append(targets.to(outputs).view_as(outputs) + 0.01 * drawn)
-        no, take = (
-            "the loss has no second derivative in the outputs",
-            "a smooth one, as nn.HuberLoss",
-        )
+        no, take = "the loss has no second derivative in the outputs", "a smooth one: nn.HuberLoss"
         with told_as(InputError, no, f"use {take}"):
-            for f in places:
-                for u in (torch.ones_like(f), drawn):
-                    if bool(self._hessian_times(f, targets, u).any()):
-                        return
+            if any(bool(self._hessian_times(f, targets, drawn).any()) for f in places):
+                return
         raise InputError(f"{no} (piecewise linear, or detached); use {take}")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import DataError, InputError, ModelError
-from blr_analysis.likelihoods.base import SEVERAL, Likelihood, check_alike, numbers, per_output
+from blr_analysis.likelihoods.base import SEVERAL, Likelihood, numbers, per_output
 
 
 class _Independent(Likelihood):
@@ -27,11 +27,9 @@ class _Independent(Likelihood):
         return s, torch.zeros_like(s)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         return self.scale(outputs, targets) * vectors
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         return torch.diag_embed(self.scale(outputs, targets).sqrt())
 
 
@@ -69,10 +67,6 @@ class Bernoulli(_Independent):
         super().check_outputs(outputs)
         self._weights(outputs)
 
-    def spread(self, outputs: Tensor) -> Tensor:
-        """From 0, the logit of the other class, in mean over the labels."""
-        return outputs.abs().mean(-1)
-
     def looks_normalised(self, outputs: Tensor) -> bool:
         """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
         if len(outputs) < SEVERAL:
@@ -93,7 +87,6 @@ class Bernoulli(_Independent):
         return a, w
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         a, w = self._weights(outputs)
         return w * (a * targets + (1 - targets))
 
@@ -109,7 +102,6 @@ class Bernoulli(_Independent):
         return self._mass(outputs, targets).sqrt() * (outputs.sigmoid() - drawn)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         a, w = self._weights(outputs)
         losses = F.binary_cross_entropy_with_logits(
             outputs, targets, w, reduction="none", pos_weight=None if self.pos_weight is None else a
@@ -169,14 +161,12 @@ class Gaussian(_Independent):
         """Every finite number is possible under a Gaussian."""
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         return (outputs - targets) / self._variances(outputs)
 
     def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (1 / self._variances(outputs)).expand_as(outputs)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         variances = self._variances(outputs)
         constant = (2 * math.pi * variances.double()).log().to(outputs) if self.normalized else 0.0
         return 0.5 * ((outputs - targets).square() / variances + constant).sum(-1)
@@ -220,14 +210,12 @@ class Poisson(_Independent):
             raise DataError("poisson targets must be counts 0, 1, 2, …; found other values")
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         return outputs.exp() - targets
 
     def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.exp()
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        check_alike(outputs, targets)
         if self.constant != "exact":
             full = self.constant == "stirling"
             return F.poisson_nll_loss(outputs, targets, full=full, reduction="none").sum(-1)

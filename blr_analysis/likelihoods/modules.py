@@ -22,7 +22,7 @@ from blr_analysis.likelihoods.variances import MeanAndVariance
 
 def _poisson(loss: nn.PoissonNLLLoss) -> Likelihood:
     if not loss.log_input:
-        return summed(loss)
+        return Function(Summed(loss))
     return Poisson(constant="stirling" if loss.full else "none")
 
 
@@ -47,7 +47,7 @@ def read_module(loss: nn.Module) -> Likelihood:
     Categorical(label_smoothing=0.1, ignore_index=-100)
     """
     known = READ.get(type(loss))
-    return summed(loss) if known is None else known(loss)
+    return Function(Summed(loss)) if known is None else known(loss)
 
 
 def is_mean_over_outputs(loss: object) -> bool:
@@ -61,19 +61,18 @@ def is_mean_over_outputs(loss: object) -> bool:
     return mean and own and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def summed(loss: nn.Module) -> Function:
+class Summed:
     """A module's loss of every example: without its reduction, summed over the outputs; torch's
     own take targets [B] for outputs [B, 1]."""
-    each = copy.copy(loss)
-    if hasattr(each, "reduction"):
-        each.__dict__["reduction"] = "none"
-    own = type(loss).__module__ == "torch.nn.modules.loss"
 
-    def of_examples(outputs: Tensor, targets: Tensor) -> Tensor:
-        if own and outputs.shape[-1] == 1 and targets.ndim == 1:
+    def __init__(self, loss: nn.Module) -> None:
+        self.each, self.__qualname__ = copy.copy(loss), repr(loss)
+        if hasattr(loss, "reduction"):
+            self.each.__dict__["reduction"] = "none"
+        self.own = type(loss).__module__ == "torch.nn.modules.loss"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.own and outputs.shape[-1] == 1 and targets.ndim == 1:
             targets = targets.to(outputs).unsqueeze(-1)
-        losses = each(outputs, targets)
+        losses = self.each(outputs, targets)
         return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
-
-    of_examples.__qualname__ = repr(loss)
-    return Function(of_examples)

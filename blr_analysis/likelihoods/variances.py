@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import DataError, ModelError
-from blr_analysis.likelihoods.base import Likelihood, check_alike
+from blr_analysis.likelihoods.base import Likelihood
 
 
 class MeanAndVariance(Likelihood):
@@ -39,7 +39,6 @@ class MeanAndVariance(Likelihood):
 
     name = "mean_and_variance"
     is_classification = False
-    averaged = True
 
     def __init__(self, *, full: bool = False, eps: float = 1e-6) -> None:
         self.full, self.eps = full, positive_number("eps", eps)
@@ -79,7 +78,6 @@ class MeanAndVariance(Likelihood):
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
-        check_alike(mean, targets)
         rest = mean - targets
         return torch.cat((rest / v, (v - rest.square()) / (2 * v.square())), -1)
 
@@ -89,7 +87,6 @@ class MeanAndVariance(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
-        check_alike(mean, targets)
         constant = math.log(2 * math.pi) if self.full else 0.0
         return 0.5 * (v.log() + (mean - targets).square() / v + constant).sum(-1)
 
@@ -105,12 +102,6 @@ class MeanAndVariance(Likelihood):
         mean, v = self._parts(outputs)
         ahead, wider = step.chunk(2, -1)
         return torch.cat((mean + ahead, v * (wider / v).exp()), -1)
-
-    def length(self, before: Tensor, after: Tensor) -> Tensor:
-        """‖(Δμ / √v, Δ log v)‖₂, at least 1: Λ, a mean, is off by so much unmoved."""
-        (mean, v), (ahead, wider) = self._parts(before), self._parts(after)
-        parts = torch.cat(((ahead - mean) / v.sqrt(), (wider / v).log()), -1)
-        return torch.linalg.vector_norm(parts, dim=-1).clamp_min(1.0)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         mean, v = self._parts(outputs)

@@ -11,6 +11,24 @@ from blr_analysis.errors import InputError
 from blr_analysis.likelihoods.base import Likelihood
 
 
+def _plainly(name: str) -> Any:
+    """The method of this name, as it is without weights."""
+
+    def method(self: Weighted, *given: Any, **named: Any) -> Any:
+        return getattr(self._plain, name)(*given, **named)
+
+    return method
+
+
+def _times(name: str, power: float = 1.0) -> Any:
+    """The method of this name, its values times w to a power."""
+
+    def method(self: Weighted, *given: Any) -> Tensor:
+        return self._beside(getattr(self._plain, name)(*given), power)
+
+    return method
+
+
 class Weighted(Likelihood):
     """w_i ≥ 0 times the loss of example i, and so times its e_i and Λ_i.
 
@@ -64,17 +82,8 @@ class Weighted(Likelihood):
         w = self._of.to(values) ** power
         return values * w.view(-1, *[1] * (values.ndim - 1))
 
-    def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._beside(self._plain.error(outputs, targets))
-
-    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
-        return self._beside(self._plain.drawn_error(outputs, targets, drawn), 0.5)
-
-    def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._beside(self._plain.hessian(outputs, targets))
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._beside(self._plain.hessian_root(outputs, targets), 0.5)
+    error, nll, hessian = _times("error"), _times("nll"), _times("hessian")
+    drawn_error, hessian_root = _times("drawn_error", 0.5), _times("hessian_root", 0.5)
 
     def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         parts = self._plain.hessian_parts(outputs, targets)
@@ -84,52 +93,9 @@ class Weighted(Likelihood):
         w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)
 
-    def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
-        return self._plain.moved(outputs, step)
-
-    def length(self, before: Tensor, after: Tensor) -> Tensor:
-        return self._plain.length(before, after)
-
-    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._beside(self._plain.nll(outputs, targets))
-
-    def check_outputs(self, outputs: Tensor) -> None:
-        self._plain.check_outputs(outputs)
-
-    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        self._plain.check_values(targets, outputs)
-
-    def looks_normalised(self, outputs: Tensor) -> bool:
-        return self._plain.looks_normalised(outputs)
-
-    def join(self, outputs: Any) -> Any:
-        return self._plain.join(outputs)
-
-    def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return self._plain.prepare(outputs, targets)
-
-    def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        return self._plain.prepare_targets(targets, outputs)
-
-    def counted(self, targets: Tensor) -> Tensor | None:
-        return self._plain.counted(targets)
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return self._plain.mean(outputs)
-
-    def prediction(self, outputs: Tensor) -> Tensor:
-        return self._plain.prediction(outputs)
-
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        return self._plain.correct(outputs, targets)
-
-    def distance(self, before: Tensor, after: Tensor) -> Tensor:
-        return self._plain.distance(before, after)
-
-    def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return self._plain.sample(outputs, generator)
-
-    def resample(
-        self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None
-    ) -> Tensor:
-        return self._plain.resample(outputs, targets, generator)
+    check_outputs, check_values = _plainly("check_outputs"), _plainly("check_values")
+    prepare, prepare_targets = _plainly("prepare"), _plainly("prepare_targets")
+    join, counted, looks_normalised = map(_plainly, ("join", "counted", "looks_normalised"))
+    moved, distance = _plainly("moved"), _plainly("distance")
+    mean, prediction, correct = map(_plainly, ("mean", "prediction", "correct"))
+    sample, resample = _plainly("sample"), _plainly("resample")

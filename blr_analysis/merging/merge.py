@@ -72,7 +72,7 @@ def merge(
         delta: δ, added to every entry of H_0.
         tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
             every layer's inputs taken after the layers below it were merged (RegMean++,
-            :func:`blr_analysis.merging.propagation.propagated`); method "fisher" or "auto".
+            ``blr_analysis.merging.propagation``); method "fisher" or "auto".
         validate: tasks with data that no model was trained on, for method "auto".
         out: the folder to write, new or empty; None: the result comes back in memory.
         settings: how, all others of :class:`blr_analysis.merging.Job` (``missing_precision``,
@@ -84,7 +84,8 @@ def merge(
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with ``out`` a
-        :class:`MergeReport`. Of method "auto" both have ``choice``: what was tried and taken.
+        :class:`~blr_analysis.merging.MergeReport`. Of method "auto" both have ``choice``: what was
+        tried and taken.
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see

@@ -35,7 +35,7 @@ def plot_influence(
     it would fall (it harms). Each bar is named by the index and the target of its example.
 
     Args:
-        result: what :func:`blr_analysis.influence` or :func:`blr_analysis.top_influence` returns.
+        result: what :func:`blr_analysis.influence` returns.
         ax: where to draw; a new figure if None.
         test: index of the test example.
         k: bars of either sign, or fewer where the result holds fewer of that sign.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,14 +42,21 @@ class Fit:
     seed: int
     rank: int | None
     kept: Mapping[str, Unfinished]
-    measures: bool
+    measures: bool = False
     slope: Tree = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def seeds(self) -> Tensor:
         source = torch.Generator().manual_seed(self.seed)
-        self.seeds = torch.randint(2**31, (self.task.n_data,), generator=source)
-        self.sample = sampled_examples(self.task)
-        self.vocabulary = vocabulary_of(self.task, self.params)
+        return torch.randint(2**31, (self.task.n_data,), generator=source)
+
+    @cached_property
+    def sample(self) -> Tensor | None:
+        return sampled_examples(self.task)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return vocabulary_of(self.task, self.params)
 
     def inputs(self) -> InputMoments:
         """What the layers see, over one sweep of forward passes."""

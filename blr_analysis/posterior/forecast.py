@@ -18,6 +18,7 @@ import torch
 from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import plan_for
+from blr_analysis.backprop.terms import Term
 from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import SAMPLE
@@ -105,6 +106,7 @@ def _seen(task: Task, structure: str) -> tuple[float, list[Joint]]:
     params, layers = task.parameters(), dict[str, Joint]()
     vocabulary = vocabulary_of(task, params)
     sums = {n: torch.zeros_like(p) for n, p in params.items()}
+    terms: list[Term] = []
     examples, start = 0, perf_counter()
     for k, chunk in enumerate(chunks(task, params, QUIET, columns=1), 1):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)

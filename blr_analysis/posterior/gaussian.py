@@ -56,7 +56,6 @@ class Posterior:
         earlier: posteriors at checkpoints of the same training, oldest first.
 
     Attributes:
-        run: the earlier ones and itself.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -84,7 +83,8 @@ class Posterior:
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
         given = isinstance(precision, Structure)
-        self.form = precision if given else Diagonal(real_tensors("precision", precision))
+        form = precision if given else Diagonal(real_tensors("precision", precision))
+        self.form: Structure = form
         prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
         instance("record", record or {}, Mapping, "a dict")
@@ -255,7 +255,7 @@ class Posterior:
             ModelError: the model changed since the recorder was made.
             PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
 
-        Example: see :class:`blr_analysis.KroneckerRecorder`.
+        Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
         told = capture.Told(n_data, prior_precision, initial)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,105 +138,106 @@ def fit_kept(
     params = task.parameters() if params is None else params
     stated = task.prior_precision if prior_precision is None else prior_precision
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
-    _check(task, params, kind, curvature, samples, rank)
     shapes = {n: tuple(p.shape) for n, p in params.items()}
     if initial is None and task.recipe is not None:
         initial = task.recipe.initial
     prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True)
-    prior = prior.around(initial, params)
-    measures = not kind.of_inputs and (stated is None or not (task.likelihood.is_sequence or kept))
-    fit = Fit(task, params, prior, curvature, samples, seed, rank, kept or {}, measures)
-    form, more = None, dict[str, Any]()
-    if stated is None and not kind.of_inputs:
-        form, _ = Kronecker.fitted(fit)
-        delta, about = chosen_prior(form, prior.gap(params), fit.slope)
-        prior, more = Prior({None: delta}, prior.mean), {"prior_choice": {"delta": delta, **about}}
-    if curvature == "exact":
-        form, more["floored"] = _exact(task, params, kind, prior)
-    else:
-        if form is None or structure != "kron":
-            form, about = kind.fitted(replace(fit, prior=prior))
-            more |= about
-        if stated is None and kind.of_inputs:
-            sums = [float(d.double().sum()) for d in form.diagonal().values()]
-            prior = Prior({None: TINY * sum(sums) / sum(map(Tensor.numel, params.values()))})
-        form = form.plus_prior(prior)
+    fit = Fit(task, params, prior, curvature, samples, seed, rank, kept or {})
+    _check(fit, kind)
+    fit.prior = prior.around(initial, params)
+    spared = stated is not None and (task.likelihood.is_sequence or bool(kept))
+    fit.measures = not (kind.of_inputs or spared)
+    form, more = _fitted(fit, kind, unknown=stated is None)
     if prior_precision is not None:
         more["prior_named"] = True
     q = Posterior(
         widened({n: p.clone() for n, p in narrow(params).items()}),
         form,
-        prior_precision=prior,
+        prior_precision=fit.prior,
         n_data=task.n_data,
-        record={**_record(task, params, kind, curvature, samples), **more},
+        record={**_record(fit, kind), **more},
         buffers=buffers_of(task.model),
     )
-    if measures:
+    if fit.measures:
         slope = fit.slope or loss_and_gradient(task, params)[0]
         check_connected(task, params, slope)
         measured(task, q, slope)
     return q
 
 
-def _record(
-    task: Task, params: dict[str, Tensor], kind: type[Structure], curvature: str, samples: int
-) -> dict[str, Any]:
-    known_as, summed = CURVATURES[curvature]
+def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structure, dict[str, Any]]:
+    """S, and what the record says of it; a prior that is ``unknown`` is found, and is the fit's."""
+    form: Structure | None = None
+    more: dict[str, Any] = {}
+    if unknown and not kind.of_inputs:
+        form, _ = Kronecker.fitted(fit)
+        delta, about = chosen_prior(form, fit.prior.gap(fit.params), fit.slope)
+        fit.prior = Prior({None: delta}, fit.prior.mean)
+        more["prior_choice"] = {"delta": delta, **about}
+    if fit.curvature == "exact":
+        form, more["floored"] = _exact(fit, kind)
+        return form, more
+    if form is None or kind is not Kronecker:
+        form, about = kind.fitted(fit)
+        more |= about
+    if unknown and kind.of_inputs:
+        sums = [float(d.double().sum()) for d in form.diagonal().values()]
+        mean = sum(sums) / sum(p.numel() for p in fit.params.values())
+        fit.prior = Prior({None: TINY * mean}, fit.prior.mean)
+    return form.plus_prior(fit.prior), more
+
+
+def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
+    task, (known_as, summed) = fit.task, CURVATURES[fit.curvature]
     if kind.of_inputs:
         known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
+    named = list(task.model.named_parameters())
     return {
         "kind": known_as,
         "source": "laplace",
-        "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
+        "definition": f"S = diag(prior_precision) + {summed.format(samples=fit.samples)}",
         "likelihood": task.likelihood.recorded,
-        "fixed": [n for n, _ in task.model.named_parameters() if n not in params],
-        "frozen": [n for n, p in task.model.named_parameters() if not p.requires_grad],
+        "fixed": [n for n, _ in named if n not in fit.params],
+        "frozen": [n for n, p in named if not p.requires_grad],
         "tied": tied_names(task.model),
         "classifier": task.likelihood.is_classification,
-        "fingerprint": fingerprint(task, params, divided=True),
+        "fingerprint": fingerprint(task, fit.params, divided=True),
         **({} if task.recipe is None else {"recipe": task.recipe.record}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }
 
 
-def _exact(
-    task: Task, params: dict[str, Tensor], kind: type[Structure], prior: Prior
-) -> tuple[Structure, float]:
+def _exact(fit: Fit, kind: type[Structure]) -> tuple[Structure, float]:
     """δ + Σ_i ∇²ℓ_i, nowhere below δ, and the share that was."""
+    task, params = fit.task, fit.params
     hessian = Curvature(task, params, kind="hessian", memory_budget=task.memory_budget)
     hessian.check_symmetric()
     rows = unit_rows(params, lambda v: hessian.product(v, progress=task.progress))
-    form, floored = kind.of_rows(params, rows).plus_prior(prior).floored(prior)
+    form, floored = kind.of_rows(params, rows).plus_prior(fit.prior).floored(fit.prior)
     if floored:
         said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"
         warnings.warn(said, stacklevel=5)
     return form, floored
 
 
-def _check(
-    task: Task,
-    params: Mapping[str, Tensor],
-    kind: type[Structure],
-    curvature: str,
-    samples: int,
-    rank: int | None,
-) -> None:
-    one_of("curvature", curvature, tuple(CURVATURES))
-    positive_int("samples", samples)
-    if kind.of_inputs and curvature != "ggn":
+def _check(fit: Fit, kind: type[Structure]) -> None:
+    likelihood = fit.task.likelihood
+    one_of("curvature", fit.curvature, tuple(CURVATURES))
+    positive_int("samples", fit.samples)
+    if kind.of_inputs and fit.curvature != "ggn":
         raise InputError(f"structure={kind.kind!r} has no curvature: leave curvature out")
-    if task.likelihood.is_sequence and curvature == "ggn" and not kind.of_inputs:
-        said = f'curvature="ggn" is too much for sequences ({task.likelihood.name})'
+    if likelihood.is_sequence and fit.curvature == "ggn" and not kind.of_inputs:
+        said = f'curvature="ggn" is too much for sequences ({likelihood.name})'
         raise InputError(f'{said}; use "empirical_fisher" or "mc_fisher"')
-    if not params:
+    if not fit.params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
-    task.check_parameters(params)
-    check_finite(params)
-    size = sum(p.numel() for p in params.values())
-    kind.check_fit(size, rank)
-    if curvature == "exact" and size > EXACT_LIMIT:
-        most = f"use 'ggn' above {EXACT_LIMIT:,} parameters"
-        raise InputError(f"curvature='exact' takes {size:,} Hessian products; {most}")
+    fit.task.check_parameters(fit.params)
+    check_finite(fit.params)
+    size = sum(p.numel() for p in fit.params.values())
+    kind.check_fit(size, fit.rank)
+    if fit.curvature == "exact" and size > EXACT_LIMIT:
+        said = f"curvature='exact' takes {size:,} Hessian products"
+        raise InputError(f"{said}; use 'ggn' above {EXACT_LIMIT:,} parameters")
 
 
 def check_finite(params: Mapping[str, Tensor]) -> None:

@@ -52,7 +52,7 @@ class Prior:
         """A number, a mapping, or a prior, without a look at what is in it."""
         if isinstance(given, Prior):
             return given
-        return cls(dict(given) if isinstance(given, Mapping) else {None: given})
+        return cls(dict(given) if isinstance(given, Mapping) else {None: given})  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, given: Any, shapes: Shapes, *, positive: bool = False) -> Prior:

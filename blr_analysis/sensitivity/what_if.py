@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ SOLVERS = ("auto", "posterior", "cg", "replay", "retrain")
 FEW = 0.01  # of the data: up to there "auto" takes one step
 EPOCHS = 8  # of a short training
 DESCENT = 60  # passes of "cg"
-WIDENED = 1.0  # times t · spread, for four of five: python -m benchmarks.field --widening
+WIDENED = 2.3  # times t · spread, for four of five: python -m benchmarks.field --widening
+STEP = "off the minimum: one step, a ranking of changes"
+DRIFT = "off the minimum: shows training that goes on"
 UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
 
 
@@ -208,8 +211,9 @@ def what_if(
         posterior: learned on those data; or a list of those of several runs, the last one last:
             the step is the mean of theirs. A fitted probabilistic model of
             :mod:`blr_analysis.learning_rule.inference` stands alone, ``what_if(fitted, remove=...,
-            add=data, evaluate=data)``: its sites are subtracted, then come ``passes`` (10) steps of
-            the rule on the changed data; ``error`` estimates how far that is from fitting again.
+            add=data, evaluate=data)``: its sites are subtracted, then come steps of the rule on
+            the changed data, until they rest or ``passes`` of them; ``error`` estimates how far
+            that is from fitting again.
         remove: a boolean mask ``[N]``, indices, a query string (``"annotator == 'eve'"``), or a
             function of a row of the scores' table (``lambda row: row.target == 3``). A pandas
             Series is a mask by its own index, a pandas Index names rows.
@@ -279,13 +283,13 @@ def what_if_each(
 
     Args:
         by: "target" or a metadata column of the task.
-        The other arguments are those of :func:`what_if`.
+        evaluate, solver, seeds, passes: as for :func:`what_if`.
 
     Returns:
         DataFrame with columns group, n, nll_before, nll_after, nll_change, accuracy_before,
         accuracy_after, accuracy_change, nll_low and nll_high (the interval), and solver, passes,
-        converged, note as in :class:`WhatIf`. Changes are after − before: a positive nll_change
-        means that the model is worse without the group.
+        converged, note as in :class:`~blr_analysis.sensitivity.WhatIf`. Changes are after −
+        before: a positive nll_change means that the model is worse without the group.
 
     Raises:
         InputError: no such column, or one with the same value everywhere.
@@ -323,7 +327,6 @@ class _Solvers:
         self.home, self.q = self.several[-1]
         self.where = self.home if evaluate is None else _evaluated_on(evaluate, self.home, self.q)
         self.before, self.targets = evaluated(self.where, self.q.mean, progress=False)
-        self._recipe: Recipe | None = None
         self._references: dict[int, Evaluation] = {}
 
     def answer(self, change: Change) -> WhatIf:
@@ -346,7 +349,8 @@ class _Solvers:
         ]
         last = self._measured(states[-1])
         after = replace(last, losses=self.before.losses + torch.stack(changes).mean(0))
-        return self._result(change, "posterior", after, states[-1], last.nll, note=self.q.note)
+        note = self.q.note if self.q.at_minimum else STEP
+        return self._result(change, "posterior", after, states[-1], last.nll, note=note)
 
     def _cg(self, change: Change) -> WhatIf:
         task, q = self.home, self.q
@@ -358,7 +362,7 @@ class _Solvers:
         descent.run(passes)
         state = {**descent.point.params, **q.buffers}
         after = self._measured(state)
-        note = self.q.note if self.q.at_minimum else "off the minimum: shows training that goes on"
+        note = self.q.note if self.q.at_minimum else DRIFT
         said = {"passes": descent.passes, "converged": descent.converged, "note": note}
         return self._result(change, "cg", after, state, after.nll, **said)
 
@@ -405,11 +409,9 @@ class _Solvers:
         said = {"interval": around, "note": self._rough, "passes": passes}
         return self._result(change, "retrain", after, states[0], each[0].nll, **said)
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
-        if self._recipe is None:
-            self._recipe = recipe_of(self.home, self.q)
-        return self._recipe
+        return recipe_of(self.home, self.q)
 
     @property
     def _rough(self) -> str:

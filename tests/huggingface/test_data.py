@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import tiny_transformers as tiny
 import torch
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
-from blr_analysis.huggingface import checkpoint_precision
 from blr_analysis.huggingface.data import (
     class_indices,
     label_column,
@@ -306,6 +304,5 @@ def test_other_faults_of_loading(
     with pytest.raises(BLRError, match="'abacus'"):
         load_model(bert, device="abacus")
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    for read in (load_model, partial(checkpoint_precision, n_data=1)):
-        with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
-            read(bert)
+    with pytest.raises(InputError, match=r"pip install '\.\[hf\]'"):
+        load_model(bert)

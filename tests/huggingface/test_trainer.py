@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from blr_analysis.errors import (
     StorageError,
 )
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.huggingface import TrainerPrecision, checkpoint_precision
+from blr_analysis.huggingface import TrainerPrecision
 from blr_analysis.merging.merge import merge
 from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 from blr_analysis.posterior.precision_files import read_precision_record
@@ -140,7 +139,7 @@ def test_the_record_says_how_it_was_trained(run: Run) -> None:
     assert record["model_sha256"] == fingerprint(Folder.open(checkpoint), progress=False)
 
 
-def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
+def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run, tmp_path: Path) -> None:
     checkpoint, trainer, _ = run
     q = Posterior.load(checkpoint / "precision", model=checkpoint, prior_precision=2.0)
     expected = from_optimizer(trainer.optimizer, trainer.model, n_data=N, prior_precision=2.0)
@@ -148,10 +147,6 @@ def test_a_posterior_from_the_checkpoint_and_its_precision(run: Run) -> None:
         assert torch.equal(q.mean[name], m), name
         assert torch.equal(q.precision(name), expected.precision[name]), name
     assert (q.n_data, q.prior_precision) == (N, 2.0)
-
-
-def test_weights_changed_since_are_noticed(run: Run, tmp_path: Path) -> None:
-    checkpoint, _, _ = run
     bert().save_pretrained(tmp_path / "other")
     with pytest.raises(PosteriorError, match="sha256"):
         Posterior.load(checkpoint / "precision", model=tmp_path / "other", prior_precision=1.0)
@@ -319,23 +314,6 @@ def test_weights_saved_under_other_names_get_no_precision(run: Run, tmp_path: Pa
     assert not (tmp_path / "precision").exists()
 
 
-def test_a_checkpoint_without_the_callback_gets_its_precision_afterwards(
-    run: Run, tmp_path: Path
-) -> None:
-    checkpoint, _, _ = run
-    target = checkpoint_precision(checkpoint, n_data=N, out=tmp_path / "later")
-    assert target == tmp_path / "later"
-    one, two = storage.read(target)[0], storage.read(checkpoint / "precision")[0]
-    assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
-    later, then = read_precision_record(target), read_precision_record(checkpoint / "precision")
-    same = ("kind", "definition", "n_data", "step", "beta2", "model_sha256", "tied", "frozen")
-    assert [later[k] for k in same] == [then[k] for k in same]
-    with pytest.raises(StorageError, match="already there"):
-        checkpoint_precision(checkpoint, n_data=N)
-    checkpoint_precision(checkpoint, n_data=N, out=target, force=True, prior_precision=2.0)
-    assert Posterior.load(target, model=checkpoint).prior_precision == 2.0
-
-
 class Texts(Sentences):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return {"input_ids": self.ids[i], "labels": self.ids[i]}
@@ -344,35 +322,11 @@ class Texts(Sentences):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_language_models_with_tied_embeddings(tmp_path: Path, kind: str) -> None:
     model = build(kind, "causal_lm", tie_word_embeddings=True)
-    trainer = train(tmp_path, model=model, data=Texts())
-    target = checkpoint_precision(tmp_path / "checkpoint-3", n_data=N)
-    stored, record = storage.read(target)
+    trainer = train(tmp_path, model=model, data=Texts(), callback=TrainerPrecision())
+    stored, record = storage.read(tmp_path / "checkpoint-3" / "precision")
     expected = live(trainer).precision
     assert list(stored) == list(expected) and "lm_head.weight" not in stored
     for name, s in expected.items():
         assert torch.equal(stored[name], s), name
     (tied,) = record["tied"].values()
     assert tied == ["lm_head.weight"]
-
-
-def test_a_config_that_names_no_known_model(run: Run, tmp_path: Path) -> None:
-    checkpoint, trainer, _ = run
-    for file in ("optimizer.pt", "model.safetensors"):
-        (tmp_path / file).symlink_to(checkpoint / file)
-    with pytest.raises(ModelError, match=r"config.*pass model="):
-        checkpoint_precision(tmp_path, n_data=N)
-    config = json.loads((checkpoint / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Mine"]}))
-    with pytest.raises(ModelError, match="'Mine', the architecture"):
-        checkpoint_precision(tmp_path, n_data=N)
-    assert not (tmp_path / "precision").exists()
-    checkpoint_precision(tmp_path, n_data=N, model=trainer.model)
-    assert (tmp_path / "precision").is_dir()
-
-
-def test_dead_weights_without_a_decay_need_a_prior(tmp_path: Path) -> None:
-    train(tmp_path, callback=TrainerPrecision(), weight_decay=0.0)
-    checkpoint = tmp_path / "checkpoint-3"
-    assert "prior_outside" not in read_precision_record(checkpoint / "precision")
-    with pytest.raises(PosteriorError, match=r"word_embeddings.*pass prior_precision="):
-        Posterior.load(checkpoint / "precision", model=checkpoint)

@@ -116,11 +116,6 @@ def test_accumulation_and_clipping_keep_the_gradients_scale(tmp_path: Path, row:
     same(module.net, by_hand(row, 2, 0.1), rtol=1e-4, atol=1e-6)
 
 
-def test_accumulation_without_draws_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="VariationalSteps"):
-        fit(tmp_path, Module("IVON"), accumulate_grad_batches=2)
-
-
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_bfloat16(tmp_path: Path, clip: float | None) -> None:
     settings = {"precision": "bf16-mixed", "gradient_clip_val": clip}
@@ -205,6 +200,8 @@ def test_between_looks_nothing_stops_and_nothing_is_saved(tmp_path: Path) -> Non
 def test_what_cannot_work(tmp_path: Path, row: str, manual: bool, word: str) -> None:
     with pytest.raises(InputError, match=word):
         fit(tmp_path, Module(row, manual), VariationalSteps())
+    with pytest.warns(UserWarning, match="VariationalSteps"):
+        fit(tmp_path, Module("IVON"), accumulate_grad_batches=2)
 
 
 def test_a_body_that_raises_leaves_the_mean(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class MergeContract:
 
     method = ""
     weights: tuple[float, ...] = (0.7, 0.4, -0.2)
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
     close = 2e-9
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:

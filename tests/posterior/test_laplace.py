@@ -216,21 +216,6 @@ def test_a_second_derivative_that_torch_has_wrong_is_refused(structure: str) -> 
         curvature_of(task, structure, curvature="exact")
 
 
-def test_linear_regression_has_the_conjugate_posterior() -> None:
-    """Mean of the ridge solution and S = XᵀX/σ² + δI (Gaussian, exact)."""
-    x, y, noise, delta = normal(20, 3), normal(20, seed=5), 0.3, 2.0
-    precision = x.mT @ x / noise + delta * torch.eye(3).double()
-    solution = torch.linalg.solve(precision, x.mT @ y / noise)
-    model = nn.Linear(3, 1, bias=False).double()
-    with torch.no_grad():
-        model.weight.copy_(solution.unsqueeze(0))
-    task = Task(model, (x, y), likelihood=Gaussian(noise))
-    q = fit_laplace(task, structure="full", prior_precision=delta)
-    assert relative(q.form.matrix, precision) < EXACT
-    truth = torch.linalg.inv(precision).diagonal().unsqueeze(0)
-    assert relative(q.variance("weight"), truth) < EXACT
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
 def test_chunks_do_not_matter(structure: str, curvature: str) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from curvlinops import GGNLinearOperator
-from models import example_models, mlp
-from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
+from models import mlp
+from oracles import dense_ggn, dense_jacobian, flatten, relative, rows
 from parts import normal
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.backprop.engine import QUIET, Chunking, chunks
-from blr_analysis.backprop.terms import Dense, products
+from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.terms import Dense
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import LowRank
 from blr_analysis.posterior.structures.sketch import TOLERANCE, sketch
@@ -108,28 +108,6 @@ def test_what_is_said_to_be_explained_is_explained(prior: Any) -> None:
     left = (SIZE - torch.arange(1, SIZE + 1)).clamp_min(1)
     least = explained / (explained + missing / (1 + missing / left))
     assert rank <= int((least >= 1 - TOLERANCE).nonzero()[0]) + 2
-
-
-@pytest.mark.parametrize("name", ["mlp", "images", "volumes", "words_tied", "words"])
-def test_products_with_stacked_vectors(name: str) -> None:
-    """T = J Uᵀ and Jᵀ T against brute-force Jacobians."""
-    model, x = example_models()[name]
-    with torch.no_grad():
-        task = blr.Task(model, (x, torch.arange(len(x)) % model(x).shape[-1]))
-    params = task.parameters()
-    jacobian = dense_jacobian(task, params)
-    flat, scale = normal(30, jacobian.shape[-1], seed=4), normal(jacobian.shape[-1], seed=5)
-    stack = unflatten(flat, params)
-    into = {n: torch.zeros_like(u) for n, u in stack.items()}
-    found = []
-    for chunk in chunks(task, params, Chunking(chunk_size=2, progress=False)):
-        terms = chunk.jacobian_terms()
-        found.append(products(terms, stack, dtype=torch.float64, scale=unflatten(scale, params)))
-        for term in terms:
-            term.combined(found[-1], into)
-    truth = torch.einsum("ncp,rp->ncr", jacobian, flat * scale)
-    assert relative(torch.cat(found), truth) < 1e-12
-    assert relative(rows(into), torch.einsum("ncr,ncp->rp", truth, jacobian)) < 1e-12
 
 
 def test_single_precision_bears_a_small_prior() -> None:

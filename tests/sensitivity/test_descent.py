@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from oracles import relative
@@ -14,7 +12,6 @@ from oracles_retraining import (
     without,
 )
 from parts import normal
-from scipy.stats import pearsonr
 from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 
@@ -114,44 +111,6 @@ def test_converged_descent_is_retraining(change: str) -> None:
     assert relative(flat(result.parameters), truth) < 1e-5
     one = blr.what_if(task, q, **asked, solver="posterior")
     assert relative(flat(one.parameters), truth) > 0.01
-
-
-@cache
-def classes_retrained() -> tuple[blr.Task, blr.Task, list[float], list[int]]:
-    """Training and test data, the test loss without every other class, and the gradients taken."""
-    x, y = digits(800)
-    model, test = network(), (x[500:], y[500:])
-    x, y = x[:500], y[:500]
-    retrain(model, x, y, DELTA)
-    true, taken = [], []
-    for c in range(0, 10, 2):
-        again = network()
-        again.load_state_dict(model.state_dict())
-        taken.append(retrain(again, x[y != c], y[y != c], DELTA))
-        true.append(float(nn.functional.cross_entropy(again(test[0]), test[1]).detach()))
-    return blr.Task(model, (x, y)), blr.Task(model, test), true, taken
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("structure", "share"), [("kron", 0.02), ("diag", 0.03)])
-def test_class_removal_at_a_tenth_of_retrainings_cost(structure: str, share: float) -> None:
-    task, test_task, true, taken = classes_retrained()
-    y = task.dataset.tensors[1]
-    q = blr.fit_laplace(task, structure=structure, prior_precision=DELTA)
-    predicted, cost = [], []
-    for c in range(0, 10, 2):
-        result = blr.what_if(task, q, remove=y == c, evaluate=test_task, solver="cg", passes=40)
-        predicted.append(result.nll)
-        cost.append(result.passes)
-    p, t = torch.tensor(predicted), torch.tensor(true)
-    assert sum(cost) < 0.1 * sum(taken)
-    assert pearsonr(predicted, true)[0] > 0.95
-    assert float(((p - t).abs() / t).mean()) < share
-    short = [
-        blr.what_if(task, q, remove=y == c, evaluate=test_task, solver="posterior").nll
-        for c in range(0, 10, 2)
-    ]
-    assert float(((torch.tensor(short) - t).abs() / t).mean()) > 5 * share
 
 
 def rough(steps: int = 30) -> tuple[blr.Task, blr.Posterior]:

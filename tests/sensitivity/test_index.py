@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,22 +242,6 @@ def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron"])
-def test_tiles_make_no_difference(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one example and some rows, or of all examples and whole matrices."""
-    task = language()
-    q, found = posterior(task, structure), []
-    monkeypatch.setattr(compressed, "BLOCK", 8)  # some layers have several tiles of 8 rows
-    compression = compressed.Compression(256, True, 256, 3)
-    for tile in (1, 2**30):
-        monkeypatch.setattr(compressed, "TILE", tile)
-        found.append(module._projected(task, q, compression, compression.roots(q)))
-    small, large = found
-    assert torch.equal(small.places, large.places)
-    for name in ("z", "squares", "blocks"):
-        assert relative(getattr(small, name), getattr(large, name)) < 1e-5
-
-
 def test_products_in_bfloat16_change_little() -> None:
     task = language()
     q, compression = posterior(task, "kron"), compressed.Compression(256, True, 256, 0)
@@ -325,17 +307,6 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
     assert left.stat().st_mtime_ns == kept
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "i" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_a_full_disk_is_said_before_anything_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = language()
-    q = posterior(task)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7))
-    with pytest.raises(StorageError, match=r"7 of .* bytes free"):
-        blr.Index.build(task, q, tmp_path / "i")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what", ["input", "target", "metadata"])

@@ -41,31 +41,6 @@ def test_a_parameter_without_dimensions(tempered: blr.Task, structure: str) -> N
     assert result.parameters["scale"].shape == ()
 
 
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_the_hessian_of_a_parameter_without_dimensions(structure: str) -> None:
-    model, x = Tempered().double(), normal(20, 4)
-    with torch.no_grad():
-        outputs, features = model(x), model.layer(x)
-    task = blr.Task(model, (x, outputs), likelihood="gaussian")
-    q = fit_at_rest(task, structure=structure, curvature="exact", prior_precision=2.0)
-    assert relative(q.precision("scale"), 2 + features.square().sum()) < 1e-9
-
-
-def test_a_weight_that_lies_in_memory_by_columns() -> None:
-    x, y = normal(20, 5), torch.arange(20) % 3
-    model = nn.Linear(5, 3).double()
-    model.weight = nn.Parameter(model.weight.detach().T.contiguous().T)
-    assert not model.weight.is_contiguous()
-    found = []
-    for m in (model, nn.Linear(5, 3).double()):
-        m.load_state_dict(model.state_dict())
-        task = blr.Task(m, (x, y))
-        q = fit_at_rest(task, structure="lowrank", prior_precision=1.0)
-        found.append((q.variance("weight"), q.precision("weight")))
-    for one, two in zip(*found, strict=True):
-        assert relative(one, two) < 1e-9
-
-
 @pytest.mark.parametrize("variance", [1.0, 2500.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_descents_go_as_far_as_the_precision_allows(variance: float, dtype: torch.dtype) -> None:

@@ -1,13 +1,13 @@
-"""Leave-one-out and sensitivity of posteriors that are sums of sites."""
+"""The analyses of posteriors that are sums of sites, against fitting again without the examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_iris
 from torch import Tensor
 
 import blr_analysis as blr
@@ -21,172 +21,31 @@ from blr_analysis.learning_rule.families import (
     NormalWishart,
 )
 from blr_analysis.learning_rule.inference import (
+    LDA,
     BayesianGaussianMixture,
     Conjugate,
+    FactorAnalysis,
     Fitted,
     GaussianMixtureEM,
     GaussianProcess,
     GeneralizedLinear,
+    HiddenMarkov,
     MeanFieldRegression,
+    OnlineNewton,
+    SkewNormal,
     StateSpace,
     bernoulli,
     categorical,
+    fit_skew_normal,
     gaussian,
     linear,
     poisson,
     rbf,
 )
+from blr_analysis.learning_rule.inference.fitted import rows
 
 F64 = torch.float64
-
-
-def regression() -> tuple[Conjugate, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(25, 3, dtype=F64, generator=generator)
-    y = x.sum(1) + 0.5 * torch.randn(25, dtype=F64, generator=generator)
-    prior = FullGaussian(torch.zeros(3, dtype=F64), torch.eye(3, dtype=F64))
-    return Conjugate(prior, linear(0.25)), x, y
-
-
-def test_it_agrees_with_the_networks_road() -> None:
-    """Linear regression as a torch model: the cavity's outputs give the same squared errors."""
-    model, x, y = regression()
-    fitted = model.fit((x, y))
-    net = torch.nn.Linear(3, 1, bias=False).double()
-    net.weight.data = fitted.q.mean[None].clone()
-    task = blr.Task(net, (x, y), likelihood=blr.Gaussian(0.25))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    cavity = blr.leave_one_out(task, q)
-    left = torch.stack([x[i] @ fitted.without([i]).mean for i in range(len(y))])
-    torch.testing.assert_close(cavity.logits.flatten(), left, rtol=1e-9, atol=1e-9)
-
-
-def test_sensitivity_is_what_an_example_tells_about_itself() -> None:
-    model, x, y = regression()
-    y[7] += 20.0  # an outlier shapes the fit most
-    fitted = model.fit((x, y))
-    scores = blr.sensitivity(None, fitted)
-    loo = blr.leave_one_out(None, fitted)
-    torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
-    assert int(scores.deviation.argmax()) == 7
-    assert list(scores.table.columns) == ["index", "loss", "deviation"]
-    assert list(loo.table.columns) == ["index", "loss", "loss_before"]
-    assert len(loo.table) == 25
-
-
-def test_a_gaussian_process_classifier() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(30, 2, dtype=F64, generator=generator)
-    y = (x[:, 0] + 0.5 * torch.randn(30, dtype=F64, generator=generator) > 0).to(F64)
-    model = GaussianProcess(partial(rbf, lengthscale=1.5, variance=4.0))
-    loo = blr.leave_one_out(None, model.fit((x, y)))
-    for i in (0, 11, 29):
-        rest = torch.arange(30) != i
-        probability = float(model.fit((x[rest], y[rest])).predict(x[i : i + 1]))
-        exact = -torch.tensor(probability if y[i] else 1 - probability).log()
-        assert float(loo.losses[i]) == pytest.approx(float(exact), abs=0.02)
-
-
-def chain() -> tuple[Any, Any]:
-    """Four times, the second without an observation."""
-    y = torch.tensor([[1.0], [torch.nan], [4.0], [3.0]], dtype=F64)
-    one = torch.eye(1, dtype=F64)
-    states = StateSpace(one, one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one))
-    fitted = states.fit(y)
-    return blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
-
-
-def test_times_without_an_observation_have_no_loss() -> None:
-    _, loo = chain()
-    assert loo.losses.isnan().tolist() == [False, True, False, False]
-    assert loo.nll == pytest.approx(float(loo.losses[[0, 2, 3]].mean()))
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    model, x, y = regression()
-    fitted = model.fit((x, y))
-    with pytest.raises(InputError, match="refine"):
-        blr.leave_one_out(None, fitted, refine=3)
-    with pytest.raises(InputError, match="correction"):
-        blr.leave_one_out(None, fitted, correction="cavity")
-    with pytest.raises(InputError, match="variance"):
-        blr.sensitivity(None, fitted, variance=True)
-    with pytest.raises(InputError, match="no sites"):
-        blr.leave_one_out(None, Fitted(fitted.q, [0.0], "log evidence"))
-
-
-def test_the_strongest_examples_by_index() -> None:
-    model, x, y = regression()
-    y[7] += 20.0
-    scores = blr.sensitivity(None, model.fit((x, y)))
-    ranked = scores.table.sort_values("deviation", ascending=False)["index"]
-    assert scores.top(3).tolist() == ranked[:3].tolist() and int(scores.top(1)) == 7
-    for k in (0, 26, "3"):
-        with pytest.raises(InputError, match="k must be"):
-            scores.top(k)
-
-
-def test_unobserved_times_are_neither_ranked_nor_drawn() -> None:
-    scores, loo = chain()
-    assert sorted(scores.top(3).tolist()) == [0, 2, 3]
-    assert "nan" not in repr(scores)
-    with pytest.raises(InputError, match="at most 3"):
-        scores.top(4)
-    assert len(scores.plot().lines[0].get_xdata()) == 3
-    assert len(loo.plot().lines[1].get_xdata()) == 3
-
-
-def test_pictures() -> None:
-    model, x, y = regression()
-    y[7] += 20.0
-    fitted = model.fit((x, y))
-    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
-    ax = scores.plot(labels=[f"row {i}" for i in range(25)], n_labels=2)
-    drawn = sorted(scores.deviation.tolist(), reverse=True)
-    assert ax.lines[0].get_ydata().tolist() == pytest.approx(drawn)
-    assert "[nats]" in ax.get_ylabel() and "shapes more" in ax.get_ylabel()
-    ax = loo.plot(n_labels=1)
-    _, points, top = ax.lines
-    assert points.get_ydata().tolist() == pytest.approx(loo.losses.tolist())
-    assert points.get_xdata().tolist() == pytest.approx(loo.losses_before.tolist())
-    assert top.get_ydata().tolist() == pytest.approx([float(loo.losses[7])])
-    assert loo.plot(ax=ax) is ax
-    with pytest.raises(InputError, match="labels"):
-        loo.plot(labels=["one"])
-
-
-def test_a_memory_map_is_refused_with_what_to_use_instead() -> None:
-    model, x, y = regression()
-    scores = blr.sensitivity(None, model.fit((x, y)))
-    with pytest.raises(InputError, match="SiteScores"):
-        blr.memory_map(scores)
-
-
-@pytest.mark.parametrize("ask", [blr.sensitivity, blr.leave_one_out], ids=lambda f: f.__name__)
-def test_the_fit_stands_alone(ask: Any) -> None:
-    model, x, y = regression()
-    fitted = model.fit((x, y))
-    for found in (ask(fitted), ask(fitted, None)):
-        assert torch.equal(found.losses, ask(None, fitted).losses)
-    task = blr.Task(torch.nn.Linear(3, 1).double(), (x, y), likelihood="gaussian")
-    with pytest.raises(InputError, match="stands alone"):
-        ask(fitted, task)
-    with pytest.raises(DataError, match="pair"):
-        blr.influence(fitted, fitted, task)
-    for alone, match in ((blr.influence, "predict"), (blr.what_if, "remove")):
-        with pytest.raises(InputError, match=match):
-            alone(fitted)
-    for alone in (blr.suspicious, blr.calibrate):
-        with pytest.raises(InputError, match="without"):
-            alone(fitted, None)
-    with pytest.raises(InputError, match="posterior"):
-        ask(task)
-
-
-# Every probabilistic model with sites goes through ``leave_one_out`` and ``sensitivity``.
-
-
-ONE = torch.tensor(1.0, dtype=F64)
+ONE = torch.ones((), dtype=F64)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -197,17 +56,27 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=F64, generator=seeded(seed))
 
 
-def rows(data: Any, chosen: Any) -> Any:
-    return data[chosen] if isinstance(data, Tensor) else tuple(part[chosen] for part in data)
-
-
 def prior(kind: Any) -> Any:
     precision = torch.eye(3, dtype=F64) if kind is FullGaussian else torch.ones(3, dtype=F64)
     return kind(torch.zeros(3, dtype=F64), precision)
 
 
+def regression(n: int = 20) -> tuple[Conjugate, tuple[Tensor, Tensor]]:
+    x = normal(n, 3)
+    return Conjugate(prior(FullGaussian), linear(0.25)), (x, x.sum(1) + 0.5 * normal(n, seed=1))
+
+
+def outlier() -> Fitted:
+    model, (x, y) = regression(25)
+    y[7] += 20.0  # shapes the fit most
+    return model.fit((x, y))
+
+
+# Conjugate models are exact, whatever is asked.
+
+
 CONJUGATE: dict[str, tuple[Conjugate, Any]] = {
-    "regression": (Conjugate(prior(FullGaussian), linear(0.25)), (normal(12, 3), normal(12))),
+    "regression": regression(12),
     "Bernoulli": (Conjugate(Beta(2 * ONE, ONE), bernoulli()), (normal(12) > 0.3).to(F64)),
     "Poisson": (Conjugate(Gamma(ONE, ONE), poisson()), normal(12).exp().round()),
     "categorical": (
@@ -223,83 +92,291 @@ CONJUGATE: dict[str, tuple[Conjugate, Any]] = {
 
 @pytest.mark.parametrize("name", CONJUGATE)
 def test_conjugate_models_are_exact(name: str) -> None:
-    """Against fitting again without each example."""
     model, data = CONJUGATE[name]
-    loo = blr.leave_one_out(model.fit(data))
+    fitted = model.fit(data)
+    loo, scores, rises = (f(fitted) for f in (blr.leave_one_out, blr.sensitivity, _influence))
+    torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
     for i in range(12):
         again = model.fit(rows(data, torch.arange(12) != i))
-        exact = -again.log_predictive(rows(data, slice(i, i + 1)))
+        exact = -again.log_predictive(rows(data, torch.tensor([i])))
         torch.testing.assert_close(loo.losses[i : i + 1], exact, rtol=1e-10, atol=1e-10)
+        rise = fitted.log_predictive(data) - again.log_predictive(data)
+        torch.testing.assert_close(rises.matrix[i], rise, rtol=1e-8, atol=1e-9)
+    assert rises.top(0, 1)[0] == rises.matrix[:, 0].argmax()
 
 
-def two_clusters() -> Tensor:
-    return normal(40, 2) + 4 * (torch.arange(40) % 2)[:, None]
+def _influence(fitted: Fitted) -> Any:
+    return blr.influence(fitted, None, fitted.data)
 
 
-def labels() -> tuple[Tensor, Tensor]:
-    x = normal(60, 3)
-    return x, (x[:, 0] + normal(60, seed=1) > 0).to(F64)
+def test_groups_of_a_conjugate_model() -> None:
+    model, (x, y) = regression()
+    fitted, test = model.fit((x[:15], y[:15])), (x[15:], y[15:])
+    result = blr.what_if(fitted, remove=[0, 3], add=(x[15:17], y[15:17]), evaluate=test)
+    kept = torch.tensor([i for i in range(17) if i not in (0, 3)])
+    again = model.fit((x[kept], y[kept]))
+    assert result.nll == pytest.approx(float(-again.log_predictive(test).mean()), abs=1e-10)
+    assert result.error == pytest.approx(0, abs=1e-12)
+    assert result.before != result.nll
 
 
-def counts() -> tuple[Tensor, Tensor]:
-    x = normal(60, 3)
-    return x, (0.5 * x[:, 0] + 0.3 * normal(60, seed=1)).exp().round()
+def test_it_agrees_with_the_networks_road() -> None:
+    """Linear regression as a torch model: the cavity's outputs are those of the subtraction."""
+    model, (x, y) = regression()
+    fitted, net = model.fit((x, y)), torch.nn.Linear(3, 1, bias=False).double()
+    net.weight.data = fitted.q.mean[None].clone()
+    task = blr.Task(net, (x, y), likelihood=blr.Gaussian(0.25))
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    left = torch.stack([x[i] @ fitted.without([i]).mean for i in range(len(y))])
+    logits = blr.leave_one_out(task, q).logits.flatten()
+    torch.testing.assert_close(logits, left, rtol=1e-9, atol=1e-9)
 
 
-def by_em(data: Any) -> Fitted:
-    """From the same two centres, so that components keep their names."""
-    return GaussianMixtureEM(2).fit(data, generator=seeded(), tol=1e-10, max_iter=500)
+def test_a_gaussian_process_classifier() -> None:
+    x = normal(30, 2)
+    y = (x[:, 0] + 0.5 * normal(30, seed=1) > 0).to(F64)
+    model = GaussianProcess(partial(rbf, lengthscale=1.5, variance=4.0))
+    loo = blr.leave_one_out(None, model.fit((x, y)))
+    for i in (0, 11, 29):
+        rest = torch.arange(30) != i
+        probability = float(model.fit((x[rest], y[rest])).predict(x[i : i + 1]))
+        exact = -torch.tensor(probability if y[i] else 1 - probability).log()
+        assert float(loo.losses[i]) == pytest.approx(float(exact), abs=0.02)
 
 
-def by_vmp(data: Any) -> Fitted:
-    model = BayesianGaussianMixture.for_data(two_clusters(), 2)
-    return model.fit(data, generator=seeded())
+# Other models: a subtraction, then steps that come nearer to fitting again.
 
 
-OTHERS: dict[str, tuple[Callable[[Any], Fitted], Any]] = {
-    "EM": (by_em, two_clusters()),
-    "VMP": (by_vmp, two_clusters()),
-    "logistic regression": (
-        lambda data: GeneralizedLinear(prior(FullGaussian), "bernoulli").fit(data),
-        labels(),
-    ),
-    "mean field": (
-        lambda data: MeanFieldRegression(prior(DiagonalGaussian), "poisson").fit(data),
-        counts(),
-    ),
+def skew(y: Tensor) -> Any:
+    start = SkewNormal(*torch.tensor([0.0, -1.0, 1.0], dtype=F64))
+    return fit_skew_normal(
+        lambda theta: -theta.square() / 20,
+        start,
+        log_likelihood=lambda y, theta: y[:, None] * theta - theta.exp(),
+        data=y,
+        rho=1.0,
+        tol=1e-8,
+        progress=False,
+    )
+
+
+def documents() -> Tensor:
+    topics = torch.tensor([[8.0, 8, 4, 1, 1, 1], [1, 1, 1, 4, 8, 8]])
+    g = seeded(1)
+    shares = torch.rand(25, 1, generator=g)
+    return torch.poisson(shares * topics[0] + (1 - shares) * topics[1], generator=g)
+
+
+def lda(counts: Tensor, start: Dirichlet | None = None) -> Any:
+    model = LDA(2, local_tol=1e-8)
+    return model.fit(counts, passes=200, batch_size=None, tol=1e-8, start=start, progress=False)
+
+
+def two_clusters(apart: float = 4.0) -> Tensor:
+    return normal(30, 2) + apart * (torch.arange(30) < 15)[:, None]
+
+
+def mixture(y: Tensor, start: Any = None) -> Any:
+    how = {"tol": 1e-12, "generator": seeded(), "progress": False}
+    return GaussianMixtureEM(2).fit(y, start=start, **how)
+
+
+def by_vmp(y: Tensor) -> Any:
+    return BayesianGaussianMixture.for_data(two_clusters(), 2).fit(y, generator=seeded())
+
+
+def logistic(data: Any) -> Any:
+    return GeneralizedLinear(prior(FullGaussian), "bernoulli").fit(data, progress=False)
+
+
+def counted(data: Any) -> Any:
+    model = MeanFieldRegression(prior(DiagonalGaussian), "poisson")
+    return model.fit(data, tol=1e-13, progress=False)
+
+
+def factors(y: Tensor) -> Any:
+    return FactorAnalysis(1).fit(y, tol=1e-11, progress=False)
+
+
+def one_factor() -> Tensor:
+    z = normal(18, 1, seed=3)
+    return z * torch.tensor([1.0, 0.8, -0.7, 0.5], dtype=F64) + 0.5 * normal(18, 4, seed=4)
+
+
+def chain(data: Tensor) -> Any:
+    model = HiddenMarkov(2, poisson(), Gamma(ONE, ONE))
+    return model.fit(data, generator=seeded(), tol=1e-13, progress=False)
+
+
+X, Y = regression()[1]
+SWITCHING = torch.tensor([[1.0, 1, 5, 5, 5, 1]]).expand(8, -1)
+CASES: dict[str, tuple[Any, Any, list[int]]] = {
+    "skew normal of four rows": (skew, torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=F64), [2]),
+    "LDA of 25 documents": (lda, documents(), [0, 1, 2]),
+    "logistic regression": (logistic, (X, (Y > 0).to(F64)), [0, 4, 5]),
+    "EM": (mixture, two_clusters(), [0, 3, 20]),
+    "factor analysis": (factors, one_factor(), [0, 1]),
+    "non-conjugate VMP": (counted, (X, Y.exp().round()), [0, 4]),
+    "hidden Markov model": (chain, torch.poisson(SWITCHING, generator=seeded(4)), [0, 5]),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_first_step_ranks_as_fitting_again_does(name: str) -> None:
+SLOW = "LDA of 25 documents"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == SLOW else n for n in CASES]
+)
+def test_further_steps_come_nearer_and_say_how_near(name: str) -> None:
+    """Those that leave, and the same that join a fit without them; ten steps, and until they rest.
+
+    The truth is a fit of what is left, from the fitted posterior where there are several optima.
+    """
+    fit, data, gone = CASES[name]
+    several = fit in (lda, mixture)
+    fitted = fit(data)
+    kept = torch.tensor([i for i in range(fitted.n_data) if i not in gone])
+    rest = rows(data, kept)
+    less = fit(rest)
+    for start, after, first, how in (
+        (fitted, rest, fitted.without(gone), {"remove": gone}),
+        (less, data, less.q, {"add": rows(data, torch.tensor(gone)), "evaluate": data}),
+    ):
+        again = fit(after, start.q) if several else fit(after)
+        truth = float(-again.log_predictive(data).mean())
+        before = float(-start.predictive(first, data).mean())
+        result = blr.what_if(start, **how, passes=10)
+        assert abs(result.nll - truth) < 0.5 * abs(before - truth)
+        assert abs(result.nll - truth) <= 3 * result.error + 1e-6
+        assert result.steps == 10 and f"{result.nll:.4f}" in repr(result)
+    if fit in (skew, logistic, mixture, factors):
+        again = fit(rest, fitted.q) if several else fit(rest)
+        result = blr.what_if(fitted, remove=gone)
+        assert result.nll == pytest.approx(float(-again.log_predictive(data).mean()), abs=5e-5)
+        assert result.error < 1e-5 and not result.note
+
+
+@pytest.mark.parametrize("fit", [mixture, by_vmp, logistic, counted], ids=lambda f: f.__name__)
+def test_the_subtraction_ranks_as_fitting_again_does(fit: Any) -> None:
     """Of the rises of the loss: their order, and their sum."""
-    fit, data = OTHERS[name]
+    x = normal(60, 3)
+    data: Any = normal(40, 2) + 4 * (torch.arange(40) % 2)[:, None]
+    if fit is logistic:
+        data = x, (x[:, 0] + normal(60, seed=1) > 0).to(F64)
+    elif fit is counted:
+        data = x, (0.5 * x[:, 0] + 0.3 * normal(60, seed=1)).exp().round()
     fitted = fit(data)
     loo, scores = blr.leave_one_out(fitted), blr.sensitivity(fitted)
-    torch.testing.assert_close(scores.deviation, loo.losses - loo.losses_before)
-    n = len(loo)
-    chosen = scores.top(n)[:: n // 12]
+    chosen = scores.top(len(loo))[:: len(loo) // 12]
     exact = []
     for i in chosen.tolist():
-        again = fit(rows(data, torch.arange(n) != i))
-        exact.append(-again.log_predictive(rows(data, slice(i, i + 1))) - loo.losses_before[i])
+        rest = rows(data, torch.arange(len(loo)) != i)
+        again = fit(rest, fitted.q) if fit is mixture else fit(rest)
+        exact.append(-again.log_predictive(rows(data, torch.tensor([i]))) - loo.losses_before[i])
     pair = torch.stack([scores.deviation[chosen], torch.cat(exact)])
     assert float(torch.corrcoef(pair)[0, 1]) > 0.99
     assert 0.9 < float(pair[0].sum() / pair[1].sum()) < 1.05
 
 
-def test_a_fit_answers_as_its_posterior_does() -> None:
-    model, data = CONJUGATE["Bernoulli"]
-    fitted = model.fit(data)
-    assert torch.equal(fitted.mean, fitted.q.mean)
-    assert fitted.natural.keys() == fitted.q.natural.keys()
-    assert fitted.history and float(fitted.entropy()) == float(fitted.q.entropy())
-    with pytest.raises(AttributeError, match="neither Fitted nor its q, a Beta, has 'covarance'"):
-        _ = fitted.covarance
-    with pytest.raises(blr.errors.InputError, match="q has none"):
-        _ = fitted["z"]
-    factors = by_vmp(two_clusters())
-    name = next(iter(factors.q))
-    assert factors[name] is factors.q[name]
-    with pytest.raises(blr.errors.InputError, match="its factors are"):
-        _ = factors["other"]
+def test_a_step_that_hardly_moves_is_no_rest() -> None:
+    """A mixture that goes on as it is for 40 steps without flower 3, and then to another one."""
+    iris = load_iris()
+    y, kind = torch.tensor(iris.data)[::5, :2], torch.tensor(iris.target)[::5]
+    start = 0.8 * torch.nn.functional.one_hot(kind, 3).double() + 0.2 / 3
+    model, how = GaussianMixtureEM(3, "diag"), {"tol": 1e-13, "max_iter": 5000, "progress": False}
+    fitted = model.fit(y, start=start, **how)
+    again = model.fit(y[[i for i in range(30) if i != 3]], start=fitted.q, **how)
+    result = blr.what_if(fitted, remove=[3])
+    assert result.nll == pytest.approx(float(-again.log_predictive(y).mean()), abs=1e-6)
+    assert result.error < 1e-6 and not result.note
+    early = blr.what_if(fitted, remove=[3], passes=30)
+    assert early.error == float("inf")
+    assert "passes=" in repr(early)
+
+
+def states() -> tuple[StateSpace, Tensor]:
+    """Six times, the last without an observation."""
+    one = torch.eye(1, dtype=F64)
+    y = torch.tensor([[1.0], [2.5], [4.0], [3.0], [5.0], [torch.nan]], dtype=F64)
+    return StateSpace(one, 0.5 * one, one, one, FullGaussian(torch.zeros(1, dtype=F64), one)), y
+
+
+def test_states_are_exact_and_rest_at_once() -> None:
+    """Observations taken out of a chain or put behind it, against the filter without or with."""
+    model, y = states()
+    fitted, less = model.fit(y), y.clone()
+    less[1] = torch.nan
+    result = blr.what_if(fitted, remove=[1])
+    wanted = model.log_predictive(model.fit(less).q, y)[:5]
+    assert result.nll == pytest.approx(float(-wanted.mean())) and result.error == 0
+    more = torch.tensor([[6.0], [2.0]], dtype=F64)
+    added = blr.what_if(fitted, add=more)
+    torch.testing.assert_close(added.q.mean, model.fit(torch.cat([y, more])).q.mean[:6])
+
+
+def test_a_pass_of_online_newton_is_made_again() -> None:
+    model = OnlineNewton(prior(FullGaussian), lambda t, e: 0.5 * (e[0] @ t - e[1]).square(), 0.3)
+    x, y = X[:8], Y[:8]
+    fitted, rest = model.fit((x, y)), [0, 1, 4, 5, 6, 7]
+    q = model.fit((x[rest], y[rest])).q
+    result = blr.what_if(fitted, remove=[2, 3])
+    torch.testing.assert_close(result.losses, 0.5 * (x @ q.mean - y).square())
+    assert result.error == 0 and not torch.allclose(fitted.without([2, 3]).mean, q.mean)
+
+
+# Views, and what is refused.
+
+
+def test_tables_pictures_and_ranks() -> None:
+    fitted = outlier()
+    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+    assert int(scores.deviation.argmax()) == 7
+    assert list(scores.table.columns) == ["index", "loss", "deviation"]
+    assert list(loo.table.columns) == ["index", "loss", "loss_before"]
+    ranked = scores.table.sort_values("deviation", ascending=False)["index"]
+    assert scores.top(3).tolist() == ranked[:3].tolist()
+    drawn = sorted(scores.deviation.tolist(), reverse=True)
+    assert scores.plot(n_labels=2).lines[0].get_ydata().tolist() == pytest.approx(drawn)
+    points = loo.plot(n_labels=1).lines[1]
+    assert points.get_ydata().tolist() == pytest.approx(loo.losses.tolist())
+
+
+def test_unobserved_times_have_no_loss_and_are_neither_ranked_nor_drawn() -> None:
+    fitted = states()[0].fit(states()[1])
+    scores, loo = blr.sensitivity(None, fitted), blr.leave_one_out(None, fitted)
+    assert loo.losses.isnan().tolist() == [False] * 5 + [True]
+    assert loo.nll == pytest.approx(float(loo.losses[:5].mean()))
+    assert sorted(scores.top(5).tolist()) == list(range(5))
+    assert "nan" not in repr(scores)
+    assert len(scores.plot().lines[0].get_xdata()) == len(loo.plot().lines[1].get_xdata()) == 5
+    with pytest.raises(InputError, match="at most 5"):
+        scores.top(6)
+
+
+TASK = blr.Task(torch.nn.Linear(3, 1).double(), (X, Y), likelihood="gaussian")
+REFUSED: list[tuple[Any, type, str]] = [
+    (lambda f: blr.leave_one_out(None, f, refine=3), InputError, "refine"),
+    (lambda f: blr.leave_one_out(None, f, correction="cavity"), InputError, "correction"),
+    (lambda f: blr.sensitivity(None, f, variance=True), InputError, "variance"),
+    (lambda f: blr.sensitivity(f, TASK), InputError, "stands alone"),
+    (lambda f: blr.leave_one_out(f, TASK), InputError, "stands alone"),
+    (lambda f: blr.leave_one_out(None, Fitted(f.q, [0.0], "evidence")), InputError, "no sites"),
+    (lambda f: blr.sensitivity(f).top(0), InputError, "k must be"),
+    (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "SiteScores"),
+    (lambda f: blr.influence(f), InputError, "predict"),
+    (lambda f: blr.influence(f, f, TASK), DataError, "pair"),
+    (lambda f: blr.suspicious(f, None), InputError, "without"),
+    (lambda f: blr.what_if_each(f, None), InputError, "without"),
+    (lambda f: blr.what_if(f), InputError, "remove"),
+    (lambda f: blr.what_if(f, remove=[0], solver="cg"), InputError, "solver"),
+    (lambda f: blr.what_if(f, remove=[0], passes=0), InputError, "passes"),
+    (lambda f: blr.what_if(f, remove=[99]), InputError, "99"),
+    (lambda f: blr.what_if(f, add=(X,)), InputError, ""),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_is_refused(case: int) -> None:
+    call, kind, words = REFUSED[case]
+    with pytest.raises(kind, match=words):
+        call(outlier())

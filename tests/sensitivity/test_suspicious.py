@@ -104,14 +104,13 @@ def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     torch.testing.assert_close(found, gram, rtol=0.1, atol=0.1 * float(gram.abs().mean()))
 
 
-def test_nearest_against_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_against_all_distances() -> None:
     g = torch.Generator().manual_seed(0)
     unit = nn.functional.normalize(torch.randn(40, 5, generator=g, dtype=torch.float64), dim=1)
     unit[3] = unit[11]
     unit[20] = 0  # an example whose predictions never move
     distance = torch.cdist(unit, unit)
     distance.fill_diagonal_(torch.inf)
-    monkeypatch.setitem(nearest.__globals__, "BLOCK", 7 * 40)  # more than one block
     closeness, twin, told = nearest(unit, torch.full((40,), 1e-7), progress=False)
     rows = torch.arange(40) != 20
     kept = distance[rows]
@@ -248,38 +247,26 @@ def test_several_labels_of_one_example() -> None:
     assert found.proposed.tolist() == (left_out > 0).float().tolist()
 
 
-@pytest.fixture(scope="module")
-def found() -> blr.Suspicions:
+def test_tables_pictures_and_scores() -> None:
     x, y = blobs()
     x[5] = CENTRES[y[5]]
     y[5] = (y[5] + 1) % 3
     task, q = laplace(trained(x, y, 3), x, y)
     named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
-    return blr.suspicious(named, q, duplicates=False)
-
-
-class TestViews:
-    def test_table(self, found: blr.Suspicions) -> None:
-        table = found.table
-        assert table["index"].tolist() == found.order.tolist()
-        assert table.iloc[0][["index", "kind", "source"]].tolist() == [5, "label", "s5"]
-        assert table.loss.tolist() == found.losses[found.order].tolist()
-        assert table.left_out_loss.tolist() == found.left_out[found.order].tolist()
-        assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
-
-    def test_plot(self, found: blr.Suspicions) -> None:
-        ax = found.plot()
-        drawn = sum(len(points.get_offsets()) for points in ax.collections)
-        assert drawn == 60
-        legend = ax.get_legend()
-        assert legend is not None
-        words = " ".join(text.get_text() for text in legend.get_texts())
-        assert f"label ({found.kind.count('label')})" in words
-
-    def test_repr_and_scores(self, found: blr.Suspicions) -> None:
-        assert f"{found.kind.count('label')} label" in repr(found)
-        assert found.score("label") is found.losses
-        assert found.score("unfamiliar") is found.unfamiliarity
+    found = blr.suspicious(named, q, duplicates=False)
+    table = found.table
+    assert table["index"].tolist() == found.order.tolist()
+    assert table.iloc[0][["index", "kind", "source"]].tolist() == [5, "label", "s5"]
+    assert table.loss.tolist() == found.losses[found.order].tolist()
+    assert table.left_out_loss.tolist() == found.left_out[found.order].tolist()
+    assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
+    ax = found.plot()
+    assert sum(len(points.get_offsets()) for points in ax.collections) == 60
+    words = " ".join(text.get_text() for text in ax.get_legend().get_texts())
+    assert f"label ({found.kind.count('label')})" in words
+    assert f"{found.kind.count('label')} label" in repr(found)
+    assert found.score("label") is found.losses
+    assert found.score("unfamiliar") is found.unfamiliarity
 
 
 def test_kinds_and_order() -> None:

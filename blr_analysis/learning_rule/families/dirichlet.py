@@ -23,7 +23,6 @@ from blr_analysis.learning_rule.families.domain import (
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, uniform
 from blr_analysis.learning_rule.families.special import (
     inverse_digamma,
-    lgamma_divergence,
     trigamma,
 )
 
@@ -87,11 +86,6 @@ class Dirichlet(ExponentialFamily):
 
     def log_partition(self) -> Tensor:
         return torch.lgamma(self.concentration).sum(-1) - torch.lgamma(self.concentration.sum(-1))
-
-    def _kl(self, other: Self) -> Tensor:
-        ours, theirs = self.concentration, other.concentration
-        parts = lgamma_divergence(theirs, ours).sum(-1)
-        return parts - lgamma_divergence(theirs.sum(-1), ours.sum(-1))
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Points of the simplex, ``[n, ..., K]``; none of their entries is 0."""
@@ -168,9 +162,6 @@ class Beta(ExponentialFamily):
 
     def log_partition(self) -> Tensor:
         return self._dirichlet.log_partition()
-
-    def _kl(self, other: Self) -> Tensor:
-        return self._dirichlet.kl(other._dirichlet)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Numbers strictly between 0 and 1, ``[n, ...]``."""

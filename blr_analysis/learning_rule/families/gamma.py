@@ -24,14 +24,10 @@ from blr_analysis.learning_rule.families.domain import (
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
 from blr_analysis.learning_rule.families.special import (
     LOG_2PI,
-    compare,
     inverse,
     invert_excess_logarithm,
-    lgamma_divergence,
-    log_ratio,
     logdet,
     multivariate_digamma,
-    multivariate_lgamma,
     outer,
     symmetric,
 )
@@ -91,12 +87,6 @@ class Gamma(ExponentialFamily):
 
     def log_partition(self) -> Tensor:
         return torch.lgamma(self.shape) - self.shape * self.rate.log()
-
-    def _kl(self, other: Self) -> Tensor:
-        logs = log_ratio(other.rate, self.rate)
-        of_shapes = lgamma_divergence(other.shape, self.shape)
-        of_rates = self.shape * ((other.rate - self.rate) / self.rate - logs)
-        return of_shapes + of_rates - (other.shape - self.shape) * logs
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Positive numbers ``[n, ...]``; none underflows to 0."""
@@ -179,14 +169,7 @@ class Wishart(ExponentialFamily):
 
     def log_partition(self) -> Tensor:
         half = 0.5 * self.dof
-        return multivariate_lgamma(half, self.size) - half * logdet(0.5 * self.rate)
-
-    def _kl(self, other: Self) -> Tensor:
-        half, theirs = 0.5 * self.dof, 0.5 * other.dof
-        off = 0.5 * torch.arange(self.size, dtype=half.dtype, device=half.device)
-        of_dof = lgamma_divergence(theirs.unsqueeze(-1) - off, half.unsqueeze(-1) - off).sum(-1)
-        trace, logs = compare(other.rate, self.rate)
-        return of_dof + half * (trace - logs) - (theirs - half) * logs
+        return torch.mvlgamma(half, self.size) - half * logdet(0.5 * self.rate)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Precision matrices ``[n, ..., p, p]``, by Bartlett's decomposition."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 
 LOG_2PI = math.log(2 * math.pi)
-HALF_LOG_2PI = 0.5 * LOG_2PI
 _SERIES_FROM = 20.0
 
 
@@ -41,18 +40,6 @@ def log_minus_digamma(x: Tensor) -> Tensor:
     return _by_series(x, lambda x: x.log() - torch.digamma(x), series)
 
 
-def stirling_remainder(x: Tensor) -> Tensor:
-    """log Γ(x) − [ (x − ½) log x − x + ½ log 2π ], which is ≈ 1/(12x) for large x."""
-
-    def direct(x: Tensor) -> Tensor:
-        return torch.lgamma(x) - (x - 0.5) * x.log() + x - HALF_LOG_2PI
-
-    def series(y: Tensor, z: Tensor) -> Tensor:
-        return y * (1 / 12 - z * (1 / 360 - z * (1 / 1260 - z * (1 / 1680 - z / 1188))))
-
-    return _by_series(x, direct, series)
-
-
 def trigamma_excess(x: Tensor) -> Tensor:
     """ψ'(x) − 1/x, which is ≈ 1/(2x²) where the two terms nearly cancel."""
 
@@ -60,17 +47,6 @@ def trigamma_excess(x: Tensor) -> Tensor:
         return z * (0.5 + y * (1 / 6 - z * (1 / 30 - z * (1 / 42 - z * (1 / 30 - z * 5 / 66)))))
 
     return _by_series(x, lambda x: trigamma(x) - 1 / x, series)
-
-
-def lgamma_divergence(new: Tensor, old: Tensor) -> Tensor:
-    """log Γ(x') − log Γ(x) − (x' − x) ψ(x), the Bregman divergence of log Γ, without cancellation.
-
-    >>> lgamma_divergence(torch.tensor(2.0), torch.tensor(1.0))
-    tensor(0.5772)
-    """
-    gap = new - old
-    remainders = stirling_remainder(new) - stirling_remainder(old)
-    return (new - 0.5) * log_ratio(new, old) - gap + gap * log_minus_digamma(old) + remainders
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -89,11 +65,6 @@ def _halves(x: Tensor, size: int) -> Tensor:
 def _halves_off(parts: Tensor) -> Tensor:
     """j/2 for each of the entries along the last dimension."""
     return 0.5 * torch.arange(parts.shape[-1], dtype=parts.dtype, device=parts.device)
-
-
-def multivariate_lgamma(x: Tensor, size: int) -> Tensor:
-    """log Γ_p(x) = p(p−1)/4 · log π + Σ_j log Γ(x − j/2), with p = ``size`` and x > (p − 1)/2."""
-    return torch.lgamma(_halves(x, size)).sum(-1) + size * (size - 1) / 4 * math.log(math.pi)
 
 
 def multivariate_digamma(x: Tensor, size: int) -> Tensor:

@@ -4,40 +4,39 @@ To be read like a book; each part needs only those above it.
 
 1. *What every fit answers.* :mod:`.fitted`: the posterior is a sum of sites, one per example, so
    that examples are taken out by subtraction. It also says what functions of yours must give.
-2. *One step, ρ = 1* (K&R 5.1). :mod:`.factors`: which likelihoods are conjugate to which family.
-   :mod:`.conjugate`: why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
+2. *One step, ρ = 1* (K&R 5.1). :mod:`.conjugate`: which likelihoods are conjugate to which family,
+   and why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
-3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.mixture_model`: who belongs where, what components are
-   told. :mod:`.em`: parameters at their mode; the same for hidden numbers, factor analysis.
-   :mod:`.vmp`: parameters averaged over.
-   :mod:`.messages`: local and global parameters of any such model, and chains of classes.
+3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.em`: parameters at their mode; the same for hidden
+   numbers, factor analysis. :mod:`.messages`: local and global parameters of any such model,
+   parameters averaged over; mixtures and chains of classes.
    :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
-4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: log p(y|f) of
-   one number. :mod:`.cvi`: the rule site by site, prediction, cavities; for regression with a
-   link and for Gaussian processes, :mod:`.gp`.
-   :mod:`.nonconjugate`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
+4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.cvi`: the rule site by site,
+   prediction, cavities; node by node; for regression with a link and for Gaussian processes,
+   :mod:`.gp`. :mod:`.skew_normal`: when a Gaussian leans.
 5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation; several
    minima at once.
 """
 
 from __future__ import annotations
 
-from blr_analysis.learning_rule.inference.conjugate import Conjugate
-from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
-from blr_analysis.learning_rule.inference.em import (
-    Collapsed,
-    FactorAnalysis,
-    FittedFactors,
-    FittedMixture,
-    GaussianMixtureEM,
-)
-from blr_analysis.learning_rule.inference.factors import (
+from blr_analysis.learning_rule.inference.conjugate import (
+    Conjugate,
     Factor,
     bernoulli,
     categorical,
     gaussian,
     linear,
     poisson,
+)
+from blr_analysis.learning_rule.inference.cvi import (
+    GeneralizedLinear,
+    LatentFitted,
+    MeanFieldRegression,
+)
+from blr_analysis.learning_rule.inference.em import (
+    FactorAnalysis,
+    GaussianMixtureEM,
 )
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import (
@@ -48,33 +47,28 @@ from blr_analysis.learning_rule.inference.functions import (
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
-from blr_analysis.learning_rule.inference.messages import FittedMarkov, HiddenMarkov, MessagePassing
-from blr_analysis.learning_rule.inference.nonconjugate import MeanFieldRegression
+from blr_analysis.learning_rule.inference.messages import (
+    BayesianGaussianMixture,
+    HiddenMarkov,
+    MessagePassing,
+)
 from blr_analysis.learning_rule.inference.online import (
     OnlineNewton,
     experts,
     likelihood_step,
 )
 from blr_analysis.learning_rule.inference.skew_normal import (
-    FittedSkewNormal,
     SkewNormal,
     fit_skew_normal,
 )
-from blr_analysis.learning_rule.inference.vmp import BayesianGaussianMixture, FittedMeanField
 
 __all__ = [
     "LDA",
     "BayesianGaussianMixture",
-    "Collapsed",
     "Conjugate",
     "Factor",
     "FactorAnalysis",
     "Fitted",
-    "FittedFactors",
-    "FittedMarkov",
-    "FittedMeanField",
-    "FittedMixture",
-    "FittedSkewNormal",
     "FittedStates",
     "FittedTopics",
     "GaussianMixtureEM",

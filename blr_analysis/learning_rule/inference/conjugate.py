@@ -9,21 +9,251 @@ so that ∇_μ E_q[log p(y|θ)] = λ̃(y) whatever q is, and the rule lands on t
 the same for all of them:
 
     λ = λ_0 + Σ_i λ̃(y_i),      log p(y|D) = A(λ + λ̃(y)) − A(λ) + c(y).
+
+The likelihoods that are conjugate to a family here:
+
+| factor | θ | prior | λ̃(y) |
+|---|---|---|---|
+| :func:`bernoulli` | P(y = 1) | :class:`Beta` | (y, 1 − y) |
+| :func:`poisson` | rate | :class:`Gamma` | (y, −1) |
+| :func:`categorical` | P(y = k) | :class:`Dirichlet` | the indicator of y |
+| :func:`gaussian` | mean and precision | :class:`NormalWishart` | (y, −½, −½ y yᵀ, ½) |
+| :func:`linear` | weights | :class:`FullGaussian` | (x y, −½ x xᵀ) / σ² |
+
+(Khan & Rue, section 5.1; Murphy, "Probabilistic Machine Learning: Advanced Topics", 3.4.)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from blr_analysis.errors import InputError
+from blr_analysis.checks import at_least, positive_number
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
-from blr_analysis.learning_rule.inference.factors import Factor
+from blr_analysis.learning_rule.families.dirichlet import Beta, Dirichlet
+from blr_analysis.learning_rule.families.gamma import Gamma, NormalWishart
+from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.families.special import LOG_2PI
 from blr_analysis.learning_rule.inference.fitted import Fitted, Model, count, moved, rows, total
 from blr_analysis.learning_rule.rule import blr_step
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A likelihood that is conjugate to a family: log p(y|θ) = ⟨λ̃(y), T(θ)⟩ + c(y).
+
+    Attributes:
+        family: the class of the prior.
+        check: (data, prior) → the data in the prior's dtype; raises what is wrong with them.
+        site: data → λ̃, with a leading dimension for the examples.
+        constant: data → c ``[N]``.
+
+    Example:
+        Waiting times y > 0 of unknown rate θ, log p(y|θ) = log θ − θ y:
+
+        >>> from blr_analysis.learning_rule.inference import Conjugate, Factor
+        >>> exponential = Factor(
+        ...     family=Gamma,
+        ...     check=lambda y, prior: real("y", y, prior.rate, 1),
+        ...     site=lambda y: {"log": torch.ones_like(y), "linear": -y},
+        ...     constant=torch.zeros_like,
+        ... )
+        >>> prior = Gamma(torch.tensor(1.0), torch.tensor(1.0))
+        >>> Conjugate(prior, exponential).fit(torch.tensor([2.0, 3.0])).q
+        Gamma(shape=tensor(3., dtype=torch.float64), rate=tensor(6., dtype=torch.float64))
+    """
+
+    family: type[ExponentialFamily]
+    check: Callable[[Any, Any], Any]
+    site: Callable[[Any], Natural]
+    constant: Callable[[Any], Tensor]
+
+
+def bernoulli() -> Factor:
+    """Outcomes y ``[N]``, 0 or 1, of probability θ; conjugate to :class:`Beta`.
+
+    λ̃(y) = (y, 1 − y), c(y) = 0.
+
+    Example:
+        >>> bernoulli().site(torch.tensor([1.0, 0.0]))
+        {'log': tensor([1., 0.]), 'log_complement': tensor([0., 1.])}
+    """
+
+    return Factor(
+        family=Beta,
+        check=_numbers(lambda y: (y == 0) | (y == 1), "0 or 1"),
+        site=lambda y: {"log": y, "log_complement": 1 - y},
+        constant=torch.zeros_like,
+    )
+
+
+def poisson() -> Factor:
+    """Counts y ``[N]`` of rate θ; conjugate to :class:`Gamma`.
+
+    λ̃(y) = (y, −1), c(y) = −log y!.
+
+    Example:
+        >>> poisson().site(torch.tensor([3.0]))
+        {'log': tensor([3.]), 'linear': tensor([-1.])}
+    """
+
+    return Factor(
+        family=Gamma,
+        check=_numbers(lambda y: (y >= 0) & (y == y.round()), "a count: a whole number from 0 up"),
+        site=lambda y: {"log": y, "linear": -torch.ones_like(y)},
+        constant=lambda y: -torch.lgamma(y.double() + 1),
+    )
+
+
+def categorical(n_classes: int) -> Factor:
+    """Classes y ``[N]``, integers 0 … K − 1; conjugate to :class:`Dirichlet`.
+
+    λ̃(y) is the indicator of y, c(y) = 0.
+
+    Raises:
+        InputError: fewer than two classes.
+
+    Example:
+        >>> categorical(3).site(torch.tensor([2, 0]))
+        {'log': tensor([[0, 0, 1],
+                [1, 0, 0]])}
+    """
+    at_least(2, "n_classes", n_classes)
+    numbers = _numbers(
+        lambda y: (y >= 0) & (y < n_classes) & (y == y.round()),
+        f"a class: an integer from 0 to {n_classes - 1}",
+    )
+
+    def check(y: Any, prior: Dirichlet) -> Tensor:
+        if prior.concentration.shape[-1] != n_classes:
+            raise InputError(
+                f"the prior has {prior.concentration.shape[-1]} classes, not {n_classes}"
+            )
+        return numbers(y, prior)
+
+    return Factor(
+        family=Dirichlet,
+        check=check,
+        site=lambda y: {"log": one_hot(y.long(), n_classes).to(y)},
+        constant=torch.zeros_like,
+    )
+
+
+def gaussian() -> Factor:
+    """Vectors y ``[N, D]`` of unknown mean and precision; conjugate to :class:`NormalWishart`.
+
+    Second moments are counted from 0: with data whose mean is many standard deviations away from
+    it, take the prior in double precision. λ̃(y) = (y, −½, −½ y yᵀ, ½), c(y) = −½ D log 2π.
+
+    Example:
+        >>> sorted(gaussian().site(torch.ones(4, 2)))
+        ['linear', 'logdet', 'shift', 'square']
+    """
+
+    def check(y: Any, prior: NormalWishart) -> Tensor:
+        y = real("y", y, prior.mean, 2)
+        if y.shape[1] != prior.mean.shape[-1]:
+            raise DataError(f"y must be [N, {prior.mean.shape[-1]}], got {tuple(y.shape)}")
+        return y
+
+    def site(y: Tensor) -> Natural:
+        half = torch.full_like(y[:, 0], 0.5)
+        outer = y.unsqueeze(-1) * y.unsqueeze(-2)
+        return {"shift": y, "square": -half, "linear": -0.5 * outer, "logdet": half}
+
+    return Factor(
+        family=NormalWishart,
+        check=check,
+        site=site,
+        constant=lambda y: torch.full_like(y[:, 0], -0.5 * y.shape[1] * LOG_2PI),
+    )
+
+
+def linear(noise_variance: float) -> Factor:
+    """Linear regression y ~ N(xᵀθ, σ²) with known noise; data (x ``[N, P]``, y ``[N]``).
+
+    Conjugate to :class:`FullGaussian` (K&R, section 5.1): λ̃ = (x y, −½ x xᵀ) / σ² and
+    c = −½ (y²/σ² + log 2πσ²).
+
+    Raises:
+        InputError: a variance that is not positive.
+
+    Example:
+        >>> linear(2.0).site((torch.tensor([[2.0]]), torch.tensor([3.0])))
+        {'linear': tensor([[3.]]), 'square': tensor([[[-1.]]])}
+    """
+    noise_variance = positive_number("noise_variance", noise_variance)
+
+    def site(data: tuple[Tensor, Tensor]) -> Natural:
+        x, y = data
+        outer = x.unsqueeze(-1) * x.unsqueeze(-2)
+        return {
+            "linear": x * y.unsqueeze(-1) / noise_variance,
+            "square": -0.5 * outer / noise_variance,
+        }
+
+    def constant(data: tuple[Tensor, Tensor]) -> Tensor:
+        return -0.5 * (data[1].square() / noise_variance + math.log(noise_variance) + LOG_2PI)
+
+    def check(data: Any, prior: FullGaussian) -> tuple[Tensor, Tensor]:
+        x, y = pairs(data, prior.mean)
+        return columns(x, prior.mean, len(prior.mean)), y
+
+    return Factor(FullGaussian, check, site, constant)
+
+
+def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
+    """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or what is wrong."""
+    if not isinstance(values, Tensor) or values.is_complex():
+        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(f"{name} must be a real tensor, got {got}")
+    if values.ndim != ndim or not values.numel():
+        shape = "[" + ", ".join(("N", "D")[:ndim]) + "]"
+        raise DataError(f"{name} must be a non-empty tensor {shape}, got {tuple(values.shape)}")
+    values = values.to(like)
+    bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
+    if bool(bad.any()):
+        raise DataError(f"{name} is not finite at example {int(bad.nonzero()[0])}")
+    return values
+
+
+def _numbers(inside: Callable[[Tensor], Tensor], wanted: str) -> Callable[[Any, Any], Tensor]:
+    """The check of numbers y ``[N]`` that must be ``wanted``."""
+
+    def check(y: Any, prior: ExponentialFamily) -> Tensor:
+        y = real("y", y, next(iter(prior.natural.values())), 1)
+        if not bool(inside(y).all()):
+            bad = int((~inside(y)).nonzero()[0])
+            raise DataError(f"y must be {wanted}; example {bad} is {float(y[bad]):g}")
+        return y
+
+    return check
+
+
+def pairs(data: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(x ``[N, P]``, y ``[N]``), or what is wrong with them."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise DataError("the data of a regression are a pair (x [N, P], y [N])")
+    x, y = real("x", data[0], like, 2), real("y", data[1], like, 1)
+    if len(x) != len(y):
+        raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
+    return x, y
+
+
+def columns(x: Any, like: Tensor, size: int) -> Tensor:
+    """Inputs ``[M, D]``, or what is wrong with them."""
+    x = real("x", x, like, 2)
+    if x.shape[1] != size:
+        raise DataError(f"x has {x.shape[1]} columns; the model takes {size}")
+    return x
+
 
 Q = TypeVar("Q", bound=ExponentialFamily)
 
@@ -36,14 +266,14 @@ class Conjugate(Model, Generic[Q]):
 
     Attributes:
         prior: a member of the family.
-        factor: one of :mod:`blr_analysis.learning_rule.inference.factors`.
+        factor: one of :mod:`blr_analysis.learning_rule.inference.conjugate`.
 
     Raises:
         InputError: a factor that is none, a prior of another family than its, or with copies.
 
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
-        >>> from blr_analysis.learning_rule.inference import linear
+        >>> from blr_analysis.learning_rule.inference import Conjugate, linear
         >>> prior = FullGaussian(torch.zeros(1), torch.eye(1))
         >>> x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 3.0])
         >>> Conjugate(prior, linear(noise_variance=1.0)).fit((x, y)).q.mean
@@ -91,8 +321,6 @@ class Conjugate(Model, Generic[Q]):
 
     def log_predictive(self, q: Q, data: Any) -> Tensor:
         """A(λ + λ̃(y)) − A(λ) + c(y)."""
-        if self.factor.predictive is not None:
-            return self.factor.predictive(q, data)
         after = moved(q, self.sites(q, data), 1.0)
         return after.log_partition() - q.log_partition() + self.factor.constant(data)
 

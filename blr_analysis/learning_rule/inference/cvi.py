@@ -12,6 +12,20 @@ number, by quadrature.
 Every question about an example is one about a Gaussian number, too: leaving it out subtracts a pair
 of numbers from the natural parameters of f_i (the cavity), and predicting is an integral over f.
 Nothing of the size of the posterior is copied for an example. All is in double precision.
+
+*Non-conjugate message passing* (Knowles & Minka, 2011; K&R 5.3): a factor of its own for every
+coefficient. A likelihood that is not conjugate still sends each node a message in its own family,
+λ̃_ij = ∇_μ_j E_q[log p(y_i | x_iᵀθ)], and the nodes move in turn, each to the sum of its messages.
+
+A likelihood is asked for nothing but log p(y|f): its derivatives are those of an expectation, which
+closed forms or Gauss–Hermite quadrature and autograd provide,
+
+    E_q[g(f)] ≈ Σ_k w_k g(m + √v z_k),
+
+with nodes a third of √v apart where q has its mass: good for functions of f that bend no faster,
+as log p(y|f) of the likelihoods here for √v up to 3. The density p(y|f) itself, of a large count
+for example, may be far narrower than q, and far from its mean: its integral is over a grid of
+√v / 50.
 """
 
 from __future__ import annotations
@@ -20,7 +34,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -28,20 +42,196 @@ from torch import Tensor
 
 from blr_analysis.checks import share
 from blr_analysis.errors import DataError, InputError
+from blr_analysis.learning_rule.expectations import places
 from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference.conjugate import wide
-from blr_analysis.learning_rule.inference.factors import real
-from blr_analysis.learning_rule.inference.fitted import Fitted, Model, rows, until_flat
-from blr_analysis.learning_rule.inference.scalar_likelihoods import (
-    ScalarLikelihood,
-    checked_targets,
-    expected_log_prob,
-    expected_mean,
-    log_predictive,
-    scalar_likelihood,
+from blr_analysis.learning_rule.inference.conjugate import columns, pairs, wide
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, rows, until_flat
+from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
+
+NODES = 100
+REACH, GRID = 16.0, 1601
+Function = Callable[[Tensor], Tensor]
+"""Places ``[K, N]`` → as many values, element by element."""
+Integral = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(y, m, v) → an integral over f ~ N(m, v), element by element."""
+
+
+def expected(f: DiagonalGaussian, function: Function) -> Tensor:
+    """E_q[function(f_i)] of each number, ``[N]``; differentiable in mean and precision of ``f``.
+
+    >>> expected(DiagonalGaussian(torch.zeros(2), torch.tensor([1.0, 0.01])), torch.square)
+    tensor([  1., 100.])
+    """
+    at, weights = places(f, "quadrature", NODES)
+    return weights @ function(at)
+
+
+def log_expected(f: DiagonalGaussian, log_function: Function) -> Tensor:
+    """log E_q[exp(log_function(f_i))] of each number, ``[N]``; safe where the integral underflows.
+
+    >>> log_expected(DiagonalGaussian(torch.zeros(1), torch.ones(1)), lambda t: 2 * t)
+    tensor([2.])
+    """
+    z = torch.linspace(-REACH, REACH, GRID, dtype=torch.float64).to(f.mean).unsqueeze(1)
+    parts = (
+        (log_function(f.mean + part * f.precision.rsqrt()) - 0.5 * part.square()).logsumexp(0)
+        for part in z.split(NODES)
+    )
+    return reduce(torch.logaddexp, parts) - (-0.5 * z.square()).logsumexp(0)
+
+
+@dataclass(frozen=True)
+class ScalarLikelihood:
+    """p(y_i | f_i) with one number f_i for each example.
+
+    Attributes:
+        name: for messages.
+        log_prob: (y ``[N]``, f ``[N]`` or ``[K, N]``) → log p(y|f), element by element and
+            broadcast, in nats; differentiable.
+        mean: f → E[y|f], the probability of y = 1 for labels; None where nobody asks for it.
+        targets: the likelihood of the package whose targets these are, for checks; None: any.
+        expected: E_q[log p(y|f)] in closed form; None: by quadrature.
+        predictive: log E_q[p(y|f)] in closed form; None: by quadrature.
+
+    Example:
+        >>> logistic = scalar_likelihood("bernoulli")
+        >>> logistic.log_prob(torch.tensor([1.0]), torch.tensor([0.0]))
+        tensor([-0.6931])
+    """
+
+    name: str
+    log_prob: Callable[[Tensor, Tensor], Tensor]
+    mean: Callable[[Tensor], Tensor] | None = None
+    targets: Likelihood | None = None
+    expected: Integral | None = None
+    predictive: Integral | None = None
+
+
+def from_package(likelihood: Likelihood) -> ScalarLikelihood:
+    """A likelihood of :mod:`blr_analysis.likelihoods` with one output, its constant included."""
+    if isinstance(likelihood, Poisson):
+        likelihood = Poisson()
+    elif isinstance(likelihood, Gaussian):
+        likelihood = Gaussian(likelihood.variance)
+
+    def log_prob(y: Tensor, f: Tensor) -> Tensor:
+        return -likelihood.nll(f.unsqueeze(-1), y.expand_as(f).unsqueeze(-1))
+
+    def mean(f: Tensor) -> Tensor:
+        return likelihood.mean(f.unsqueeze(-1)).squeeze(-1)
+
+    return ScalarLikelihood(likelihood.name, log_prob, mean, likelihood, *_closed(likelihood))
+
+
+def _closed(likelihood: Likelihood) -> tuple[Integral | None, Integral | None]:
+    """``expected`` and ``predictive``, where they are known."""
+    if isinstance(likelihood, Poisson):
+        return lambda y, m, v: y * m - (m + 0.5 * v).exp() - torch.lgamma(y + 1), None
+    if isinstance(likelihood, Gaussian):
+        given = likelihood.variance
+        noise = given[0] if isinstance(given, tuple) else given  # f is one number
+        return (
+            lambda y, m, v: _log_normal(y - m, torch.full_like(v, noise)) - 0.5 * v / noise,
+            lambda y, m, v: _log_normal(y - m, v + noise),
+        )
+    return None, None
+
+
+def _log_normal(gap: Tensor, variance: Tensor) -> Tensor:
+    return -0.5 * (gap.square() / variance + (2 * math.pi * variance).log())
+
+
+NAMED = {known.name: from_package(known) for known in (Bernoulli(), Poisson(), Gaussian())}
+NAMED["probit"] = ScalarLikelihood(
+    "probit",
+    lambda y, f: torch.special.log_ndtr((2 * y - 1) * f),
+    torch.special.ndtr,
+    Bernoulli(),
+    predictive=lambda y, m, v: torch.special.log_ndtr((2 * y - 1) * m * (1 + v).rsqrt()),
 )
-from blr_analysis.likelihoods import Likelihood
+
+
+def scalar_likelihood(
+    likelihood: str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor],
+) -> ScalarLikelihood:
+    """The likelihood of this name, of this object, or of a function log p(y|f).
+
+    Raises:
+        InputError: none of these, or a likelihood of many outputs.
+    """
+    if isinstance(likelihood, ScalarLikelihood):
+        return likelihood
+    if isinstance(likelihood, Bernoulli | Poisson | Gaussian):
+        return from_package(likelihood)
+    if isinstance(likelihood, str) and likelihood in NAMED:
+        return NAMED[likelihood]
+    if callable(likelihood) and not isinstance(likelihood, type | Likelihood):
+        return ScalarLikelihood(getattr(likelihood, "__name__", "given"), likelihood)
+    named = ", ".join(map(repr, NAMED))
+    raise InputError(f"likelihood must be one of {named}, or (y, f) -> log p(y|f)")
+
+
+def checked_targets(likelihood: ScalarLikelihood, y: Tensor) -> Tensor:
+    """Targets ``[N]`` as the likelihood takes them; its log p(y|f) is tried on them.
+
+    Raises:
+        DataError: targets outside the support, or not finite.
+        InputError: log p(y|f) is no number for each example that torch can differentiate in f.
+    """
+    if likelihood.targets is not None:
+        y = likelihood.targets.prepare_targets(y, y.new_zeros(y.shape).unsqueeze(-1)).squeeze(-1)
+    if not bool(torch.isfinite(y).all()):
+        raise DataError("the targets contain NaN or inf; drop or mend those examples")
+    wanted = (
+        f"likelihood {likelihood.name!r} must be a function (y [N], f [K, N]) -> log p(y|f), "
+        "differentiable in f"
+    )
+    with torch.enable_grad():
+        f = y.new_zeros(2, len(y)).requires_grad_()
+        if not answer(wanted, f.shape, likelihood.log_prob, y, f).requires_grad:
+            raise InputError(wanted)
+    return y
+
+
+def expected_log_prob(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor) -> Tensor:
+    """E_q[log p(y_i|f_i)] of each example, ``[N]``, in nats; differentiable in q.
+
+    >>> f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
+    >>> expected_log_prob(scalar_likelihood("poisson"), f, torch.ones(1))
+    tensor([-1.6487])
+    """
+    if likelihood.expected is not None:
+        return likelihood.expected(y, f.mean, 1 / f.precision)
+    return expected(f, lambda at: likelihood.log_prob(y, at))
+
+
+def expected_mean(likelihood: ScalarLikelihood, f: DiagonalGaussian) -> Tensor:
+    """E_q[E[y_i|f_i]], ``[N]``.
+
+    Raises:
+        InputError: a likelihood without a mean.
+
+    >>> f = DiagonalGaussian(torch.ones(1), torch.ones(1))
+    >>> expected_mean(scalar_likelihood("probit"), f)
+    tensor([0.7602])
+    """
+    if likelihood.mean is None:
+        raise InputError("the likelihood has no mean: give ScalarLikelihood(name, log_prob, mean)")
+    return expected(f, likelihood.mean)
+
+
+def log_predictive(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor) -> Tensor:
+    """log ∫ p(y|f) q(f) df of each example, ``[N]``, in nats; safe where p underflows.
+
+    >>> f = DiagonalGaussian(torch.zeros(1), torch.ones(1))
+    >>> log_predictive(scalar_likelihood("bernoulli"), f, torch.ones(1)).exp()
+    tensor([0.5000])
+    """
+    if likelihood.predictive is not None:
+        return likelihood.predictive(y, f.mean, 1 / f.precision)
+    return log_expected(f, lambda at: likelihood.log_prob(y, at))
+
 
 HALVINGS = 20
 STARTS = 50
@@ -50,6 +240,7 @@ SMALL = 1e-7  # a change that is rounding where derivatives are taken of it
 Q = TypeVar("Q", FullGaussian, DiagonalGaussian)
 
 
+NOTHING = torch.zeros(0)
 # x [M, D] → the rows φ(x) [M, P], and the variance of f that θ does not explain, [M].
 Features = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -70,9 +261,9 @@ class Problem(Model, Generic[Q]):
     prior: Q
     likelihood: ScalarLikelihood
     features: Features
-    design: Tensor
-    residual: Tensor
-    targets: Tensor
+    design: Tensor = NOTHING
+    residual: Tensor = NOTHING
+    targets: Tensor = NOTHING
 
     @property
     def nodes(self) -> Sequence[Any]:
@@ -94,7 +285,8 @@ class Problem(Model, Generic[Q]):
         return self.told(q.mean, of_f), values
 
     def check(self, data: Any) -> tuple[Tensor, Tensor]:
-        return checked_pair(data, self.prior.mean, self.likelihood)
+        x, y = pairs(data, self.prior.mean)
+        return x, checked_targets(self.likelihood, y)
 
     def log_predictive(self, q: Q, data: Any) -> Tensor:
         x, y = data
@@ -280,11 +472,8 @@ class LatentFitted(Fitted[FullGaussian]):
 
     def site_of(self, chosen: Tensor) -> Natural:
         design, sites = rows((self.model.design, self.messages), chosen)
-        outer = design.unsqueeze(-1) * design.unsqueeze(-2)
-        return {
-            "linear": sites["linear"].unsqueeze(-1) * design,
-            "square": sites["square"].unsqueeze(-1).unsqueeze(-1) * outer,
-        }
+        square = torch.einsum("n,np,nq->npq", sites["square"], design, design)
+        return {"linear": sites["linear"].unsqueeze(1) * design, "square": square}
 
     def _told(self, chosen: Tensor) -> Natural:
         """Σ_{i∈M} λ̃_i, in one matrix, whatever M is."""
@@ -320,28 +509,19 @@ class LatentModel(ABC):
     kind: ClassVar[type[Fitted[Any]]] = LatentFitted
 
     @abstractmethod
-    def problem(self, data: Any) -> tuple[Any, Problem[Any]]:
-        """The examples x, y, checked, and the problem that they pose."""
+    def problem(self, data: Any) -> Problem[Any]:
+        """The prior, the likelihood and the features."""
 
     @torch.no_grad()
-    def fit(
-        self,
-        data: tuple[Tensor, Tensor],
-        *,
-        rho: float = 1.0,
-        tol: float = 1e-10,
-        max_iter: int = 500,
-        progress: bool | None = None,
-    ) -> Any:
+    def fit(self, data: tuple[Tensor, Tensor], *, rho: float = 1.0, **stopping: Any) -> Any:
         """The Gaussian that maximises the ELBO, by the rule in its site form (K&R 60).
 
         Args:
             data: (x ``[N, D]``, y ``[N]``). For regression put a column of ones for an intercept.
             rho: ρ in (0, 1], the first that is tried in each step; it is halved until the ELBO does
                 not fall.
-            tol: stop when the ELBO changes by at most this many nats.
-            max_iter: at most this many steps.
-            progress: True shows a bar, False does not, None on a terminal when it takes long.
+            stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to
+                show a bar; None: on a terminal after a second).
 
         Returns:
             The posterior: ``history`` is the ELBO in nats, ``sites`` are those of the rule.
@@ -352,7 +532,9 @@ class LatentModel(ABC):
                 not work element by element, or a kernel that is none.
         """
         share("rho", rho)
-        data, problem = self.problem(data)
+        problem = self.problem(data)
+        data = problem.check(data)
+        problem = problem.on(data)
         state = start(problem)
 
         def sweep(t: int) -> float:
@@ -360,63 +542,40 @@ class LatentModel(ABC):
             state = swept(problem, state, rho)
             return state.elbo
 
-        run = until_flat(sweep, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
+        run = until_flat(sweep, "ELBO", **stopping)
         known = {"prior": problem.prior, "model": problem, "messages": state.sites}
         return self.kind(q=state.q, **run, **known, data=data)
-
-
-def posed(
-    kind: type[Problem[Any]], prior: Any, likelihood: Any, features: Features, data: Any
-) -> tuple[Any, Problem[Any]]:
-    """The data, checked, and the problem that they pose."""
-    known = scalar_likelihood(likelihood)
-    x, y = checked_pair(data, prior.mean, known)
-    return (x, y), kind(prior, known, features, *features(x), y)
-
-
-def linear_features(size: int, like: Tensor) -> Features:
-    """Inputs as they are."""
-
-    def features(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = checked_inputs(x, like, size)
-        return x, x.new_zeros(len(x))
-
-    return features
-
-
-def check_prior(prior: Any, kind: type) -> None:
-    """Raise unless a prior over coefficients is one member of this family."""
-    if not isinstance(prior, kind) or prior.mean.ndim != 1:
-        raise InputError(f"the prior must be a {kind.__name__} over θ [P], without copies")
-
-
-def checked_inputs(x: Any, like: Tensor, columns: int) -> Tensor:
-    """Inputs ``[M, D]`` in double precision, or what is wrong with them."""
-    x = real("x", x, like, 2)
-    if x.shape[-1] != columns:
-        raise DataError(f"x has {x.shape[-1]} columns; the model takes {columns}")
-    return x
-
-
-def checked_pair(data: Any, like: Tensor, likelihood: ScalarLikelihood) -> tuple[Tensor, Tensor]:
-    """(x ``[N, D]``, y ``[N]``) in double precision.
-
-    Raises:
-        DataError: no such pair, numbers that are not finite, targets outside the support.
-    """
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise DataError("the data are a pair (x [N, D], y [N])")
-    x, y = real("x", data[0], like, 2), real("y", data[1], like, 1)
-    if len(x) != len(y):
-        raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
-    return x, checked_targets(likelihood, y)
 
 
 AnyLikelihood = str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor], Tensor]
 
 
+class Regression(LatentModel):
+    """p(y_i | x_iᵀθ) and a Gaussian prior p(θ)."""
+
+    family: ClassVar[type]
+    problems: ClassVar[type[Problem[Any]]] = Problem
+    prior: Any
+    likelihood: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prior, self.family) or self.prior.mean.ndim != 1:
+            wanted = self.family.__name__
+            raise InputError(f"the prior must be a {wanted} over θ [P], without copies")
+        scalar_likelihood(self.likelihood)
+
+    def problem(self, data: Any) -> Problem[Any]:
+        prior = wide(self.prior)
+
+        def features(x: Tensor) -> tuple[Tensor, Tensor]:
+            x = columns(x, prior.mean, len(prior.mean))
+            return x, x.new_zeros(len(x))
+
+        return self.problems(prior, scalar_likelihood(self.likelihood), features)
+
+
 @dataclass(frozen=True)
-class GeneralizedLinear(LatentModel):
+class GeneralizedLinear(Regression):
     """p(y_i | x_iᵀθ), θ ~ N(m_0, S_0⁻¹), with a full Gaussian posterior (K&R, section 5.4).
 
     Attributes:
@@ -439,12 +598,56 @@ class GeneralizedLinear(LatentModel):
 
     prior: FullGaussian
     likelihood: AnyLikelihood = "bernoulli"
+    family: ClassVar[type] = FullGaussian
 
-    def __post_init__(self) -> None:
-        check_prior(self.prior, FullGaussian)
-        scalar_likelihood(self.likelihood)
 
-    def problem(self, data: Any) -> tuple[Any, Problem[FullGaussian]]:
-        prior = wide(self.prior)
-        features = linear_features(len(prior.mean), prior.mean)
-        return posed(Problem, prior, self.likelihood, features, data)
+class MeanField(Problem[DiagonalGaussian]):
+    """Sites λ̃_ij of every example and node, ``[N, P]`` each; the nodes move in turn."""
+
+    @property
+    def nodes(self) -> Sequence[Tensor]:
+        return [*torch.eye(self.design.shape[1]).to(self.design)]
+
+    def posterior(self, sites: Natural) -> DiagonalGaussian:
+        told = {name: site.sum(0) for name, site in sites.items()}
+        return self.prior.with_natural(add(self.prior.natural, told))
+
+    def told(self, theta: Tensor, of_f: Natural) -> Natural:
+        bend = 2 * of_f["square"]
+        slope = of_f["linear"] + bend * (self.design @ theta)
+        here = DiagonalGaussian(theta, torch.ones_like(theta))
+        steep, bent = slope.unsqueeze(1) * self.design, bend.unsqueeze(1) * self.design.square()
+        return here.pull_back(steep, bent)
+
+    def step(self, q: DiagonalGaussian, data: Any) -> DiagonalGaussian:
+        """A sweep through the nodes, each to the messages of these examples."""
+        there, n = self.on(data), len(data[1])
+        gap = subtract(q.natural, self.prior.natural)
+        evenly = {name: (value / n).expand(n, -1) for name, value in gap.items()}
+        return swept(there, look(there, evenly), 1.0).q
+
+
+@dataclass(frozen=True)
+class MeanFieldRegression(Regression):
+    """p(y_i | x_iᵀθ) with a mean-field Gaussian posterior.
+
+    Attributes:
+        prior: p(θ), one Gaussian for each coefficient.
+        likelihood: ``"bernoulli"`` (logistic regression, y in 0 and 1), ``"probit"``,
+            ``"poisson"`` (log-rates), a likelihood object, or a function (y, f) → log p(y|f).
+
+    Raises:
+        InputError: a prior that is no DiagonalGaussian, or an unknown likelihood.
+
+    Example:
+        >>> prior = DiagonalGaussian(torch.zeros(2).double(), torch.ones(2).double())
+        >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 2.0, 7.0])
+        >>> MeanFieldRegression(prior, "poisson").fit((x, y)).q.mean
+        tensor([0.0418, 0.8411], dtype=torch.float64)
+    """
+
+    prior: DiagonalGaussian
+    likelihood: AnyLikelihood = "poisson"
+    family: ClassVar[type] = DiagonalGaussian
+    problems: ClassVar[type[Problem[Any]]] = MeanField
+    kind: ClassVar[type[Fitted[Any]]] = Fitted

@@ -26,22 +26,23 @@ both, an M-step without what they tell; all is in double precision.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from blr_analysis.checks import at_least, one_of, positive_int, positive_number, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
+from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
+from blr_analysis.learning_rule.inference.conjugate import real
 from blr_analysis.learning_rule.inference.fitted import (
-    CHUNK,
     Fitted,
     Model,
     Sites,
@@ -49,17 +50,77 @@ from blr_analysis.learning_rule.inference.fitted import (
     rows,
     until_flat,
 )
-from blr_analysis.learning_rule.inference.mixture_model import (
-    check_apart,
-    check_data,
-    first_responsibilities,
-    paired,
-    pooled,
-)
 
 
-class Collapsed(UserWarning):
-    """A component of a mixture whose density is that of the floor, not of the data."""
+def paired(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
+    """⟨left_i, right_k⟩ of N examples and K components, ``[N, K]``."""
+    return sum(
+        (left[key].reshape(len(left[key]), -1) @ right[key].reshape(len(right[key]), -1).mT)
+        for key in left
+    )  # type: ignore[return-value]
+
+
+def pooled(weights: Tensor, statistics: Mapping[str, Tensor]) -> Natural:
+    """Σ_i r_ik T(y_i), for each component: ``[K, …]`` from weights ``[N, K]``."""
+    return {key: torch.tensordot(weights.mT, value, 1) for key, value in statistics.items()}
+
+
+def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor:
+    """The data ``[N, D]`` in double precision, or what is wrong with them.
+
+    Args:
+        data: what was given.
+        fewest: examples that there must be.
+        columns: D, where it is known.
+
+    Raises:
+        DataError: data that are misshapen, not finite or too few.
+    """
+    like = torch.empty((), dtype=torch.float64, device=getattr(data, "device", None))
+    data = real("data", data, like, 2)
+    if len(data) < fewest:
+        raise DataError(f"{fewest} components need as many examples, got {len(data)}")
+    if columns is not None and data.shape[1] != columns:
+        raise DataError(f"data must be [N, {columns}], as fitted, got {tuple(data.shape)}")
+    return data.detach()
+
+
+def first_responsibilities(
+    data: Tensor, n_components: int, start: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
+    """Where to begin: r ``[N, K]`` as given, or each example to the nearest of K seeds.
+
+    The seeds are examples: the first uniformly, each further one with a probability in
+    proportion to its squared distance from those before it (Arthur & Vassilvitskii, 2007).
+
+    Raises:
+        InputError: responsibilities of another shape, negative, not summing to 1, or the same for
+            two components.
+    """
+    if start is None:
+        return _seeded(data, n_components, generator)
+    shape = (len(data), n_components)
+    if not isinstance(start, Tensor) or start.shape != shape:
+        raise InputError(f"start must be responsibilities {[*shape]}")
+    start = start.to(data)
+    if not bool((start >= 0).all()) or not torch.allclose(start.sum(1), start.new_tensor(1.0)):
+        raise InputError("each example's responsibilities must be 0 or more and sum to 1")
+    if len(torch.unique(start.mT, dim=0)) < n_components:  # they would stay together for ever
+        raise InputError("two components of start are the same: move one a little")
+    return start.detach()
+
+
+def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
+    device = device_of(data, generator)
+    spread = data.std(0)
+    scaled = ((data - data.mean(0)) / torch.where(spread > 0, spread, 1.0)).to(device)
+    chosen = torch.randint(len(data), (1,), generator=generator, device=device)
+    gaps = torch.cdist(scaled, scaled[chosen])
+    for _ in range(n_components - 1):
+        weights = gaps.amin(1).square() + 1e-300  # all alike: any of them
+        chosen = torch.multinomial(weights, 1, generator=generator)
+        gaps = torch.cat([gaps, torch.cdist(scaled, scaled[chosen])], 1)
+    return one_hot(gaps.argmin(1), n_components).to(data)
 
 
 class FittedEM(Fitted[Any]):
@@ -85,7 +146,7 @@ class GaussianMixtureEM(Model):
         n_components: K, two or more.
         covariance: ``"full"``, ``"diag"`` or ``"spherical"``.
         floor: above 0, added to every variance in each M-step, in squared units of the data. A
-            component whose variance is little more is told of by a warning, :class:`Collapsed`.
+            component whose variance is little more has collapsed: take fewer, or scale the data.
 
     Raises:
         InputError: another covariance, fewer than two components, or no positive floor.
@@ -115,10 +176,8 @@ class GaussianMixtureEM(Model):
         start: Tensor | GaussianMixture | None = None,
         rho: float | Callable[[int], float] = 1.0,
         batch: int | None = None,
-        max_iter: int = 500,
-        tol: float = 1e-6,
         generator: torch.Generator | None = None,
-        progress: bool | None = None,
+        **stopping: Any,
     ) -> FittedMixture:
         """Alternate E- and M-steps until the log-likelihood rests.
 
@@ -133,11 +192,9 @@ class GaussianMixtureEM(Model):
                 which goes less far and also raises the likelihood.
             batch: B examples at each step, drawn with ``generator``, online EM: ``max_iter``
                 steps, with ρ_t = t^(−0.6) for example; None: all of them.
-            max_iter: the most iterations; a warning, :class:`NotConverged`, says if they are
-                too few.
-            tol: stop when the log-likelihood per example changes by no more than this.
-            generator: for the start.
-            progress: whether to show a bar; None shows it on a terminal after a second.
+            generator: for the start, and minibatches.
+            stopping: ``max_iter``, ``tol`` (of the log-likelihood per example) and ``progress``
+                (whether to show a bar; None: on a terminal after a second).
 
         Returns:
             The mixture (its ``q`` is the model at the point where the delta method looks) and
@@ -153,30 +210,22 @@ class GaussianMixtureEM(Model):
         data = check_data(data, self.n_components)
         statistics, n = self._statistics(data), len(data)
         q = self._first(data, statistics, start, generator)
-        totals = _expected(q, n)
+        totals = scale({"count": q.weights, **q.expectation}, n)  # of n examples of the mixture
 
         def step(t: int) -> float:
             nonlocal q, totals
             chosen = minibatch(n, batch, generator)
+            factor = n / len(chosen)
+            size = share("rho", rho(t + 1) if callable(rho) else rho)
             part = rows(statistics, chosen)
             scores = paired(part, q.components.natural) - q.components.log_partition()
             joint = q.weights.log() + scores
             told = _told(joint.softmax(1), part)
-            size = share("rho", rho(t + 1) if callable(rho) else rho)
-            totals = add(scale(totals, 1 - size), scale(told, size * n / len(chosen)))
+            totals = add(scale(totals, 1 - size), scale(told, size * factor))
             q = self.maximise(totals)
-            return n / len(chosen) * float(joint.logsumexp(1).sum())
+            return factor * float(joint.logsumexp(1).sum())
 
-        run = until_flat(
-            step,
-            "log-likelihood",
-            n,
-            max_iter=max_iter,
-            tol=tol,
-            noisy=batch is not None,
-            progress=progress,
-        )
-        _warn_of_collapse(q, self.floor)
+        run = until_flat(step, "log-likelihood", n, noisy=batch is not None, **stopping)
         return FittedMixture(q=q, **run, model=self, data=data)
 
     def check(self, data: Any) -> Tensor:
@@ -193,9 +242,7 @@ class GaussianMixtureEM(Model):
 
     def log_predictive(self, q: GaussianMixture, data: Tensor) -> Tensor:
         """log Σ_k π_k N(y_j | m_k, S_k⁻¹)."""
-        if q.weights.ndim > 1:
-            return q.marginal.log_prob(data)
-        return torch.cat([q.marginal.log_prob(part) for part in data.split(CHUNK)])
+        return q.marginal.log_prob(data)
 
     def maximise(self, totals: Natural) -> GaussianMixture:
         """The M-step, from Σ_i (r_ik, r_ik T(y_i)); leading dimensions are copies.
@@ -227,16 +274,10 @@ class GaussianMixtureEM(Model):
     def _first(
         self, data: Tensor, statistics: Natural, start: Any, generator: torch.Generator | None
     ) -> GaussianMixture:
-        if not isinstance(start, GaussianMixture):
-            weights = first_responsibilities(data, self.n_components, start, generator)
-            return self.maximise(_told(weights, statistics))
-        kind = FullGaussian if self.covariance == "full" else DiagonalGaussian
-        shape = (self.n_components, data.shape[1])
-        if type(start.components) is not kind or start.components.mean.shape != shape:
-            raise InputError(f"start must be a mixture of {kind.__name__} with means {[*shape]}")
-        mean, precision = start.components.mean.to(data), start.components.precision.to(data)
-        check_apart(torch.cat([mean, precision.flatten(1)], 1))
-        return GaussianMixture(start.weights.to(data), kind(mean, precision))
+        if isinstance(start, GaussianMixture):
+            return start
+        weights = first_responsibilities(data, self.n_components, start, generator)
+        return self.maximise(_told(weights, statistics))
 
 
 class FittedMixture(FittedEM):
@@ -260,35 +301,13 @@ class FittedMixture(FittedEM):
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        parts = check_data(data, 1, self.q.components.mean.shape[-1]).split(CHUNK)
-        return torch.cat([self.q.marginal.responsibilities(part) for part in parts])
+        data = check_data(data, 1, self.q.components.mean.shape[-1])
+        return self.q.marginal.responsibilities(data)
 
 
 def _told(weights: Tensor, statistics: Natural) -> Natural:
     """Σ_i (r_ik, r_ik T(y_i))."""
     return {"count": weights.sum(0), **pooled(weights, statistics)}
-
-
-def _expected(q: GaussianMixture, n: int) -> Natural:
-    """What n examples of the mixture itself would tell."""
-    return scale({"count": q.weights, **q.expectation}, n)
-
-
-def _warn_of_collapse(q: GaussianMixture, floor: float) -> None:
-    """Warn of components whose smallest variance is hardly more than the floor."""
-    precision = q.components.precision
-    full = isinstance(q.components, FullGaussian)
-    largest = torch.linalg.eigvalsh(precision)[:, -1] if full else precision.amax(1)
-    if flat := (1 / largest <= 2 * floor).nonzero().flatten().tolist():
-        warnings.warn(
-            f"components {flat} have no variance but floor={floor:g} in some direction: take "
-            "fewer components, scale the data, or leave out columns that do not vary",
-            Collapsed,
-            stacklevel=3,
-        )
-
-
-ROUNDING = 1e-10  # of a column's variance: less noise than that is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,21 +364,12 @@ class FactorAnalysis(Model):
         positive_int("n_factors", self.n_factors)
         one_of("noise", self.noise, ("diagonal", "spherical"))
 
-    def fit(
-        self,
-        data: Tensor,
-        *,
-        max_iter: int = 2000,
-        tol: float = 1e-9,
-        progress: bool | None = None,
-    ) -> FittedFactors:
+    def fit(self, data: Tensor, **stopping: Any) -> FittedFactors:
         """EM from the leading principal directions.
 
         Args:
             data: ``[N, D]``, D above the number of factors.
-            max_iter: iterations at most.
-            tol: stop when the log-likelihood per example changes by no more than this.
-            progress: whether to show a bar.
+            stopping: as of :meth:`GaussianMixtureEM.fit`.
 
         Returns:
             W, m and Ψ (``q``), and log p(y) at each E-step.
@@ -380,13 +390,11 @@ class FactorAnalysis(Model):
             nonlocal q
             value = float(q.marginal.log_prob(data).sum())
             q = self.step(q, data)
-            if bool((q.noise <= ROUNDING * variance).any()):
+            if bool((q.noise <= 1e-10 * variance).any()):  # but rounding
                 raise DataError("the factors explain a column wholly: leave it out")
             return value
 
-        run = until_flat(
-            step, "log-likelihood", len(data), max_iter=max_iter, tol=tol, progress=progress
-        )
+        run = until_flat(step, "log-likelihood", len(data), **stopping)
         return FittedFactors(q=q, **run, model=self, data=data)
 
     def check(self, data: Any) -> Tensor:

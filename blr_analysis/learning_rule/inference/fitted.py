@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from scipy.sparse import vstack
@@ -134,10 +134,10 @@ class Fitted(Tabular, Plottable, Generic[Q]):
 
     def __getitem__(self, name: str) -> Any:
         """A factor of a mean field."""
-        if isinstance(self.q, Mapping) and name in self.q:
-            return self.q[name]
-        there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
-        raise InputError(f"no factor is called {name!r}: {there}")
+        if not isinstance(self.q, Mapping) or name not in self.q:
+            there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
+            raise InputError(f"no factor is called {name!r}: {there}")
+        return self.q[name]
 
     @property
     def n_data(self) -> int:
@@ -251,10 +251,7 @@ def moved(q: Q, sites: Sites, sign: float) -> Q:
 def rows(data: Any, chosen: Tensor) -> Any:
     """These examples of every tensor in tuples or dictionaries, or of a sparse matrix."""
 
-    def some(part: Any) -> Any:
-        return part[chosen] if isinstance(part, Tensor) else part[chosen.numpy()]
-
-    return tree_map(some, data)
+    return tree_map(lambda part: part[chosen if isinstance(part, Tensor) else chosen.numpy()], data)
 
 
 def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
@@ -266,6 +263,11 @@ def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
 def count(data: Any) -> int:
     """N, of a tensor ``[N, …]`` or a tuple of them."""
     return tree_leaves(data)[0].shape[0]
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Dictionaries of tensors as one, with a leading dimension for them."""
+    return tree_map(lambda *leaves: torch.stack(leaves), *parts)
 
 
 def joined(data: Any, more: Any) -> Any:
@@ -287,34 +289,27 @@ def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) 
     return torch.randperm(n_data, generator=generator)[:size]
 
 
-class Run(TypedDict):
-    """What a :class:`Fitted` says of the iterations that led to it."""
-
-    history: list[float]
-    objective: str
-    converged: bool
-
-
 def until_flat(
     step: Callable[[int], float],
     objective: str,
     n_data: int = 1,
     *,
-    max_iter: int,
-    tol: float,
     noisy: bool = False,
+    max_iter: int = 1000,
+    tol: float = 1e-9,
     progress: bool | None = None,
-) -> Run:
+) -> dict[str, Any]:
     """Call ``step(t)``, t = 0, 1, …, until the objective that it returns changes by at most ``tol``
-    for each of ``n_data`` examples, or by rounding; warn if it never does. What is ``noisy`` never
-    stands still, and all steps are made.
+    for each of ``n_data`` examples, or by rounding, or ``max_iter`` times; then warn. What is
+    ``noisy`` never stands still, and all steps are made.
 
     Returns:
-        The objective after each step, its name, and whether the last change was small enough.
+        ``history``, ``objective`` and ``converged`` of a :class:`Fitted`.
     """
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     history: list[float] = []
+    run = {"history": history, "objective": objective}
     for t in track(range(max_iter), label=objective, show=progress):
         value = step(t)
         if not (math.isfinite(value) or noisy):
@@ -322,7 +317,7 @@ def until_flat(
         history.append(value)
         allowed = max(tol * n_data, 1e-15 * (1 + abs(value)))
         if t and not noisy and abs(value - history[-2]) <= allowed:
-            return Run(history=history, objective=objective, converged=True)
+            return {**run, "converged": True}
     if not noisy:
         warnings.warn(
             f"the {objective} still changed by more than {tol:g} an example after {max_iter} "
@@ -330,7 +325,7 @@ def until_flat(
             NotConverged,
             stacklevel=3,
         )
-    return Run(history=history, objective=objective, converged=False)
+    return {**run, "converged": False}
 
 
 def answer(wanted: str, shape: torch.Size, function: Callable[..., Any], *given: Any) -> Tensor:

@@ -12,8 +12,8 @@ with fixed π (Khan & Rue, Eqs. 29, 30; Lin et al., ICML 2019),
 
     m_k ← m_k − ρ S_k⁻¹ E_{q_k}[∇ℓ/T + ∇ log q],      S_k ← S_k + ρ E_{q_k}[∇²ℓ/T + ∇² log q]
 
-∇ log q pushes components away from where others are. Without it (``entropy=False``) each is a
-Newton method of its own.
+∇ log q pushes components away from where others are. Without it each would be a Newton method of
+its own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, hessian, vmap
 
-from blr_analysis.checks import instance, one_of, positive_int, positive_number, share, tolerance
+from blr_analysis.checks import instance, one_of, positive_int, positive_number, share
 from blr_analysis.errors import InputError, told_as
 from blr_analysis.learning_rule.expectations import LOOKS, places
 from blr_analysis.learning_rule.families.domain import finite
@@ -38,6 +39,7 @@ from blr_analysis.learning_rule.inference.fitted import Fitted, answer, until_fl
 from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
+OBJECTIVE = "E_q[loss]/T − entropy"
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,6 @@ class VariationalNewton:
         samples: draws per step, taken in pairs m ± ε; or the nodes of the quadrature.
         rho: ρ in (0, 1].
         temperature: T; smaller ones give narrower posteriors.
-        max_iter, tol: stop after so many steps, or when the objective moves less than that; what
-            is random never stands still, and all steps are made.
 
     Raises:
         InputError: settings out of range.
@@ -69,14 +69,10 @@ class VariationalNewton:
     samples: int = 20
     rho: float = 0.1
     temperature: float = 1.0
-    max_iter: int = 1000
-    tol: float = 1e-10
 
     def __post_init__(self) -> None:
         one_of("look", self.look, LOOKS)
         positive_int("samples", self.samples)
-        positive_int("max_iter", self.max_iter)
-        tolerance("tol", self.tol)
         share("rho", self.rho)
         positive_number("temperature", self.temperature)
 
@@ -86,7 +82,7 @@ class VariationalNewton:
         start: FullGaussian,
         *,
         generator: torch.Generator | None = None,
-        progress: bool | None = None,
+        **stopping: Any,
     ) -> Fitted[FullGaussian]:
         """Run the rule from ``start``; ``history`` is E_q[ℓ]/T − H(q) before each step, in nats.
 
@@ -94,7 +90,8 @@ class VariationalNewton:
             loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
             start: q before the first step.
             generator: of the draws, for "samples".
-            progress: a progress bar.
+            stopping: ``max_iter`` and ``tol`` (what is random never stands still, and all steps are
+                made), and ``progress`` (whether to show a bar).
 
         Raises:
             InputError: a loss that is no such number, or not finite where it is looked at; a start
@@ -115,11 +112,8 @@ class VariationalNewton:
             q = newton_step(q, mean, curved - q.precision, self.rho)
             return float(objective)
 
-        name = "E_q[loss]/T − entropy"
-        run = until_flat(
-            step, name, max_iter=self.max_iter, tol=self.tol, noisy=noisy, progress=progress
-        )
-        return Fitted(q, run["history"], name, converged=run["converged"] or noisy)
+        run = until_flat(step, OBJECTIVE, noisy=noisy, **stopping)
+        return Fitted(q, run["history"], OBJECTIVE, converged=run["converged"] or noisy)
 
 
 def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,8 +137,6 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values, gradients, hessians = (x.detach().to(points) for x in found)
     if not all(bool(x.isfinite().all()) for x in (values, gradients, hessians)):
         raise InputError("the loss or its slopes are not finite: begin elsewhere, or lower rho")
-    if not bool(gradients.any()) and bool((values != values[0]).any()):
-        raise InputError("the loss varies, but its derivatives are all 0: is it a step function?")
     return values, gradients, hessians
 
 
@@ -167,13 +159,11 @@ class MultimodalOptimisation:
 
     Args:
         rho: ρ in (0, 1].
-        temperature: T: a number, or two, from which it falls to which: high ones spread the
-            components, low ones settle them.
+        temperature: T at first and at last: high ones spread the components, low ones settle them.
         look: "samples", or "mean", the delta method of Table 1: ∇ log q and ∇² log q are then those
             at each component's mean.
         samples: draws of each component per step, taken in pairs m ± ε.
         n_iter: steps.
-        entropy: whether the entropy has its share; without it components end up together.
 
     Raises:
         InputError: settings out of range.
@@ -182,7 +172,7 @@ class MultimodalOptimisation:
         Two wells, from two components that start nearly on one another between them.
 
         >>> starts = torch.tensor([[-0.1], [0.1]])
-        >>> rule = MultimodalOptimisation(temperature=0.5)
+        >>> rule = MultimodalOptimisation(temperature=(0.5, 0.5))
         >>> generator = torch.Generator().manual_seed(0)
         >>> wells = lambda t: (t[0] ** 2 - 4) ** 2 / 8
         >>> fitted = rule.fit(wells, starts, generator=generator, progress=False)
@@ -192,25 +182,18 @@ class MultimodalOptimisation:
     """
 
     rho: float = 0.1
-    temperature: float | tuple[float, float] = 1.0
+    temperature: tuple[float, float] = (1.0, 1.0)
     look: str = "samples"
     samples: int = 12
     n_iter: int = 200
-    entropy: bool = True
 
     def __post_init__(self) -> None:
         share("rho", self.rho)
         one_of("look", self.look, ("samples", "mean"))
         positive_int("samples", self.samples)
         positive_int("n_iter", self.n_iter)
-        for end in self._ends():
+        for end in self.temperature:
             positive_number("temperature", end)
-
-    def _ends(self) -> tuple[float, float]:
-        """The first and the last temperature."""
-        ends = self.temperature
-        first, last = ends if isinstance(ends, tuple) else (ends, ends)
-        return first, last
 
     def fit(
         self,
@@ -241,7 +224,7 @@ class MultimodalOptimisation:
         pi = starts.new_full((count,), 1 / count)
         narrow = positive_number("precision", precision) * torch.eye(size).to(starts)
         parts = FullGaussian(starts, narrow.expand(count, size, size).contiguous())
-        history, falling = [], np.geomspace(*self._ends(), self.n_iter).tolist()
+        history, falling = [], np.geomspace(*self.temperature, self.n_iter).tolist()
         for temperature in track(falling, label="multimodal", show=progress):
             points, shares = places(parts, self.look, self.samples, generator=generator)
             flat, marginal = points.flatten(0, 1), GaussianMixture(pi, parts).marginal
@@ -249,14 +232,12 @@ class MultimodalOptimisation:
             logs = marginal.log_prob(flat)
             objective = shares @ (values / temperature + logs).view(-1, count)
             history.append(float((pi * objective).sum()))
-            gradients, hessians = gradients / temperature, hessians / temperature
-            if self.entropy:
-                gradients = gradients + marginal.score(flat)
-                hessians = hessians + marginal.hessian(flat)
+            gradients = gradients / temperature + marginal.score(flat)
+            hessians = hessians / temperature + marginal.hessian(flat)
             gradient = torch.tensordot(shares, gradients.view(-1, count, size), 1)
             change = torch.tensordot(shares, hessians.view(-1, count, size, size), 1)
             parts = newton_step(parts, gradient, change, self.rho)
-        return Fitted(GaussianMixture(pi, parts), history, "E_q[loss]/T − entropy")
+        return Fitted(GaussianMixture(pi, parts), history, OBJECTIVE)
 
 
 def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int = 100) -> Tensor:

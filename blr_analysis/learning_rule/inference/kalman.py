@@ -1,15 +1,15 @@
 """Kalman filter and smoother: conjugate Bayes along a chain, ρ = 1 (Khan & Rue, section 5.1).
 
-    x_1 ~ prior,   x_{t+1} = F x_t + b + w,  w ~ N(0, Q),   y_t = H x_t + d + v,  v ~ N(0, R)
+    x_1 ~ prior,   x_{t+1} = F x_t + w,  w ~ N(0, Q),   y_t = H x_t + v,  v ~ N(0, R)
 
 The filter predicts the next state and takes one step of the rule with the observation's site
 
-    λ̃_t = (Hᵀ R⁻¹ (y_t − d), −½ Hᵀ R⁻¹ H).
+    λ̃_t = (Hᵀ R⁻¹ y_t, −½ Hᵀ R⁻¹ H).
 
 The smoother adds what the future says of x_t, a natural parameter as well: with J and h the
 precision and the linear part of site and message at t+1, the message at t has
 
-    Fᵀ (I + J Q)⁻¹ J F      and      Fᵀ (I + J Q)⁻¹ (h − J b),
+    Fᵀ (I + J Q)⁻¹ J F      and      Fᵀ (I + J Q)⁻¹ h,
 
 and the marginal of x_t is the sum past + present + future. That is Rauch, Tung and Striebel's
 smoother in information form; Q may be singular, and the prior as vague as one likes.
@@ -29,19 +29,13 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, subtract
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import bayes, wide
-from blr_analysis.learning_rule.inference.fitted import Fitted, Model, joined, rows
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, joined, rows, stacked
 from blr_analysis.progress import track
-
-Times = dict[str, Tensor]
-"""Every matrix and offset, with a leading dimension for the times."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateSpace(Model):
     """A linear-Gaussian state-space model, in double precision.
-
-    Each matrix is one for all times, or has a leading dimension: T for the observations, T − 1
-    (t → t + 1) for the transitions.
 
     Attributes:
         transition: F ``[D, D]``.
@@ -49,8 +43,6 @@ class StateSpace(Model):
         observation: H ``[E, D]``.
         observation_noise: the covariance R ``[E, E]``, positive definite.
         prior: the distribution of the first state; a precision near 0 leaves it to the data.
-        transition_offset: b ``[D]``; None for 0.
-        observation_offset: d ``[E]``; None for 0.
 
     Raises:
         InputError: shapes that do not fit each other, values that are not finite, or noise
@@ -73,24 +65,21 @@ class StateSpace(Model):
     observation: Tensor
     observation_noise: Tensor
     prior: FullGaussian
-    transition_offset: Tensor | None = None
-    observation_offset: Tensor | None = None
 
     def __post_init__(self) -> None:
         instance("prior", self.prior, FullGaussian, "a FullGaussian")
         if self.prior.mean.ndim != 1:
             raise InputError("the prior of the first state is one distribution, not copies")
         object.__setattr__(self, "prior", wide(self.prior))
-        for name, shape in self._shapes().items():
-            value = getattr(self, name)
-            value = self.prior.mean.new_zeros(shape) if value is None else value
-            instance(name, value, Tensor, "a tensor")
-            rank = len(shape)
-            if value.shape[-rank:] != shape or value.ndim > rank + 1:
-                got = list(value.shape)
-                raise InputError(f"{name} must be {[*shape]}, or that for each time, got {got}")
-            if value.is_complex() or not bool(torch.isfinite(value).all()):
-                raise InputError(f"{name} must be real and finite")
+        instance("observation", self.observation, Tensor, "a matrix [E, D]")
+        size, seen = len(self.prior.mean), len(self.observation)
+        shapes = {"observation": (seen, size), "observation_noise": (seen, seen)}
+        for name in ("transition", "transition_noise", *shapes):
+            value, shape = getattr(self, name), shapes.get(name, (size, size))
+            if not isinstance(value, Tensor) or value.shape != shape or value.is_complex():
+                raise InputError(f"{name} must be a real matrix {[*shape]}")
+            if not value.numel() or not bool(torch.isfinite(value).all()):
+                raise InputError(f"{name} must be finite, and not empty")
             object.__setattr__(self, name, value.to(self.prior.mean))
         for name, least in (("transition_noise", -1e-6), ("observation_noise", 1e-15)):
             value = getattr(self, name)
@@ -98,20 +87,6 @@ class StateSpace(Model):
             uneven = (value - value.mT).abs().max() > 1e-8 * size
             if uneven or torch.linalg.eigvalsh(value).min() <= least * size:
                 raise InputError(f"{name} is no covariance: not symmetric, or not positive")
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        instance("observation", self.observation, Tensor, "a tensor")
-        if self.observation.ndim < 2 or not self.observation.shape[-2]:
-            raise InputError(f"observation must be a matrix, got {list(self.observation.shape)}")
-        size, seen = len(self.prior.mean), self.observation.shape[-2]
-        return {
-            "transition": (size, size),
-            "transition_noise": (size, size),
-            "transition_offset": (size,),
-            "observation": (seen, size),
-            "observation_noise": (seen, seen),
-            "observation_offset": (seen,),
-        }
 
     def fit(self, data: Tensor, *, progress: bool | None = None) -> FittedStates:
         """Filter and smooth a series.
@@ -131,10 +106,10 @@ class StateSpace(Model):
             InputError: a state without uncertainty in some direction.
         """
         data = self.check(data)
-        parts, sites = self._at(len(data)), self.sites(None, data)
-        predicted, filtered, history = self._filter(parts, data, sites, progress)
+        sites = self.sites(None, data)
+        predicted, filtered, history = self._filter(data, sites, progress)
         return FittedStates(
-            q=self._smooth(parts, filtered, sites),
+            q=self._smooth(filtered, sites),
             history=history,
             objective="log-likelihood",
             model=self,
@@ -155,8 +130,7 @@ class StateSpace(Model):
 
     def sites(self, q: Any, data: Tensor) -> Natural:
         """λ̃_t of the components of every y_t that were observed."""
-        parts = self._at(len(data))
-        return _stack([_site(*self._seen(parts, t, y)) for t, y in enumerate(data)])
+        return stacked([_site(*self._seen(y)) for y in data])
 
     def step(self, q: FullGaussian, data: Tensor) -> FullGaussian:
         """The states of ``q`` by these observations; exact, so that it rests at once."""
@@ -167,51 +141,55 @@ class StateSpace(Model):
         """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed."""
         if len(data) != len(q.mean):
             raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
-        parts, states = self._at(len(data)), zip(q.mean, q.covariance, data, strict=True)
-        scores = [_score(m, v, *self._seen(parts, t, y)) for t, (m, v, y) in enumerate(states)]
-        return torch.stack(scores)
+        states = zip(q.mean, q.covariance, data, strict=True)
+        return torch.stack([_score(m, v, *self._seen(y)) for m, v, y in states])
 
-    def _at(self, times: int) -> Times:
-        """Every matrix and offset at each time."""
-        parts = {}
-        for name, shape in self._shapes().items():
-            length, value = times - name.startswith("transition"), getattr(self, name)
-            if value.ndim > len(shape) and len(value) != length:
-                raise DataError(f"{name} has {len(value)} times, but needs {length}")
-            parts[name] = value.expand(length, *shape)
-        return parts
-
-    def _seen(self, parts: Times, time: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """H, R and y − d of the components that were observed."""
+    def _seen(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """H, R and y of the components that were observed."""
         seen = ~torch.isnan(y)
-        noise = parts["observation_noise"][time][seen][:, seen]
-        centred = y - parts["observation_offset"][time]
-        return parts["observation"][time][seen], noise, centred[seen]
+        return self.observation[seen], self.observation_noise[seen][:, seen], y[seen]
 
     def _filter(
-        self, parts: Times, data: Tensor, sites: Natural, progress: bool | None
+        self, data: Tensor, sites: Natural, progress: bool | None
     ) -> tuple[FullGaussian, FullGaussian, list[float]]:
         predicted, filtered, history, total = [], [], [], 0.0
         ahead = self.prior
         for t in track(range(len(data)), label="filtering", show=progress):
-            if t:
-                ahead = _predicted(parts, filtered[-1], t - 1)
-            seen = self._seen(parts, t, data[t])
-            total += float(_score(ahead.mean, ahead.covariance, *seen).detach())
-            predicted.append(ahead)
-            filtered.append(bayes(ahead, rows(sites, torch.tensor(t))))
+            ahead = self._predicted(filtered[-1]) if t else ahead
+            total += float(_score(ahead.mean, ahead.covariance, *self._seen(data[t])).detach())
             if not math.isfinite(total):
                 raise DataError(f"the log-likelihood is {total} from time {t} on: scale the series")
+            predicted.append(ahead)
+            filtered.append(bayes(ahead, rows(sites, torch.tensor(t))))
             history.append(total)
-        return _copies(predicted), _copies(filtered), history
+        copies = (
+            FullGaussian(**stacked([vars(q) for q in part])) for part in (predicted, filtered)
+        )
+        return *copies, history  # type: ignore[return-value]
 
-    def _smooth(self, parts: Times, filtered: FullGaussian, sites: Natural) -> FullGaussian:
+    def _predicted(self, state: FullGaussian) -> FullGaussian:
+        move = self.transition
+        covariance = move @ state.covariance @ move.mT + self.transition_noise
+        factor, failed = torch.linalg.cholesky_ex(covariance)
+        if bool(failed):
+            raise InputError("a predicted covariance is singular: raise transition_noise")
+        return FullGaussian(move @ state.mean, torch.cholesky_inverse(factor))
+
+    def _smooth(self, filtered: FullGaussian, sites: Natural) -> FullGaussian:
         message = {k: torch.zeros_like(v[0]) for k, v in sites.items()}
         messages = [message]
-        for t in reversed(range(len(filtered.mean) - 1)):
-            message = _backward(parts, add(message, rows(sites, torch.tensor(t + 1))), t)
+        for t in reversed(range(1, len(filtered.mean))):
+            message = self._backward(add(message, rows(sites, torch.tensor(t))))
             messages.append(message)
-        return filtered.with_natural(add(filtered.natural, _stack(messages[::-1])))
+        return filtered.with_natural(add(filtered.natural, stacked(messages[::-1])))
+
+    def _backward(self, ahead: Natural) -> Natural:
+        """What x_t is told by everything after it, from the same for x_{t+1} and its site."""
+        move, precision = self.transition, -2 * ahead["square"]
+        damping = torch.eye(len(move)).to(move) + self.transition_noise @ precision
+        damped = torch.linalg.solve(damping, move).mT
+        folded = damped @ precision @ move
+        return {"linear": damped @ ahead["linear"], "square": -0.25 * (folded + folded.mT)}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -273,34 +251,3 @@ def _score(mean: Tensor, covariance: Tensor, matrix: Tensor, noise: Tensor, y: T
     spread, residual = matrix @ covariance @ matrix.mT + noise, y - matrix @ mean
     square = residual @ torch.linalg.solve(spread, residual)
     return -0.5 * (square + torch.logdet(2 * math.pi * spread))
-
-
-def _predicted(parts: Times, state: FullGaussian, time: int) -> FullGaussian:
-    move = parts["transition"][time]
-    covariance = move @ state.covariance @ move.mT + parts["transition_noise"][time]
-    factor, failed = torch.linalg.cholesky_ex(covariance)
-    if bool(failed):
-        raise InputError(
-            f"the predicted covariance of state {time + 1} is singular: raise transition_noise"
-        )
-    mean = move @ state.mean + parts["transition_offset"][time]
-    return FullGaussian(mean, torch.cholesky_inverse(factor))
-
-
-def _backward(parts: Times, ahead: Natural, time: int) -> Natural:
-    """What x_t is told by everything after it, from the same for x_{t+1} and its site."""
-    move, precision = parts["transition"][time], -2 * ahead["square"]
-    damping = torch.eye(len(move)).to(move) + parts["transition_noise"][time] @ precision
-    damped = torch.linalg.solve(damping, move).mT
-    folded = damped @ precision @ move
-    linear = damped @ (ahead["linear"] - precision @ parts["transition_offset"][time])
-    return {"linear": linear, "square": -0.25 * (folded + folded.mT)}
-
-
-def _stack(parts: list[Natural]) -> Natural:
-    return {k: torch.stack([part[k] for part in parts]) for k in parts[0]}
-
-
-def _copies(parts: list[FullGaussian]) -> FullGaussian:
-    means, precisions = [p.mean for p in parts], [p.precision for p in parts]
-    return FullGaussian(torch.stack(means), torch.stack(precisions))

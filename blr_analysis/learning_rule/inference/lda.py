@@ -25,7 +25,6 @@ topics have hardly seen. Leave-one-out asks for it at λ^{\\d} = λ − n_d φ_d
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,7 +34,14 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from blr_analysis.checks import at_least, instance, positive_int, positive_number, tolerance
+from blr_analysis.checks import (
+    at_least,
+    instance,
+    positive_int,
+    positive_number,
+    share,
+    tolerance,
+)
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -45,14 +51,12 @@ from blr_analysis.learning_rule.inference.fitted import (
     ONE_STEP,
     Fitted,
     Model,
-    NotConverged,
     rows,
     until_flat,
 )
 from blr_analysis.views import Tabular
 
 BLOCK = 64  # documents at once
-WITHHELD = 0.01  # the share of words from which on a warning says that they cannot be taken out
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,7 @@ class LDA(Model):
             if getattr(self, name) is not None:
                 positive_number(name, getattr(self, name))
         positive_number("local_tol", self.local_tol)
-        if tolerance("learning_decay", self.learning_decay) > 1:
-            raise InputError(f"learning_decay must lie in [0, 1], got {self.learning_decay!r}")
+        share("learning_decay", self.learning_decay)
         tolerance("learning_offset", self.learning_offset)
 
     def prior(self, n_words: int) -> Dirichlet:
@@ -177,7 +180,7 @@ class LDA(Model):
             counts: whole numbers ``[N, V]``: a SciPy sparse matrix, a tensor or an array.
             passes: how often each document is seen, at most.
             batch_size: B. None for all documents at once with ρ = 1, where the ELBO rises as far
-                as the local step goes to its end.
+                as the local step goes to its end, and documents do not come to rest elsewhere.
             start: q(β) to begin from, such as that of another fit; random if None.
             tol: without minibatches, stop when the ELBO per word changes by at most this.
             seed: of the random start and of the order of documents.
@@ -194,7 +197,10 @@ class LDA(Model):
         """
         data, seed = self.check(counts), at_least(0, "seed", seed)
         generator, prior = torch.Generator().manual_seed(seed), self.prior(data.shape[1])
-        q = self._alike("start", _random(prior, generator) if start is None else start, prior)
+        if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
+            hundreds = torch.full_like(prior.concentration, 100.0)
+            start = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+        q = self._alike("start", start, prior)
         n, taken = data.shape[0], 0
         size = n if batch_size is None else positive_int("batch_size", batch_size)
 
@@ -224,9 +230,7 @@ class LDA(Model):
         counts.eliminate_zeros()
         wrong = ~(np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0))
         if wrong.any():
-            first = int(np.flatnonzero(wrong)[0])
-            document = int(np.searchsorted(counts.indptr, first, "right")) - 1
-            bad = counts.data[first]
+            document, bad = counts.tocoo().coords[0][wrong][0], counts.data[wrong][0]
             raise DataError(f"a count of document {document} is no whole number from 0 up: {bad}")
         if len(empty := np.flatnonzero(np.diff(counts.indptr) == 0)):
             raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
@@ -254,13 +258,8 @@ class LDA(Model):
 
     def sites(self, q: Dirichlet, data: Any) -> Natural:
         """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
-        n, n_words = data.shape
-        told = q.concentration.new_zeros(n * n_words, self.n_topics)
-        for at, words, documents in _blocks(q, data):
-            place = at.unsqueeze(1) * n_words + words
-            sites = documents.sites(self._settled(documents))
-            told.index_add_(0, place.flatten(), sites.flatten(0, 1))
-        return {"log": told.view(n, n_words, -1).mT}
+        ones = (data[i : i + 1] for i in range(data.shape[0]))
+        return {"log": torch.stack([self._told(q, one)[0] for one in ones])}
 
     def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
         """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
@@ -273,18 +272,13 @@ class LDA(Model):
         λ_kw − n_dw φ_dwk is not let fall below the prior's η, to which the other documents only
         add.
         """
-        least, values, withheld = (
-            self.prior(2).concentration[0, 0],
-            q.concentration.new_zeros(data.shape[0]),
-            0.0,
-        )
+        least = self.prior(2).concentration[0, 0]
+        values = q.concentration.new_zeros(data.shape[0])
         for at, words, documents in _blocks(q, data):
             known, gamma = q.concentration.mT[words], self._settled(documents)
             totals = q.concentration.sum(1)
             if without:
-                wanted = known - documents.sites(gamma)
-                left = torch.maximum(wanted, known.clamp(max=least))
-                withheld += float((left - wanted).sum())
+                left = torch.maximum(known - documents.sites(gamma), known.clamp(max=least))
                 totals = totals - (known - left).sum(1)
                 logs = left.digamma() - totals.digamma().unsqueeze(1)
                 known, documents = left, Documents.of(documents.counts, logs)
@@ -292,13 +286,6 @@ class LDA(Model):
             sites = documents.sites(gamma)
             gain = _gain(known, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
             values[at] = documents.bound(gamma, self.document_prior()) + gain
-        if withheld > WITHHELD * data.sum():
-            warnings.warn(
-                f"{withheld / data.sum():.1%} of the words cannot be taken out, as the topics are "
-                "far from a fixed point: go on with fit(counts, batch_size=None, start=fitted.q)",
-                NotConverged,
-                stacklevel=3,
-            )
         return values
 
     def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
@@ -328,17 +315,11 @@ class LDA(Model):
 
     def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
         """q(β) in double precision, or what is wrong with it."""
-        instance(name, q, Dirichlet, "a Dirichlet, such as the q of a fit")
-        wanted, given = prior.concentration.shape, q.concentration.shape
-        if wanted != given:
-            raise InputError(f"{name} must have the shape [K, V] = {[*wanted]}, got {[*given]}")
+        wanted = [*prior.concentration.shape]
+        instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {wanted}, such as the q of a fit")
+        if [*q.concentration.shape] != wanted:
+            raise InputError(f"{name} must be [K, V] = {wanted}, got {[*q.concentration.shape]}")
         return Dirichlet(q.concentration.double())
-
-
-def _random(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
-    """Every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's."""
-    hundreds = torch.full_like(prior.concentration, 100.0)
-    return Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
 
 
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
@@ -420,8 +401,7 @@ class FittedTopics(Fitted[Dirichlet]):
 
         The documents' factors are found afresh under the topics without them; the bound is that
         of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
-        for, as far from a fixed point, the prior is what stays of it; a warning says where that
-        happens to more than one word in a hundred.
+        for, as far from a fixed point, the prior is what stays of it.
         """
         return self.model.foretold(self.q, self.data, without=True)
 

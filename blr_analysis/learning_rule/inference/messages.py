@@ -19,14 +19,18 @@ exponential family, and forward recursion is its log-normaliser:
 with e_tk = E_q[log p(y_t | θ_k)]. Its gradients are what the backward pass would give, expected
 starts, transitions and classes: messages to Dirichlet nodes, and to the emissions' own family
 (Beal, 2003; Khan & Rue, 5.3 and 5.4). A series of length 1 is a mixture.
+
+*Mixtures of Gaussians* with priors on weights and components: the mean field
+q(π) Π_k q(m_k, Λ_k) Π_i q(z_i) moves node by node at ρ = 1 (Winn & Bishop, 2005). As in EM, but
+θ is averaged over where EM looks at its mean (K&R 5.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -35,10 +39,16 @@ from torch.utils._pytree import tree_leaves
 
 from blr_analysis.checks import at_least, instance, positive_number, share
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference.conjugate import bayes, toward, wide
-from blr_analysis.learning_rule.inference.factors import Factor
+from blr_analysis.learning_rule.families.gamma import NormalWishart
+from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, gaussian, toward, wide
+from blr_analysis.learning_rule.inference.em import (
+    check_data,
+    first_responsibilities,
+    paired,
+    pooled,
+)
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
     Model,
@@ -49,11 +59,6 @@ from blr_analysis.learning_rule.inference.fitted import (
     moved,
     rows,
     until_flat,
-)
-from blr_analysis.learning_rule.inference.mixture_model import (
-    first_responsibilities,
-    paired,
-    pooled,
 )
 
 Nodes = Mapping[str, ExponentialFamily]
@@ -80,10 +85,8 @@ class Messages(Model):
         start: Nodes | None = None,
         rho: float | Callable[[int], float] = 1.0,
         batch: int | None = None,
-        max_iter: int = 500,
-        tol: float = 1e-6,
         generator: torch.Generator | None = None,
-        progress: bool | None = None,
+        **stopping: Any,
     ) -> Fitted[Nodes]:
         """Pass messages until the lower bound rests; over minibatches, ``max_iter`` times.
 
@@ -92,9 +95,9 @@ class Messages(Model):
             start: the nodes at first; None: the prior, which has to tell its copies apart.
             rho: ρ in (0, 1], or t → ρ_t from t = 1.
             batch: B examples at each step, drawn with ``generator``; None: all of them.
-            max_iter: steps at most.
-            tol: stop when the ELBO per example changes by no more than this.
-            progress: whether to show a bar.
+            generator: of the minibatches.
+            stopping: ``max_iter``, ``tol`` (of the ELBO per example) and ``progress`` (whether to
+                show a bar; None: on a terminal after a second).
 
         Returns:
             The nodes by name; of minibatches ``history`` is the scaled, noisy ELBO, and
@@ -109,16 +112,14 @@ class Messages(Model):
         def step(t: int) -> float:
             nonlocal q, after
             q, chosen = after, minibatch(n, batch, generator)
-            told, local = self._messages(q, rows(data, chosen))
-            size = share("rho", rho(t + 1) if callable(rho) else rho)
             factor = n / len(chosen)
+            size = share("rho", rho(t + 1) if callable(rho) else rho)
+            told, local = self._messages(q, rows(data, chosen))
             after = self._toward(q, {g: scale(m, factor) for g, m in told.items()}, size)
             divergence = sum(float(q[g].kl(prior).sum()) for g, prior in self.nodes.items())
             return factor * float(local) - divergence
 
-        run = until_flat(
-            step, "ELBO", n, max_iter=max_iter, tol=tol, noisy=batch is not None, progress=progress
-        )
+        run = until_flat(step, "ELBO", n, noisy=batch is not None, **stopping)
         q = q if run["converged"] else after
         return self.kind(q=q, **run, prior=self.nodes, model=self, data=data)
 
@@ -159,13 +160,9 @@ class Messages(Model):
         name, node = next(iter(self.nodes.items()))
         copies = q[name].log_partition().ndim > node.log_partition().ndim
         mu = {g: node.expectation for g, node in q.items()}
-        one = grad_and_value(lambda m, example: self.local(m, _alone(example)).sum())
+        alone = partial(rows, chosen=None)
+        one = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
         return vmap(one, in_dims=(0 if copies else None, 0))(mu, data)
-
-
-def _alone(example: Any) -> Any:
-    """An example as data of one."""
-    return rows(example, None)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -325,3 +322,142 @@ def _flat(data: Tensor) -> Tensor:
 
 
 HiddenMarkov.kind = FittedMarkov
+
+
+FACTOR = gaussian()
+
+
+@dataclass(frozen=True, eq=False)
+class BayesianGaussianMixture(Messages):
+    """A mixture of Gaussians with priors on its weights and components.
+
+    Attributes:
+        weights: the prior of π, over K components.
+        component: the prior of the mean and precision of each component.
+
+    Raises:
+        InputError: a prior of another family, or with copies.
+
+    Example:
+        >>> parts = torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)
+        >>> data = torch.cat(parts).unsqueeze(1)
+        >>> model = BayesianGaussianMixture.for_data(data, n_components=2)
+        >>> fitted = model.fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.q["weights"].concentration.sort().values
+        tensor([10.5048, 20.4952], dtype=torch.float64)
+    """
+
+    weights: Dirichlet
+    component: NormalWishart
+
+    def __post_init__(self) -> None:
+        instance("weights", self.weights, Dirichlet, "a Dirichlet distribution")
+        instance("component", self.component, NormalWishart, "a Normal–Wishart distribution")
+        if self.weights.concentration.ndim != 1 or self.component.mean.ndim != 1:
+            raise InputError("the priors must be single distributions, without copies")
+
+    @classmethod
+    def for_data(cls, data: Tensor, n_components: int) -> Self:
+        """Weak priors on the scale of the data: α = 1/K, m = ȳ, κ = 1, ν = D, V⁻¹ = cov(y).
+
+        Raises:
+            DataError: data that are misshapen or not finite, or whose covariance is singular.
+            InputError: fewer than two components.
+        """
+        at_least(2, "n_components", n_components)
+        data = check_data(data, n_components)
+        size, one = data.shape[1], torch.ones(()).to(data)
+        spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
+        if int(torch.linalg.cholesky_ex(spread)[1]):
+            raise DataError(
+                f"the covariance of {len(data)} examples is singular: drop dependent columns"
+            )
+        prior = NormalWishart(data.mean(0), one, size * one, spread)
+        return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
+
+    def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
+        """Pass messages until the lower bound rests; in double precision.
+
+        It holds the second moments of all examples, N·D² numbers, counted from 0: centre data
+        whose mean is thousands of standard deviations away from it.
+
+        Args:
+            data: ``[N, D]``.
+            start: responsibilities ``[N, K]``, or None to start from K examples that lie apart
+                (k-means++).
+            settings: those of :meth:`MessagePassing.fit`.
+
+        Returns:
+            The mean field of the global nodes, ``q["weights"]`` (Dirichlet) and
+            ``q["components"]`` (Normal–Wishart, K copies), its sites, and the ELBO after each
+            iteration (z, then π and the components).
+
+        Raises:
+            DataError: data that are not finite, misshapen, or fewer than K.
+            InputError: a start that does not fit, or whose components are not apart; settings
+                out of range.
+        """
+        data = self.check(data)
+        given = start, settings.get("generator")
+        weights = first_responsibilities(data, len(self.weights.concentration), *given)
+        told = {
+            "weights": {"log": weights.sum(0)},
+            "components": pooled(weights, FACTOR.site(data)),
+        }
+        begun = {name: bayes(prior, told[name]) for name, prior in self.nodes.items()}
+        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        weights, one = wide(self.weights), wide(self.component)
+        copies = len(weights.concentration)
+        components = {k: v.expand(copies, *v.shape) for k, v in one.natural.items()}
+        return {"weights": weights, "components": one.with_natural(components)}
+
+    def check(self, data: Any) -> Tensor:
+        return FACTOR.check(check_data(data), wide(self.component))
+
+    def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """log Σ_k exp E_q[log π_k + log p(y_i | m_k, Λ_k)]."""
+        return self.scores(mu, data).logsumexp(1)
+
+    def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
+        """The message to z_i, ``[N, K]``."""
+        told = paired(FACTOR.site(data), mu["components"]) + FACTOR.constant(data).unsqueeze(1)
+        return told + mu["weights"]["log"]
+
+    def log_predictive(self, q: Nodes, data: Tensor) -> Tensor:
+        """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
+        nodes, weights = q["components"], q["weights"].expected_point()
+        site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
+        gain = nodes.with_natural(add(nodes.natural, site)).log_partition() - nodes.log_partition()
+        return torch.logsumexp(weights.log() + gain, -1) + FACTOR.constant(data)
+
+
+class FittedMeanField(Fitted[Nodes]):
+    """The global nodes of a mixture; taking examples out is one message-passing step.
+
+    :meth:`without` subtracts what the examples told the global nodes; what the others told them
+    stays as it was, although each of them would now be assigned a little differently.
+
+    Example:
+        >>> data = torch.cat([torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)]).unsqueeze(1)
+        >>> model = BayesianGaussianMixture.for_data(data, n_components=2)
+        >>> fitted = model.fit(data, generator=torch.Generator().manual_seed(0))
+        >>> fitted.without(range(10))["weights"].concentration.sort().values
+        tensor([ 0.5048, 20.4952], dtype=torch.float64)
+        >>> fitted.responsibilities(torch.tensor([[-5.0]])).amax()
+        tensor(1.0000, dtype=torch.float64)
+    """
+
+    def responsibilities(self, data: Tensor) -> Tensor:
+        """E-step: q(z_j = k) of M examples under the fitted nodes, ``[M, K]``.
+
+        Raises:
+            DataError: data that are misshapen or not finite.
+        """
+        mu = {name: node.expectation for name, node in self.q.items()}
+        return self.model.scores(mu, self.model.check(data)).softmax(1)
+
+
+BayesianGaussianMixture.kind = FittedMeanField

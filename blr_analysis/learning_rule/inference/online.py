@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from blr_analysis.checks import at_least, instance, one_of, positive_number, share
 from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
 from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.inference.conjugate import bayes
-from blr_analysis.learning_rule.inference.factors import Factor, real
-from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, count, rows
+from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, real
+from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, count, rows, stacked
 
 
 def experts(n_experts: int, rate: float) -> Factor:
@@ -121,9 +119,8 @@ class OnlineNewton(Model):
             told.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
             q = bayes(q, told[-1])
             history.append(float(value.detach()))
-        sites = tree_map(lambda *parts: torch.stack(parts), *told)
-        known = {"prior": self.prior, "model": self, "data": data, "messages": sites}
-        return Fitted(q, history, "loss of the round", **known)
+        known = {"prior": self.prior, "model": self, "data": data}
+        return Fitted(q, history, "loss of the round", messages=stacked(told), **known)
 
     def step(self, q: FullGaussian, data: Any) -> FullGaussian:
         """A pass over these examples."""

@@ -89,8 +89,8 @@ class SkewNormal:
         return {"linear": m + c * a, "lean": c * m + a, "square": square}
 
     @classmethod
-    def from_natural(cls, natural: Natural) -> SkewNormal:
-        """The inverse of :attr:`natural`."""
+    def with_natural(cls, natural: Natural) -> SkewNormal:
+        """The member with these λ: the inverse of :attr:`natural`."""
         s = -2 * natural["square"]
         return cls(natural["linear"] / s, natural["lean"] / s, s)
 
@@ -101,10 +101,6 @@ class SkewNormal:
         m, a = (linear - c * lean) / (1 - c * c), (lean - c * linear) / (1 - c * c)
         spread = expectation["square"] - m.square() - 2 * c * m * a - a.square()
         return cls(m, a, 1 / spread)
-
-    def with_natural(self, natural: Natural) -> SkewNormal:
-        """The member with these λ, as families have it."""
-        return self.from_natural(natural)
 
     @property
     def mean(self) -> Tensor:
@@ -129,14 +125,11 @@ class SkewNormal:
         steps = torch.linspace(-1, 1, GRID, dtype=reach.dtype, device=reach.device)
         return self.mean.detach() + reach * steps, (reach * 2 / (GRID - 1)).log()
 
-    def expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """E_q[f(θ)] on the grid; differentiable in the parameters through q's density."""
-        grid, spacing = self.grid()
-        return (self.log_prob(grid).exp() * f(grid)).sum() * spacing.exp()
-
     def elbo(self, log_joint: Callable[[Tensor], Tensor]) -> Tensor:
-        """E_q[log p(y, θ) − log q(θ)], in nats."""
-        return self.expect(lambda theta: log_joint(theta) - self.log_prob(theta))
+        """E_q[log p(y, θ) − log q(θ)] on the grid, in nats; differentiable in the parameters."""
+        grid, spacing = self.grid()
+        logs = self.log_prob(grid)
+        return ((logs + spacing).exp() * (log_joint(grid) - logs)).sum()
 
 
 def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) -> SkewNormal:
@@ -146,7 +139,7 @@ def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) 
         elbo = SkewNormal.from_expectation(expectation).elbo(log_joint)
         slopes = torch.autograd.grad(elbo, list(expectation.values()))
     gradient = dict(zip(expectation, slopes, strict=True))
-    return SkewNormal.from_natural(add(q.natural, scale(gradient, rho)))
+    return SkewNormal.with_natural(add(q.natural, scale(gradient, rho)))
 
 
 @dataclass(frozen=True)
@@ -213,9 +206,7 @@ def fit_skew_normal(
     log_likelihood: LogLikelihood | None = None,
     data: Any = None,
     rho: float = 0.5,
-    tol: float = 1e-10,
-    max_iter: int = 2000,
-    progress: bool | None = None,
+    **stopping: Any,
 ) -> FittedSkewNormal:
     """The skew normal nearest to the posterior of one number, by the rule for mixtures.
 
@@ -230,9 +221,8 @@ def fit_skew_normal(
             posteriors from which examples can be taken out.
         data: N examples, a tensor ``[N, …]`` or a tuple of them, as ``log_likelihood`` takes them.
         rho: ρ in (0, 1].
-        tol: stop when the ELBO changes by at most this many nats.
-        max_iter: at most this many steps.
-        progress: True shows a bar, False does not, None on a terminal when it takes long.
+        stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to show a
+            bar; None: on a terminal after a second).
 
     Returns:
         The posterior, with the ELBO after each step, and sites where the examples are named.
@@ -267,5 +257,5 @@ def fit_skew_normal(
         q = model.step(q, data)
         return float(q.elbo(partial(model, data=data)))
 
-    run = until_flat(step, "ELBO", max_iter=max_iter, tol=tol, progress=progress)
+    run = until_flat(step, "ELBO", **stopping)
     return FittedSkewNormal(q=q, **run, model=model, data=data)

@@ -168,7 +168,8 @@ class Listener:
         leaves = differentiated(output)
         edges = [get_gradient_edge(leaf) for leaf in leaves]
         args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        values, grads = [leaf.detach() for leaf in leaves], [None] * len(leaves)
+        values = [leaf.detach() for leaf in leaves]
+        grads: list[Tensor | None] = [None] * len(leaves)
         passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
         for position, leaf in enumerate(leaves):
             leaf.register_hook(_receiver(grads, position, passed.tasks))

@@ -108,7 +108,7 @@ class RowOptimizer(RuleOptimizer):
         row: Row,
         params: Any,
         *,
-        model: nn.Module | None = None,
+        model: Any = None,
         loss_reduction: str = "mean",
         **settings: Any,
     ) -> None:

@@ -319,6 +319,7 @@ def write_captured(
     **record: Any,
 ) -> None:
     """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
+    assert isinstance(captured.precision, dict)
     about = {**captured.record, **record}
     about.pop("path", None)  # a place on this machine; the file is made to be published
     told = {"n_data": captured.n_data, "prior_precision": captured.prior_precision}

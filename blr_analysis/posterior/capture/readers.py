@@ -152,7 +152,7 @@ def reader_of_saved(
 def _of_row(groups: Sequence[State]) -> Reader | None:
     """The row that the groups name; None where they name none."""
     names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
-    if len(names) == 1 and (reader := ROWS.get(*names)) is not None:
+    if len(names) == 1 and (reader := ROWS.get(next(iter(names)))) is not None:
         return reader
     if names:
         said = f"{', '.join(sorted(names))} keeps no diagonal precision"

@@ -87,9 +87,9 @@ def influence(
             example, without ever holding the matrix.
 
     Returns:
-        A tensor ``[N_train, N_test]`` on the CPU with :meth:`~Influence.top`,
-        :meth:`~Influence.group`, ``.table`` and :meth:`~Influence.plot`; with ``k`` what its
-        ``top(k)`` is.
+        A tensor ``[N_train, N_test]`` on the CPU, an :class:`~blr_analysis.sensitivity.Influence`
+        with ``.top(k)``, ``.group()``, ``.table`` and ``.plot()``; with ``k`` what its ``top(k)``
+        is.
 
     Raises:
         PosteriorError: a posterior of another model or number of examples, or a test task of

@@ -125,9 +125,6 @@ class Influence(BetweenTasks, Tensor, Tabular):
     positive where i helps j, negative where it harms. Everything that works on a tensor works on
     it and gives plain tensors; :meth:`top`, :meth:`group`, :attr:`table` and :meth:`plot` come on
     top. What is saved or pickled is the plain matrix.
-
-    Attributes:
-        note: how far its scale is to be trusted, in one line; "" where it is.
     """
 
     @classmethod

@@ -16,7 +16,6 @@ from scipy import integrate, stats
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families import (
     Beta,
     CategoricalFamily,
@@ -320,22 +319,3 @@ def test_a_natural_gradient_by_hand() -> None:
     wanted = torch.stack([a - 1, -b]) + 0.2 * torch.linalg.solve(fisher, gap)
     found = likelihood_step(q, y, 0.2)
     torch.testing.assert_close(torch.stack([found.shape - 1, -found.rate]), wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "match"),
-    [
-        ("bernoulli", torch.tensor([0.0, 0.5]), "y must be 0 or 1; example 1 is 0.5"),
-        ("poisson", torch.tensor([2.0, -1.0]), "whole number from 0 up; example 1 is -1"),
-        ("poisson", torch.tensor([1.0, math.nan]), "y is not finite at example 1"),
-        ("categorical", torch.tensor([0, 3]), "integer from 0 to 2; example 1 is 3"),
-        ("gaussian", torch.zeros(2, 2), r"y must be \[N, 3\], got \(2, 2\)"),
-        ("linear", torch.zeros(3, 3), "data of a regression are a pair"),
-        ("linear", (torch.zeros(3, 3), torch.zeros(2)), r"got \(3, 3\) and \(2,\)"),
-        ("bernoulli", [0, 1], "y must be a real tensor, got list"),
-        ("bernoulli", torch.ones(1) * 1j, "y must be a real tensor, got torch.complex64"),
-    ],
-)
-def test_wrong_data_are_named(name: str, data: Any, match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        CASES[name].model.fit(data)

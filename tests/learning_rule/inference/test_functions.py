@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -56,8 +56,10 @@ def test_newton_solves_ridge_regression_in_one_step() -> None:
     x = torch.randn(30, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
     y = x @ torch.arange(4.0, dtype=F64) + 1
     start = FullGaussian(torch.randn(4, dtype=F64), torch.eye(4, dtype=F64))
-    rule = VariationalNewton(look="mean", rho=1.0, max_iter=2, tol=math.inf)
-    q = rule.fit(lambda t: 0.5 * ((y - x @ t) ** 2).sum() + t @ t, start, progress=False).q
+    rule = VariationalNewton(look="mean", rho=1.0)
+    q = rule.fit(
+        lambda t: 0.5 * ((y - x @ t) ** 2).sum() + t @ t, start, max_iter=2, tol=math.inf
+    ).q
     precision = x.T @ x + 2 * torch.eye(4, dtype=F64)
     torch.testing.assert_close(q.precision, precision, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(q.mean, torch.linalg.solve(precision, x.T @ y), rtol=1e-11, atol=0)
@@ -76,9 +78,9 @@ def test_newton_on_logistic_regression_converges_quadratically() -> None:
 
     q = FullGaussian(torch.zeros(30, dtype=F64), torch.eye(30, dtype=F64))
     errors = []
-    rule = VariationalNewton(look="mean", rho=1.0, max_iter=2, tol=math.inf)
+    rule = VariationalNewton(look="mean", rho=1.0)
     for _ in range(4):
-        q = rule.fit(loss, q, progress=False).q
+        q = rule.fit(loss, q, max_iter=2, tol=math.inf).q
         errors.append(float((q.mean - reference).norm()))
     # Two steps at a time: each error is below the square of the one before.
     assert errors[1] < errors[0] ** 2
@@ -87,8 +89,8 @@ def test_newton_on_logistic_regression_converges_quadratically() -> None:
 
 def test_the_variational_solution_leaves_the_wall() -> None:
     """E_q[ℓ] = exp(−4m + 8/s)/4 + m, so that E_q[ℓ] − H(q) is least at s = 4, m = 2/s."""
-    rule = VariationalNewton(samples=30, rho=0.2, max_iter=500)
-    bayes = rule.fit(wall, gaussian(1.0, 1.0), progress=False).q
+    rule = VariationalNewton(samples=30, rho=0.2)
+    bayes = rule.fit(wall, gaussian(1.0, 1.0), tol=1e-11).q
     newton = VariationalNewton(look="mean", rho=1.0).fit(wall, gaussian(0.3, 1.0), progress=False)
     assert abs(float(newton.q.mean)) < 1e-9
     assert float(bayes.mean) == pytest.approx(0.5, abs=1e-4)
@@ -111,26 +113,6 @@ def test_the_variational_solution_prefers_the_flat_minimum() -> None:
     (sharp,) = minima(sharp_and_flat, torch.tensor([[-0.9]], dtype=F64))
     (flat,) = minima(sharp_and_flat, torch.tensor([[2.1]], dtype=F64))
     assert float(sharp_and_flat(sharp)) < float(sharp_and_flat(flat))
-
-
-def test_samples_come_near_the_quadrature() -> None:
-    generator = torch.Generator().manual_seed(0)
-    exact = VariationalNewton().fit(lambda t: t[0].cosh(), gaussian(0.5, 1.0), progress=False)
-    rule = VariationalNewton(look="samples", samples=200, max_iter=120, rho=0.05)
-    noisy = rule.fit(lambda t: t[0].cosh(), gaussian(0.5, 1.0), generator=generator, progress=False)
-    assert float(noisy.q.precision) == pytest.approx(float(exact.q.precision), rel=0.05)
-
-
-def test_a_smaller_temperature_narrows_the_posterior() -> None:
-    widths = [
-        float(
-            VariationalNewton(temperature=t)
-            .fit(lambda x: x[0] ** 2, gaussian(1.0, 1.0), progress=False)
-            .q.precision
-        )
-        for t in (1.0, 0.1)
-    ]
-    assert widths == pytest.approx([2.0, 20.0], rel=1e-4)
 
 
 # Several minima in one run, and what the entropy has to do with it
@@ -230,25 +212,6 @@ def test_minima_are_polished_and_counted_once(name: str) -> None:
     assert float(gaps.amin(0).amax()) < 1e-3
 
 
-@pytest.mark.slow
-def test_the_entropy_spreads_components_over_the_minima() -> None:
-    """The six-hump camel from wider components: twice as many minima as without the entropy."""
-    case = replace(CASES["six-hump camel"], count=24, precision=0.5, n_iter=60)
-    found = {
-        entropy: sum(case.found(case.fit(seed, entropy=entropy)[1]) for seed in range(2))
-        for entropy in (True, False)
-    }
-    assert found[True] >= 2 * found[False] > 0
-
-
-@pytest.mark.parametrize("look", ["mean", "samples"])
-def test_both_looks_find_both_wells(look: str) -> None:
-    """Table 1's delta method, and the expectation: all four components settle in the wells."""
-    case = CASES["two wells"]
-    first, last = case.fit(0, look=look)
-    assert case.found(first) == 0 and case.found(last) == 2
-
-
 def test_the_delta_method_is_newtons_at_each_mean() -> None:
     """One step of one component, by hand: S' = (1 − ρ) S + ρ ∇²ℓ(m) + ½ ρ² G S⁻¹ G."""
     rule = MultimodalOptimisation(look="mean", rho=0.2, n_iter=1)
@@ -259,29 +222,6 @@ def test_the_delta_method_is_newtons_at_each_mean() -> None:
     precision = 3.0 + 0.2 * change + 0.5 * 0.04 * change**2 / 3.0
     assert float(parts.precision) == pytest.approx(precision, rel=1e-12)
     assert float(parts.mean) == pytest.approx(1 - 0.2 * slope / precision, rel=1e-12)
-
-
-def test_the_objective_falls() -> None:
-    first, generator = starts(4, 1, 0.5, 0)
-    fitted = MultimodalOptimisation(n_iter=60).fit(
-        wells, first, generator=generator, progress=False
-    )
-    assert sum(fitted.history[-10:]) / 10 < fitted.history[0] - 0.1
-
-
-def test_without_the_entropy_components_end_up_together() -> None:
-    """Two components start almost on one another, on one side of the barrier."""
-    first = torch.tensor([[0.2], [0.3]], dtype=torch.float64)
-
-    def run(entropy: bool) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        rule = MultimodalOptimisation(entropy=entropy, samples=12, n_iter=120)
-        fitted = rule.fit(wells, first, precision=0.2, generator=generator, progress=False)
-        return fitted.q.components.mean
-
-    apart, together = run(True), run(False)
-    assert len(minima(wells, apart)) == 2
-    assert len(minima(wells, together)) == 1
 
 
 def test_one_component_is_the_rule_for_one_gaussian() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.polynomial.hermite import hermgauss
-from scipy import optimize, stats
-from sklearn.datasets import load_digits, load_iris
-from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+from scipy import stats
+from sklearn.datasets import load_iris
+from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
 
@@ -50,63 +48,6 @@ def logistic() -> LatentFitted:
 
 
 # The optimum and the posterior
-
-
-@pytest.mark.parametrize("name", ["bernoulli", "probit"])
-def test_optimum_of_the_elbo(name: str) -> None:
-    """Against trust-region Newton in the 2N numbers of Opper & Archambeau (2009), not whitened.
-
-    m = K α and Σ = K − K (K + diag(1/b))⁻¹ K, with KL(q ‖ p) from its formula in f.
-    """
-    x, y = X[::2], Y[::2]
-    fitted = GaussianProcess(KERNEL, name).fit((x, y), tol=1e-13)
-    cover, n = KERNEL(x, x), len(y)
-    nodes, weights = (torch.tensor(part).unsqueeze(-1) for part in hermgauss(100))
-    eye = torch.eye(n, dtype=torch.float64)
-
-    def moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        root = (0.5 * z[n:]).exp()
-        inner = eye + root.unsqueeze(-1) * cover * root
-        side = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(inner), root.unsqueeze(-1) * cover, upper=False
-        )
-        return cover @ z[:n], cover - side.mT @ side, inner
-
-    def negative(z: Tensor) -> Tensor:
-        mean, spread, inner = moments(z)
-        f = mean + (2 * spread.diagonal()).sqrt() * nodes
-        side = (2 * y - 1) * f
-        told = torch.special.log_ndtr(side) if name == "probit" else -torch.logaddexp(-side, 0 * f)
-        data = (weights * told).sum() / math.sqrt(math.pi)
-        trace = torch.linalg.inv(inner).diagonal().sum()
-        kl = 0.5 * (trace - n + z[:n] @ mean + torch.logdet(inner))
-        return kl - data
-
-    def value_and_slope(z: np.ndarray) -> tuple[float, np.ndarray]:
-        at = torch.tensor(z, requires_grad=True)
-        value = negative(at)
-        return value.item(), torch.autograd.grad(value, at)[0].numpy()
-
-    start = np.concatenate([np.zeros(n), np.full(n, -2.0)])
-
-    def bend(z: np.ndarray) -> np.ndarray:
-        at = torch.tensor(z)
-        return torch.autograd.functional.hessian(negative, at, vectorize=True).numpy()
-
-    near = optimize.minimize(
-        value_and_slope, start, jac=True, method="L-BFGS-B", options={"maxiter": 100}
-    )
-    options = {"gtol": 1e-10, "maxiter": 40}
-    at = optimize.minimize(
-        value_and_slope, near.x, jac=True, hess=bend, method="trust-exact", options=options
-    )
-    z = torch.tensor(at.x)
-    best = negative(z)
-    mean, spread, _ = moments(z)
-    ours = function_values(fitted)
-    gaps = [float((a - b).abs().max()) for a, b in zip(ours, (mean, spread), strict=True)]
-    assert abs(fitted.history[-1] + float(best)) < 1e-8
-    assert max(gaps) < 1e-6
 
 
 def test_beside_expectation_propagation() -> None:
@@ -193,47 +134,10 @@ def test_linear_kernel_is_regression(name: str) -> None:
     assert fitted.history[-1] == pytest.approx(weights.history[-1], abs=1e-10)
 
 
-def test_predictions_from_sites_in_function_space(logistic: LatentFitted) -> None:
-    """f at new inputs by the textbook form, from K and the sites (a, b) alone."""
-    a, b = logistic.messages["linear"], -2 * logistic.messages["square"]
-    assert bool((b > 0).all())
-    cross = KERNEL(HELD_X, X)
-    noisy = KERNEL(X, X) + torch.diag(1 / b)
-    found = logistic.latent(HELD_X)
-    assert torch.allclose(found.mean, cross @ torch.linalg.solve(noisy, a / b), rtol=0, atol=1e-9)
-    explained = (cross * torch.linalg.solve(noisy, cross.mT).mT).sum(-1)
-    truth = KERNEL(HELD_X, HELD_X).diagonal() - explained
-    assert torch.allclose(1 / found.precision, truth, rtol=0, atol=1e-9)
-
-
 # Examples taken out
 
 
 # Real data
-
-
-def test_digits_against_the_laplace_approximation() -> None:
-    """3 against 5: better held-out log-probabilities than scikit-learn's Laplace at each kernel."""
-    x, y = load_digits(return_X_y=True)
-    x, y = x[(y == 3) | (y == 5)] / 16, y[(y == 3) | (y == 5)] == 5
-    x, y = torch.tensor(x), torch.tensor(y, dtype=torch.float64)
-    examples, held = (x[::2], y[::2]), (x[1::2], y[1::2])
-    kernels = [partial(rbf, lengthscale=s, variance=v) for s, v in ((1.0, 4.0), (2.0, 25.0))]
-    bounds = []
-    for kernel in kernels:
-        fitted = GaussianProcess(kernel).fit(examples, tol=1e-8)
-        bounds.append(fitted.history[-1])
-        scale, variance = kernel.keywords["lengthscale"], kernel.keywords["variance"]
-        peer = GaussianProcessClassifier(
-            ConstantKernel(variance, "fixed") * RBF(scale, "fixed"), optimizer=None
-        ).fit(*examples)
-        theirs = peer.predict_proba(held[0])[:, 1]
-        told = np.log(np.where(held[1] > 0, theirs, 1 - theirs)).mean()
-        ours = float(fitted.log_predictive(held).mean())
-        right = float(((fitted.predict(held[0]) > 0.5) == (held[1] > 0)).double().mean())
-        assert ours > told
-        assert right >= peer.score(*held) - 0.01
-    assert bounds[1] > bounds[0]
 
 
 # What is refused

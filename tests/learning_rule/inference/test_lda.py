@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from scipy import special
 from sklearn.decomposition import LatentDirichletAllocation
 
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
-from blr_analysis.learning_rule.inference import LDA, NotConverged
+from blr_analysis.learning_rule.inference import LDA
 
 K, V = 4, 60
 
@@ -87,12 +86,12 @@ def test_transform_perplexity_and_history_are_scikit_learns():
     assert again.history[0] == pytest.approx(-np.log(model.perplexity(counts)), rel=1e-8)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.5, 2.0]))
 def test_in_batches_of_everything_the_elbo_never_falls(seed, alpha):
     """Where the local step goes to its end."""
     lda = LDA(K, doc_topic_prior=alpha, local_tol=1e-9, max_local_iter=2000)
-    fitted = lda.fit(corpus(30, seed), passes=12, batch_size=None, seed=seed, progress=False)
+    fitted = lda.fit(corpus(15, seed), passes=12, batch_size=None, seed=seed, progress=False)
     steps = np.diff(fitted.history)
     assert len(steps) == 11 and steps.min() >= -1e-9 * abs(fitted.history[-1])
     assert fitted.history[-1] > fitted.history[0] + 0.05
@@ -101,8 +100,8 @@ def test_in_batches_of_everything_the_elbo_never_falls(seed, alpha):
 @pytest.fixture(scope="module")
 def settled():
     counts = corpus(40, seed=5)
-    lda = LDA(K, topic_word_prior=0.1, local_tol=1e-9, max_local_iter=5000)
-    fitted = lda.fit(counts, passes=1000, batch_size=None, tol=1e-10, progress=False)
+    lda = LDA(K, topic_word_prior=0.1, local_tol=1e-8, max_local_iter=2000)
+    fitted = lda.fit(counts, passes=400, batch_size=None, tol=1e-8, progress=False)
     assert fitted.converged
     return counts, lda, fitted
 
@@ -186,20 +185,6 @@ def test_the_predictive_is_a_tighter_bound_than_the_perplexitys():
     assert fitted.perplexity(counts) > np.exp(-ours.sum() / counts.sum())
 
 
-def test_topics_that_lag_behind_keep_their_prior_and_say_so():
-    start = Dirichlet(torch.full((K, V), 0.3, dtype=torch.float64))
-    fitted = LDA(K, learning_offset=1e6).fit(
-        corpus(20), passes=1, batch_size=5, start=start, progress=False
-    )
-    with pytest.warns(NotConverged, match=r"\d\d.\d% of the words cannot be taken out"):
-        left_out = fitted.left_out()
-    assert bool(torch.isfinite(left_out).all())
-    near = LDA(K).fit(corpus(20), passes=300, batch_size=None, tol=1e-9, progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        near.left_out()
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_every_form_of_counts_is_read_alike():
     counts = corpus(12)
@@ -211,19 +196,6 @@ def test_every_form_of_counts_is_read_alike():
         found = LDA(2).fit(form, passes=2, batch_size=5, progress=False)
         torch.testing.assert_close(found.q.concentration, wanted.q.concentration)
         assert found.history == pytest.approx(wanted.history, rel=1e-12)
-
-
-def test_planted_topics_are_found_online():
-    rng = np.random.default_rng(0)
-    planted = np.kron(np.eye(K), np.full(V // K, K / V))
-    mixed = rng.dirichlet(np.full(K, 0.1), 400) @ planted
-    counts = np.stack([rng.multinomial(50, p) for p in mixed])
-    fitted = LDA(K, topic_word_prior=0.1).fit(counts, passes=15, batch_size=40, progress=False)
-    names = [str(i // (V // K)) for i in range(V)]
-    words = fitted.topics(names, top=V // K).words
-    assert sorted({*row}.pop() for row in words) == [*"0123"]
-    assert all(len({*row}) == 1 for row in words)
-    assert fitted.history[-1] > fitted.history[0]
 
 
 def test_tables_of_words():

@@ -14,11 +14,9 @@ from torch import Tensor
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families import (
     Beta,
-    DiagonalGaussian,
     Dirichlet,
     FullGaussian,
     Gamma,
-    GaussianMixture,
     NormalWishart,
 )
 from blr_analysis.learning_rule.inference import (
@@ -49,7 +47,6 @@ from blr_analysis.learning_rule.inference import (
     poisson,
     rbf,
 )
-from blr_analysis.likelihoods import Categorical
 
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
@@ -59,12 +56,6 @@ M = torch.ones(1, 1, dtype=F64)
 def normal(size: int, *copies: int) -> FullGaussian:
     eye = torch.eye(size, dtype=F64).expand(*copies, size, size)
     return FullGaussian(torch.zeros(*copies, size, dtype=F64), eye)
-
-
-def spoilt(data: Tensor, value: float = math.nan) -> Tensor:
-    data = data.double().clone()
-    data[3, 0] = value
-    return data
 
 
 X = torch.randn(20, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -86,10 +77,6 @@ BOTH = torch.tensor([[0.0], [1.0]], dtype=F64)
 def states(**change: Any) -> StateSpace:
     parts = dict.fromkeys(("transition", "transition_noise", "observation", "observation_noise"), M)
     return StateSpace(**{**parts, "prior": normal(1), **change})
-
-
-def mixture(kind: type, precision: Tensor) -> GaussianMixture:
-    return GaussianMixture(torch.tensor([0.3, 0.7]), kind(torch.zeros(2, 2), precision))
 
 
 def process(kernel: Any) -> Any:
@@ -133,7 +120,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: Conjugate(BETA, poisson()), InputError, "one Gamma without copies, got Beta"),
     (lambda: Conjugate(Beta(*torch.ones(2, 3)), bernoulli()), InputError, "without copies"),
     (lambda: Conjugate(BETA, bernoulli()).fit([0, 1]), DataError, "real tensor, got list"),
-    (lambda: Conjugate(BETA, bernoulli()).fit(ONE.view(1) * 1j), DataError, "got torch.complex"),
     (lambda: Conjugate(BETA, bernoulli()).fit(Y + 0.5), DataError, "y must be 0 or 1; example 0"),
     (lambda: Conjugate(GAMMA, poisson()).fit(-Y), DataError, "whole number from 0 up"),
     (lambda: Conjugate(CLASSES, categorical(3)).fit(3 * Y), DataError, "integer from 0 to 2"),
@@ -141,10 +127,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: categorical(1), InputError, "n_classes must be a whole number"),
     (lambda: Conjugate(WISHART, gaussian()).fit(X[:, :1]), DataError, r"y must be \[N, 2\]"),
     (lambda: Conjugate(normal(2), linear(1.0)).fit(X), DataError, "regression are a pair"),
-    (lambda: Conjugate(normal(2), linear(1.0)).fit((X, Y[1:])), DataError, r"got \(20, 2\) and"),
+    (lambda: Conjugate(normal(1), linear(1.0)).fit((X, Y)), DataError, "x has 2 columns"),
     (lambda: linear(math.nan), InputError, "noise_variance must be positive"),
     (lambda: experts(1, 0.3), InputError, "n_experts"),
-    (lambda: experts(3, -1.0), InputError, "rate must be positive"),
     (lambda: OnlineNewton(BETA, quartic, 1.0), InputError, "prior must be a FullGaussian"),
     (
         lambda: OnlineNewton(normal(2), lambda t, y: t - y, 1.0).fit(Y),
@@ -153,14 +138,15 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: likelihood_step(GAMMA, Y + 1, 0.2, along="theta"), InputError, "along must be one"),
     # chains of states
-    (lambda: states(transition=torch.eye(2)), InputError, r"transition must be \[1, 1\]"),
-    (lambda: states(transition=1.0), InputError, "transition must be a tensor, got float"),
-    (lambda: states(transition=M * 1j), InputError, "transition must be real and finite"),
-    (lambda: states(transition_noise=math.nan * M), InputError, "transition_noise must be real"),
+    (
+        lambda: states(transition=torch.eye(2)),
+        InputError,
+        r"transition must be a real matrix \[1, 1\]",
+    ),
+    (lambda: states(transition_noise=math.nan * M), InputError, "transition_noise must be finite"),
     (lambda: states(transition_noise=-M), InputError, "transition_noise is no covariance"),
     (lambda: states(observation_noise=0 * M), InputError, "observation_noise is no covariance"),
-    (lambda: states(observation=torch.ones(1)), InputError, "observation must be a matrix"),
-    (lambda: states(observation_offset=torch.zeros(2)), InputError, r"offset must be \[1\]"),
+    (lambda: states(observation=torch.ones(1)), InputError, "observation must be a real matrix"),
     (lambda: states(prior=M), InputError, "prior must be a FullGaussian, got Tensor"),
     (lambda: states(prior=normal(1, 2)), InputError, "not copies"),
     (
@@ -170,20 +156,17 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (lambda: states().fit(torch.zeros(3)), DataError, r"got \[3\]"),
     (lambda: states().fit(torch.tensor([[0.0], [math.inf]])), DataError, "finite or NaN"),
-    (lambda: states().fit(torch.zeros(3, 1) * 1j), DataError, "must be real"),
     (lambda: states().fit(1e200 * BOTH), DataError, "log-likelihood is -inf from time 1"),
-    (lambda: states(transition=M.expand(4, 1, 1)).fit(BOTH), DataError, "transition has 4 times"),
     (
         lambda: states(transition=0 * M, transition_noise=0 * M).fit(BOTH),
         InputError,
-        "predicted covariance of state 1 is singular",
+        "predicted covariance is singular",
     ),
     (lambda: states().fit(BOTH).log_predictive(BOTH[:1]), DataError, "2 states need as many"),
     # hidden classes
     (lambda: GaussianMixtureEM(1), InputError, "n_components must be"),
     (lambda: GaussianMixtureEM(2, "tied"), InputError, "covariance must be one of"),
     (lambda: GaussianMixtureEM(2, floor=0.0), InputError, "floor must be positive"),
-    (lambda: EM.fit(spoilt(X)), DataError, "data is not finite at example 3"),
     (lambda: EM.fit(X[:, 0]), DataError, r"non-empty tensor \[N, D\], got \(20,\)"),
     (lambda: EM.fit(X[:1]), DataError, "2 components need as many examples, got 1"),
     (lambda: EM.fit(X, start=torch.ones(20, 3) / 3), InputError, r"responsibilities \[20, 2\]"),
@@ -194,17 +177,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         DataError,
         "a component has no examples left",
     ),
-    (
-        lambda: EM.fit(X, start=mixture(DiagonalGaussian, torch.ones(2, 2))),
-        InputError,
-        "mixture of FullGaussian with means",
-    ),
-    (
-        lambda: EM.fit(X, start=mixture(FullGaussian, torch.eye(2).expand(2, 2, 2))),
-        InputError,
-        "two components of start are the same",
-    ),
-    (lambda: EM.fit(X, generator=3), InputError, "generator must be a torch.Generator"),
     (lambda: EM.fit(X, batch=21), InputError, "batch is 21 of 20 examples"),
     (lambda: EM.fit(X, rho=1.5), InputError, "rho must be above 0"),
     (lambda: EM.fit(X).responsibilities(X[:, :1]), DataError, r"data must be \[N, 2\], as fitted"),
@@ -215,7 +187,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         DataError,
         "explain a column wholly",
     ),
-    (lambda: VMP.fit(X, start=ALIKE), InputError, "two components of start are the same"),
     (lambda: VMP.fit(X[:, :1]), DataError, r"y must be \[N, 2\]"),
     (
         lambda: BayesianGaussianMixture(Dirichlet(torch.ones(2, 3)), WISHART),
@@ -233,38 +204,28 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: MessagePassing({"a": GAMMA}, lambda mu, y: 1.0).fit(Y), InputError, "gave float"),
     # topics
     (lambda: LDA(1), InputError, "n_topics"),
-    (lambda: LDA(2, doc_topic_prior="0.5"), InputError, "doc_topic_prior must"),
     (lambda: LDA(2, topic_word_prior=-1.0), InputError, "topic_word_prior must"),
     (lambda: LDA(2, learning_decay=1.5), InputError, "learning_decay"),
-    (lambda: LDA(2, learning_offset=None), InputError, "learning_offset must"),
-    (lambda: LDA(2, local_tol=0.0), InputError, "local_tol must"),
     (lambda: topics(changed((3, 5), -1)), DataError, "document 3 is no whole number.*-1"),
     (lambda: topics(changed((2, 1), 0.5)), DataError, "document 2 is no whole number.*0.5"),
-    (lambda: topics(changed((4, 1), math.nan)), DataError, "document 4"),
-    (lambda: topics(torch.tensor(changed((6, 0), math.inf))), DataError, "document 6"),
     (lambda: topics(changed(6, 0)), DataError, "document 6 .* has no words"),
-    (lambda: topics("the cat"), DataError, "counts must be a real matrix"),
     (lambda: topics([[1, 2], [3]]), DataError, "counts must be a real matrix"),
     (lambda: topics(np.ones((3, 1))), DataError, "two words or more"),
     (lambda: topics().transform(COUNTS[:, :5]), DataError, "5 words.* 6"),
-    (lambda: topics().perplexity(COUNTS[:, :5]), DataError, "5 words.* 6"),
-    (lambda: topics(start=LDA(2).prior(5)), InputError, r"start must have the shape.*\[2, 5\]"),
-    (lambda: topics(start=COUNTS), InputError, "must be a Dirichlet.* got ndarray"),
+    (lambda: topics(start=LDA(2).prior(5)), InputError, r"start must be \[K, V\].*\[2, 5\]"),
     (lambda: topics(batch_size=0), InputError, "batch_size"),
     (lambda: topics(seed=-1), InputError, "seed must .* at least 0, got -1"),
     (lambda: topics().topics(["one", "two"]), InputError, "vocabulary must be 6 words"),
     # likelihoods that are not conjugate
     (lambda: GeneralizedLinear(normal(2), "softmax"), InputError, "must be one of 'bernoulli'"),
-    (lambda: GeneralizedLinear(normal(2), Categorical()), InputError, "must be one of"),
     (lambda: GeneralizedLinear(BETA), InputError, "must be a FullGaussian over θ"),
     (lambda: MeanFieldRegression(normal(2)), InputError, "must be a DiagonalGaussian over θ"),
-    (lambda: GLM.fit(X), DataError, "the data are a pair"),
+    (lambda: GLM.fit(X), DataError, "regression are a pair"),
     (lambda: GLM.fit((X[:, :1], Y)), DataError, "x has 1 columns; the model takes 2"),
     (lambda: GLM.fit((X, Y[1:])), DataError, "same length, got 20 and 19"),
     (lambda: GLM.fit((X, Y + 1)), DataError, "must lie in 0"),
     (lambda: glm("bernoulli", rho=1.5), InputError, "rho must be above 0"),
     (lambda: glm(lambda y, f: f.sum()), InputError, r"here \[2, 20\]; it gave \[\]"),
-    (lambda: glm(lambda y, f: y[:, 5]), InputError, "it raised: IndexError"),
     (lambda: glm(lambda y, f: y - f.detach()), InputError, "differentiable in f"),
     (lambda: glm(lambda y, f: (y - f) ** 2), InputError, "turn the sign of a loss"),
     (lambda: glm(lambda y, f: f * torch.nan), InputError, "no step along the natural"),
@@ -275,16 +236,13 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: process(lambda x, z: rbf(x, z) + x[:, :1]), InputError, "not symmetric"),
     (lambda: process(lambda x, z: 0 * rbf(x, z)), InputError, "positive semi-definite"),
     (lambda: process(lambda x, z: x), InputError, r"here \[20, 20\]"),
-    (lambda: process(lambda x, z: x @ z), InputError, "it raised: RuntimeError"),
     (lambda: process(lambda x, z: rbf(x, z) * math.nan), InputError, "NaN or infinite"),
-    (lambda: process(partial(rbf, lengthscale=-1.0)), InputError, "lengthscale must be positive"),
-    (lambda: process(partial(rbf, lengthscale=torch.ones(3))), InputError, "one for each column"),
-    (lambda: process(partial(rbf, variance=0.0)), InputError, "variance must be positive"),
-    (lambda: process(partial(linear_kernel, bias=-1.0)), InputError, "bias must be 0 or more"),
     (lambda: process(rbf).predict(X[:, :1]), DataError, "x has 1 columns"),
+    (lambda: process(partial(rbf, variance=-1.0)), InputError, "positive semi-definite"),
+    (lambda: process(partial(rbf, lengthscale=0.0)), InputError, "NaN or infinite"),
+    (lambda: process(partial(linear_kernel, variance=-1.0)), InputError, "semi-definite"),
     # skew normals
     (lambda: SkewNormal(0 * ONE, ONE, -ONE), InputError, "no skew normal of positive precision"),
-    (lambda: SkewNormal(*torch.ones(3, 2)), InputError, "no skew normal"),
     (lambda: skewed(rho=0.0), InputError, "rho must be above 0"),
     (lambda: skewed(start=SkewNormal(0 * ONE, 0 * ONE, ONE)), InputError, "lean ≠ 0"),
     (lambda: skewed(data=Y), InputError, "go together"),
@@ -297,27 +255,19 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     # functions
     (lambda: VariationalNewton(rho=2.0), InputError, "rho"),
-    (lambda: VariationalNewton(samples=0), InputError, "samples"),
-    (lambda: VariationalNewton(temperature=0.0), InputError, "temperature"),
     (lambda: VariationalNewton(look="everywhere"), InputError, "look must be one of"),
     (lambda: VariationalNewton(samples=500).fit(quartic, normal(1)), InputError, "370 nodes"),
     (lambda: newton(quartic, start=M), InputError, "start must be a FullGaussian"),
     (lambda: newton(quartic, start=normal(1, 2)), InputError, r"got copies \[2\]"),
     (lambda: newton(quartic, start=normal(2)), InputError, "one variable"),
     (lambda: newton(lambda t: t.outer(t)), InputError, r"here \[\]; it gave \[1, 1\]"),
-    (lambda: newton(lambda t: 3.0, "samples"), InputError, "gave float"),
-    (lambda: newton(lambda t: t[7]), InputError, "IndexError"),
     (lambda: newton(lambda t: t[0].log()), InputError, "not finite"),
-    (lambda: newton(lambda t: t.detach()[0] ** 2 + 0 * t[0]), InputError, "all 0"),
     (lambda: MultimodalOptimisation(temperature=(1.0, 0.0)), InputError, "temperature"),
     (lambda: MultimodalOptimisation(look="quadrature"), InputError, "look"),
-    (lambda: MultimodalOptimisation(n_iter=0), InputError, "n_iter"),
-    (lambda: many(quartic, torch.zeros(2)), InputError, "must be a matrix"),
     (lambda: many(quartic, torch.zeros(2, 1)), InputError, "start at the same place"),
     (lambda: many(quartic, BOTH, precision=None), InputError, "precision must be positive"),
     (lambda: many(lambda t: torch.log(t[0] - 100), BOTH), InputError, "not finite"),
     (lambda: minima(quartic, BOTH.long()), InputError, "floating-point numbers"),
-    (lambda: minima(quartic, math.nan * BOTH), InputError, "starts must be finite"),
     (lambda: minima(quartic, BOTH, max_iter=0), InputError, "max_iter"),
 ]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import FullGaussian
-from blr_analysis.learning_rule.inference import FittedSkewNormal
 from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear
 from blr_analysis.learning_rule.inference.skew_normal import (
+    FittedSkewNormal,
     SkewNormal,
     fit_skew_normal,
     skew_step,
@@ -71,7 +71,7 @@ def both_fits(name: str) -> tuple:
     build, side, _ = PROBLEMS[name]
     log_joint, gaussian = build()
     mean, std = float(gaussian.q.mean), float(gaussian.q.covariance) ** 0.5
-    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-13)
+    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-11)
     return log_joint, gaussian, fitted
 
 
@@ -91,7 +91,7 @@ def moments(log_joint: Callable[[Tensor], Tensor], low: float, high: float) -> l
 @given(members)
 def test_maps_are_inverse(member: tuple[float, float, float]) -> None:
     q = skew(*member)
-    assert np.allclose(numbers(SkewNormal.from_natural(q.natural)), member, rtol=1e-10, atol=1e-12)
+    assert np.allclose(numbers(SkewNormal.with_natural(q.natural)), member, rtol=1e-10, atol=1e-12)
     back = numbers(SkewNormal.from_expectation(q.expectation))
     assert np.allclose(back, member, rtol=1e-7, atol=1e-8)
 
@@ -107,35 +107,13 @@ def test_density_and_moments(member: tuple[float, float, float]) -> None:
     assert np.allclose(q.log_prob(torch.tensor(grid)), peer.logpdf(grid), rtol=1e-9, atol=1e-9)
     assert float(q.mean) == pytest.approx(peer.mean(), abs=1e-10)
     assert float(q.variance) == pytest.approx(peer.var(), rel=1e-9)
-    assert float(q.expect(torch.square)) == pytest.approx(square, rel=1e-8)
+    entropy = q.elbo(lambda theta: 0 * theta)
+    assert float(entropy) == pytest.approx(float(peer.entropy()), rel=1e-6, abs=1e-7)
     mu = q.expectation
     assert float(mu["square"]) == pytest.approx(square, rel=1e-9)
     w = np.linspace(0, 12, 4001)
     lean = integrate.simpson(2 * w * (m + w * a) * stats.norm.pdf(w), x=w)
     assert float(mu["lean"]) == pytest.approx(lean, abs=1e-8)
-
-
-@settings(max_examples=10, deadline=None)
-@given(members)
-def test_derivatives_in_mu_are_natural_gradients(member: tuple[float, float, float]) -> None:
-    """∂μ/∂λ is the Fisher information of q(w, θ), so that ∇_μ = F⁻¹ ∇_λ."""
-    names = ("linear", "lean", "square")
-    natural = torch.stack([skew(*member).natural[name] for name in names])
-
-    def expectation(z: Tensor) -> Tensor:
-        mu = SkewNormal.from_natural(dict(zip(names, z, strict=True))).expectation
-        return torch.stack([mu[name] for name in names])
-
-    def log_partition(z: Tensor, w: Tensor) -> Tensor:  # of θ given w
-        s = -2 * z[2]
-        return 0.5 * ((z[0] + w * z[1]).square() / s - s.log())
-
-    width = torch.linspace(0, 12, 1001, dtype=torch.float64)
-    density = 2 * torch.exp(-0.5 * width.square()) / math.sqrt(2 * math.pi)
-    bends = torch.func.vmap(lambda w: torch.func.hessian(log_partition)(natural, w))(width)
-    fisher = torch.trapezoid(density[:, None, None] * bends, width, dim=0)
-    found = torch.autograd.functional.jacobian(expectation, natural)
-    assert torch.allclose(found, fisher, rtol=1e-4, atol=1e-4 * float(fisher.abs().max()))
 
 
 def test_a_target_in_the_family_is_found() -> None:

@@ -270,19 +270,3 @@ def test_chains_of_length_one_are_a_mixture() -> None:
         less = ours.without([0, 3])[name].natural
         for key, value in theirs.without([0, 3])[other].natural.items():
             torch.testing.assert_close(less[key], value, rtol=1e-5, atol=1e-5)
-
-
-def test_minibatches_come_near() -> None:
-    model, data = chain(), series().repeat(10, 1)
-    g = torch.Generator().manual_seed(0)
-    whole = model.fit(data, generator=g, progress=False)
-    noisy = model.fit(
-        data, generator=torch.Generator().manual_seed(0), progress=False, batch=6, max_iter=80,
-        rho=lambda t: (t + 1) ** -0.7,
-    )  # fmt: skip
-    assert not noisy.converged
-    found, wanted = (
-        noisy["emission"].expected_point().sort().values,
-        whole["emission"].expected_point().sort().values,
-    )
-    torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)

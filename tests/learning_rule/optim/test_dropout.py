@@ -168,6 +168,7 @@ def test_nothing_dropped_is_the_row_itself(row: str) -> None:
     assert distance(values(model), values(other)) == 0
 
 
+@pytest.mark.slow
 def test_the_mean_gradient_is_that_of_the_mixture() -> None:
     """(1/π₁) ∇_m E_q[ℓ], by enumeration of all masks (App. G, Eq. 84)."""
     m = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -231,6 +232,7 @@ def test_the_share_moves_by_autograds_gradient_of_relaxed_units(row: str) -> Non
     assert abs(float(share) - KEEP) > 0.01
 
 
+@pytest.mark.slow
 def test_a_learned_share_is_that_of_the_variational_optimum() -> None:
     """min over π of N E[ℓ] + J KL(π ‖ π₀), by enumeration of masks, weights held fixed."""
     m = torch.tensor([[1.0, 0.7, 0.5, -0.4]], dtype=torch.float64)

@@ -264,6 +264,7 @@ def test_diagonal_newton_where_the_hessian_is_diagonal() -> None:
     assert_same(optimizer.state[theta]["hess"], h)
 
 
+@pytest.mark.slow
 def test_diagonal_newton_finds_the_diagonal_of_a_network() -> None:
     """With many draws a step, against the Hessian in full; its posterior is ess·(h + δ)."""
     model = network()
