@@ -194,7 +194,7 @@ def products_of(
         spec, (a, b) = base.specs[name], (file.specs[pair[x]].shape for x in "AB")
         if len(spec.shape) > 2 or len(a) > 2:
             return None
-        if (b, a) != ((spec.shape[0], rank), (rank, *spec.shape[1:])) or not _real(spec):
+        if (*b, *a) != (*spec.shape[:1], rank, rank, *spec.shape[1:]) or not _real(spec):
             raise ModelError(
                 f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
                 f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"

@@ -119,7 +119,9 @@ class _Inputs:
         return [m.to(dtype) - start for m in self.models]
 
     def cut(self, part: slice) -> _Inputs:
-        curved = [h[part] if isinstance(h, Tensor) else h for h in self.curved]
+        curved: list[PrecisionValue] = [
+            h[part] if isinstance(h, Tensor) else h for h in self.curved
+        ]
         base = None if self.base is None else self.base[part]
         return _Inputs(base, [m[part] for m in self.models], 0.0, curved)
 
