@@ -156,9 +156,11 @@ class Posterior:
             return ""
         if self.at_minimum:
             return self.stationarity.caveat
+        unknown = self.record.get("rerun", {}).get("known") is False
+        by = "trained by a default recipe; " if unknown else ""
         if self._guessed:
-            return f"off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
-        return "off the minimum, uncalibrated: a ranking, no scale"
+            return f"{by}off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
+        return f"{by}off the minimum, uncalibrated: a ranking, no scale"
 
     @property
     def structure(self) -> str:

@@ -79,10 +79,8 @@ def calibrate(
     positive_int("probe", probe)
     several = all_fitted(task, posterior)
     given: Any = posterior if isinstance(posterior, list | tuple) else [posterior]
-    found = [
-        _calibrated(where, q, own, probe, seed)
-        for (where, q), own in zip(several, given, strict=True)
-    ]
+    pairs = zip(several, given, strict=True)
+    found = [_calibrated(where, q, own, probe, seed) for (where, q), own in pairs]
     return found if isinstance(posterior, list | tuple) else found[0]
 
 

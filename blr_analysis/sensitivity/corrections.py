@@ -49,15 +49,11 @@ def taken(q: Posterior, correction: str) -> str:
     return "cavity" if q.at_minimum and bears_cavity(q) else "first_order"
 
 
-def fitted_to(q: Posterior) -> bool:
-    """Whether it is the Gauss–Newton matrix at its mean, as far as its structure holds that."""
-    return q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
-
-
 def bound_of(q: Posterior) -> float:
     """The leverage up to which this posterior's cavity is taken."""
     explained = 1.0 if q.structure == "full" else float(q.record.get("explained", 0.0))
-    if explained >= 1 - EXACT and fitted_to(q):
+    fitted = q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
+    if explained >= 1 - EXACT and fitted:
         double = next(iter(q.mean.values())).dtype == torch.float64
         return FITTED_LEVERAGE if double else HIGHEST_LEVERAGE
     whole = bears_cavity(q) and q.record.get("kind") != "hessian"  # that may hold less than Λ_i

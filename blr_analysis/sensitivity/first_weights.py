@@ -30,30 +30,12 @@ CLOSE = 1e-3  # how nearly it must normalise them
 
 
 def drawn(task: Task, seed: int) -> State:
-    """The trainable weights and buffers drawn anew.
+    """The trainable weights as the model's own code draws them, and the buffers as it resets them.
 
     Raises:
-        InputError: the model's code does not say how; ModelError: the model cannot be copied.
+        InputError: that code does not say how; ModelError: the model cannot be copied.
     """
-    state = redrawn(task, seed)
-    if state is None:
-        raise InputError("the weights cannot be drawn anew: give the recipe initial=")
-    if names := undrawn(state):
-        raise InputError(f"{some(names)} cannot be drawn anew: give the recipe initial=")
-    return state
-
-
-def undrawn(weights: State) -> list[str]:
-    """The names of those that are still NaN."""
-    real = {n: w for n, w in weights.items() if w.is_floating_point()}
-    return [name for name, w in real.items() if bool(w.isnan().any())]
-
-
-def redrawn(task: Task, seed: int) -> State | None:
-    """The trainable weights as the model's own code draws them, NaN where nothing does, and the
-    buffers as it resets them; None where that code fails."""
-    copied = on_a_copy(task)
-    model = copied.model
+    model = on_a_copy(task).model
     for p in model.parameters():
         if p.requires_grad:
             p.detach().fill_(torch.nan)
@@ -62,14 +44,19 @@ def redrawn(task: Task, seed: int) -> State | None:
         torch.manual_seed(seed)
         try:
             _draw(model)
-        except Exception:  # whatever a layer makes of weights that it did not expect
-            return None
+        except Exception as error:  # whatever a layer makes of weights that it did not expect
+            said = "the weights cannot be drawn anew: give the recipe initial="
+            raise InputError(said) from error
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         if own and all(bool(p.isnan().all()) for p in own.values()):
             for name, value in _of_a_norm(module, own).items():
                 own[name].detach().fill_(value)
-    return state_of(model)
+    state = state_of(model)
+    left = [n for n, w in state.items() if w.is_floating_point() and bool(w.isnan().any())]
+    if left:
+        raise InputError(f"{some(left)} cannot be drawn anew: give the recipe initial=")
+    return state
 
 
 def _draw(model: nn.Module) -> None:

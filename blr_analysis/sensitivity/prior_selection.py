@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import one_of, positive_number
@@ -31,7 +31,7 @@ from blr_analysis.views import Plottable, Tabular
 
 ROUNDS = 50  # posteriors that the training to an optimum may fit
 SMALL = 4_096  # parameters: up to here "auto" takes the full structure
-Fit = Callable[[Task, float], "Posterior | tuple[nn.Module, Posterior]"]
+Fit = Callable[[Task, float], Posterior]
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def select_prior_precision(
             decay on their mean over N examples is δ/N. None: nine values, from a hundredth to a
             hundred times the δ that :func:`blr_analysis.fit_laplace` finds at the present weights.
         fit: your own training: ``fit(task, delta)`` gets the task under a copy of the model, may
-            train that in place, and returns its posterior (or the pair of another model and its
-            posterior). None: full-batch quasi-Newton moves from the model's present weights, then
-            from those of the next smaller δ, and :func:`blr_analysis.fit_laplace`. For a
-            generalised linear model that is the exact optimum; a network comes to the one nearest
-            downhill; the table says how near, ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖).
+            train that in place, and returns its posterior. None: full-batch quasi-Newton moves from
+            the model's present weights, then from those of the next smaller δ, and
+            :func:`blr_analysis.fit_laplace`. For a generalised linear model that is the exact
+            optimum; a network comes to the one nearest downhill; the table says how near,
+            ‖∇‖ / (‖Σ_i ∇ℓ_i‖ + δ‖θ‖).
         initial: θ₀: the state dict of the first weights, or of the base model of a fine-tune;
             None: 0. A ``fit`` of your own penalises θ − θ₀ itself.
         structure: of the default fit's posterior: "diag", "kron", "lowrank", "full", or "auto":
@@ -195,19 +195,13 @@ def _own(fit: Fit, task: Task) -> Trained:
 
     def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         under = on_a_copy(task)
-        given = fit(under, delta)
-        parts: Sequence[Any] = given if isinstance(given, tuple) else (under.model, given)
-        model, q = parts if len(parts) == 2 else (None, None)
-        if not isinstance(q, Posterior) or not isinstance(model, nn.Module):
-            got = type(given).__name__
-            raise InputError(f"fit must return a Posterior, or (model, posterior), got {got}")
+        q = fit(under, delta)
+        if not isinstance(q, Posterior):
+            raise InputError(f"fit must return a Posterior, got {type(q).__name__}")
         stated = q.prior.entries.get(None, delta)
         if not math.isclose(float(stated), delta, rel_tol=1e-3):
             said = f"fit returned prior_precision={float(stated):g} for δ={delta:g}"
             raise InputError(f"{said}; state weight_decay = δ / N")
-        if model is not under.model:
-            other = Task(model, task.examples, likelihood=task.likelihood, forward=task.forward)
-            under = task.with_model(other)
         return under, q, {}
 
     return trained

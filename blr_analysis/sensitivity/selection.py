@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -31,43 +32,39 @@ class Columns:
     def __init__(self, task: Task, posterior: Posterior) -> None:
         self._task, self._posterior = task, posterior
         clash = any(n in RESERVED or n.startswith(SEVERAL) for n in task.metadata)  # renamed there
-        self._known: dict[str, Sequence[Any]] = {} if clash else dict(task.metadata)
-        self._whole = False
+        self._plain: Mapping[str, Sequence[Any]] = {} if clash else task.metadata
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        cheap = name in CHEAP and not self._task.likelihood.is_sequence
-        if name not in self._known and cheap and not self._whole:
-            self._predict()
-        if name not in self._known and name not in self.names():
+        if name in self._plain:
+            return self._plain[name]
+        if name in CHEAP and not self._task.likelihood.is_sequence and name in self._cheap:
+            return self._cheap[name]
+        if name not in self._whole:
             raise InputError(f"the table has no column {name!r}; it has {self.names()}")
-        return self._known[name]
+        return self._whole[name]
 
     def names(self) -> list[str]:
         """Every column of the table."""
-        if not self._whole:
-            table = self.table
-            self._known = {str(name): table[name].tolist() for name in table}
-            self._whole = True
-        return list(self._known)
+        return list(self._whole)
 
-    @property
+    @cached_property
     def table(self) -> Any:
         """The scores' own."""
         return sensitivity(self._task.quiet, self._posterior).table
 
-    def _predict(self) -> None:
+    @cached_property
+    def _whole(self) -> dict[str, Sequence[Any]]:
+        return {str(name): self.table[name].tolist() for name in self.table}
+
+    @cached_property
+    def _cheap(self) -> dict[str, Sequence[Any]]:
+        """What forward passes tell; several numbers per example have names of their own."""
         likelihood = self._task.likelihood
         outputs, targets = predict(self._task, self._posterior.mean, progress=False)
-        columns: dict[str, Any] = {
-            "index": torch.arange(self._task.n_data),
-            "target": targets,
-            "prediction": likelihood.prediction(outputs),
-            "loss": likelihood.nll(outputs, targets),
-        }
-        for name, values in columns.items():
-            flat = values.squeeze(-1) if values.ndim == 2 and values.shape[-1] == 1 else values
-            if flat.ndim == 1:  # several per example have names of their own in the table
-                self._known[name] = flat.tolist()
+        index, predictions = torch.arange(self._task.n_data), likelihood.prediction(outputs)
+        columns = index, targets, predictions, likelihood.nll(outputs, targets)
+        flat = [v.squeeze(-1) if v.ndim == 2 and v.shape[-1] == 1 else v for v in columns]
+        return {n: v.tolist() for n, v in zip(CHEAP, flat, strict=True) if v.ndim == 1}
 
 
 class ExampleRow(Mapping[str, Any]):

@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Subset
 
+from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import positive_int
 from blr_analysis.data import checked
-from blr_analysis.errors import BLRError, InputError, ModelError
+from blr_analysis.errors import ModelError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.progress import track
@@ -209,43 +210,29 @@ def recipe_of(task: Task, posterior: Posterior | None = None) -> Recipe:
     """The task's recipe; else what the posterior's record knows; else a short default one."""
     if task.recipe is not None:
         return task.recipe
-    told = None if posterior is None else posterior.record.get("recipe")
-    if told:
-        initial = posterior.initial if posterior is not None else None
-        return Recipe(**told, initial=initial)
+    if posterior is not None and (told := posterior.record.get("recipe")):
+        return Recipe(**told, initial=posterior.initial)
     return default_recipe(task, posterior)
 
 
 def default_recipe(task: Task, posterior: Posterior | None = None) -> Recipe:
     """Adam for a few epochs, its rate falling as a cosine from the one of four that lowers the loss
     most in one epoch."""
-    how: dict[str, Any] = {"batch_size": min(BATCH, task.n_data)}
-    how["initial"] = None if posterior is None else posterior.initial
+    initial = None if posterior is None else posterior.initial
+    how: dict[str, Any] = {"batch_size": min(BATCH, task.n_data), "initial": initial}
 
     def reached(lr: float) -> float:
         recipe = Recipe("adam", lr=lr, epochs=1, **how)
         try:
             state = trained(task.quiet, whole_data(task), recipe, 0)
-            return mean_loss(task, state)
-        except (ModelError, InputError) as error:
-            if isinstance(error, InputError):
-                raise
+            return evaluated(task, state, progress=False)[0].nll
+        except ModelError:  # it diverges
             return math.inf
 
     best = min(RATES, key=reached)
     recipe = Recipe("adam", lr=best, epochs=EPOCHS, schedule="cosine", **how)
     recipe.known = False
     return recipe
-
-
-def mean_loss(task: Task, state: State) -> float:
-    """The mean loss of a task at a state; ∞ where the model breaks down there."""
-    from blr_analysis.backprop.loss import evaluated
-
-    try:
-        return evaluated(task, state, progress=False)[0].nll
-    except BLRError:
-        return math.inf
 
 
 @torch.inference_mode(False)  # also where the caller switched it on

@@ -190,24 +190,6 @@ def test_one_s_own_training_gets_a_copy_of_the_model_each_time() -> None:
     assert "converged" not in found.table
 
 
-def test_another_model_may_come_back_with_its_posterior() -> None:
-    x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
-    task = blr.Task(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval(), (x, y))
-
-    def fit(given: blr.Task, delta: float) -> tuple[nn.Module, blr.Posterior]:
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
-        model.load_state_dict(given.model.state_dict())
-        model[0].running_mean += delta  # a buffer, which no posterior holds
-        own = blr.Task(model, (x, y))
-        return model, blr.fit_laplace(own, prior_precision=delta)
-
-    found = select(task, [1.0, 2.0], fit=fit)
-    for row in found.rows:
-        f = task.model[1](task.model[0](x) - row["prior_precision"] / (1 + 1e-5) ** 0.5)
-        expected = float(nn.functional.cross_entropy(f, y).detach())
-        assert row["train_nll"] == pytest.approx(expected, rel=1e-5)
-
-
 # The grid, the test data, what comes back.
 
 

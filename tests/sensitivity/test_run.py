@@ -408,6 +408,7 @@ def test_without_a_recipe_the_answer_says_that_it_is_rough(fit: Any) -> None:
     assert result.solver == "replay"
     assert "rough" in result.note
     assert "rough" in repr(result)
+    assert "default recipe" in blr.rerun(bare, seeds=1)[0].note
 
 
 def test_a_training_that_diverges_is_one_error(fit: Any) -> None:

@@ -15,7 +15,6 @@ move the model most, and with it every test loss; normalized, they no longer lea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,22 +119,16 @@ def influence(
     quantity, cotangent = quantity_of(normalize), cotangent_of(measure)
     several = all_fitted(task, posterior)
     count = sum(len(q.run) for _, q in several)
-    works = [
-        _Work(
-            at := task.holding(p.buffers) if not n + t else task.holding(p.buffers).quiet,
-            p,
-            check_test(test_task, at, "test_task"),
-            cotangent,
-            loss_gradient if q.earlier else mean_errors(at, p),
-            normalize,
-            count,
-            (1.0 if normalize else q.temperature) / (len(q.run) * len(several)),
-        )
-        for n, (_, q) in enumerate(several)
-        for t, p in enumerate(q.run)
-    ]
+    works, where = [], test_task
+    for _, q in several:
+        for p in q.run:
+            at = task.holding(p.buffers)
+            at, where = at.quiet if works else at, check_test(test_task, at, "test_task")
+            own = loss_gradient if q.earlier else mean_errors(at, p)
+            share = (1.0 if normalize else q.temperature) / (len(q.run) * len(several))
+            works.append(_share(at, p, where, cotangent, own, normalize, count, share))
     q, words = several[-1][1], measure if isinstance(measure, str) else measure.__name__
-    about = Pairs(task, q, works[-1].test_task, words, quantity, count)
+    about = Pairs(task, q, where, words, quantity, count)
     if k is not None:
         check_k(k, task.n_data)
         blocks: dict[int, Best] = {}
@@ -144,7 +137,7 @@ def influence(
         for best in blocks.values():
             best.shared(task.n_data)
         return joined(list(blocks.values()), about)
-    n_test = works[-1].test_task.n_data
+    n_test = where.n_data
     _check_room(task.n_data, n_test, next(iter(q.mean.values())).element_size())
     matrix: Tensor | None = None
     for piece in _summed(works):
@@ -157,54 +150,40 @@ def influence(
     return Influence.of(matrix, about)
 
 
-def _summed(works: Sequence[_Work]) -> Iterator[Piece]:
+def _summed(works: Sequence[Iterator[Piece]]) -> Iterator[Piece]:
     """Piece by piece the sum over the posteriors: all cut the matrix at the same places."""
-    for first, *others in zip(*(work.pieces() for work in works), strict=True):
+    for first, *others in zip(*works, strict=True):
         for other in others:
             first.values.add_(other.values)
         yield first
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The share of one posterior in the answer."""
-
-    task: Task
-    q: Posterior
-    test_task: Task
-    cotangent: Cotangent
-    own: Cotangent  # of the training examples
-    normalize: Normalize
-    sharers: int
-    share: float
-
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces, normalized where that is asked for."""
-        others = self._roots() if self.normalize == "cosine" else None
-        for piece in pieces(
-            self.task,
-            self.q,
-            self.test_task,
-            cotangent=self.cotangent,
-            train_cotangent=self.own,
-            sharers=self.sharers,
-            squares=bool(self.normalize),
-            indices=shared(self.task, self.q.mean),
-        ):
-            piece.values.mul_(self.share)
-            if self.normalize:
-                piece.values.div_(rooted(piece.squares).unsqueeze(1).to(piece.values))
-            if others is not None:
-                piece.values.div_(others[piece.test].to(piece.values))
-            yield piece
-
-    def _roots(self) -> Tensor:
-        """√(gᵀ Σ g) of every test example, on the CPU; where there is no gradient, 1."""
-        swept = chunks(self.test_task.quiet, self.q.mean, columns=1)
-        squares = [
-            self_influence(self.q, c, self.cotangent(self.test_task, c)).cpu() for c in swept
-        ]
-        return rooted(torch.cat(squares))
+def _share(
+    task: Task,
+    q: Posterior,
+    test_task: Task,
+    cotangent: Cotangent,
+    own: Cotangent,
+    normalize: Normalize,
+    sharers: int,
+    share: float,
+) -> Iterator[Piece]:
+    """The share of one posterior in the answer, piece by piece; ``own``: the training examples'
+    cotangents."""
+    others: Tensor | None = None
+    if normalize == "cosine":
+        swept = chunks(test_task.quiet, q.mean, columns=1)
+        squares = [self_influence(q, c, cotangent(test_task, c)).cpu() for c in swept]
+        others = rooted(torch.cat(squares))
+    how: dict[str, Any] = {"cotangent": cotangent, "train_cotangent": own, "sharers": sharers}
+    how |= {"squares": bool(normalize), "indices": shared(task, q.mean)}
+    for piece in pieces(task, q, test_task, **how):
+        piece.values.mul_(share)
+        if normalize:
+            piece.values.div_(rooted(piece.squares).unsqueeze(1).to(piece.values))
+        if others is not None:
+            piece.values.div_(others[piece.test].to(piece.values))
+        yield piece
 
 
 def _check_room(n_train: int, n_test: int, itemsize: int) -> None:

@@ -135,6 +135,7 @@ def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) 
 def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of the weights and of everything in the state."""
     state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
+    state += [group["keep"] for group in optimizer.param_groups if "keep" in group]
     tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *tensors)]
 
