@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blr_analysis.cli.inputs import Source, load_tasks, texts_of
-from blr_analysis.cli.options import Shared, show_forecast, takes
+from blr_analysis.cli.options import Base, Length, Out, Shared, Text, show_forecast, takes
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs, show
 
@@ -137,16 +137,10 @@ def query(
             metavar="DATA", help="Where the training data (or their SCRIPT.py:TASK) are now."
         ),
     ] = None,
-    base: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="Of an adapter: where its base is now.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=2, help="Kept of longer texts.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the table here.")
-    ] = None,
+    base: Base = None,
+    text: Text = None,
+    max_length: Length = None,
+    out: Out = None,
 ) -> None:
     """Which training examples a model's answers rest on.
 

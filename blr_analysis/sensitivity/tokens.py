@@ -110,9 +110,9 @@ def token_sensitivity(
     order = torch.arange(task.n_data)
     if sequences is not None:
         order = select(sequences, task, q, name="sequences")
-    parts = []
+    parts, part = [], PART if stands_alone(task, q) else 1.0
     for i in track(order, total=len(order), label="tokens", show=task.progress):
-        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
+        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve, part)
         parts.append((i.expand(len(tokens[0])), *tokens))
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
@@ -167,7 +167,7 @@ def _tokens(
     direction_of: Callable[[Tree], Tree],
     part: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
+    """Positions, targets, losses and τ g_tᵀ u of one sequence's tokens that count, with u made of
     g_i; the errors of the losses at this ``part`` of the logits."""
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
@@ -198,7 +198,8 @@ def _tokens(
                 'and attn_implementation="eager"'
             ) from error
     kept = (targets[0] != likelihood.ignore_index).nonzero().flatten()
-    return kept, targets[0][kept], losses.detach()[0][kept], change.detach()[0][kept]
+    change = q.temperature * change.detach()
+    return kept, targets[0][kept], losses.detach()[0][kept], change[0][kept]
 
 
 def _check_linear(change: Tensor, along: Tensor) -> None:
