@@ -117,10 +117,8 @@ def from_package(likelihood: Likelihood) -> ScalarLikelihood:
     def log_prob(y: Tensor, f: Tensor) -> Tensor:
         return -likelihood.nll(f.unsqueeze(-1), y.expand_as(f).unsqueeze(-1))
 
-    def mean(f: Tensor) -> Tensor:
-        return likelihood.mean(f.unsqueeze(-1)).squeeze(-1)
-
-    return ScalarLikelihood(likelihood.name, log_prob, mean, likelihood, *_closed(likelihood))
+    known = likelihood.mean, likelihood, *_closed(likelihood)  # element by element
+    return ScalarLikelihood(likelihood.name, log_prob, *known)
 
 
 def _closed(likelihood: Likelihood) -> tuple[Integral | None, Integral | None]:
