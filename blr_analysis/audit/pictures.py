@@ -65,16 +65,13 @@ def _against_test(findings: Findings) -> Figure:
     loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
     assert on_test is not None and there is not None
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    if isinstance(loo, LeaveOneOut) and findings.task.likelihood.is_classification:
-        here = loo.targets.reshape(len(loo), -1)
-        classes = here.unique().tolist() if here.shape[1] == 1 else []
-        for c in classes if 2 <= len(classes) <= MOST_CLASSES else ():
+    if findings.noun == "class" and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
+        classes = loo.targets.unique().tolist()
+        for c in classes if len(classes) <= MOST_CLASSES else ():
             labels.append(plain(c))
-            ours.append(float(loo.losses[here[:, 0] == c].double().mean()))
-            theirs.append(float(on_test.losses[there.flatten() == c].double().mean()))
-    ax = plots.plot_leave_one_out(ours, theirs, labels=labels)
-    ax.set_xlabel("all data, and each class" if len(labels) > 1 else "")
-    return _figure(ax)
+            ours.append(float(loo.losses[loo.targets == c].double().mean()))
+            theirs.append(float(on_test.losses[there == c].double().mean()))
+    return _figure(plots.plot_leave_one_out(ours, theirs, labels=labels))
 
 
 def images_of(task: Task) -> Any:

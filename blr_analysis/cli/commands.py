@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from inspect import cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -263,15 +264,12 @@ def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, 
 
     labels: dict[int, Any] = {}
     for text in texts:
-        query, colon, word = text.rpartition(":")
+        query, colon, word = (part.strip() for part in text.rpartition(":"))
         if not colon:
             raise InputError(f"--relabel {text!r} has no label: write QUERY:LABEL")
-        label: Any = word.strip()
-        for kind in (float, int):
-            try:
-                label = kind(word)
-            except ValueError:
-                continue
+        label: Any = word
+        with suppress(ValueError):
+            label = int(word) if word.lstrip("-").isdigit() else float(word)
         labels |= dict.fromkeys(select(query, task, posterior, name="relabel").tolist(), label)
     return labels
 

@@ -171,7 +171,8 @@ def query(
         raise InputError("--tokens writes a table: say where with --out DIR")
     given = {"model": model, "data": data, "base": base}
     with shared.folder(out) as folder:
-        opened, about = Index.open(index), _source(index)
+        opened, place = Index.open(index), index / SOURCE
+        about = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
         about |= {n: str(p) for n, p in given.items() if p is not None}
         if ".py:" in questions:
             if tokens or (model, base, text, max_length) != (None,) * 4:
@@ -277,9 +278,3 @@ def _say_rough(say: Teller, index: Index) -> None:
     """Where an index errs by much."""
     if (error := index.error.relative_rms) > ROUGH:
         say(f"note: rough, {error:.2f} off: a larger --rank, or query --refine N")
-
-
-def _source(index: Path) -> dict[str, Any]:
-    """Where the index says that its model and data are."""
-    place = index / SOURCE
-    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}

@@ -91,7 +91,7 @@ def merge(
 
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
-    from blr_analysis.merging.folders import SHARD, execute, reference_folder
+    from blr_analysis.merging.folders import execute, reference_folder
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
 
@@ -128,8 +128,6 @@ def merge(
         tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
-    if job.rank is not None and shard != SHARD:
-        raise InputError("an adapter is one file: no --shard-size")
     plan = make_plan(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
@@ -194,7 +192,7 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
         groups.setdefault(key, []).append(item)
     rows = [
         (fate, f"{len(items):,}", f"{sum(i.spec.numel for i in items):,}", dtype,
-         size(sum(map(plan.bytes_for, items))), note)
+         size(sum(i.spec.nbytes for i in items)), note)
         for (fate, dtype, note), items in groups.items()
     ]  # fmt: skip
     heads = ("fate", "tensors", "numbers", "dtype", "to write", "note")

@@ -130,14 +130,7 @@ def _one_thread() -> Iterator[None]:
 
 
 SCRIPT = '''\
-"""The demo's task, as a script of your own would state it.
-
-    blr-analysis audit digits.py:train --posterior posterior.safetensors --test test --out again
-
-A script of your own would load what it saved after training:
-
-    model.load_state_dict(torch.load("model.pt", weights_only=True))
-"""
+"""The demo's task, as a script of your own would state it: a trained model and a Task."""
 
 from pathlib import Path
 
@@ -146,19 +139,14 @@ from blr_analysis.demo import load, network
 from blr_analysis.demo.job import tasks
 
 HERE = Path(__file__).parent
-
-
-def both():
-    model = network()
-    posterior = Posterior.load(HERE / "posterior.safetensors")
-    model.load_state_dict(posterior.mean)  # a posterior's mean is the trained weights
-    return tasks(model, load(seed={seed}), HERE / "checkpoints")  # two blr_analysis.Task
+MODEL = network()
+MODEL.load_state_dict(Posterior.load(HERE / "posterior.safetensors").mean)  # the trained weights
 
 
 def train():
-    return both()[0]
+    return tasks(MODEL, load(seed={seed}), HERE / "checkpoints")[0]
 
 
 def test():
-    return both()[1]
+    return tasks(MODEL, load(seed={seed}), HERE / "checkpoints")[1]
 '''

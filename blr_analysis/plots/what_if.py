@@ -114,13 +114,11 @@ def _whole(result: Any) -> pd.DataFrame:
 
 def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
     """One retrained value per group, NaN where unknown."""
-    if truth is None:
-        return np.full(len(groups), np.nan)
-    if isinstance(truth, Mapping):
-        strangers = [key for key in truth if key not in groups]
+    if isinstance(truth, Mapping) or truth is None:
+        strangers = [key for key in truth or () if key not in groups]
         if strangers:
             raise InputError(f"truth names groups that were not analysed: {strangers}")
-        return np.array([float(truth.get(group, np.nan)) for group in groups])
+        return np.array([float((truth or {}).get(group, np.nan)) for group in groups])
     values = np.atleast_1d(canvas.as_array(truth))
     if np.ndim(truth) == 0 and groups[0] == "all":
         values = np.append(values, [np.nan] * (len(groups) - 1))

@@ -97,14 +97,12 @@ def question(findings: Findings) -> str:
     """What was asked, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
-    asked = (
+    groups = f", with each {findings.noun} or without it" * (findings.removals is not None)
+    return (
         f"Which of {task.n_data:,} training examples shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
-        "well will it do on new data"
+        f"well will it do on new data{groups}?"
     )
-    if findings.removals is not None:
-        asked += f", with each {findings.noun} or without it"
-    return asked + "?"
 
 
 def policy(*scripts: str) -> str:

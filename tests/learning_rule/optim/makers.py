@@ -60,9 +60,9 @@ def dropout(
     last = model[2].weight
     rest = [p for p in model.parameters() if p is not last]
     groups = [{"params": [last], "keep": 0.6, "keep_lr": keep_lr}, {"params": rest}]
-    extra = {"model": model, "weight_decay": 0.1} if row == "VOGN" else {}
-    given = {"ess": N, "generator": generator, **extra, **options}
-    return Dropout(groups if params is None else params, 0.01, row, **given)
+    extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
+    given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
+    return Dropout(groups if params is None else params, row=row, **given)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
