@@ -45,7 +45,7 @@ class TokenScores(PerExample):
             causal language model that of the output which predicts it.
         target: its class (token id), ``[M]``.
         losses: −log p of it, in nats, ``[M]``.
-        change: g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
+        change: τ g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
             is more memorised. Negative: the rest of the sequence pulls the other way.
         losses_without: ``losses + change``.
         table: one row per token, with the metadata of its sequence.
@@ -117,7 +117,7 @@ def token_sensitivity(
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
-    check_finite(change)
+    check_finite(change.mul_(q.temperature))
     rows = sequence.tolist()
     return TokenScores(
         sequence=sequence,
@@ -143,14 +143,14 @@ def token_influence(
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget, part = Budget.of(task, q, 1), PART if stands_alone(task, q) else 1.0
+    budget = Budget.of(task, q, 1)
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
         held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
             position, target, _, change = _tokens(
-                task, q, task.likelihood, i.view(1), lambda _, held=direction: held, part
+                task, q, task.likelihood, i.view(1), lambda _, held=direction: held
             )
             which = torch.full_like(position, j), i.expand(len(position))
             parts.append((*which, position, target, change))
@@ -165,10 +165,10 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
-    part: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
-    g_i; the errors of the losses at this ``part`` of the logits."""
+    g_i; where the end of a training alone is known, its errors are at .7 of the logits."""
+    part = PART if stands_alone(task, q) else 1.0
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
