@@ -209,7 +209,7 @@ def _inputs(estimator: Any, X: Any) -> Tensor:
 
     X = X.toarray() if hasattr(X, "toarray") else X
     with told_as(DataError, "X is not what the estimator was fitted to"):
-        values = check_array(X, dtype=np.float64, input_name="X", copy=True)
+        values = check_array(X, dtype="float64", input_name="X", copy=True)
     if values.shape[1] != estimator.n_features_in_:
         columns = estimator.n_features_in_
         raise InputError(f"X of shape {values.shape} for an estimator of {columns} columns")

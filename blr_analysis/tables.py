@@ -526,7 +526,7 @@ def plan_table(plan: MergePlan) -> pd.DataFrame:
             "fate": item.fate,
             "dtype": str(item.spec.dtype).removeprefix("torch."),
             "shape": " × ".join(map(str, item.spec.shape)) or "1",
-            "bytes": plan.bytes_for(item),
+            "bytes": item.spec.nbytes,
             "weights": ", ".join(f"{a:g}" for a in item.weights),
             "precisions": ", ".join(item.curved),
             "note": item.note,

@@ -25,7 +25,7 @@ from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
 from blr_analysis.errors import InputError, ModelError, OptimizerError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import Recorder
+from blr_analysis.huggingface.recording import check_learns
 from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
@@ -139,10 +139,9 @@ def refusals() -> list[str]:
     """What is said by recorders of a sharded model, of one on one rank, too few examples, fewer
     than elsewhere, and other data."""
     words, model = [], fully_shard(mlp())
-    run = {"data": range(4), "per_device": 1, "accumulation": 1, "world_size": 2}
     optimizer = torch.optim.AdamW(model.parameters())
     for begin in (
-        lambda: Recorder(4, "sqrt", None, False).begin(optimizer, model, **run),
+        lambda: check_learns(optimizer, model),
         lambda: KroneckerRecorder(model),
     ):
         try:

@@ -24,7 +24,7 @@ from commands import CommandContract, refused, run
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import blr_analysis as blr
 from blr_analysis.audit import in_text, investigate, sections, write, write_picture
@@ -421,20 +421,6 @@ def test_audit_by_a_metadata_column_and_by_none(here: Path, capsys: Any) -> None
     assert {"table.csv", "mine.png"} <= left
 
 
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_a_posterior_around_the_first_weights(here: Path, capsys: Any, suffix: str) -> None:
-    task, _, _ = inputs()
-    weights = {n: p + 0.5 for n, p in task.parameters().items()}
-    (torch.save if suffix == "pt" else save_file)(weights, Path(f"first.{suffix}"))
-    argv = ("what-if", TASK, "--remove", "index == 3", "--initial", f"first.{suffix}")
-    code, out, err = run(capsys, *argv, "--fit", "diag", "--solver", "posterior")
-    assert code == 0, err
-    q = blr.fit_laplace(task, structure="diag", initial=weights)
-    truth = blr.what_if(task, q, remove=[3], solver="posterior")
-    assert cells(out, "all")[3] == f"{truth.nll:.3f}"
-    assert f"prior precision {q.prior_precision:.3g} by " in err
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> None:
     task, _, q = inputs()
@@ -453,7 +439,6 @@ def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> Non
         ("loo", "No such command"),
         ("audit T -p q.safetensors --fit kron", "belong to a fit"),
         ("audit T -p q.safetensors --prior-precision 1", "belong to a fit"),
-        ("what-if T -p q.safetensors --initial first.pt --remove index==3", "belong to a fit"),
         ("audit T --prior-precision -1", "above 0"),
         ("audit T --fit none", "'kron'"),
         ("audit T -p gone.safetensors", "nothing is stored"),

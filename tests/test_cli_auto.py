@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_transformers as tiny
 import torch
-from commands import run
+from commands import refused, run
 
 from blr_analysis import merge
 from blr_analysis.cli import main
@@ -48,17 +48,8 @@ def merged(capsys: Any, place: Path, out: str, *options: object) -> tuple[int, s
     return run(capsys, "merge", place / "recipe.yml", place / out, *options)
 
 
-def test_by_the_predicted_gap(here: Path, capsys: Any) -> None:
-    code, said, err = merged(capsys, here, "by_gap")
-    assert code == 0, err
-    assert "fisher, diag, power 0.5, balanced" in err
-    assert "average" in said
-    # Balanced: precisions of 1 and 2, their roots over what the average, half way, loses by them.
-    a, b = Folder.open(here / "a"), Folder.open(here / "b")
-    ours = Folder.open(here / "by_gap")
-    for name in ours.specs:
-        half = 0.5 * (a.tensor(name) + b.tensor(name))
-        torch.testing.assert_close(ours.tensor(name), half, rtol=1e-5, atol=1e-6)
+def test_without_data_nothing_is_chosen(here: Path, capsys: Any) -> None:
+    assert "chooses by data" in refused(capsys, "merge", here / "recipe.yml", here / "by_gap")
 
 
 def test_by_validation(here: Path, capsys: Any) -> None:
@@ -94,12 +85,10 @@ def test_statistics_behind_merged_layers(here: Path, capsys: Any, method: str) -
     written = Folder.open(here / f"by_{method}").tensors()
     assert all(torch.equal(written[n], t) for n, t in expected.items())
     for old, new, word in (
-        (", data: b.jsonl", "", "other models"),
-        ("data: b.jsonl", "data: c.jsonl", "no data 'c.jsonl'"),
-        ("weight: 2", "weight: [1, 2]", "none by layer"),
-        ("weight: 2", "weight: -2", "at least 0"),
-        *[("data: b.jsonl", "data: b.jsonl, n_data: 3", "counted")] * (method == "fisher"),
-        (f"method: {method}", "method: gradient_matching", "not gradient_matching"),
+        (", data: b.jsonl", "", "at every model"),
+        ("data: b.jsonl", "data: c.jsonl", "no 'c.jsonl'"),
+        *[("data: b.jsonl", "data: b.jsonl, n_data: 3", "one of them")] * (method == "fisher"),
+        (f"method: {method}", "method: gradient_matching", "fisher and auto"),
     ):
         (here / "data.yml").write_text(text.replace(old, new))
         assert main([*command, "--dry-run"]) == 2

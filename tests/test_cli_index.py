@@ -205,7 +205,7 @@ def test_an_adapter_of_a_tied_table(target: str, model: Path, tmp_path: Path, ca
     names = set(blr.Index.open(tmp_path / "out").posterior.mean)
     assert names and all(f"{target}.lora_" in name for name in names)
     code, _, err = run(capsys, "fisher", *argv[:-1], tmp_path / "precision")
-    assert code == 2 and "untied" in err, err
+    assert code == 2 and "tied" in err, err
 
 
 def test_a_query_names_the_model_that_the_index_was_made_with(

@@ -273,6 +273,24 @@ def test_distances() -> None:
         assert float(likelihood.distance(after, after)) == 0
 
 
+def test_variances_move_on_the_log_scale() -> None:
+    """μ' = μ + Δμ and log v' = log v + Δv / v."""
+    f, step = torch.tensor([[1.0, -1.0, 2.0, 0.5]]), torch.tensor([[0.5, 0.0, -4.0, 1.0]])
+    wanted = [1.5, -1.0, 2 * math.exp(-2), 0.5 * math.exp(2)]
+    assert MeanAndVariance().moved(f, step).tolist()[0] == pytest.approx(wanted)
+    assert torch.equal(Gaussian().moved(f, step), f + step)
+
+
+def test_probabilities_are_told_from_logits() -> None:
+    f = 3 * normal(N, C)
+    assert Categorical().looks_normalised(f.softmax(-1))
+    assert not Categorical().looks_normalised(f)
+    assert not Categorical().looks_normalised(f.softmax(-1) * 2)
+    shares = torch.linspace(0.01, 0.99, 20).unsqueeze(1)
+    assert Bernoulli().looks_normalised(shares) and not Bernoulli().looks_normalised(shares[:9])
+    assert not Bernoulli().looks_normalised(0.3 + 0.4 * shares)
+
+
 @pytest.mark.parametrize(
     ("likelihood", "targets", "prepared"),
     [

@@ -77,7 +77,6 @@ TABLES = {
     "findings": lambda t, v, q: investigate(t, q, test=v, by=None),
     "prior": lambda t, v, q: blr.select_prior_precision(t, [0.1, 1.0]),
     "predictions": lambda t, v, q: q.predict(v, draws=2),
-    "stationarity": lambda t, v, q: q.stationarity,
     "sequences": lambda *_: blr.sensitivity(*language()),
     "sequences left out": lambda *_: blr.leave_one_out(*language()),
     "tokens": lambda *_: token_sensitivity(*language()),

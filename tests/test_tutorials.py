@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 import runpy
 import struct
 import sys
@@ -163,6 +164,20 @@ def test_sources(tmp_path: Path) -> None:
     assert (recall["BM25, question"][["shared", "not shared"]].diff().dropna() < 0).all()
     sources = pd.read_parquet(tmp_path / "sources.parquet")
     assert len(sources) == 12 * 3
+
+
+@pytest.mark.slow
+def test_a_training_run(tmp_path: Path) -> None:
+    """Checkpoints find wrong labels that the end knows by heart; a scale is measured, not guessed;
+    a class that is gone costs as much as retraining says."""
+    said = run_tutorial("07_a_training_run.py", BLR_OUT=tmp_path)
+    end, checkpoints = (int(n) for n in re.findall(r": (\d+) of the first 30", said))
+    assert checkpoints >= 24 and checkpoints > end
+    temperature = re.search(r"^temperature ([\d.]+), give or take (\d+)%", said, re.MULTILINE)
+    assert 0.02 < float(temperature[1]) < 1 and int(temperature[2]) < 40
+    short, whole = (float(v) for v in re.findall(r"without (?:the threes|them): ([\d.]+)", said))
+    assert short == pytest.approx(whole, rel=0.3)
+    assert len(list((tmp_path / "checkpoints").iterdir())) >= 3
 
 
 def check_flips(examples: pd.DataFrame) -> None:

@@ -174,7 +174,7 @@ tokenizer.save_pretrained(OUT / "llm")
 folder, index = str(OUT / "llm"), str(OUT / "index")
 argv = ["index", folder, str(OUT / "train.jsonl"), "--out", index, "--rank", "32768"]
 assert main(argv) == 0
-argv = ["query", index, str(OUT / "questions.jsonl"), "--top", "3", "--out", str(OUT)]
+argv = ["query", index, str(OUT / "questions.jsonl"), "--top", "3", "--force", "--out", str(OUT)]
 assert main(argv) == 0
 
 # %% [markdown]

@@ -38,7 +38,7 @@ import blr_analysis as blr
 from benchmarks.agreement.cases import retrained
 from benchmarks.agreement.metrics import ceiling, linear_datamodeling, pearson, spearman
 from benchmarks.field.cases import CASES, Data, losses, trained
-from benchmarks.field.truth import ASKED, Truths, by_recipe, halves, to_the_minimum
+from benchmarks.field.truth import Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
 from blr_analysis.sensitivity.what_if import WIDENED
@@ -99,7 +99,7 @@ class Field:
 
     def influence(self, fits: dict[str, tuple[blr.Task, Any]]) -> None:
         kept, true = halves(len(self.data.x)), self.truths.halves.mean(0)
-        asked = self.test.subset(range(ASKED))
+        asked = self.test.subset(range(true.shape[1]))
         other = ceiling(self.truths.halves[0], self.truths.halves[1:].mean(0))
         self.row("influence, one seed of the others", str(other))
         for name, (task, q) in fits.items():

@@ -10,16 +10,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from blr_analysis import plots
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.sections import plain
 from blr_analysis.files import drafted
-from blr_analysis.plots import (
-    plot_deviations,
-    plot_examples,
-    plot_leave_one_out,
-    plot_memory_map,
-    plot_what_if,
-)
 from blr_analysis.sensitivity import LeaveOneOut
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
@@ -36,8 +30,11 @@ SOMETIMES = (
 def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
     """Each picture that the findings allow, as (file stem, figure)."""
     images, labels = images_of(findings.task), verdicts(findings)
-    yield "memory_map", _figure(plot_memory_map(findings.memory, images=images, labels=labels))
-    yield "deviations", _figure(plot_deviations(findings.scores, labels=labels))
+    yield (
+        "memory_map",
+        _figure(plots.plot_memory_map(findings.memory, images=images, labels=labels)),
+    )
+    yield "deviations", _figure(plots.plot_deviations(findings.scores, labels=labels))
     if findings.on_test is not None:
         yield "leave_one_out", _against_test(findings)
     worst = findings.suspects["index"].tolist()[:GRID]
@@ -45,9 +42,9 @@ def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
         kinds = findings.table["kind"]
         titles = [f"#{i} {kinds[i]}\n{labels[i]}" for i in worst]
         title = "Suspicious: wrong labels, strangers, duplicates"
-        yield "suspicious", _figure(plot_examples(images, worst, titles, title=title))
+        yield "suspicious", _figure(plots.plot_examples(images, worst, titles, title=title))
     if findings.removals is not None:
-        yield "removals", _figure(plot_what_if(findings.removals))
+        yield "removals", _figure(plots.plot_what_if(findings.removals))
 
 
 def verdicts(findings: Findings) -> Mapping[int, str]:
@@ -68,16 +65,13 @@ def _against_test(findings: Findings) -> Figure:
     loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
     assert on_test is not None and there is not None
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    if isinstance(loo, LeaveOneOut) and findings.task.likelihood.is_classification:
-        here = loo.targets.reshape(len(loo), -1)
-        classes = here.unique().tolist() if here.shape[1] == 1 else []
-        for c in classes if 2 <= len(classes) <= MOST_CLASSES else ():
+    if findings.noun == "class" and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
+        classes = loo.targets.unique().tolist()
+        for c in classes if len(classes) <= MOST_CLASSES else ():
             labels.append(plain(c))
-            ours.append(float(loo.losses[here[:, 0] == c].double().mean()))
-            theirs.append(float(on_test.losses[there.flatten() == c].double().mean()))
-    ax = plot_leave_one_out(ours, theirs, labels=labels)
-    ax.set_xlabel("all data, and each class" if len(labels) > 1 else "")
-    return _figure(ax)
+            ours.append(float(loo.losses[loo.targets == c].double().mean()))
+            theirs.append(float(on_test.losses[there == c].double().mean()))
+    return _figure(plots.plot_leave_one_out(ours, theirs, labels=labels))
 
 
 def images_of(task: Task) -> Any:

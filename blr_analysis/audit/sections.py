@@ -165,24 +165,16 @@ def measured(findings: Findings) -> str:
 
 def agreement(loo: Any, on_test: Evaluation) -> str:
     """How far the estimate is from the test data, against the latter's own uncertainty."""
-    losses = on_test.counted.double()
+    losses, gap = on_test.counted.double(), loo.nll - on_test.nll
     if isinstance(on_test, SequenceEvaluation):  # of a ratio of sums
-        nll, gap = on_test.nll_per_token, loo.nll_per_token - on_test.nll_per_token
-        losses = (losses - nll * on_test.tokens) / on_test.tokens.double().mean()
-    else:
-        gap = loo.nll - on_test.nll
-    said = f"The estimate is {abs(gap):.4f} nats {_side(gap)} the test NLL"
+        nll = on_test.nll_per_token
+        losses, gap = losses - nll * on_test.tokens, loo.nll_per_token - nll
+        losses = losses / on_test.tokens.double().mean()
+    said = f"The estimate is {abs(gap):.4f} nats {'above' if gap >= 0 else 'below'} the test NLL"
     if (m := len(losses)) > 1:
         noise = float(losses.std() / m**0.5)
         said += f" (whose standard error is {noise:.4f} with {m:,} examples)"
-    if (ours := getattr(loo, "accuracy", None)) is not None and on_test.accuracy is not None:
-        points = 100 * (ours - on_test.accuracy)
-        said += f"; {abs(points):.1f} points {_side(points)} in accuracy"
     return said + "."
-
-
-def _side(gap: float) -> str:
-    return "above" if gap >= 0 else "below"
 
 
 def regions(memory: MemoryMap) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from inspect import cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index, query
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import Shared, show_forecast, spelled, takes
+from blr_analysis.cli.options import Out, Shared, show_forecast, spelled, takes
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, as_text, grid, pairs, show
 
@@ -81,9 +82,7 @@ def root(
 @takes("demo/job.py", "run", "seed")
 def demo(
     shared: Shared,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
-    ] = Path("blr-demo"),
+    out: Out = Path("blr-demo"),
     **how: Any,
 ) -> None:
     """Train a small network on handwritten digits with IVON, and audit its data.
@@ -112,9 +111,7 @@ def audit(
     shared: Shared,
     by: str,
     passes: int | None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")
-    ] = Path("blr-audit"),
+    out: Out = Path("blr-audit"),
 ) -> None:
     """The whole audit of your own task: findings printed, tables, pictures and a page written.
 
@@ -137,39 +134,31 @@ def audit(
 
       blr-analysis what-if train.py:make_task --decisions decisions.csv
     """
+    from blr_analysis import audit as jobs
     from blr_analysis import ranks
-    from blr_analysis.audit import (
-        check_column,
-        in_text,
-        investigate,
-        sections,
-        write,
-        write_text,
-        written,
-    )
     from blr_analysis.report import write_report
 
     column, say = None if by == "none" else by, Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
-        check_column(column, task)
+        jobs.check_column(column, task)
         if shared.dry_run:
             cost = audit_forecast(task, test, source, column, passes)
             show_forecast(cost, besides="tables, pictures and report.html on disk")
             return
         q = source.posterior_of(task, say)
-        findings = investigate(task, q, test=test, by=column, passes=passes, say=say)
+        findings = jobs.investigate(task, q, test=test, by=column, passes=passes, say=say)
         if not ranks.first():
             return
         with ranks.alone():
-            printed = in_text(*sections(findings).values())
-            files = write(findings, folder, say=say)
-            files.append(write_text(as_text(printed), folder, "summary.txt"))
+            printed = jobs.in_text(*jobs.sections(findings).values())
+            files = jobs.write(findings, folder, say=say)
+            files.append(jobs.write_text(as_text(printed), folder, "summary.txt"))
             say("writing the page")
             shown = None if source.data is None else task.metadata["text"]
             files.append(write_report(findings, folder / "report.html", texts=shown))
     show(printed)
-    show(written(folder, files))
+    show(jobs.written(folder, files))
 
 
 def audit_forecast(
@@ -179,7 +168,6 @@ def audit_forecast(
     from blr_analysis.audit.findings import groups_of
     from blr_analysis.backprop.engine import n_outputs
     from blr_analysis.posterior import Forecast, Stage
-    from blr_analysis.posterior.stationarity import SAMPLE
     from blr_analysis.sensitivity.sequences import DRAWS
     from blr_analysis.sensitivity.what_if import EPOCHS, what_if
 
@@ -188,14 +176,12 @@ def audit_forecast(
     outputs = 1 + DRAWS if sequences else n_outputs(task, task.parameters())
     stages = [*source.stages(task), Stage("sensitivity", n, outputs, rotated=kron)]
     stages += [Stage("leave one out", n, 1 if sequences else outputs, rotated=kron)]
-    stages += [Stage("suspects", n)]
+    stages += [Stage("suspects and stationarity", 2 * n)]
     if test is not None:
         stages.append(Stage("test data", test.n_data))
     if groups := len(groups_of(task, by)):
         seeds = signature(what_if).parameters["seeds"].default
         stages.append(Stage("groups taken out", (groups + 1) * seeds * (passes or EPOCHS) * n))
-    if not any(stage.name == "gradient of the loss" for stage in stages):
-        stages += [Stage("stationarity", n), Stage("gradients of some", min(n, SAMPLE))]
     return Forecast.of(task, stages, disk=2 * sum(p.nbytes for p in task.parameters().values()))
 
 
@@ -215,10 +201,7 @@ def what_if_(
         Path | None,
         typer.Option(metavar="CSV", help="What was decided on an audit's page: drop and relabel."),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Write table, picture and weights here."),
-    ] = None,
+    out: Out = None,
     **how: Any,
 ) -> None:
     """What the model would be without some of its data, or with other labels.
@@ -281,15 +264,12 @@ def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, 
 
     labels: dict[int, Any] = {}
     for text in texts:
-        query, colon, word = text.rpartition(":")
+        query, colon, word = (part.strip() for part in text.rpartition(":"))
         if not colon:
             raise InputError(f"--relabel {text!r} has no label: write QUERY:LABEL")
-        label: Any = word.strip()
-        for kind in (float, int):
-            try:
-                label = kind(word)
-            except ValueError:
-                continue
+        label: Any = word
+        with suppress(ValueError):
+            label = int(word) if word.lstrip("-").isdigit() else float(word)
         labels |= dict.fromkeys(select(query, task, posterior, name="relabel").tolist(), label)
     return labels
 
@@ -302,10 +282,7 @@ def algorithms(
             metavar="NAME", help="One algorithm, with all that is known.", show_default=False
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Write the whole table as table1.csv."),
-    ] = None,
+    out: Out = None,
 ) -> None:
     """The algorithms that are one rule: Table 1 of the Bayesian learning rule.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Shared, show_forecast, takes
+from blr_analysis.cli.options import Base, Shared, show_forecast, takes
 from blr_analysis.terminal import Teller, pairs
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def fisher(
             show_default=False,
         ),
     ],
-    base: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="An adapter's base, if it was moved.")
-    ] = None,
+    base: Base = None,
     text: Annotated[
         list[str] | None,
         typer.Option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blr_analysis.cli.inputs import Source, load_tasks, texts_of
-from blr_analysis.cli.options import Shared, show_forecast, takes
+from blr_analysis.cli.options import Base, Length, Out, Shared, Text, show_forecast, takes
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs, show
 
@@ -137,16 +137,10 @@ def query(
             metavar="DATA", help="Where the training data (or their SCRIPT.py:TASK) are now."
         ),
     ] = None,
-    base: Annotated[
-        Path | None, typer.Option(metavar="MODEL", help="Of an adapter: where its base is now.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=2, help="Kept of longer texts.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the table here.")
-    ] = None,
+    base: Base = None,
+    text: Text = None,
+    max_length: Length = None,
+    out: Out = None,
 ) -> None:
     """Which training examples a model's answers rest on.
 
@@ -177,7 +171,8 @@ def query(
         raise InputError("--tokens writes a table: say where with --out DIR")
     given = {"model": model, "data": data, "base": base}
     with shared.folder(out) as folder:
-        opened, about = Index.open(index), _source(index)
+        opened, place = Index.open(index), index / SOURCE
+        about = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
         about |= {n: str(p) for n, p in given.items() if p is not None}
         if ".py:" in questions:
             if tokens or (model, base, text, max_length) != (None,) * 4:
@@ -283,9 +278,3 @@ def _say_rough(say: Teller, index: Index) -> None:
     """Where an index errs by much."""
     if (error := index.error.relative_rms) > ROUGH:
         say(f"note: rough, {error:.2f} off: a larger --rank, or query --refine N")
-
-
-def _source(index: Path) -> dict[str, Any]:
-    """Where the index says that its model and data are."""
-    place = index / SOURCE
-    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Shared
-from blr_analysis.errors import BLRError, InputError, StorageError
+from blr_analysis.cli.options import Base, Length, Shared, Text
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
-    from torch import Tensor
-
     from blr_analysis.posterior import Posterior, Stage
     from blr_analysis.task import Task
 
@@ -72,43 +70,28 @@ class Source:
         float | None,
         typer.Option(metavar="D", help="Of the fit; found in the weights and data if left out."),
     ] = None
-    initial: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="WEIGHTS",
-            help="Of the fit: what the training began with, a state dict (.safetensors, or of "
-            "torch.save), or the folder of the model that was fine-tuned.",
-        ),
-    ] = None
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate", help="Measure the posterior's scale: by one training, or exact solves."
         ),
     ] = False
-    base: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="Of an adapter: where its base is, if it was moved."),
-    ] = None
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")] = None
-    max_length: Annotated[
-        int | None,
-        typer.Option(metavar="TOKENS", min=2, help="Kept of longer texts, else refused."),
-    ] = None
+    base: Base = None
+    text: Text = None
+    max_length: Length = None
 
     def __post_init__(self) -> None:
         """Refuses what does not go together, before any work."""
-        place, fits = Path(self.task).expanduser(), (self.fit, self.prior_precision, self.initial)
+        place = Path(self.task).expanduser()
         if self.data is not None and ".py:" in self.task and not place.exists():
             raise InputError(f"{self.task!r} brings its own data: leave {str(self.data)!r} out")
         if self.data is None and place.is_dir():
             raise InputError(f"{self.task!r} is a model: name what it was trained on, MODEL DATA")
         if self.data is None and (self.base, self.text, self.max_length) != (None, None, None):
             raise InputError("--base, --text and --max-length belong to MODEL DATA")
-        if self.posterior is not None and fits != (None, None, None):
+        if self.posterior is not None and (self.fit, self.prior_precision) != (None, None):
             raise InputError(
-                "--fit, --prior-precision and --initial belong to a fit: a saved posterior "
-                "(--posterior) knows its own"
+                "--fit and --prior-precision belong to a fit, -p to one that was saved"
             )
 
     @property
@@ -155,7 +138,6 @@ class Source:
                 structure=self.structure,
                 curvature="mc_fisher" if task.likelihood.is_sequence else "ggn",
                 prior_precision=self.prior_precision,
-                initial=None if self.initial is None else read_weights(self.initial),
             )
             if choice := q.record.get("prior_choice"):
                 say(f"prior precision {in_words(choice)}")
@@ -176,27 +158,6 @@ def texts_of(
     if cut := task.dataset.cut:
         say(f"{cut:,} of {task.n_data:,} texts of {path} cut to {max_length} tokens (--max-length)")
     return task
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """A state dict from a file, or from the folder of a Hugging Face model.
-
-    Raises:
-        StorageError: it is not there, or holds more than tensors.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from blr_analysis.huggingface.models import load_language_model
-    from blr_analysis.posterior.capture.checkpoints import read_state_dict
-
-    place = path.expanduser()
-    if place.is_dir():
-        return load_language_model(place).model.state_dict()
-    try:
-        return load_file(place) if place.suffix == ".safetensors" else read_state_dict(place)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error}.") from error
 
 
 # The user's own script

@@ -4,7 +4,6 @@ inside of it, so that no other pays for it."""
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +15,8 @@ from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
-    from blr_analysis.merging.auto import Choice
-    from blr_analysis.merging.job import Job
     from blr_analysis.merging.plan import MergePlan
     from blr_analysis.merging.recipe import Recipe
-    from blr_analysis.task import Task
 
 REPORT = "merge_report.csv"  # by which the folder of a merge is known
 
@@ -95,7 +91,7 @@ def merge(
 
     from blr_analysis.files import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
-    from blr_analysis.merging.folders import SHARD, execute, reference_folder
+    from blr_analysis.merging.folders import execute, reference_folder
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
 
@@ -120,14 +116,18 @@ def merge(
         tasks = text_tasks(reference_folder(job) or Path(), data, labelled=parsed.auto)
         job = replace(job, tasks=[shared.of(task) for task in tasks])
     if parsed.auto:
-        job, choice = _chosen(job, validate or [], say)
+        from blr_analysis.huggingface.fisher import text_tasks
+        from blr_analysis.merging.auto import chosen
+
+        say("choosing the method")
+        read = text_tasks(reference_folder(job) or Path(), validate or (), labelled=True)
+        held_out = dict(zip(map(str, validate or ()), read, strict=True))
+        job, choice = chosen(job, held_out or None)
         say(f"auto: {choice!r}")
         by = sorted(choice.points, key=lambda point: point.nll)
         tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
         _show("Tried", tried)
     parsed = replace(parsed, job=job)
-    if job.rank is not None and shard != SHARD:
-        raise InputError("an adapter is one file: no --shard-size")
     plan = make_plan(job, max_memory=memory, threads=threads)
     for note in plan.notes:
         say(note)
@@ -152,19 +152,6 @@ def merge(
         show_tensors(report.plan, report.fallback)
     beside = "a card, the recipe and the report beside them"
     typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
-
-
-def _chosen(job: Job, validate: Sequence[Path], say: Teller) -> tuple[Job, Choice]:
-    from blr_analysis.huggingface.fisher import text_tasks
-    from blr_analysis.merging.auto import chosen
-    from blr_analysis.merging.folders import reference_folder
-
-    say("choosing the method")
-    held_out: dict[str, Task] = {}
-    if validate:
-        read = text_tasks(reference_folder(job) or Path(), validate, labelled=True)
-        held_out = dict(zip(map(str, validate), read, strict=True))
-    return chosen(job, held_out or None)
 
 
 def show_plan(plan: MergePlan, recipe: Recipe) -> None:
@@ -199,37 +186,29 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     if any(m.data is not None for m in job.members):
         models["data"] = [shown(m.data) for m in job.members if m.data is not None]
     _show("Models", models)
-    counts: Counter[Any] = Counter()
-    numbers, sizes = Counter(counts), Counter(counts)
+    groups: dict[tuple[str, str, str], list[Any]] = {}
     for item in plan.items:
         key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
-        counts[key] += 1
-        numbers[key] += item.spec.numel
-        sizes[key] += plan.bytes_for(item)
-    columns = {
-        "fate": [fate for fate, _, _ in counts],
-        "tensors": [f"{n:,}" for n in counts.values()],
-        "numbers": [f"{n:,}" for n in numbers.values()],
-        "dtype": [dtype for _, dtype, _ in counts],
-        "to write": [size(n) for n in sizes.values()],
-        "note": [note for _, _, note in counts],
-    }
-    _show("Tensors", columns)
+        groups.setdefault(key, []).append(item)
+    rows = [
+        (fate, f"{len(items):,}", f"{sum(i.spec.numel for i in items):,}", dtype,
+         size(sum(i.spec.nbytes for i in items)), note)
+        for (fate, dtype, note), items in groups.items()
+    ]  # fmt: skip
+    heads = ("fate", "tensors", "numbers", "dtype", "to write", "note")
+    _show("Tensors", dict(zip(heads, zip(*rows, strict=True), strict=True)))
 
 
 def show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
     """The fate of each."""
-    columns = {
-        "tensor": [item.name for item in plan.items],
-        "fate": [item.fate for item in plan.items],
-        "shape": ["x".join(map(str, item.spec.shape)) for item in plan.items],
-        "dtype": [str(item.spec.dtype).removeprefix("torch.") for item in plan.items],
-        "weights": [" ".join(f"{weight:.4g}" for weight in item.weights) for item in plan.items],
-        "by task arithmetic": [
-            f"{fallback[item.name]:,}" if item.name in fallback else "" for item in plan.items
-        ],
-        "note": [item.note for item in plan.items],
-    }
+    rows = [
+        (item.name, item.fate, "x".join(map(str, item.spec.shape)),
+         str(item.spec.dtype).removeprefix("torch."), " ".join(f"{a:.4g}" for a in item.weights),
+         f"{fallback[item.name]:,}" if item.name in fallback else "", item.note)
+        for item in plan.items
+    ]  # fmt: skip
+    heads = ("tensor", "fate", "shape", "dtype", "weights", "by task arithmetic", "note")
+    columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
     _show("Every tensor", {name: cells for name, cells in columns.items() if any(cells)})
 
 

@@ -36,6 +36,19 @@ UNITS |= {f"{letter}I{b}": 1024**n for n, letter in enumerate("KMGT", 1) for b i
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write tables and pictures here.")
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(metavar="MODEL", help="Of an adapter: where its base is, if it was moved."),
+]
+Text = Annotated[str | None, typer.Option(metavar="COLUMN", help="The texts' column.")]
+Length = Annotated[
+    int | None, typer.Option(metavar="TOKENS", min=2, help="Kept of longer texts, else refused.")
+]
+
+
 @dataclass(frozen=True)
 class Shared:
     """What every command understands."""

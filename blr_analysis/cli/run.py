@@ -51,47 +51,45 @@ def main(argv: Sequence[str] | None = None) -> int:
                 warnings.showwarning = _warn
             code = app(arguments, prog_name=NAME, standalone_mode=False)
         sys.stdout.flush()
-        return _said_if_interrupted(code if isinstance(code, int) else 0)
+        code = code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _said_if_interrupted(INTERRUPTED)
-    except BrokenPipeError:
-        return _unread()
-    except SystemExit as leaving:  # what typer makes of a broken pipe
-        if isinstance(leaving.__context__, BrokenPipeError):
-            return _unread()
-        raise
+        code = INTERRUPTED
+    except (BrokenPipeError, SystemExit) as leaving:  # what typer makes of a broken pipe
+        if not isinstance(leaving.__context__ or leaving, BrokenPipeError):
+            raise
+        with contextlib.suppress(OSError):  # the reader (``| head``) has seen enough: no failure
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except Exception as error:
         if debug:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
         ranks = sys.modules.get("blr_analysis.ranks")
         if ranks is None or ranks.speaks():
-            _complain(_said(error), hint=not (debug or expected))
-        return BAD_INPUT if expected else UNEXPECTED
+            more = "" if debug or expected else " (--debug shows where)"
+            print(f"{NAME}: {_said(error)}{more}", file=sys.stderr)
+        code = BAD_INPUT if expected else UNEXPECTED
+    if code == INTERRUPTED:
+        print(f"{NAME}: interrupted", file=sys.stderr)
+    return code
 
 
 @contextlib.contextmanager
 def _together(arguments: Sequence[str]) -> Iterator[None]:
-    """Under ``torchrun`` the process group; only the first rank shows anything."""
+    """Under ``torchrun`` the process group; only the first rank shows anything, the others
+    nothing."""
     if "RANK" not in os.environ:  # and torch need not be loaded
         yield
         return
     from blr_analysis import ranks
 
-    with ranks.opened(), contextlib.nullcontext() if ranks.first() else _silent():
+    with ranks.opened(), contextlib.ExitStack() as stack:
+        if not ranks.first():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
             raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
-        yield
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Inside, nothing is shown: the first rank shows it."""
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
         yield
 
 
@@ -120,19 +118,6 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     tqdm.write(f"warning: {_one_line(str(message))}", file=sys.stderr)
 
 
-def _unread() -> int:
-    """The reader (``| head``) has seen enough: that is no failure."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _said_if_interrupted(code: int) -> int:
-    if code == INTERRUPTED:
-        _complain("interrupted")
-    return code
-
-
 def _said(error: Exception) -> str:
     """One line, whatever the error brings along."""
     if isinstance(error, _BadUsage):
@@ -148,8 +133,3 @@ def _said(error: Exception) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _complain(text: str, *, hint: bool = False) -> None:
-    more = " (--debug shows where)" if hint else ""
-    print(f"{NAME}: {text}{more}", file=sys.stderr)

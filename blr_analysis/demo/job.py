@@ -12,17 +12,7 @@ from rich.console import Console, Group
 from rich.text import Text
 from torch import nn
 
-from blr_analysis.audit import (
-    Findings,
-    Section,
-    in_text,
-    investigate,
-    sections,
-    write,
-    write_picture,
-    write_text,
-    written,
-)
+from blr_analysis import audit
 from blr_analysis.demo.training import Digits, load, recipe, train
 from blr_analysis.files import folder_for
 from blr_analysis.plots import plot_what_if
@@ -41,7 +31,7 @@ def run(
     seed: int = 0,
     console: Console | None = None,
     say: Callable[[str], None] | None = None,
-) -> tuple[Findings, dict[int, float]]:
+) -> tuple[audit.Findings, dict[int, float]]:
     """Train on scikit-learn's digits, audit the training data, write ``out`` and print.
 
     Args:
@@ -66,22 +56,22 @@ def run(
         task, test = tasks(model, data, folder / "checkpoints")
         say("fitting a Laplace posterior, and measuring its scale by a training without a tenth")
         posterior = calibrate(task, fit_laplace(task))
-        findings = investigate(task, posterior, test=test, say=say)
+        findings = audit.investigate(task, posterior, test=test, say=say)
         truth = retrained(findings, say)
-        told = sections(findings)
+        told = audit.sections(findings)
         told["removals"] = beside(told["removals"], truth)
-        results = in_text(*told.values())
-        files = write(findings, folder, say=say)
+        results = audit.in_text(*told.values())
+        files = audit.write(findings, folder, say=say)
         files.append(
-            write_picture(plot_what_if(findings.removals, truth=truth), folder, "removals")
+            audit.write_picture(plot_what_if(findings.removals, truth=truth), folder, "removals")
         )
-        files.append(write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
-        files.append(write_text(as_text(results), folder, "summary.txt"))
+        files.append(audit.write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
+        files.append(audit.write_text(as_text(results), folder, "summary.txt"))
         page = write_report(
             findings, folder / "report.html", title="Audit of the demo's digits", truth=truth
         )
         files.append(page)
-    show(Group(results, written(folder, files)), console)
+    show(Group(results, audit.written(folder, files)), console)
     script, posterior_file = folder / "digits.py", folder / "posterior.safetensors"
     lines = (
         "Next, the same from a script that states a task, as one of your own would:",
@@ -107,7 +97,7 @@ def tasks(model: nn.Module, data: Digits, checkpoints: Path) -> tuple[Task, Task
     return ours, Task(model, (data.test_images, data.test_labels), metadata=metadata)
 
 
-def retrained(findings: Findings, say: Callable[[str], None]) -> dict[int, float]:
+def retrained(findings: audit.Findings, say: Callable[[str], None]) -> dict[int, float]:
     """The test NLL without the classes of which the short trainings expect most and least, by one
     whole training each."""
     expected = findings.removals.set_index("group")["nll_after"]  # type: ignore[union-attr]
@@ -120,7 +110,7 @@ def retrained(findings: Findings, say: Callable[[str], None]) -> dict[int, float
     return truth
 
 
-def beside(section: Section, truth: dict[int, float]) -> Section:
+def beside(section: audit.Section, truth: dict[int, float]) -> audit.Section:
     """The section on groups with what retraining gave."""
     known = {str(c): f"{nll:.3f}" for c, nll in truth.items()}
     groups = next(iter(section.columns.values()))
@@ -140,14 +130,7 @@ def _one_thread() -> Iterator[None]:
 
 
 SCRIPT = '''\
-"""The demo's task, as a script of your own would state it.
-
-    blr-analysis audit digits.py:train --posterior posterior.safetensors --test test --out again
-
-A script of your own would load what it saved after training:
-
-    model.load_state_dict(torch.load("model.pt", weights_only=True))
-"""
+"""The demo's task, as a script of your own would state it: a trained model and a Task."""
 
 from pathlib import Path
 
@@ -156,19 +139,14 @@ from blr_analysis.demo import load, network
 from blr_analysis.demo.job import tasks
 
 HERE = Path(__file__).parent
-
-
-def both():
-    model = network()
-    posterior = Posterior.load(HERE / "posterior.safetensors")
-    model.load_state_dict(posterior.mean)  # a posterior's mean is the trained weights
-    return tasks(model, load(seed={seed}), HERE / "checkpoints")  # two blr_analysis.Task
+MODEL = network()
+MODEL.load_state_dict(Posterior.load(HERE / "posterior.safetensors").mean)  # the trained weights
 
 
 def train():
-    return both()[0]
+    return tasks(MODEL, load(seed={seed}), HERE / "checkpoints")[0]
 
 
 def test():
-    return both()[1]
+    return tasks(MODEL, load(seed={seed}), HERE / "checkpoints")[1]
 '''

@@ -33,7 +33,8 @@ from blr_analysis.ranks import is_sharded
 from blr_analysis.recipe import Recipe
 
 FOLDER = "precision"  # beside the weights
-RUN, TOLD = "run", "recipe.json"  # what callbacks keep of a training, in its output folder
+RUN = "_run"  # in the output folder, what callbacks keep; not pushed to a hub, by its first letter
+TOLD = "recipe.json"
 PLAIN = (bool, int, float, str, list, tuple)
 SPEED = {"foreach", "fused", "capturable", "differentiable"}  # settings that change no step
 DECOUPLED = (

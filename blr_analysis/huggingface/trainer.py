@@ -136,7 +136,7 @@ class TrainerPrecision(TrainerCallback):
 class CheckpointsCallback(Kept, TrainerCallback):
     """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
 
-    They are written to ``run`` in the Trainer's output folder, where ``blr-analysis`` finds them,
+    They are written to ``_run`` in the Trainer's output folder, where ``blr-analysis`` finds them,
     unless ``save_strategy="no"``: the first weights, those of about 1/8, 1/4 and 1/2 of the steps
     with the precision learned by then, and ``recipe.json``, which is in each ``checkpoint-*`` too.
     :class:`IVONTrainer` has one. Of several processes the first keeps them; of divided weights none

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from functools import partial
+from inspect import signature
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -153,7 +154,11 @@ class Likelihood(ABC):
         return torch.linalg.vector_norm(after - before, dim=-1)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        """The class and its settings, but for those that are as they are by default."""
+        known = signature(type(self)).parameters.items()
+        given = ((n, vars(self)[n], p.default) for n, p in known if n in vars(self))
+        shown = ((n, [*v] if isinstance(v, tuple) else v) for n, v, d in given if v != d)
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in shown)})"
 
     @property
     def recorded(self) -> str:
@@ -199,7 +204,11 @@ def alike(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
     if type(a) is not type(b) or isinstance(a, type | FunctionType | MethodType | partial):
         return False
-    return alike(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(np.array_equal(a, b))
+    return (
+        alike(vars(a), vars(b))
+        if hasattr(a, "__dict__")
+        else bool(np.array_equal(cast(Any, a), cast(Any, b)))
+    )
 
 
 def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:

@@ -90,15 +90,6 @@ class Categorical(Classes):
             raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
         self.ignore_index = ignore_index
 
-    def __repr__(self) -> str:
-        given = {
-            "weight": None if self.weight is None else list(self.weight),
-            "label_smoothing": self.label_smoothing or None,
-            "ignore_index": self.ignore_index,
-        }
-        settings = (f"{name}={value}" for name, value in given.items() if value is not None)
-        return f"Categorical({', '.join(settings)})"
-
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim == 3:
             raise DataError(

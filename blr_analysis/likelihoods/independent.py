@@ -58,11 +58,6 @@ class Bernoulli(_Independent):
         self.pos_weight = numbers("pos_weight", pos_weight)
         self.weight = numbers("weight", weight)
 
-    def __repr__(self) -> str:
-        settings = {"pos_weight": self.pos_weight, "weight": self.weight}
-        given = ((n, v) for n, v in settings.items() if v is not None)
-        return f"Bernoulli({', '.join(f'{n}={list(v)}' for n, v in given)})"
-
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
         self._weights(outputs)
@@ -192,9 +187,6 @@ class Poisson(_Independent):
 
     def __init__(self, constant: str = "exact") -> None:
         self.constant = one_of("constant", constant, ("exact", "stirling", "none"))
-
-    def __repr__(self) -> str:
-        return f"Poisson({'' if self.constant == 'exact' else f'constant={self.constant!r}'})"
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)

@@ -70,9 +70,6 @@ class TokenCategorical(Classes):
         """Whether that has no settings."""
         return self.weight is None and not self.label_smoothing
 
-    def __repr__(self) -> str:
-        return repr(self.token).replace("Categorical", type(self).__name__)
-
     @property
     def recorded(self) -> str:
         return self.name if self.plain_tokens else repr(self)
@@ -146,10 +143,12 @@ class TokenCategorical(Classes):
         return plain if self.plain_tokens else self._mass(outputs, targets).sqrt() * plain
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> NoReturn:
-        raise _too_large(outputs)
+        raise InputError(
+            f"the output Hessian of a sequence, {tuple(outputs.shape[1:])} outputs, is not formed; "
+            'use curvature="empirical_fisher" or "mc_fisher", one gradient per sequence'
+        )
 
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> NoReturn:
-        raise _too_large(outputs)
+    hessian_root = hessian
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -209,10 +208,3 @@ class CausalLM(TokenCategorical):
                 f"{list(targets.shape)}; give the input ids, unshifted"
             )
         return super().prepare(outputs[:, :-1], targets[:, 1:])
-
-
-def _too_large(outputs: Tensor) -> InputError:
-    return InputError(
-        f"the output Hessian of a sequence, {tuple(outputs.shape[1:])} outputs, is not formed; use "
-        'curvature="empirical_fisher" or "mc_fisher", one gradient per sequence'
-    )

@@ -43,9 +43,6 @@ class MeanAndVariance(Likelihood):
     def __init__(self, *, full: bool = False, eps: float = 1e-6) -> None:
         self.full, self.eps = full, positive_number("eps", eps)
 
-    def __repr__(self) -> str:
-        return f"MeanAndVariance(full={self.full}, eps={self.eps:g})"
-
     def join(self, outputs: Any) -> Any:
         pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
         if not (pair and all(isinstance(x, Tensor) for x in outputs)):

@@ -123,15 +123,10 @@ def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Ten
     for n, value in state.items():
         like = own[n].detach()
         if value.shape != like.shape:
-            raise InputError(
-                f"{name} belongs to another model: {n!r} is {tuple(value.shape)}, the task's "
-                f"{tuple(like.shape)}"
-            )
-        if value.is_meta or value.is_floating_point() != like.is_floating_point():
-            raise InputError(
-                f"{name}: {n!r} is {value.dtype} on {value.device}, the task's model has "
-                f"{like.dtype} there"
-            )
+            shapes = f"{tuple(value.shape)}, the task's {tuple(like.shape)}"
+            raise InputError(f"{name} belongs to another model: {n!r} is {shapes}")
+        if value.is_floating_point() != like.is_floating_point():
+            raise InputError(f"{name}: {n!r} is {value.dtype}, the task's model has {like.dtype}")
         if not bool(torch.isfinite(value).all()):
             raise InputError(f"{name}: {n!r} holds NaN or inf; no loss can be taken there")
         value, key = value.to(like), id(own[n])

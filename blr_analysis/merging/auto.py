@@ -168,7 +168,7 @@ def _in_memory(job: Job) -> tuple[Job, str]:
     members = tuple(replace(m, model=s) for m, s in zip(job.members, states, strict=True))
     given = [m for m in members if m.precision is not None]
     kinds = {open_precision(m.precision, m.n_data).structure for m in given}
-    held = replace(job, base=start, members=members, rank=None, out_dtype=None)
+    held = replace(job, base=start, members=members, out_dtype=None)
     return held, " and ".join(sorted(kinds))
 
 

@@ -51,8 +51,9 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
     for member, part in zip(job.members, plan.parts, strict=True):
         p = part.precision
         about = [] if p is None else [shown(member.precision), p.structure, p.kind]
-        cells = shown(member.model), _code(repr(member.weight)), ", ".join(filter(None, about))
-        lines.append(f"| {markdown(cells[0])} | `{cells[1]}` | {markdown(cells[2])} |")
+        words = markdown(", ".join(filter(None, about)))
+        weight = _line(repr(member.weight)).replace("|", "/")
+        lines.append(f"| {markdown(shown(member.model))} | `{weight}` | {words} |")
     if job.base is not None:
         lines += ["", f"The base is {markdown(shown(job.base))}."]
     lines += ["", "## What came of it", "", *(f"* {text}" for text in outcome(report)), ""]
@@ -67,11 +68,11 @@ def outcome(report: MergeReport) -> list[str]:
     """What a merge did, a sentence each."""
     plan = report.plan
     entries = sum(item.spec.numel for item in plan.items)
-    moved = report.bytes_read + report.bytes_written
+    moved = plan.bytes_read + plan.bytes_written
     said = [
         f"{_count(report.merged, 'tensor')} merged, {report.copied:,} copied (the same in all "
         f"models); {entries:,} numbers",
-        f"{size(report.bytes_read)} read, {size(report.bytes_written)} written in "
+        f"{size(plan.bytes_read)} read, {size(plan.bytes_written)} written in "
         f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",
     ]
     if averaged := sum(item.fate == AVERAGED for item in plan.items):
@@ -83,12 +84,6 @@ def outcome(report: MergeReport) -> list[str]:
         said.append(
             f"{_count(len(report.solves), 'layer')} merged as one matrix: residual {worst:.1g} at "
             f"most, after {most} iterations at most{', shrink as measured' if few else ''}"
-        )
-    if report.ranks:
-        ranks, worst = sorted(report.ranks.values()), max(report.lost.values())
-        said.append(
-            f"adapter of {len(ranks)} modules, ranks {ranks[0]} to {ranks[-1]}, {worst:.2g} of a "
-            "step lost at most"
         )
     if plan.method.uses_precisions and (total := report.fallback_total):
         said.append(
@@ -109,7 +104,7 @@ def report_csv(report: MergeReport) -> str:
         shape, weights = "x".join(map(str, item.spec.shape)), (f"{a:.9g}" for a in item.weights)
         curved = item.curved if plan.method.uses_precisions else ()
         writer.writerow([
-            item.name, item.fate, shape, str(item.spec.dtype)[6:], plan.bytes_for(item),
+            item.name, item.fate, shape, str(item.spec.dtype)[6:], item.spec.nbytes,
             " ".join(weights), " ".join(curved), report.fallback.get(item.name, 0),
             _public(item.note, report),
         ])  # fmt: skip
@@ -163,11 +158,6 @@ def markdown(text: str) -> str:
     return SPECIAL.sub(r"\\\1", _line(text))
 
 
-def _code(text: str) -> str:
-    """Text for a table's cell between backticks."""
-    return _line(text).replace("`", "'").replace("|", "\\|")
-
-
 def _front_matter(job: Job, method: str) -> list[str]:
     """Only names on the hub are listed as base models: it refuses a card with any other."""
     places = [job.base, *(member.model for member in job.members)]
@@ -176,7 +166,7 @@ def _front_matter(job: Job, method: str) -> list[str]:
     return [
         "---",
         *(["base_model:", *known, "base_model_relation: merge"] if known else []),
-        f"library_name: {'transformers' if job.rank is None else 'peft'}",
+        "library_name: transformers",
         "tags:",
         *(f"- {tag}" for tag in ("merge", "blr_analysis", method)),
         "---",

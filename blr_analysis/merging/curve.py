@@ -13,7 +13,7 @@ import torch
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import one_of, positive_int
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import InputError, ModelError, told_as
 from blr_analysis.merging.at_weights import (
     State,
     at_weights,
@@ -116,14 +116,12 @@ class MergeCurve(Tabular, Plottable):
         return len(self.points)
 
     def __repr__(self) -> str:
+        best, failed = self.best, sum(bool(p.failure) for p in self.points)
         shown = ", ".join(f"{n}: {a:.4g}" for n, a in self.weights.items())
-        right = "" if math.isnan(self.best.accuracy) else f", accuracy {self.best.accuracy:.4f}"
-        failed = sum(bool(p.failure) for p in self.points)
+        right = "" if math.isnan(best.accuracy) else f", accuracy {best.accuracy:.4f}"
         lost = f"; {failed} could not be run" if failed else ""
-        return (
-            f"MergeCurve(best of {len(self)} by {self.criterion}: {self.best.method} with "
-            f"{{{shown}}}, NLL {self.best.nll:.4f}{right}{lost})"
-        )
+        what = f"{best.method} with {{{shown}}}, NLL {best.nll:.4f}{right}"
+        return f"MergeCurve(best of {len(self)} by {self.criterion}: {what}{lost})"
 
 
 def _rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
@@ -160,21 +158,14 @@ def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
     if table.ndim == 1:
         return "shared", [(a,) * len(models) for a in dict.fromkeys(table.tolist())]
     if table.shape[1] != len(models):
-        raise InputError(
-            f"a row of weights needs one number for each of {len(models)} models, got "
-            f"{table.shape[1]}"
-        )
+        raise InputError(f"a row of weights needs one number for each of {len(models)} models")
     return "rows", list(dict.fromkeys(map(tuple, table.tolist())))
 
 
 def _table(values: Any) -> torch.Tensor:
     """Finite numbers, one- or two-dimensional."""
-    try:
+    with told_as(InputError, "weights must be numbers, rows of numbers, or a dict of them"):
         table = torch.as_tensor(values, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"weights must be numbers, rows of numbers, or a dict model → numbers, got {values!r}"
-        ) from error
     if table.ndim not in (1, 2) or not table.numel() or not bool(torch.isfinite(table).all()):
         raise InputError(f"weights must be at least one finite number, got {values!r:.60}")
     return table

@@ -39,7 +39,7 @@ def fates(plan: MergePlan) -> tuple[Item, ...]:
         PosteriorError: precisions are missing and ``missing_precision`` is "error", or of different
             structures in one layer.
     """
-    items = tuple(_item(plan, name) for name in plan.products or plan.reference.specs)
+    items = tuple(_item(plan, name) for name in plan.reference.specs)
     missing = plan.job.missing_precision
     if not plan.method.uses_precisions:
         return items
@@ -95,14 +95,11 @@ def _divided(plan: MergePlan, name: str, alphas: Sequence[float]) -> Sequence[fl
 
 def _in_layers(plan: MergePlan, items: Sequence[Item]) -> tuple[Item, ...]:
     """The items with the layers that they are solved in."""
-    by_name = {item.name: item for item in items}
-    every = {key: joint for p in plan.held for key, (joint, _) in p.layers.items()}
-    joints = {key: joint for key, joint in every.items() if key in by_name}
+    joints = {key: joint for p in plan.held for key, (joint, _) in p.layers.items()}
     named = {n: key for key, joint in joints.items() for n in joint.names}
+    by_name = {item.name: item for item in items}
     for key, joint in joints.items():
-        group = [by_name[n] for n in joint.names if n in by_name]
-        if len(group) < len(joint.names):
-            raise InputError(f"the factors of {key!r} hold a bias: take --structure diag")
+        group = [by_name[n] for n in joint.names]
         for p in plan.held:
             own = p.layers.get(key, (None, None))[0]
             if own != joint and any(p.covers(n) for n in joint.names):

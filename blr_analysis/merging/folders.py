@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from blr_analysis.checks import positive_int
 from blr_analysis.files import Loaded, Shards, check_free, check_room, drafted
 from blr_analysis.files.headers import read_json
-from blr_analysis.merging.adapters import Decomposed
 from blr_analysis.merging.items import COPIED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
@@ -59,7 +58,6 @@ class MergeReport(Tabular):
         seconds: that it took.
         solves: by layer merged as one matrix, the residual and iterations of its equation.
         choice: of method "auto".
-        ranks, lost: of an adapter, by tensor: its rank, and the part of the step that is lost.
     """
 
     folder: Path
@@ -70,18 +68,6 @@ class MergeReport(Tabular):
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
     choice: Any = None
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    lost: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights and precisions that were read."""
-        return self.plan.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of tensors that were written."""
-        return self.plan.bytes_written
 
     @property
     def merged(self) -> int:
@@ -148,20 +134,13 @@ def execute(
     check_room(target, plan.bytes_written)
     with drafted(target) as draft:
         draft.mkdir()
-        if plan.products:
-            sink = Decomposed(plan.job, plan.products, draft)
-            exact = [replace(i, spec=replace(i.spec, dtype=torch.float32)) for i in plan.items]
-            met = _fill(replace(plan, items=tuple(exact)), sink, progress)
-            sink.finish()
-            ranks, lost = sink.ranks, sink.lost
-        else:
-            sink = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
-            sink.begin()
-            met, ranks, lost = _fill(plan, sink, progress), {}, {}
+        shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
+        shards.begin()
+        met = _fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(
-            target, replace(plan, ranks=ranks), dict(met.fallback), files, tuple(sink.names),
-            time.perf_counter() - started, dict(met.solves), ranks=ranks, lost=lost,
+            target, plan, dict(met.fallback), files, tuple(shards.names),
+            time.perf_counter() - started, dict(met.solves),
         )  # fmt: skip
         for name, text in documents(report).items() if documents is not None else ():
             (draft / name).write_text(text, encoding="utf-8")
@@ -184,7 +163,7 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
     copied configuration.
     """
     job, fates, source = plan.job, {}, plan.job.tokenizer_source
-    reference = reference_folder(job) if job.rank is None else Path(job.members[0].model)
+    reference = reference_folder(job)
     tokenizer = reference if source == "base" else Path(source)
     for folder, patterns in ((reference, CONFIG), (tokenizer, TOKENIZER)):
         for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():

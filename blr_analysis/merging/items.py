@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.files import Source, Spec
-from blr_analysis.merging.adapters import bytes_of
 from blr_analysis.merging.job import Job, Weight
-from blr_analysis.merging.lora import Product
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.views import Tabular
@@ -79,8 +77,6 @@ class MergePlan(Tabular):
         parts: the fine-tuned models.
         base_precision: H_0 without δ, or None.
         items: the tensors of the result, in the order of reading.
-        products: of adapters that are merged into one, where each tensor's product lies.
-        ranks: their ranks, once these are known.
         chunk, workers: entries at a time, and threads.
         memory: bytes of buffers that this takes at most.
     """
@@ -90,8 +86,6 @@ class MergePlan(Tabular):
     parts: tuple[OpenModel, ...]
     base_precision: StoredPrecision | None
     items: tuple[Item, ...]
-    products: Mapping[str, Product] = field(default_factory=dict)
-    ranks: Mapping[str, int] = field(default_factory=dict)
     chunk: int = CHUNK
     workers: int = 1
     memory: int = 0
@@ -150,14 +144,7 @@ class MergePlan(Tabular):
     @property
     def bytes_written(self) -> int:
         """Bytes of tensors in the result."""
-        return sum(map(self.bytes_for, self.items))
-
-    def bytes_for(self, item: Item) -> int:
-        """Bytes that are written for one tensor."""
-        if item.name not in self.products:
-            return item.spec.nbytes
-        rank = self.ranks.get(item.name, self.job.rank or 1)
-        return bytes_of(self.products[item.name], rank, item.spec.dtype)
+        return sum(item.spec.nbytes for item in self.items)
 
     @property
     def bytes_read(self) -> int:

@@ -81,8 +81,6 @@ class Job:
         scale: λ of task arithmetic, TIES and DARE, a number or a function of the name.
         seed: of what DARE leaves out; the same seed leaves the same entries, whatever the shards.
         rescale: what DARE leaves is divided by its share.
-        rank: write an adapter of this rank, or below 1 of the ranks that keep this share of every
-            step (:mod:`blr_analysis.merging.adapters`).
         tasks: the models' data, in the place of precisions (:mod:`.propagation`).
         tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
         vocabulary: where the models have not all the same number of tokens.
@@ -104,7 +102,6 @@ class Job:
     scale: Weight = 1.0
     seed: int = 0
     rescale: bool = True
-    rank: float | None = None
     tasks: Sequence[Task] | None = None
     tokenizer_source: str | Path = "base"
     vocabulary: Vocabulary | None = None
@@ -175,7 +172,7 @@ def refuse_idle(
     idle = {*CURVED, "base_precision", "delta", "trust"} if bare else set()
     idle -= {"shrink"} if tasks else {"-"}
     idle |= {"weights"} if bare and not tasks else set()  # of "auto", which tries its own alone
-    idle |= {"precisions", "rank"} if tasks and not auto else set()
+    idle |= {"precisions"} if tasks and not auto else set()
     idle |= set() if auto else {"validate"}
     for name, value in given.items():
         usual = DEFAULTS[name]

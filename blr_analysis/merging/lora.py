@@ -36,7 +36,7 @@ PAIR = re.compile(rf"(?P<module>{re.escape(PREFIX)}.+)\.lora_(?P<letter>[AB])\.w
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
 # Settings of LoRA whose meaning is known here, or that say nothing about which weights come out.
 PLAIN = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
     *("target_modules", "task_type", "base_model_name_or_path", "auto_mapping", "peft_type"),
     *("peft_version", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
     *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
@@ -125,7 +125,7 @@ def open_adapter(
         raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")
     entries = read_entries(folder)
     file = Folder.open(folder, stem="adapter_model")
-    odd = [n for n, spec in file.specs.items() if not spec.dtype.is_floating_point]
+    odd = [n for n, spec in file.specs.items() if not _real(spec)]
     if odd:
         raise ModelError(
             f"{some(odd)} of {str(path)!r} are of {file.specs[odd[0]].dtype}: no numbers"
@@ -133,14 +133,7 @@ def open_adapter(
     changed: Any = products_of(entries, file, base, str(folder))
     if changed is None:
         changed = merge_and_unload(folder, entries, base, file)
-    made = Adapted(str(folder), base, file, changed, dtype)
-    trained, here = str(entries.get("base_model_name_or_path") or ""), Path(base.name).expanduser()
-    if Path(trained).name not in ("", here.resolve().name) and here.exists():
-        made.notes = (
-            f"{str(folder)!r} was trained on {trained!r} by its own record, and is added to "
-            f"{base.name!r}: only names and shapes say that they are the same.",
-        )
-    return made
+    return Adapted(str(folder), base, file, changed, dtype)
 
 
 def read_entries(folder: Path) -> dict[str, Any]:
@@ -165,43 +158,33 @@ def read_entries(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Product:
-    """s·B·A as it is added to a tensor of ``rows`` × ``cols`` elements; ``turned``: the base stores
-    [in, out] (Conv1D), and gets (B·A)ᵀ. ``a`` and ``b`` are names in the adapter's file."""
+    """s·B·A, [out, in]; ``a`` and ``b`` are names in the adapter's file."""
 
-    module: str
     a: str
     b: str
     rank: int
     scale: float
-    rows: int
-    cols: int
-    turned: bool = False
-
-
-def pairs_of(file: Source) -> dict[str, dict[str, str]] | None:
-    """ "A" and "B" by module, where an adapter's file holds pairs of linear layers alone."""
-    pairs: dict[str, dict[str, str]] = {}
-    for key, spec in file.specs.items():
-        part = PAIR.fullmatch(key)
-        if part is None or len(spec.shape) != 2:
-            return None
-        pairs.setdefault(part["module"].removeprefix(PREFIX), {})[part["letter"]] = key
-    tables = any(module.rpartition(".")[2] in TABLES for module in pairs)
-    return None if tables or any(len(pair) < 2 for pair in pairs.values()) else pairs
 
 
 def products_of(
     entries: Mapping[str, Any], file: Source, base: Source, folder: str
 ) -> dict[str, Product] | None:
-    """What plain LoRA adds, by the base's names; None where an adapter is more than that.
+    """What plain LoRA adds, by the base's names; None where an adapter is more than pairs of
+    matrices of linear layers, or the base stores [in, out], as Conv1D does.
 
     Raises:
         StorageError: an impossible setting.
         ModelError: the adapter does not fit the base.
     """
-    pairs, known = pairs_of(file), {**entries}
-    plain = known.pop("bias", "none") == "none" and known.keys() <= PLAIN
-    if pairs is None or not plain or entries.get("peft_type") != "LORA":
+    pairs: dict[str, dict[str, str]] = {}
+    for key in file.specs:
+        part = PAIR.fullmatch(key)
+        if part is None or part["module"].rpartition(".")[2] in TABLES:
+            return None
+        pairs.setdefault(part["module"].removeprefix(PREFIX), {})[part["letter"]] = key
+    settings = {**entries, "bias": entries.get("bias") not in (None, "none")}
+    plain = {key for key, value in settings.items() if value} <= PLAIN and not _conv1d(base.specs)
+    if not plain or entries["peft_type"] != "LORA" or any(len(p) < 2 for p in pairs.values()):
         return None
     own = translate([f"{module}.weight" for module in pairs], base.specs, folder)
     products = {}
@@ -209,20 +192,26 @@ def products_of(
         rank, scale = _scaling(entries, module, folder)
         name = own[f"{module}.weight"]
         spec, (a, b) = base.specs[name], (file.specs[pair[x]].shape for x in "AB")
-        straight = (*b, *a) == (spec.shape[0], rank, rank, *spec.shape[1:])
-        turned = (*b, *a) == (*spec.shape[1:], rank, rank, spec.shape[0])
-        if len(spec.shape) != 2 or not (straight or turned) or not spec.dtype.is_floating_point:
+        if len(spec.shape) > 2 or len(a) > 2:
+            return None
+        if (*b, *a) != (*spec.shape[:1], rank, rank, *spec.shape[1:]) or not _real(spec):
             raise ModelError(
                 f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
                 f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"
             )
-        if straight and turned:
-            told = _stored_turned(name, base.specs)
-            if len(told) > 1:
-                return None
-            turned = told.pop() if told else bool(entries.get("fan_in_fan_out"))
-        products[name] = Product(module, pair["A"], pair["B"], rank, scale, *spec.shape, turned)
+        products[name] = Product(pair["A"], pair["B"], rank, scale)
     return products
+
+
+def _real(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point
+
+
+def _conv1d(base: Mapping[str, Spec]) -> bool:
+    """Whether a layer's bias has the size of its weight's columns: it is stored as [in, out]."""
+    weights = {n.removesuffix("weight"): s.shape for n, s in base.items() if len(s.shape) == 2}
+    biases = {n: base[f"{n}bias"].shape for n in weights if f"{n}bias" in base}
+    return any(weights[n][0] != weights[n][1] == bias[0] for n, bias in biases.items())
 
 
 def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int, float]:
@@ -238,24 +227,6 @@ def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int,
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise StorageError(f"{folder!r} has an impossible setting: r={rank}, alpha={alpha!r}")
         return rank, alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
-
-
-def _stored_turned(name: str, base: Mapping[str, Spec]) -> set[bool]:
-    """Whether a square weight is stored as [in, out], which its own shape cannot tell.
-
-    The layers of Conv1D models store [in, out] and have biases. A layer without one is no Conv1D;
-    for others the base's weights that are not square tell, by which of their sizes the bias has.
-    (``fan_in_fan_out`` in the adapter's configuration only says what PEFT's last layer was.)
-    """
-
-    def bias(weight: str) -> tuple[int, ...]:
-        spec = base.get(f"{weight.removesuffix('weight')}bias")
-        return spec.shape if spec is not None and weight.endswith(".weight") else ()
-
-    if not bias(name):
-        return {False}
-    uneven = {n: s.shape for n, s in base.items() if len(s.shape) == 2 and len({*s.shape}) == 2}
-    return {bool(shape.index(bias(n)[0])) for n, shape in uneven.items() if {*bias(n)} & {*shape}}
 
 
 def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict[str, str]:
@@ -302,7 +273,6 @@ class Adapted(Source):
     Attributes:
         changes: by the base's names, what happens to a tensor, in words; those not named are the
             base's.
-        products: of a plain adapter, what is added to each.
     """
 
     def __init__(
@@ -311,7 +281,6 @@ class Adapted(Source):
     ) -> None:  # fmt: skip
         self.name, self.base, self._changed = name, base, changed
         self.origin = self._file = file
-        self.products = {n: p for n, p in changed.items() if isinstance(p, Product)}
         self.changes = {
             n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" if isinstance(p, Product) else "by PEFT"
             for n, p in changed.items()
@@ -336,31 +305,23 @@ class Adapted(Source):
     def _add(self, name: str, p: Product, start: int, piece: Tensor, scratch: Scratch) -> None:
         """W_0 + s·B·A in float32 (float64 where the base is), rounded once, in blocks of whole rows
         whose edges do not depend on what is asked for."""
-        stop = start + len(piece)
+        stop, (rows, cols) = start + len(piece), self.specs[name].shape
         if start == stop:
             return
         real = torch.promote_types(torch.float32, self.base.specs[name].dtype)
-        step = max(1, BLOCK // p.cols)
-        top, last = start // p.cols // step * step, min(p.rows, -(-stop // p.cols))
-        edges = range(top, last, step)
-        left = self._left(p, top, min(p.rows, edges[-1] + step), scratch).to(real, copy=True)
-        right = self._file.tensor(p.b).T if p.turned else self._file.tensor(p.a)
-        right = right.to(real).contiguous()
+        step, right = max(1, BLOCK // cols), self._file.tensor(p.a).to(real)
+        edges = range(start // cols // step * step, min(rows, -(-stop // cols)), step)
+        top, bottom = edges[0], min(rows, edges[-1] + step)
+        own = Owned(scratch, (self, "file"))
+        left = self._file.read(p.b, top * p.rank, bottom * p.rank, own).view(-1, p.rank).to(real)
         for row in edges:
             part = left[row - top : row - top + step].clone()  # placed alike for all pieces
             block = torch.mm(part, right).mul_(p.scale)
-            first, end = row * p.cols, (row + len(part)) * p.cols
+            first, end = row * cols, (row + len(part)) * cols
             there = self.base.read(name, first, end, Owned(scratch, (self, "base")))
             flat = block.add_(there.to(block).view_as(block)).view(-1)
             low, high = max(start, first), min(stop, end)
             piece[low - start : high - start] = flat[low - first : high - first]
-
-    def _left(self, p: Product, first: int, last: int, scratch: Scratch) -> Tensor:
-        """[rows, r]: rows of B, or columns of A where the base is stored turned."""
-        if p.turned:
-            return self._file.tensor(p.a)[:, first:last].T.contiguous()
-        own = Owned(scratch, (self, "file"))
-        return self._file.read(p.b, first * p.rank, last * p.rank, own).view(-1, p.rank)
 
 
 def merge_and_unload(

@@ -43,7 +43,6 @@ def merge(
     delta: float = 0.0,
     tasks: Sequence[Task] | None = None,
     validate: Any = None,
-    rank: float | None = None,
     out: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Any:
@@ -75,8 +74,6 @@ def merge(
             every layer's inputs taken after the layers below it were merged (RegMean++,
             ``blr_analysis.merging.propagation``); method "fisher" or "auto".
         validate: tasks with data that no model was trained on, for method "auto".
-        rank: with LoRA adapters alone: write an adapter of this rank, or below 1 of the ranks that
-            keep this share of every step (:mod:`blr_analysis.merging.adapters`).
         out: the folder to write, new or empty; None: the result comes back in memory.
         settings: how, all others of :class:`blr_analysis.merging.Job` (``missing_precision``,
             ``normalize``, ``dtype``, ``out_dtype``, ``shrink``, ``power``, ``damping``, ``trust``,
@@ -110,12 +107,10 @@ def merge(
     limits = {name: settings.pop(name, usual) for name, usual in LIMITS.items()}
     given: dict[str, Any] = {
         "precisions": precisions, "weights": weights, "base_precision": base_precision,
-        "delta": delta, "tasks": tasks, "validate": validate, "rank": rank, **settings,
+        "delta": delta, "tasks": tasks, "validate": validate, **settings,
     }  # fmt: skip
     row = widest(based=base is not None) if method == "auto" else method_of(method)
     refuse_idle([row], given, method)
-    if rank is not None and out is None:
-        raise InputError("an adapter is written: name its folder with out=")
     job, choice = job_of(base, models, row.name, **given), None
     if method == "auto":
         job, choice = chosen(job, validate)

@@ -57,7 +57,9 @@ class Method:
             "base_precision": self.uses_base_precision,
             "delta": self.uses_base_precision,
             "density": thins,
-            "scale": thins or self.name == "task_arithmetic",
+            **dict.fromkeys(("scale", "lambda_"), thins or self.name == "task_arithmetic"),
+            "t": self.name == "slerp",
+            "weight": self.name not in ("slerp", "model_stock"),
             "seed": draws,
             "rescale": draws,
         }.get(option, True)

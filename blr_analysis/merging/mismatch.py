@@ -13,7 +13,14 @@ from torch import Tensor
 from blr_analysis.backprop.loss import Evaluation, evaluated, evaluated_gradient
 from blr_analysis.backprop.tree import Tree, add, dot, norm
 from blr_analysis.errors import BLRError, InputError
-from blr_analysis.merging.at_weights import State, at_weights, in_order, named_tasks, state_of
+from blr_analysis.merging.at_weights import (
+    State,
+    at_weights,
+    in_order,
+    named,
+    named_tasks,
+    state_of,
+)
 from blr_analysis.merging.formula import is_precision
 from blr_analysis.posterior import Posterior
 from blr_analysis.progress import track
@@ -46,21 +53,16 @@ class GradientMismatch(Tabular, Plottable):
         """
         totals: dict[str, float] = {}
         for row in self.rows:
-            value = row.get(column)
-            if not isinstance(value, (int, float)):
-                raise InputError(
-                    f"column must be one of numbers, such as 'mismatch', got {column!r}"
-                )
-            totals[row["merge"]] = totals.get(row["merge"], 0.0) + value
+            if not isinstance(row.get(column), int | float):
+                raise InputError(f"column must be one of numbers, got {column!r}")
+            totals[row["merge"]] = totals.get(row["merge"], 0.0) + row[column]
         return totals
 
     def __repr__(self) -> str:
         gaps = self.totals("gap")
-        shown = "; ".join(
-            f"{merge}: mismatch {total:.4g}, loss gap {gaps[merge]:.4g} nats"
-            for merge, total in self.totals().items()
-        )
-        return f"GradientMismatch({len(self) // max(1, len(gaps))} tasks; {shown})"
+        found = self.totals().items()
+        shown = (f"{m}: mismatch {t:.4g}, loss gap {gaps[m]:.4g} nats" for m, t in found)
+        return f"GradientMismatch({len(self) // max(1, len(gaps))} tasks; {'; '.join(shown)})"
 
 
 @torch.inference_mode(False)
@@ -139,10 +141,9 @@ def gradient_mismatch(
     names = list(by_name)
     homes = _homes(by_name, models)
     held = [None] * len(names) if precisions is None else in_order(precisions, names)
-    given = [tests] if isinstance(tests, Task) else tests
-    others = [None] * len(names) if tests is None else in_order(given, names, "tests")
+    others: Any = [None] * len(names)
     if tests is not None:
-        named_tasks(others, "tests")
+        others = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
     lookouts = [
         _Lookout(n, by_name[n], other, homes[n], _metric(n, h, by_name[n]), progress)
         for n, other, h in zip(names, others, held, strict=True)
@@ -163,21 +164,19 @@ def gradient_mismatch(
     return GradientMismatch(tuple(rows), joint)
 
 
+@dataclass
 class _Lookout:
     """A task at its own fine-tuned weights, kept while merges come and go."""
 
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        test: Task | None,
-        home: State,
-        metric: tuple[State, State] | None,
-        progress: bool | None,
-    ) -> None:
-        self.name, self.task, self.test, self.metric = name, task, test, metric
-        self.progress = progress
-        self.home = self._seen(home, f"the fine-tuned model of task {name!r}")
+    name: str
+    task: Task
+    test: Task | None
+    own: State
+    metric: tuple[State, State] | None
+    progress: bool | None
+
+    def __post_init__(self) -> None:
+        self.home = self._seen(self.own, f"the fine-tuned model of task {self.name!r}")
 
     def _seen(self, state: State, who: str) -> tuple[Tree, Tree, Evaluation, Evaluation | None]:
         """Weights, gradient, and losses on the task and on its held-out data."""
@@ -203,26 +202,23 @@ class _Lookout:
         step = add(weights, -1.0, own_weights)
         change = add(gradient, -1.0, own_gradient)
         count, mismatch, gap = self.task.n_data, norm(change), here.loss - own.loss
-        in_metric, by_precision = math.nan, math.nan
-        if self.metric is not None:
+        in_metric = bend = math.nan
+        if self.metric is not None:  # infinite where S is 0 and the gradients differ
             h, s = self.metric
-            in_metric = math.sqrt(sum(_over(v, s[n]) for n, v in change.items()))
-            bend = sum(
-                float((h[n].to(d).double() * d.double().square()).sum()) for n, d in step.items()
-            )
-            by_precision = dot(own_gradient, step) + bend / 2
+            v2, d2 = ({n: t.double().square() for n, t in tree.items()} for tree in (change, step))
+            over = {n: torch.where(x > 0, x / s[n].to(x), 0.0) for n, x in v2.items()}
+            in_metric = math.sqrt(sum(float(x.sum()) for x in over.values()))
+            bend = sum(float((h[n].to(x) * x).sum()) for n, x in d2.items())
+        foretold = dot(own_gradient, step)
         values = {
             "n_data": count,
-            "mismatch": mismatch,
-            "mismatch_per_example": mismatch / count,
+            **{"mismatch": mismatch, "mismatch_per_example": mismatch / count},
             "mismatch_in_metric": in_metric,
-            "gradient_own": norm(own_gradient),
-            "gradient_merged": norm(gradient),
+            **{"gradient_own": norm(own_gradient), "gradient_merged": norm(gradient)},
             "distance": norm(step),
-            "gap": gap,
-            "gap_per_example": gap / count,
-            "gap_by_gradient": (dot(gradient, step) + dot(own_gradient, step)) / 2,
-            "gap_by_precision": by_precision,
+            **{"gap": gap, "gap_per_example": gap / count},
+            "gap_by_gradient": (dot(gradient, step) + foretold) / 2,
+            "gap_by_precision": foretold + bend / 2,
         }
         for prefix, pair in (("", (own, here)), ("test_", (own_there, there))):
             for at, e in zip(("own", "merged"), pair, strict=True):
@@ -230,12 +226,6 @@ class _Lookout:
                 values[f"{prefix}nll_{at}"] = math.nan if e is None else e.nll
                 values[f"{prefix}accuracy_{at}"] = math.nan if right is None else right
         return values, gradient
-
-
-def _over(v: Tensor, metric: Tensor) -> float:
-    """Σ v²/S, infinite where S is 0 and v is not; in float64."""
-    squares = v.double().square()
-    return float(torch.where(squares > 0, squares / metric.to(squares), 0.0).sum())
 
 
 def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
@@ -252,10 +242,7 @@ def _merges(merged: Any) -> dict[str, Any]:
     several = isinstance(merged, Mapping) and not any(
         isinstance(v, Tensor) for v in merged.values()
     )
-    given = {str(n): v for n, v in merged.items()} if several else {"merged": merged}
-    if not given:
-        raise InputError("merged must hold at least one state dict, got an empty dict")
-    return given
+    return named(merged if several else {"merged": merged}, "merged")
 
 
 def _metric(name: str, given: Any, task: Task) -> tuple[State, State] | None:

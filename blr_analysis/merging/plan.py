@@ -13,12 +13,11 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
-from blr_analysis.merging.adapters import open_products
 from blr_analysis.merging.fates import fates
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.items import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.job import MISSING, Job, Member
-from blr_analysis.merging.lora import Product, is_adapter, is_place, open_model
+from blr_analysis.merging.lora import is_adapter, is_place, open_model
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -61,7 +60,9 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     if job.base is not None:
         first = job.base_precision if job.row.uses_base_precision else None
         members.insert(0, Member(job.base, first))
-    models, products = _models(job)
+    models = [] if job.base is None else [open_model(job.base, "base")]
+    for t, member in enumerate(job.members):
+        models.append(open_model(member.model, f"models[{t}]", *models[: job.base is not None]))
     precisions = [_precision(job, m, s) for m, s in zip(members, models, strict=True)]
     if job.vocabulary is not None:
         rows, known = job.vocabulary.rows, [job.vocabulary.known[m.model] for m in members]
@@ -80,19 +81,10 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     base = parts.pop(0) if job.base is not None else None  # else only of files
     plan = MergePlan(
         job, base.source if based and base else None, tuple(parts),
-        base.precision if based and base else None, (), products,
+        base.precision if based and base else None, (),
     )  # fmt: skip
     _check_parts(plan)
     return _within(replace(plan, items=fates(plan)), max_memory, threads)
-
-
-def _models(job: Job) -> tuple[list[Source], dict[str, Product]]:
-    """The base, where there is one, and the models; where the products of adapters lie."""
-    base = [] if job.base is None else [open_model(job.base, "base")]
-    if job.rank is not None:
-        return open_products(job, base[0] if base else None)
-    named = ((f"models[{t}]", m.model) for t, m in enumerate(job.members))
-    return [*base, *(open_model(model, name, *base) for name, model in named)], {}
 
 
 def _check_parts(plan: MergePlan) -> None:
@@ -170,10 +162,7 @@ def _compare_configs(job: Job) -> None:
     configs = {folder: config for folder in folders if (config := read_config(folder))}
     for folder, config in configs.items():
         if config.get("quantization_config"):
-            raise ModelError(
-                f"{str(folder)!r} is quantised (quantization_config): merge the models "
-                "before, then quantise"
-            )
+            raise ModelError(f"{str(folder)!r} is quantised: merge the models before that")
         place, known = next(iter(configs.items()))
         if odd := [k for k in SAME if known.get(k) != config.get(k)]:
             raise ModelError(

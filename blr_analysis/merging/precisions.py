@@ -239,6 +239,8 @@ def _recorded(
         raise StorageError(f"{source.name!r} has malformed layers: {error}") from error
     _check_layers(source, layers)
     joined = {n for joint, _ in layers.values() for n in joint.names}
+    sample = record.get("sample_sha256")
+    digest = sample or record.get("model_sha256")
     return StoredPrecision(
         source,
         _stored(source, [n for n in names if n not in joined], record.get("tied")),
@@ -246,7 +248,7 @@ def _recorded(
         frozen=_frozen(record),
         kind=record.get("kind") or "",
         layers=layers,
-        sha256=_sha256(record),
+        sha256=(digest, SAMPLE if sample else None) if digest else None,
         adapter=bool(record.get("adapter")),
         chance=chance,
     )
@@ -257,12 +259,6 @@ def _frozen(record: Mapping[str, Any]) -> frozenset[str]:
     tied = record.get("tied") or {}
     first = record.get("frozen") or ()
     return frozenset(name for own in first for name in (own, *tied.get(own, ())))
-
-
-def _sha256(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    if sample := record.get("sample_sha256"):
-        return sample, SAMPLE
-    return (record["model_sha256"], None) if record.get("model_sha256") else None
 
 
 def check_belongs(precision: StoredPrecision, model: Source) -> None:

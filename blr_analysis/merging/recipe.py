@@ -152,7 +152,6 @@ class RecipeText(Section):
     out_dtype: Dtype | None = None
     tokenizer_source: Text | None = None
     tokenizer: Tokenizer | None = None
-    adapter_rank: Annotated[Number, Field(gt=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,6 @@ class _Reader:
             tuple(self._member(model, entry) for model, entry in self.models.items()),
             self.base,
             self._base_precision(),
-            rank=text.adapter_rank,
             tokenizer_source=tokenizer,
             vocabulary=vocabulary,
             **{name: value for name, value in given.items() if value is not None},
@@ -298,14 +296,14 @@ class _Reader:
         """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
         place, (model, plus, adapter) = self._existing(text), text.partition("+")
         if place is None and plus:
-            if self.base is None or self._model(model).resolve() != self.base.resolve():
+            if self.base is None or not self._model(model).samefile(self.base):
                 raise InputError(f"adapters are applied to base_model: write base_model: {model}")
             return self._model(adapter)
         place = place or _snapshot(text)
         if place is None:
             raise InputError(
-                f"there is no {text!r}: paths start at the folder of the recipe, and names on the "
-                "hub are looked for in its cache alone (`huggingface-cli download`)"
+                f"there is no {text!r} in the folder of the recipe or the hub's cache "
+                "(`huggingface-cli download`)"
             )
         return place
 
@@ -322,11 +320,9 @@ class _Reader:
             _, entry = seen.pop(own)
             if self.method.uses_precisions and (entry.precision or entry.parameters.weight):
                 raise InputError(f"models: {entry.model!r} is base_model itself: take it out")
-        elif own in seen and self.method.name == "slerp" and own is not None:
+        elif own is not None and own in seen and self.method.name == "slerp":
             seen = {own: seen.pop(own), **seen}
-        elif (
-            own is not None and self.method.name == "linear" and self.all.weight and own not in seen
-        ):
+        elif own and own not in seen and self.method.name == "linear" and self.all.weight:
             self.notes.append("base_model is averaged in with the weight of all, as in mergekit")
             seen[own] = own, Entry(model=str(own))
         if not seen:
@@ -340,9 +336,8 @@ class _Reader:
         if not all(told) and (key == "t" or (any(told) and not method.uses_precisions)):
             raise InputError(f"{entry.model!r} or another has no {key}, which {method.name} needs")
         usual = 1.0 if method.normalize else default_weights(method.name, len(told))[0]
-        weight = self._by_layer(key, entry, usual)
-        if key == "t" and model == self.base:
-            weight = self._by_layer(key, entry, usual, rest=True)
+        first = key == "t" and self.base is not None and model.samefile(self.base)
+        weight = self._by_layer(key, entry, usual, rest=first)
         density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
         data = self._data(entry)
         return Member(model, self._precision(model, entry), weight, entry.n_data, density, data)
@@ -390,10 +385,8 @@ class _Reader:
         beside = model if "precision" not in entry.model_fields_set else None
         place = self._stored("precision", entry.precision, beside)
         if place is None and self.all.missing_precision in (None, "error") and not self.auto:
-            raise InputError(
-                f"{entry.model!r} has no precision: run `blr-analysis fisher`, or set "
-                "missing_precision"
-            )
+            what = f"{entry.model!r} has no precision"
+            raise InputError(f"{what}: run `blr-analysis fisher`, or set missing_precision")
         return place
 
     def _base_precision(self) -> Path | None:
@@ -409,13 +402,9 @@ class _Reader:
     def _note_idle(self) -> None:
         """Parameters without effect, which mergekit ignores too."""
         method, told = self.method, self.text.base_precision
-        idle = {name for name in (*SETTINGS, "delta", "density") if not method.takes(name)}
-        idle |= {"lambda_"} if not method.takes("scale") else set()
-        idle |= {"weight"} if method.name in ("slerp", "model_stock") else {"-"}
-        idle |= {"t"} if method.name != "slerp" else set()
         for part in (self.all, *(entry.parameters for entry in self.models.values())):
-            without = sorted(part.model_fields_set & idle)
-            self.notes += [f"{name.rstrip('_')} has no effect on {method.name}" for name in without]
+            said = [name for name in sorted(part.model_fields_set) if not method.takes(name)]
+            self.notes += [f"{name.rstrip('_')} has no effect on {method.name}" for name in said]
         if not method.uses_precisions and (told or any(e.precision for e in self.models.values())):
             self.notes.append(f"{method.name} takes no precisions: they are not read")
 

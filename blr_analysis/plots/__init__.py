@@ -18,7 +18,6 @@ from blr_analysis.plots.examples import (
     image_of,
     plot_deviations,
     plot_examples,
-    plot_site_leave_one_out,
     plot_suspicious,
 )
 from blr_analysis.plots.influence import plot_influence
@@ -46,7 +45,7 @@ PICTURES = {
     PriorSelection: plot_prior_selection,
     NetworkScores: plot_deviations,
     SiteScores: plot_deviations,
-    SiteLeaveOneOut: plot_site_leave_one_out,
+    SiteLeaveOneOut: plot_deviations,
     Suspicions: plot_suspicious,
     Influence: plot_influence,
     TopInfluence: plot_influence,

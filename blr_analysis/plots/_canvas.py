@@ -21,6 +21,7 @@ from blr_analysis.errors import InputError
 # as well wherever colours do, so that a grey print says the same.
 BLACK, BLUE, ORANGE, VERMILLION = "#000000", "#0072B2", "#E69F00", "#D55E00"
 SKY, GREY = "#56B4E9", "#7F7F7F"
+FOUR = (GREY, BLUE, ORANGE, VERMILLION)
 
 Labels = Sequence[Any] | Mapping[int, Any]
 MEASURES = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
@@ -143,7 +144,7 @@ def shortened(text: str, most: int = 24) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def curve(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
+def drawn(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
     """A curve of values where they are finite: [K] bool."""
     values = as_array(values)
     known = np.isfinite(values)

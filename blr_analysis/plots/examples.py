@@ -10,38 +10,25 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import (
-    BLUE,
-    GREY,
-    ORANGE,
-    VERMILLION,
-    Labels,
-    as_array,
-    axes_or_new,
-    count_of,
-    count_ticks,
-    label_points,
-    named,
-    scale_of,
-)
+from blr_analysis.plots import _canvas as canvas
 from blr_analysis.sensitivity.suspicious import KINDS, NONE
 
 __all__ = [
     "image_of",
     "plot_deviations",
     "plot_examples",
-    "plot_site_leave_one_out",
     "plot_suspicious",
 ]
 
-COLOURS = dict(zip((NONE, *KINDS), (GREY, VERMILLION, BLUE, ORANGE), strict=True))
-MARKERS = dict(zip((NONE, *KINDS), ".x^s", strict=True))
-LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": VERMILLION, "mec": "black", "zorder": 3}
+COLOURS = dict(zip((NONE, *KINDS), canvas.FOUR, strict=True))
+MARKERS = dict(zip((NONE, *KINDS), ".^sx", strict=True))
+LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": canvas.VERMILLION, "mec": "black", "zorder": 3}
+RISE = "rise of its own loss without it [nats]  (→ shapes more)"
 SELF_INFLUENCE = "self-influence gᵀΣg [nats]  (→ shapes more)"
 
 
 def plot_deviations(
-    scores: Any, ax: Axes | None = None, *, labels: Labels | None = None, n_labels: int = 8
+    scores: Any, ax: Axes | None = None, *, labels: canvas.Labels | None = None, n_labels: int = 8
 ) -> Axes:
     """Draw the deviations in falling order, the largest labelled by their index.
 
@@ -52,7 +39,7 @@ def plot_deviations(
 
     Args:
         scores: what :func:`blr_analysis.sensitivity` returns, or its table, or any part of it:
-            ``deviation`` [N] and, in a table, ``index``.
+            ``deviation`` [N] and, in a table, ``index``; or a leave-one-out of sites.
         ax: where to draw; a new figure if None.
         labels: shown beside the index of a labelled example; ``labels[index]``.
         n_labels: how many examples to label.
@@ -67,26 +54,30 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    index = as_array(scores["index"] if hasattr(scores, "columns") else np.arange(len(values)))
+    index = canvas.as_array(
+        scores["index"] if hasattr(scores, "columns") else np.arange(len(values))
+    )
     order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
     height, few = values[order], len(order) <= 100
     points = np.column_stack([np.arange(1, len(order) + 1), height])
-    ax = axes_or_new(ax)
-    ax.plot(*points.T, color=BLUE, lw=1.5, marker="." if few else "", zorder=2)
-    ax.fill_between(*points.T, color=BLUE, alpha=0.15, lw=0)  # type: ignore[misc]
+    ax = canvas.axes_or_new(ax)
+    ax.plot(*points.T, color=canvas.BLUE, lw=1.5, marker="." if few else "", zorder=2)
+    ax.fill_between(*points.T, color=canvas.BLUE, alpha=0.15, lw=0)  # type: ignore[misc]
     ax.set_xscale("linear" if few else "log")
     if height[0] > 100 * height[len(order) // 20]:
-        ax.set_yscale(**scale_of(height))
+        ax.set_yscale(**canvas.scale_of(height))
     if few:
-        count_ticks(ax)
+        canvas.count_ticks(ax)
     ax.set_ylim(0)
     top = order[: max(n_labels, 0)]
     top = top[values[top] > 0]
     ax.plot(*points[: len(top)].T, **LARGEST)
-    label_points(ax, points[: len(top)], named(index[top].astype(int).tolist(), labels))
+    canvas.label_points(
+        ax, points[: len(top)], canvas.named(index[top].astype(int).tolist(), labels)
+    )
     ax.set_xlabel("rank (1 = shapes the model most)")
     ax.set_ylabel(unit)
-    ax.set_title(f"How far predictions would move: {count_of(len(order))}")
+    ax.set_title(f"How far predictions would move: {canvas.count_of(len(order))}")
     return ax
 
 
@@ -98,42 +89,17 @@ def _values(scores: Any) -> tuple[np.ndarray, str]:
         deviation = "deviation ‖Δf‖₂ [output]  (→ shapes more)"
         if likelihood.is_classification:
             deviation = "deviation ‖Δp‖₁, 0 to 2  (→ shapes more)"
+    if (before := getattr(scores, "losses_before", None)) is not None:  # of a leave-one-out
+        return canvas.as_array(scores.losses - before), RISE
     for name, unit in {"deviation": deviation, "self_influence": SELF_INFLUENCE}.items():
         found = scores.get(name) if hasattr(scores, "columns") else getattr(scores, name, None)
-        values = as_array([] if found is None else found).reshape(-1)
+        values = canvas.as_array([] if found is None else found).reshape(-1)
         if np.isinf(values).any():
             raise InputError(f"{np.isinf(values).sum()} {name}s are not finite")
         if np.isfinite(values).any():
             return values, unit
     got = type(scores).__name__
     raise InputError(f"expected scores of examples with a deviation or self_influence, got {got}")
-
-
-def plot_site_leave_one_out(
-    loo: Any, ax: Axes | None = None, *, labels: Labels | None = None, n_labels: int = 8
-) -> Axes:
-    """Draw every example's loss without it against its loss, the largest rises labelled.
-
-    Points on the dashed line lose nothing when they are left out; those far above it are known
-    to the model by themselves only.
-
-    Raises:
-        InputError: nothing was observed, or labels that do not cover every example.
-    """
-    points = np.column_stack([as_array(loo.losses_before), as_array(loo.losses)])
-    seen = np.flatnonzero(np.isfinite(points).all(1))
-    if not len(seen):
-        raise InputError("no example has finite losses: there is nothing to draw")
-    ax = axes_or_new(ax)
-    ax.axline((points[seen[0], 0],) * 2, slope=1, color="0.25", lw=0.9, ls="--", zorder=0.5)
-    ax.plot(*points[seen].T, ls="", marker="o", ms=4, color=BLUE, alpha=0.6, label="examples")
-    top = seen[np.argsort(points[seen, 0] - points[seen, 1], kind="stable")][: max(n_labels, 0)]
-    ax.plot(*points[top].T, **LARGEST)
-    label_points(ax, points[top], named(top.tolist(), labels))
-    ax.set_xlabel("loss with the example [nats]  (→ worse)")
-    ax.set_ylabel("loss without the example [nats]  (→ worse)")
-    ax.set_title(f"Leave-one-out of {count_of(len(seen))}: {loo.nll:.3g} nats each")
-    return ax
 
 
 def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
@@ -143,8 +109,11 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
         suspicions: what :func:`blr_analysis.suspicious` returns.
         ax: where to draw; a new figure if None.
     """
-    ax = axes_or_new(ax, (7.2, 5.0))
-    unfamiliarity, losses = as_array(suspicions.unfamiliarity), as_array(suspicions.losses)
+    ax = canvas.axes_or_new(ax, (7.2, 5.0))
+    unfamiliarity, losses = (
+        canvas.as_array(suspicions.unfamiliarity),
+        canvas.as_array(suspicions.losses),
+    )
     kinds = np.array(suspicions.kind)
     for kind, colour in COLOURS.items():
         chosen = kinds == kind
@@ -153,10 +122,10 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
         if chosen.any():
             ax.scatter(unfamiliarity[chosen], losses[chosen], s=size, c=colour,
                        marker=MARKERS[kind], alpha=alpha, label=label)  # fmt: skip
-    ax.set_xscale(**scale_of(unfamiliarity))
+    ax.set_xscale(**canvas.scale_of(unfamiliarity))
     ax.set_ylabel("mean loss over the run [nats]  (→ label more suspicious)")
     ax.set_xlabel("unfamiliarity tr ΛV [parameters]  (→ less familiar)")
-    ax.set_title(f"What looks wrong in {count_of(len(suspicions))}")
+    ax.set_title(f"What looks wrong in {canvas.count_of(len(suspicions))}")
     ax.legend(loc="best", fontsize="small")
     return ax
 
@@ -243,7 +212,7 @@ def plot_examples(
     down = math.ceil(len(chosen) / across)
     lines = max(text.count("\n") + 1 for text in titles)
     room = 0.05 + 0.17 * lines  # of a cell, for its title
-    ax = axes_or_new(ax, (1.15 * across + 0.2, 1.15 * (1 + room) * down + 0.2))
+    ax = canvas.axes_or_new(ax, (1.15 * across + 0.2, 1.15 * (1 + room) * down + 0.2))
     for k, (picture, text) in enumerate(zip(pictures, titles, strict=True)):
         x, y = k % across + 0.5, (k // across) * (1 + room) + 0.5
         half = 0.46 * np.array(picture.shape[1::-1]) / max(picture.shape[:2])  # of its cell

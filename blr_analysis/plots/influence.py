@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 
-from blr_analysis.plots._canvas import BLUE, ORANGE, axes_or_new, name_of
+from blr_analysis.plots import _canvas as canvas
 from blr_analysis.plots.examples import image_of
 from blr_analysis.sensitivity.influence.results import SHOWN, Influence, TopInfluence, index_of_test
 
 __all__ = ["plot_influence"]
-
-THUMBNAIL = 26  # pixels of the longer side, at 100 dots per inch
 
 
 def plot_influence(
@@ -26,7 +23,6 @@ def plot_influence(
     test: int = 0,
     k: int = SHOWN,
     images: Any = None,
-    test_images: Any = None,
     names: Mapping[Any, str] | Sequence[str] | None = None,
 ) -> Axes:
     """The most helpful and the most harmful training examples of one test example, as bars.
@@ -41,7 +37,6 @@ def plot_influence(
         k: bars of either sign, or fewer where the result holds fewer of that sign.
         images: pictures of the training examples, drawn beside their bars; see
             :func:`blr_analysis.plots.image_of`.
-        test_images: pictures of the test examples, of which one is drawn in the corner.
         names: what targets are called, ``names[target]``.
 
     Returns:
@@ -69,9 +64,9 @@ def plot_influence(
         for helpful, harmful in zip(helps, harms, strict=True)
     )
     place = np.arange(len(values))
-    ax = axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
+    ax = canvas.axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
     for at, value in zip(place, values, strict=True):
-        colour, hatch = (BLUE, "") if value >= 0 else (ORANGE, "///")
+        colour, hatch = (canvas.BLUE, "") if value >= 0 else (canvas.ORANGE, "///")
         ax.barh(at, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
     ax.axvline(0, color="black", lw=0.8)
     known = result.pairs.described(torch.from_numpy(indices.copy()))
@@ -82,9 +77,8 @@ def plot_influence(
     ax.set_yticks(place, ticks)
     ax.invert_yaxis()
     if images is not None:
-        ax.tick_params(axis="y", length=0, pad=THUMBNAIL + 8)
-        for at, index in zip(place, indices, strict=True):
-            _thumbnail(ax, image_of(images, int(index)), float(at))
+        pictures = [image_of(images, int(index)) for index in indices]
+        canvas.label_points(ax, np.column_stack([values, place]), [""] * len(place), pictures)
     measure, quantity = result.pairs.measure, result.pairs.quantity
     unit = "of the test loss [nats]" if measure == "loss" else f"of {measure}"
     what = f"rise {unit} without the training example"
@@ -97,23 +91,10 @@ def plot_influence(
         said = [_name(asked[key].tolist()[0], names) for key in ("target", "prediction")]
         title += ": {}, predicted {}".format(*said)
     ax.set_title(title)
-    if test_images is not None:
-        corner = ax.inset_axes((0.78, 0.04, 0.2, 0.3))
-        corner.imshow(image_of(test_images, test), cmap="gray", interpolation="nearest")
-        corner.set(xticks=[], yticks=[], xlabel="test")
     return ax
 
 
 def _name(target: Any, names: Any) -> str:
     values = target if isinstance(target, list) else [target]
     short = [f"{v:.3g}" if names is None and isinstance(v, float) else v for v in values]
-    return ", ".join(name_of(value, names) for value in short)
-
-
-def _thumbnail(ax: Axes, picture: np.ndarray, at: float) -> None:
-    zoom = THUMBNAIL / max(picture.shape[:2])
-    image = OffsetImage(picture, zoom=zoom, cmap="gray", interpolation="nearest")
-    box = AnnotationBbox(image, (0, at), xybox=(-THUMBNAIL / 2 - 4, 0), frameon=False, pad=0,
-                         xycoords=("axes fraction", "data"), boxcoords="offset points",
-                         annotation_clip=False)  # fmt: skip
-    ax.add_artist(box)
+    return ", ".join(canvas.name_of(value, names) for value in short)

@@ -9,23 +9,12 @@ from matplotlib.axes import Axes
 
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import REGIONS, VARIANCES, MemoryMap
-from blr_analysis.plots._canvas import (
-    BLUE,
-    GREY,
-    ORANGE,
-    VERMILLION,
-    Labels,
-    axes_or_new,
-    count_of,
-    label_points,
-    named,
-    scale_of,
-)
+from blr_analysis.plots import _canvas as canvas
 from blr_analysis.plots.examples import image_of
 
 __all__ = ["extremes", "plot_memory_map", "shares_above"]
 
-LOOKS = dict(zip(REGIONS, zip((GREY, BLUE, ORANGE, VERMILLION), "os^D", strict=True), strict=True))
+LOOKS = dict(zip(REGIONS, zip(canvas.FOUR, "os^D", strict=True), strict=True))
 
 
 def plot_memory_map(
@@ -33,7 +22,7 @@ def plot_memory_map(
     ax: Axes | None = None,
     *,
     images: Any = None,
-    labels: Labels | None = None,
+    labels: canvas.Labels | None = None,
     n_extremes: int = 8,
     cmap: str = "gray",
 ) -> Axes:
@@ -57,10 +46,10 @@ def plot_memory_map(
     if not isinstance(memory, MemoryMap):
         got = type(memory).__name__
         raise InputError(f"plot_memory_map expects what memory_map(...) returns; got {got}")
-    ax = axes_or_new(ax, (8.0, 5.4))
+    ax = canvas.axes_or_new(ax, (8.0, 5.4))
     points = np.column_stack([memory.variance.numpy(), memory.error.numpy()])
-    ax.set_xscale(**scale_of(points[:, 0]))
-    ax.set_yscale(**scale_of(points[:, 1]))
+    ax.set_xscale(**canvas.scale_of(points[:, 0]))
+    ax.set_yscale(**canvas.scale_of(points[:, 1]))
     n = len(points)
     size, alpha = (22, 0.85) if n <= 300 else (12, 0.55) if n <= 3000 else (4, 0.2)
     for order, (region, (colour, marker)) in enumerate(LOOKS.items()):
@@ -75,10 +64,10 @@ def plot_memory_map(
     kind = VARIANCES[memory.variance_kind]
     ax.set_xlabel(f"prediction {kind} [output²], {beyond:.0%} beyond the line  (→ less certain)")
     ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output], {above:.0%} above  (→ more wrong)")
-    ax.set_title(f"Memory map of {count_of(n)}")
+    ax.set_title(f"Memory map of {canvas.count_of(n)}")
     chosen = extremes(memory, n_extremes)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
-    label_points(ax, points[chosen], named(chosen, labels), pictures, cmap)
+    canvas.label_points(ax, points[chosen], canvas.named(chosen, labels), pictures, cmap)
     rings = {"s": 30, "fc": "none", "ec": "black", "lw": 0.9, "zorder": 4, "label": "extremes"}
     ax.scatter(*points[chosen].T, **rings)
     return ax

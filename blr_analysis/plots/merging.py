@@ -10,26 +10,15 @@ from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import (
-    BLACK,
-    BLUE,
-    GREY,
-    MEASURES,
-    ORANGE,
-    SKY,
-    VERMILLION,
-    as_array,
-    axes_or_new,
-    count_ticks,
-    curve,
-    diamond,
-    label_points,
-    scale_of,
-)
+from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["plot_merge_curve", "plot_mismatch"]
 
-COLOURS, MARKERS, LINES = (BLUE, ORANGE, GREY, SKY, BLACK), "o^sDv", ("-", "--", ":", "-.", "-")
+COLOURS, MARKERS, LINES = (
+    (canvas.BLUE, canvas.ORANGE, canvas.GREY, canvas.SKY, canvas.BLACK),
+    "o^sDv",
+    ("-", "--", ":", "-.", "-"),
+)
 ACROSS = {
     "mismatch_per_example": "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N",
     "mismatch": "gradient mismatch  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖",
@@ -66,7 +55,7 @@ def plot_mismatch(
     Raises:
         InputError: an unknown word, or nothing finite to draw.
     """
-    one_of("measure", measure, tuple(MEASURES))
+    one_of("measure", measure, tuple(canvas.MEASURES))
     one_of("across", across, tuple(ACROSS))
     rows = list(result.rows)
     x = np.array([row[across] for row in rows], dtype=float)
@@ -74,7 +63,7 @@ def plot_mismatch(
     known = np.isfinite(x) & np.isfinite(y)
     if not known.any():
         raise InputError(f"there is no finite {across} with a finite {measure} to draw")
-    ax = axes_or_new(ax)
+    ax = canvas.axes_or_new(ax)
     merges = list(dict.fromkeys(row["merge"] for row in rows))
     tasks = np.array([row["task"] for row in rows])
     of = np.array([merges.index(row["merge"]) for row in rows])
@@ -85,7 +74,7 @@ def plot_mismatch(
     for k, merge in enumerate(merges):
         _scatter(ax, x, y, (of == k) & known, k, s=46, linewidths=0.6, label=merge, zorder=3)
     ax.axhline(0.0, color="0.4", lw=0.8, ls="--", zorder=0)
-    ax.set_xscale(**scale_of(x[known]))
+    ax.set_xscale(**canvas.scale_of(x[known]))
     ax.margins(x=0.12, y=0.12)
     ax.set_xlabel(f"{ACROSS[across]}  (→ worse)")
     what = "rise of the NLL [nats per example]" if measure == "nll" else "accuracy lost"
@@ -97,7 +86,7 @@ def plot_mismatch(
     if len(shown) > FEW:  # of each task the point where it loses most
         highest = {str(tasks[k]): k for k in shown[np.argsort(y[shown], kind="stable")]}
         shown = np.array(sorted(highest.values()))[:MOST_LABELS]
-    label_points(ax, np.column_stack([x, y])[shown], [str(t) for t in tasks[shown]])
+    canvas.label_points(ax, np.column_stack([x, y])[shown], [str(t) for t in tasks[shown]])
     return ax
 
 
@@ -147,70 +136,47 @@ def plot_merge_curve(
     Raises:
         InputError: an unknown measure or method, or nothing finite to draw.
     """
-    measure = one_of("measure", curve.criterion if measure is None else measure, tuple(MEASURES))
-    if method is not None:
-        one_of("method", method, curve.methods)
-    if not any(np.isfinite(getattr(p, measure)) for p in curve.points):
+    measure = one_of(
+        "measure", curve.criterion if measure is None else measure, tuple(canvas.MEASURES)
+    )
+    methods = curve.methods if method is None else (one_of("method", method, curve.methods),)
+    points = [p for p in curve.points if p.method in methods]
+    values = canvas.as_array([getattr(p, measure) for p in points])
+    if not np.isfinite(values).any():
         raise InputError(f"the merges have no finite {measure} to draw")
-    ax = axes_or_new(ax)
-    best = curve.best_of(method)
-    if curve.shape == "shared":
-        _curves(curve, ax, measure, method, best)
-    else:
-        _order(curve, ax, measure, method, best)
-    lost = sum(bool(p.failure) for p in curve.points)
-    note = f" ({lost} could not be run)" if lost else ""
-    one = method or (curve.methods[0] if len(curve.methods) == 1 else None)
-    n = len(curve.tasks)
-    ax.set_title(f"{one or 'Merges'} on {n:,} validation task{'s' * (n != 1)}{note}")
-    return ax
-
-
-def _curves(merges: Any, ax: Axes, measure: str, method: str | None, best: Any) -> None:
-    methods = merges.methods if method is None else (method,)
-    of_task, drawn = "nlls" if measure == "nll" else "accuracies", []
+    ax, shared = canvas.axes_or_new(ax), curve.shape == "shared"
+    x = np.array([p.weights[0] for p in points]) if shared else np.arange(1, len(points) + 1)
     for k, name in enumerate(methods):
-        points = sorted((p for p in merges.points if p.method == name), key=lambda p: p.weights)
-        alpha = [p.weights[0] for p in points]
-        means = as_array([getattr(p, measure) for p in points])
-        curves = [(means, "mean" if len(methods) == 1 else name, {**_look(k), "lw": 2.0})]
-        if len(methods) == 1 and len(merges.tasks) > 1:
-            each = as_array([getattr(p, of_task) for p in points]).T
-            thin = {"lw": 1.0, "ms": 4, "mew": 0.4}
-            looks = [{**_look(t + 1), **thin} for t in range(len(each))]
-            curves = [*zip(each, merges.tasks, looks, strict=True), *curves]
-        elif len(methods) == 1:
-            curves = [(means, merges.tasks[0], curves[0][2])]
-        for values, label, look in curves:
-            curve(ax, alpha, values, label, look)
-            drawn.append(values)
-    ax.axvline(best.weights[0], color=VERMILLION, lw=0.8, zorder=1)
-    who = f"best: {best.method}, " if len(methods) > 1 else "best: "
-    diamond(ax, best.weights[0], getattr(best, measure), f"{who}α = {best.weights[0]:.3g}")
-    _scale(ax, measure, np.concatenate(drawn))
-    ax.set_xlabel("weight α of every model")
-    ax.set_ylabel(f"mean {MEASURES[measure]}" if len(methods) > 1 else MEASURES[measure])
+        mine = np.flatnonzero([p.method == name for p in points])
+        mine = mine[np.argsort(x[mine], kind="stable")]
+        if shared and len(methods) == 1 and len(curve.tasks) > 1:
+            each = canvas.as_array([p.nlls if measure == "nll" else p.accuracies for p in points])
+            for t, task in enumerate(curve.tasks):
+                thin = {**_look(t + 1), "lw": 1.0, "ms": 4, "mew": 0.4}
+                canvas.drawn(ax, x[mine], each[mine, t], task, thin)
+        label = name if len(methods) > 1 or not shared else "mean"
+        label = curve.tasks[0] if label == "mean" and len(curve.tasks) == 1 else label
+        look = {**_look(k), "lw": 2.0} if shared else {**_look(k), "ls": ""}
+        canvas.drawn(ax, x[mine], values[mine], label, look)
+    best = curve.best_of(method)
+    place = best.weights[0] if shared else points.index(best) + 1
+    said = f"α = {best.weights[0]:.3g}"
+    if not shared:
+        said = "α = (" + ", ".join(f"{a:.3g}" for a in best.weights[:6]) + ")"
+    said = f"{best.method}, {said}" if shared and len(methods) > 1 else said
+    canvas.diamond(ax, place, getattr(best, measure), f"best: {said}")
+    known = values[np.isfinite(values)]
+    if measure == "nll" and bool((known > 0).all()):
+        ax.set_yscale(**canvas.scale_of(known))
+    if not shared:
+        canvas.count_ticks(ax)
+    ax.set_xlabel("weight α of every model" if shared else "merge, in the order tried")
+    ax.set_ylabel(
+        f"mean {canvas.MEASURES[measure]}" if len(curve.tasks) > 1 else canvas.MEASURES[measure]
+    )
     ax.legend(fontsize=8)
-
-
-def _order(curve: Any, ax: Axes, measure: str, method: str | None, best: Any) -> None:
-    points = [p for p in curve.points if method in (None, p.method)]
-    values = as_array([getattr(p, measure) for p in points])
-    place = np.arange(1, len(points) + 1)
-    for k, name in enumerate(dict.fromkeys(p.method for p in points)):
-        mine = np.isfinite(values) & [p.method == name for p in points]
-        _scatter(ax, place, values, mine, k, s=22, linewidths=0.4, label=name, zorder=2)
-    shown = ", ".join(f"{a:.3g}" for a in best.weights[:6]) + " …" * (len(best.weights) > 6)
-    diamond(ax, points.index(best) + 1, getattr(best, measure), f"best: α = ({shown})")
-    _scale(ax, measure, values)
-    ax.set_xlabel("merge, in the order tried")
-    count_ticks(ax)
-    ax.set_ylabel(f"mean {MEASURES[measure]}")
-    ax.legend(fontsize=8)
-
-
-def _scale(ax: Axes, measure: str, values: np.ndarray) -> None:
-    """Logarithmic where losses, all positive, span more than a linear axis can show."""
-    values = values[np.isfinite(values)]
-    if measure == "nll" and bool((values > 0).all()):
-        ax.set_yscale(**scale_of(values))
+    lost, n = sum(bool(p.failure) for p in curve.points), len(curve.tasks)
+    who = methods[0] if len(methods) == 1 else "Merges"
+    note = f" ({lost} could not be run)" if lost else ""
+    ax.set_title(f"{who} on {n:,} validation task{'s' * (n != 1)}{note}")
+    return ax

@@ -10,27 +10,7 @@ from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import (
-    BLACK,
-    BLUE,
-    GREY,
-    LOO,
-    LOOKS,
-    MEASURES,
-    ORANGE,
-    SKY,
-    VERMILLION,
-    Labels,
-    as_array,
-    axes_or_new,
-    count_of,
-    count_ticks,
-    curve,
-    diamond,
-    named,
-    paired_bars,
-    scale_of,
-)
+from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["plot_history", "plot_leave_one_out", "plot_monitor", "plot_prior_selection"]
 
@@ -52,7 +32,7 @@ def plot_monitor(
     kind: str = "generalisation",
     measure: str | None = None,
     top: int = 4,
-    labels: Labels | None = None,
+    labels: canvas.Labels | None = None,
 ) -> Axes:
     """Draw what a :class:`blr_analysis.Monitor` has recorded, by epoch.
 
@@ -79,54 +59,56 @@ def plot_monitor(
     one_of("kind", kind, ("generalisation", "sensitivities"))
     if not len(monitor):
         raise InputError("the monitor has recorded nothing yet: call monitor(posterior, epoch)")
-    ax = axes_or_new(ax)
+    ax = canvas.axes_or_new(ax)
     if kind == "generalisation":
         _generalisation(monitor, ax, measure or "nll")
     else:
         _sensitivities(monitor, ax, measure, top, labels)
     ax.set_xlabel("epoch")
-    count_ticks(ax)
+    canvas.count_ticks(ax)
     return ax
 
 
 def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
-    one_of("measure", measure, tuple(MEASURES))
+    one_of("measure", measure, tuple(canvas.MEASURES))
     for where in ("train", "loo", "test"):
         values = [row[f"{where}_{measure}"] for row in monitor.rows]
-        curve(ax, monitor.epochs, values, *LOOKS[where])
+        canvas.drawn(ax, monitor.epochs, values, *canvas.LOOKS[where])
     if not ax.lines:
         raise InputError(f"the monitor has recorded no finite {measure}")
-    ax.set_ylabel(MEASURES[measure])
+    ax.set_ylabel(canvas.MEASURES[measure])
     ax.set_title("Leave-one-out estimate against test data")
     ax.legend()
 
 
 def _sensitivities(
-    monitor: Any, ax: Axes, measure: str | None, top: int, labels: Labels | None
+    monitor: Any, ax: Axes, measure: str | None, top: int, labels: canvas.Labels | None
 ) -> None:
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
     default = "deviation" if "deviation" in monitor.keep else monitor.keep[0]
-    drawn: str = default if measure is None else measure
-    values = as_array(monitor.history(drawn))  # [E, n]
+    kept: str = default if measure is None else measure
+    values = canvas.as_array(monitor.history(kept))  # [E, n]
     if not np.isfinite(values).all():
-        raise InputError(f"the monitor's {drawn} is not finite everywhere; draw another measure")
+        raise InputError(f"the monitor's {kept} is not finite everywhere; draw another measure")
     epochs, marker = np.asarray(monitor.epochs), "." if len(monitor.epochs) <= 30 else ""
     for low, high, label, alpha in BANDS:
         edges = np.quantile(values, [low, high], axis=1)
-        ax.fill_between(epochs, *edges, color=SKY, alpha=alpha, lw=0, label=f"{label} of examples")
+        ax.fill_between(
+            epochs, *edges, color=canvas.SKY, alpha=alpha, lw=0, label=f"{label} of examples"
+        )
     middle = np.median(values, axis=1)
-    ax.plot(epochs, middle, color=BLACK, lw=1.8, marker=marker, label="median")
+    ax.plot(epochs, middle, color=canvas.BLACK, lw=1.8, marker=marker, label="median")
     order = np.argsort(-values[-1], kind="stable")[: max(top, 0)]
     indices = [int(monitor.indices[place]) for place in order.tolist()]
-    names = [f"example {i}" for i in indices] if labels is None else named(indices, labels)
+    names = [f"example {i}" for i in indices] if labels is None else canvas.named(indices, labels)
     for rank, (place, name) in enumerate(zip(order.tolist(), names, strict=True)):
-        color = (VERMILLION, BLUE, ORANGE, GREY)[rank % 4]
+        color = canvas.FOUR[::-1][rank % 4]
         ax.plot(epochs, values[:, place], color=color, lw=1.2, marker=marker, ls=LINES[rank % 4],
                 label=name)  # fmt: skip
-    ax.set_yscale(**scale_of(values.reshape(-1)))
-    ax.set_ylabel(UNITS[drawn])
-    ax.set_title(f"Sensitivities while training: {count_of(values.shape[1])}")
+    ax.set_yscale(**canvas.scale_of(values.reshape(-1)))
+    ax.set_ylabel(UNITS[kept])
+    ax.set_title(f"Sensitivities while training: {canvas.count_of(values.shape[1])}")
     ax.legend(fontsize=8)
 
 
@@ -142,21 +124,21 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     Returns:
         The Axes, the prior precision on a logarithmic axis.
     """
-    ax = axes_or_new(ax)
+    ax = canvas.axes_or_new(ax)
     delta = np.array([row["prior_precision"] for row in selection.rows])
     for where in ("train", "loo", "test"):
         values = np.array([row[f"{where}_nll"] for row in selection.rows], dtype=float)
-        known = curve(ax, delta, values, *LOOKS[where])
+        known = canvas.drawn(ax, delta, values, *canvas.LOOKS[where])
         stuck = known & [row.get("converged") is False for row in selection.rows]
         if where == "loo" and stuck.any():
-            ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=BLACK, zorder=4,
-                    label="did not converge")  # fmt: skip
+            ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=canvas.BLACK,
+                    zorder=4, label="did not converge")  # fmt: skip
     (chosen,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
-    ax.axvline(selection.best, color=VERMILLION, lw=0.8, ls="-", zorder=1)
-    diamond(ax, selection.best, chosen, f"chosen: {selection.best:g}", zorder=3)
+    ax.axvline(selection.best, color=canvas.VERMILLION, lw=0.8, ls="-", zorder=1)
+    canvas.diamond(ax, selection.best, chosen, f"chosen: {selection.best:g}", zorder=3)
     ax.set_xscale("log")
     ax.set_xlabel("prior precision δ")
-    ax.set_ylabel(MEASURES["nll"])
+    ax.set_ylabel(canvas.MEASURES["nll"])
     edge = " (at the edge of the grid)" if selection.at_edge else ""
     ax.set_title(f"Prior precision by leave-one-out{edge}")
     ax.legend()
@@ -202,25 +184,27 @@ def plot_leave_one_out(
             raise InputError(f"{name} holds {len(other)} values for {len(loo)} loo_values")
     if not np.isfinite(np.concatenate([loo, test])).any():
         raise InputError("loo_values and test_values must be finite numbers (NaN marks a gap)")
-    ax = axes_or_new(ax)
+    ax = canvas.axes_or_new(ax)
     if labels is not None or len(loo) == 1:
-        paired_bars(ax, loo, test, (LOO, "test data"), BLUE)
+        canvas.paired_bars(ax, loo, test, (canvas.LOO, "test data"), canvas.BLUE)
         ax.set_xticks(range(len(loo)), [str(name) for name in labels or [""]])
         ax.margins(y=0.25)
     else:
-        x = np.arange(1, len(loo) + 1) if epochs is None else as_array(epochs)
-        curve(ax, x, loo, *LOOKS["loo"])
-        curve(ax, x, test, *LOOKS["test"])
+        x = np.arange(1, len(loo) + 1) if epochs is None else canvas.as_array(epochs)
+        canvas.drawn(ax, x, loo, *canvas.LOOKS["loo"])
+        canvas.drawn(ax, x, test, *canvas.LOOKS["test"])
         ax.set_xlabel("epoch")
-        count_ticks(ax)
-    ax.set_ylabel(MEASURES.get(measure, measure))
+        canvas.count_ticks(ax)
+    ax.set_ylabel(canvas.MEASURES.get(measure, measure))
     ax.set_title("Leave-one-out estimate against test data")
     ax.legend()
     return ax
 
 
 def _numbers(values: Any, measure: str) -> np.ndarray:
-    return as_array(getattr(values, measure, values) if measure in MEASURES else values).reshape(-1)
+    return canvas.as_array(
+        getattr(values, measure, values) if measure in canvas.MEASURES else values
+    ).reshape(-1)
 
 
 def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:
@@ -241,13 +225,13 @@ def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:
     values = np.asarray(fitted.history, dtype=float)
     if not len(values):
         raise InputError("the history is empty: there is nothing to draw")
-    ax = axes_or_new(ax)
+    ax = canvas.axes_or_new(ax)
     steps = np.arange(1, len(values) + 1)
-    ax.plot(steps, values, color=BLUE, marker="." if len(values) < 50 else None)
+    ax.plot(steps, values, color=canvas.BLUE, marker="." if len(values) < 50 else None)
     if not fitted.converged:
-        ax.plot(steps[-1:], values[-1:], color=VERMILLION, marker="x", label="not converged")
+        ax.plot(steps[-1:], values[-1:], color=canvas.VERMILLION, marker="x", label="not converged")
         ax.legend()
     ax.set_xlabel("iteration")
     ax.set_ylabel(f"{fitted.objective} [nats]")
-    count_ticks(ax)
+    canvas.count_ticks(ax)
     return ax

@@ -11,15 +11,7 @@ from matplotlib.axes import Axes
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
-from blr_analysis.plots._canvas import (
-    MEASURES,
-    SKY,
-    as_array,
-    axes_or_new,
-    name_of,
-    paired_bars,
-    shortened,
-)
+from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["plot_what_if"]
 
@@ -63,7 +55,7 @@ def plot_what_if(
         >>> [container.get_label() for container in ax.containers]
         ['before', 'after, predicted']
     """
-    one_of("measure", measure, tuple(MEASURES))
+    one_of("measure", measure, tuple(canvas.MEASURES))
     table, by_group = (result, True) if hasattr(result, "columns") else (_whole(result), False)
     key = "group" if "group" in table else "class"
     wanted = {key, f"{measure}_before", f"{measure}_after"}
@@ -75,14 +67,14 @@ def plot_what_if(
         raise InputError(f"the {measure} is not a finite number for every group")
     known = _truths(truth, table[key].tolist())
     kept = np.sort(np.argsort(-np.abs(values[:, 1] - values[:, 0]), kind="stable")[:max_groups])
-    groups = [shortened(name_of(table[key].iloc[k], names)) for k in kept]
-    ax = axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
+    groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in kept]
+    ax = canvas.axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     ends = table[["nll_low", "nll_high"]].to_numpy(float)[kept] if "nll_low" in table else None
     _draw(ax, *values[kept].T, known[kept], ends if measure == "nll" else None)
     long = sum(map(len, groups)) > 60 or max(map(len, groups)) > 12
     ax.set_xticks(range(len(groups)), groups, **({"rotation": 45, "ha": "right"} if long else {}))
     ax.set_xlabel("group taken out" if by_group else "evaluated on")
-    ax.set_ylabel(MEASURES[measure])
+    ax.set_ylabel(canvas.MEASURES[measure])
     rest = f" ({len(groups)} of {len(table)} groups, the largest changes)"
     title = "What if a group were gone?" if by_group else "What if?"
     ax.set_title(title + rest * (len(groups) < len(table)))
@@ -95,7 +87,7 @@ def plot_what_if(
 def _draw(
     ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray, ends: np.ndarray | None
 ) -> None:
-    second = paired_bars(ax, before, after, ("before", "after, predicted"), SKY)
+    second = canvas.paired_bars(ax, before, after, ("before", "after, predicted"), canvas.SKY)
     drawn = np.concatenate([before, after, known, [0.0]])
     if ends is not None and np.isfinite(ends).any():
         ax.vlines(second, *ends.T, color="black", lw=1.5, label="likely between", zorder=2.5)
@@ -122,14 +114,12 @@ def _whole(result: Any) -> pd.DataFrame:
 
 def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
     """One retrained value per group, NaN where unknown."""
-    if truth is None:
-        return np.full(len(groups), np.nan)
-    if isinstance(truth, Mapping):
-        strangers = [key for key in truth if key not in groups]
+    if isinstance(truth, Mapping) or truth is None:
+        strangers = [key for key in truth or () if key not in groups]
         if strangers:
             raise InputError(f"truth names groups that were not analysed: {strangers}")
-        return np.array([float(truth.get(group, np.nan)) for group in groups])
-    values = np.atleast_1d(as_array(truth))
+        return np.array([float((truth or {}).get(group, np.nan)) for group in groups])
+    values = np.atleast_1d(canvas.as_array(truth))
     if np.ndim(truth) == 0 and groups[0] == "all":
         values = np.append(values, [np.nan] * (len(groups) - 1))
     if values.shape != (len(groups),):

@@ -59,7 +59,7 @@ def report(
             some of them rests on.
         by, passes: which groups are taken out and how, as in ``blr_analysis.audit.investigate``.
         images: one image per training example, see :func:`blr_analysis.plots.image_of`; also
-            PIL images and encoded bytes. Left out, the task's own inputs if they are images.
+            PIL images. Left out, the task's own inputs if they are images.
         texts: one text per training example, in place of a metadata column.
         monitor: what :class:`blr_analysis.Monitor` saw while the model trained.
         title: the page's heading.

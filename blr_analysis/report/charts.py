@@ -11,27 +11,20 @@ import numpy as np
 from bokeh.embed import json_item
 from bokeh.models import (
     BooleanFilter,
-    BoxSelectTool,
     CDSView,
     ColumnDataSource,
     HoverTool,
     InlineStyleSheet,
-    Label,
-    LassoSelectTool,
-    PanTool,
-    ResetTool,
     Span,
-    TapTool,
-    WheelZoomTool,
 )
 from bokeh.plotting import figure
 from matplotlib.axes import Axes
 
-from blr_analysis.memory_map import REGIONS, VARIANCES, MemoryMap
-from blr_analysis.plots._canvas import GREY, ORANGE, scale_of, whole_figure
+from blr_analysis.memory_map import VARIANCES, MemoryMap
+from blr_analysis.plots import _canvas as canvas
 
 ON_PAPER = "@media print { :host { visibility: hidden } }"
-DASHED: dict[str, Any] = {"line_dash": "dashed", "line_color": GREY}
+DASHED: dict[str, Any] = {"line_dash": "dashed", "line_color": canvas.GREY}
 PAD = 0.05  # of an axis
 
 
@@ -46,14 +39,16 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         y_range=up.limits,
         x_axis_label=f"prediction {VARIANCES[memory.variance_kind]}  (→ less certain)",
         y_axis_label="prediction error ‖e‖₂  (→ more wrong)",
-        tools=[],
+        tools="box_select,lasso_select,pan,wheel_zoom,reset,tap",
+        active_drag="box_select",
+        active_scroll=None,
         height=480,
         sizing_mode="stretch_width",
         name="map",
     )
     n = len(rows)
     shown = {"x": across.drawn[rows].astype(np.float32), "y": up.drawn[rows].astype(np.float32)}
-    looks = {"colour": [GREY] * n, "mark": ["circle"] * n}
+    looks = {"colour": [canvas.GREY] * n, "mark": ["circle"] * n}
     size, alpha = (8, 0.8) if n <= 1000 else (5, 0.5) if n <= 3000 else (4, 0.3)
     points = chart.scatter(
         "x",
@@ -67,36 +62,13 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         nonselection_alpha=0.06,
     )
     focus = ColumnDataSource({"x": [], "y": []}, name="focus")
-    chart.scatter("x", "y", source=focus, size=17, fill_color=None, line_color=ORANGE, line_width=3)
+    chart.scatter(
+        "x", "y", source=focus, size=17, fill_color=None, line_color=canvas.ORANGE, line_width=3
+    )
     chart.add_layout(Span(location=across.line, dimension="height", **DASHED))
     chart.add_layout(Span(location=up.line, dimension="width", **DASHED))
-    for place, region in enumerate(REGIONS):
-        right, top = place % 2, place // 2
-        corner = {"x": across.limits[right], "y": up.limits[top]}
-        align = {"text_align": ("left", "right")[right], "text_baseline": ("bottom", "top")[top]}
-        chart.add_layout(
-            Label(
-                **corner,
-                **align,
-                x_offset=-8 if right else 8,
-                y_offset=-8 if top else 8,
-                text=region,
-                text_font_size="12px",
-                text_font_style="bold" if region == "memorable" else "normal",
-                background_fill_color="white",
-                background_fill_alpha=0.7,
-            )
-        )
-    brush = BoxSelectTool(renderers=[points])
-    lasso = LassoSelectTool(renderers=[points], continuous=False)
-    hover = HoverTool(renderers=[points], tooltips=None)
-    chart.add_tools(
-        brush, lasso, PanTool(), wheel := WheelZoomTool(), ResetTool(), TapTool(renderers=[points])
-    )
-    chart.add_tools(hover)
-    chart.toolbar.active_drag, chart.toolbar.active_scroll = brush, None
+    chart.add_tools(HoverTool(renderers=[points], tooltips=None))
     chart.toolbar.stylesheets = [InlineStyleSheet(css=ON_PAPER)]
-    wheel.zoom_on_axis = True
     chart.toolbar.logo = None
     chart.background_fill_color = chart.border_fill_color = None  # the paper is the page's own
     chart.outline_line_color = None
@@ -106,7 +78,7 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
 def drawn_here(ax: Axes) -> str:
     """A picture as a ``data:`` URI."""
     file = io.BytesIO()
-    whole_figure(ax).savefig(file, format="png", dpi=110)
+    canvas.whole_figure(ax).savefig(file, format="png", dpi=110)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
@@ -114,7 +86,7 @@ class _Axis:
     """One axis of the map: logarithmic or not; Bokeh's has no zero, which stands at its edge."""
 
     def __init__(self, values: np.ndarray, threshold: float) -> None:
-        scale = scale_of(values)
+        scale = canvas.scale_of(values)
         log = scale["value"] != "linear"
         self.kind: Any = "log" if log else "linear"
         floor = scale.get("linthresh", -np.inf)

@@ -18,7 +18,7 @@ from PIL import Image
 from blr_analysis.audit import Findings
 from blr_analysis.audit.pictures import images_of
 from blr_analysis.audit.sections import plain
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Poisson
 from blr_analysis.plots import image_of
 from blr_analysis.sensitivity import TopInfluence, influence
@@ -133,10 +133,9 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
         InputError: fewer names than there are classes, or names of a regression.
     """
     task, table = findings.task, findings.table
-    single = task.likelihood.is_classification and {"target", "left_out_prediction"} <= {*table}
-    if not single:
-        if given is not None and not label_names(findings, given):
-            raise InputError("classes= names classes or labels, which these targets are not")
+    if not (task.likelihood.is_classification and {"target", "left_out_prediction"} <= {*table}):
+        if given is not None:
+            raise InputError("classes= names classes, which these targets are not")
         return None
     count = 1 + int(table[["target", "left_out_prediction"]].to_numpy().max())
     known = getattr(getattr(task.model, "config", None), "id2label", None) or {}
@@ -146,21 +145,6 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
         raise InputError(f"classes= names {len(names)} classes of {count}")
     unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in enumerate(names))
     return None if unnamed else names
-
-
-def label_names(findings: Findings, given: Sequence[str] | None) -> dict[str, str]:
-    """The columns of each label, where an example has several, by the names given; else none.
-
-    Raises:
-        InputError: another number of names than there are labels.
-    """
-    columns, sides = {*findings.table}, ("target", "prediction", "left_out_prediction")
-    count = sum(f"target_{c}" in columns for c in range(len(columns)))
-    if given is None or not count or not findings.task.likelihood.is_classification:
-        return {}
-    if len(given) != count:
-        raise InputError(f"classes= names {len(given)} labels of {count}")
-    return {f"{s}_{c}": f"{s} {name or '(empty)'}" for c, name in enumerate(given) for s in sides}
 
 
 def named(value: Any, names: Sequence[str] | None) -> str:
@@ -330,15 +314,8 @@ def picture_of(images: Any, index: int) -> np.ndarray:
 
     Raises:
         InputError: it is no image.
-        DataError: bytes that no image format knows.
     """
     item = images[index] if isinstance(images, Sequence) and index < len(images) else None
-    if isinstance(item, bytes | bytearray):
-        try:
-            item = Image.open(io.BytesIO(item))
-            item.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"images[{index}] holds bytes that are no image") from error
     if isinstance(item, Image.Image):
         images = {index: np.asarray(item.convert("L" if item.mode in ("1", "L") else "RGB"))}
     picture = image_of(images, index)

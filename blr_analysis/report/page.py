@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -20,22 +19,8 @@ from blr_analysis.audit import Findings, sections
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
 from blr_analysis.plots import plot_monitor, plot_what_if
+from blr_analysis.report import contents
 from blr_analysis.report.charts import drawn_here, memory_chart
-from blr_analysis.report.contents import (
-    class_names,
-    classes_of,
-    colours_of,
-    columns_of,
-    filters_of,
-    label_names,
-    named,
-    neighbours_of,
-    pictures_of,
-    rows_of,
-    sheet_of,
-    suspects_of,
-    tests_of,
-)
 from blr_analysis.sensitivity import Monitor
 
 
@@ -51,31 +36,30 @@ def write_page(
     truth: Mapping[Any, float] | None = None,
 ) -> Path:
     """Write the page; ``truth`` is what retraining without some groups gave."""
-    names = class_names(findings, classes)
-    neighbours = neighbours_of(findings)
-    rows = rows_of(findings, texts, neighbours)
-    rows = replace(rows, table=rows.table.rename(columns=label_names(findings, classes)))
-    pictures = pictures_of(findings, rows, neighbours, images)
-    sheet = None if pictures is None else sheet_of(pictures)
+    names = contents.class_names(findings, classes)
+    neighbours = contents.neighbours_of(findings)
+    rows = contents.rows_of(findings, texts, neighbours)
+    pictures = contents.pictures_of(findings, rows, neighbours, images)
+    sheet = None if pictures is None else contents.sheet_of(pictures)
     chosen = names if findings.by == "target" else None  # names of groups
     drawn = {}
     if findings.removals is not None:
-        called = {group: named(group, chosen) for group in findings.removals["group"]}
+        called = {group: contents.named(group, chosen) for group in findings.removals["group"]}
         drawn["removals"] = drawn_here(plot_what_if(findings.removals, truth=truth, names=called))
     if monitor is not None and len(monitor.rows):
         drawn["training"] = drawn_here(plot_monitor(monitor))
-    colours = colours_of(rows)
+    colours = contents.colours_of(rows)
     data = {
         "n": len(findings.table),
-        "columns": columns_of(rows, names),
+        "columns": contents.columns_of(rows, names),
         "by": findings.influence,
         "texts": rows.texts,
         "inputs": rows.inputs,
         "colours": colours,
-        "filters": filters_of(rows, colours),
-        "classes": classes_of(findings, names),
-        "suspects": suspects_of(findings, rows),
-        "tests": tests_of(rows, neighbours, names),
+        "filters": contents.filters_of(rows, colours),
+        "classes": contents.classes_of(findings, names),
+        "suspects": contents.suspects_of(findings, rows),
+        "tests": contents.tests_of(rows, neighbours, names),
         "testsPictured": sheet is not None and sheet.n > len(rows.index),
         "across": None if sheet is None else sheet.across,
         "charts": {"map": memory_chart(findings.memory, rows.index)},
@@ -85,7 +69,7 @@ def write_page(
     text = _template().render(
         title=title or f"Audit of {findings.task.n_data:,} training examples",
         question=question(findings),
-        said=sections(findings, lambda value: named(value, chosen)),
+        said=sections(findings, lambda value: contents.named(value, chosen)),
         policy=policy(library, script),
         style=Markup(_own("page.css")),
         script=Markup(script),
@@ -113,14 +97,12 @@ def question(findings: Findings) -> str:
     """What was asked, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
-    asked = (
+    groups = f", with each {findings.noun} or without it" * (findings.removals is not None)
+    return (
         f"Which of {task.n_data:,} training examples shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
-        "well will it do on new data"
+        f"well will it do on new data{groups}?"
     )
-    if findings.removals is not None:
-        asked += f", with each {findings.noun} or without it"
-    return asked + "?"
 
 
 def policy(*scripts: str) -> str:

@@ -104,8 +104,7 @@ def token_sensitivity(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     if not isinstance(task.likelihood, TokenCategorical):
-        wanted = 'take "tokens" or "causal_lm"'
-        raise InputError(f"{task.likelihood.name} has no target per token; {wanted}")
+        raise InputError(f'{task.likelihood} has no target per token: "tokens" or "causal_lm"')
     q = fitted(task, posterior)
     order = torch.arange(task.n_data)
     if sequences is not None:
@@ -117,7 +116,7 @@ def token_sensitivity(
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
     )
-    check_finite(change.mul_(q.temperature))
+    check_finite(change)
     rows = sequence.tolist()
     return TokenScores(
         sequence=sequence,
@@ -143,10 +142,10 @@ def token_influence(
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget = Budget.of(task, q, 1)
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
-        held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
+        chosen, room = torch.tensor([j]), Budget.of(task, q, 1)
+        held = preconditioned(test_task, q, chosen, loss_gradient, room)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
             position, target, _, change = _tokens(
@@ -166,7 +165,7 @@ def _tokens(
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, targets, losses and g_tᵀ u of one sequence's tokens that count, with u made of
+    """Positions, targets, losses and τ g_tᵀ u of one sequence's tokens that count, with u made of
     g_i; where the end of a training alone is known, its errors are at .7 of the logits."""
     part = PART if stands_alone(task, q) else 1.0
     # The fused attention kernels cannot be differentiated twice.
@@ -198,7 +197,8 @@ def _tokens(
                 'and attn_implementation="eager"'
             ) from error
     kept = (targets[0] != likelihood.ignore_index).nonzero().flatten()
-    return kept, targets[0][kept], losses.detach()[0][kept], change.detach()[0][kept]
+    change = q.temperature * change.detach()
+    return kept, targets[0][kept], losses.detach()[0][kept], change[0][kept]
 
 
 def _check_linear(change: Tensor, along: Tensor) -> None:

@@ -125,7 +125,7 @@ def _mean_loss(under: Task, batch: list[tuple[Task, Tensor]]) -> Tensor:
 
 
 def _answers(
-    under: Task, batch: list[tuple[Task, Tensor]], leaves: State
+    under: Task, batch: list[tuple[Task, Tensor]], leaves: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Outputs and targets of each part of a minibatch: of all in one forward pass, as BatchNorm
     takes them, where they can be put together."""

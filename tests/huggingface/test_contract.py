@@ -174,7 +174,7 @@ class TestTrainer(TrainerContract):
         )  # fmt: skip
         trainer.train()
         assert callback.checkpoints is not None and callback.recipe is not None
-        assert not (folder / "run").exists()
+        assert not (folder / "_run").exists()
         return Run(model, callback.checkpoints, callback.recipe, kept(callback.checkpoints))
 
 
@@ -232,7 +232,9 @@ class TestAccelerate(TrainerContract):
 # ---------------------------------------------------------------- what a Trainer's folder tells
 
 
-def test_a_trainers_folder_has_checkpoints_and_recipe(tmp_path: Path) -> None:
+def test_a_trainers_folder_has_checkpoints_and_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net()
     how: Any = {"optim": "adamw_torch", "learning_rate": 0.05, "weight_decay": 0.1}
     trainer = Trainer(
@@ -244,7 +246,9 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(tmp_path: Path) -> None:
         "optimizer": "adamw", "lr": 0.05, "epochs": EPOCHS, "batch_size": N, "schedule": "cosine",
         "weight_decay": 0.1,
     }  # fmt: skip
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text()) == expected
+    assert json.loads((tmp_path / "_run" / "recipe.json").read_text()) == expected
+    assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
     found = training_of(tmp_path)
     task = blr.Task(model.eval(), ROWS, **found)
     assert task.recipe is not None and task.recipe.record == expected
@@ -279,7 +283,7 @@ def test_a_resumed_run_has_the_checkpoints_of_the_whole_one(tmp_path: Path) -> N
     for p, q in zip(whole.posterior().run, again.posterior().run, strict=True):
         assert all(torch.equal(p.precision(n), q.precision(n)) for n in p.mean)
     assert again.recipe is not None and again.recipe.initial is not None
-    names = {p.name for p in (tmp_path / "run").iterdir()}
+    names = {p.name for p in (tmp_path / "_run").iterdir()}
     assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
 
 

@@ -13,7 +13,6 @@ import pytest
 import tiny_transformers as tiny
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 import blr_analysis as blr
@@ -46,37 +45,32 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(factory: pytest.TempPathFactory, name: str) -> Path:
     """A model with its data beside it."""
-    kind, task, more = MODELS[request.param]
-    place = tmp_path_factory.mktemp("model")
-    tiny.save(place, tiny.build(kind, task, **more))
+    kind, task, more = MODELS[name]
+    place = tiny.save(factory.mktemp("model"), tiny.build(kind, task, **more))
     write_data(place / "data.jsonl")
     return place
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("bert")
-    tiny.save(place, tiny.build("bert"))
-    write_data(place / "data.jsonl")
-    return place
+    return made(tmp_path_factory, "bert")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("llama")
-    tiny.save(place, tiny.build("llama", "causal_lm"))
-    write_data(place / "data.jsonl")
-    return place
+    return made(tmp_path_factory, "llama")
 
 
-def write_data(path: Path, n: int = N) -> list[str]:
-    texts = tiny.sentences(n)
-    rows = [{"text": text, "label": i % 3} for i, text in enumerate(texts)]
+def write_data(path: Path) -> None:
+    rows = [{"text": text, "label": i % 3} for i, text in enumerate(tiny.sentences(N))]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return texts
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -122,17 +116,20 @@ def empirical(folder: Path, dtype: torch.dtype = torch.float64) -> dict[str, Ten
     return summed(found)
 
 
+def weighed(model: Any, logits: Tensor) -> list[dict[str, Tensor]]:
+    """√p_c g_c of every class at every position: their squares add up to the Fisher."""
+    found = []
+    for loss in -logits.log_softmax(-1).reshape(-1):
+        g = gradient(model, loss, keep=True)
+        found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
+    return found
+
+
 def exact(folder: Path) -> dict[str, Tensor]:
     """Σ_i Σ_c p_c g_ic²: the Fisher of a classifier, every label weighed by its probability."""
     model, tokenizer = reload(folder)
-    found = []
-    for row in rows_of(folder):
-        logits, _ = logits_of(model, tokenizer, row["text"])
-        losses = -logits.log_softmax(-1)
-        for loss in losses:
-            g = gradient(model, loss, keep=True)
-            found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
-    return summed(found)
+    each = (logits_of(model, tokenizer, row["text"])[0] for row in rows_of(folder))
+    return summed([g for logits in each for g in weighed(model, logits)])
 
 
 def task_in_double(folder: Path) -> Task:
@@ -221,6 +218,7 @@ def test_a_folder_gets_it_in_single_precision(folder: Path, tmp_path: Path) -> N
     assert result.parameters == sum(t.numel() for t in truth.values())
 
 
+@pytest.mark.slow
 def test_ggn_is_the_exact_fisher_to_which_sampled_labels_tend(bert: Path) -> None:
     task, truth = task_in_double(bert), exact(bert)
     assert gap(diagonal(task, "ggn"), truth) < 1e-10
@@ -238,13 +236,8 @@ def test_sampled_tokens_are_the_models_own(llama: Path) -> None:
     shortest = lengths.index(min(lengths))
     logits, ids = logits_of(model, tokenizer, rows_of(llama)[shortest]["text"])
     assert task.dataset[shortest]["input_ids"] == ids.tolist()
-    found = []
-    for losses in -logits[:-1].log_softmax(-1):
-        for loss in losses:
-            g = gradient(model, loss, keep=True)
-            found.append({n: x * (-loss / 2).exp().detach() for n, x in g.items()})
-    ours = diagonal(task.subset([shortest]), "mc_fisher", samples=200)
-    assert apart(ours, summed(found)) < 0.15
+    ours = diagonal(task.subset([shortest]), "mc_fisher", samples=100)
+    assert apart(ours, summed(weighed(model, logits[:-1]))) < 0.2
 
 
 def test_labels_are_drawn_by_example_and_seed(folder: Path) -> None:
@@ -308,6 +301,9 @@ def test_some_of_the_examples_stand_for_all(bert: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(json.dumps(rows[i]) for i in order.tolist()))
     fisher(bert, few, kind="emp", out=tmp_path / "few")
+    fisher(bert, few, kind="emp", out=tmp_path / "half", dtype=torch.bfloat16)
+    half = stored(tmp_path / "half")
+    assert all(torch.equal(t.bfloat16(), half[n]) for n, t in stored(tmp_path / "few").items())
     three = {n: t * N / 3 for n, t in stored(tmp_path / "few").items()}
     assert gap(stored(tmp_path / "some"), {n: t.double() for n, t in three.items()}) < 1e-5
     with pytest.raises(InputError, match=f"holds {N}"):
@@ -326,31 +322,6 @@ def test_sampled_labels_need_none(bert: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "emp").exists()
 
 
-def test_bfloat16_halves_the_file(bert: Path, tmp_path: Path) -> None:
-    fisher(bert, bert / "data.jsonl", kind="emp", out=tmp_path / "a.safetensors")
-    fisher(
-        bert, bert / "data.jsonl", kind="emp", out=tmp_path / "b.safetensors", dtype=torch.bfloat16
-    )
-    whole, half = stored(tmp_path / "a.safetensors"), stored(tmp_path / "b.safetensors")
-    assert {t.dtype for t in half.values()} == {torch.bfloat16}
-    assert all(torch.equal(whole[n].bfloat16(), t) for n, t in half.items())
-
-
-def test_a_folder_in_half_precision_has_the_fisher_of_its_weights(
-    bert: Path, tmp_path: Path
-) -> None:
-    """Rounded to bfloat16 and stored so, or stored in float32: the same numbers."""
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        folder = shutil.copytree(bert, tmp_path / str(dtype))
-        tensors = Folder.open(bert).tensors()
-        rounded = {n: t.bfloat16().to(dtype) for n, t in tensors.items()}
-        save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-        fisher(folder, bert / "data.jsonl", kind="mc", out=folder / "precision")
-        found.append(stored(folder / "precision"))
-    assert gap(found[0], {n: t.double() for n, t in found[1].items()}) < 1e-5
-
-
 def test_names_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
     """A GPT-2 saved without its head: the files lack the prefix that the model's names have."""
     whole = tiny.build("gpt2", "causal_lm")
@@ -363,16 +334,9 @@ def test_names_are_those_of_the_files(tmp_path: Path, llama: Path) -> None:
     assert set(found) == set(Folder.open(model).specs)
     assert record["tied"] == {"wte.weight": ["transformer.wte.weight", "lm_head.weight"]}
     tiny.save(tmp_path / "w", whole)
-    truth = {
-        n.removeprefix("transformer."): t
-        for n, t in _empirical_of(tmp_path / "w", llama / "data.jsonl").items()
-    }
+    write_data(tmp_path / "w" / "data.jsonl")
+    truth = {n.removeprefix("transformer."): t for n, t in empirical(tmp_path / "w").items()}
     assert gap(found, truth) < 1e-5
-
-
-def _empirical_of(model: Path, data: Path) -> dict[str, Tensor]:
-    (model / "data.jsonl").write_text(data.read_text())
-    return empirical(model)
 
 
 def test_no_network_is_asked(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,6 +404,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
 # --- adapters ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diag", "gram"])
 def test_an_adapter_has_the_precision_of_what_it_changes(tmp_path: Path, structure: str) -> None:
     """By PEFT's merge of it, as a model of its own; the merges take it, and no other's."""
@@ -470,10 +435,9 @@ def test_an_adapter_has_the_precision_of_what_it_changes(tmp_path: Path, structu
     how = {"precisions": [tmp_path / f"whole{t}" / "precision" for t in (0, 1)]}
     blr.merge(base, places, out=tmp_path / "of wholes", method="fisher", **how)
     how = {"precisions": precisions, "method": "fisher"}
-    for more in ({}, {"rank": 2}):
-        blr.merge(base, places, out=tmp_path / f"out{len(more)}", **more, **how)
-        with pytest.raises(PosteriorError, match="swapped"):
-            blr.merge(base, places[::-1], out=tmp_path / "no", **more, **how)
+    blr.merge(base, places, out=tmp_path / "out", **how)
+    with pytest.raises(PosteriorError, match="swapped"):
+        blr.merge(base, places[::-1], out=tmp_path / "no", **how)
     with pytest.raises(InputError, match="adapter"):
         fisher(base, tmp_path / "data.jsonl", base=base)
 

@@ -229,7 +229,7 @@ def test_shards_of_a_chosen_size_with_an_index_of_their_own(tmp_path: Path) -> N
     assert len(parts.shards) > 2
     index = json.loads((parts.folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(SHAPES)
-    assert index["metadata"]["total_size"] == parts.bytes_written
+    assert index["metadata"]["total_size"] == parts.plan.bytes_written
     for file in parts.shards:
         size = sum(t.nbytes for t in load_file(parts.folder / file).values())
         assert size <= 200 or len(load_file(parts.folder / file)) == 1
@@ -322,7 +322,7 @@ def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
     assert list(table["tensor"]) == list(Folder.open(tmp_path / "base").specs)
     assert set(table["fate"]) == {"merged"}
     assert list(report.plan.table["bytes"]) == list(table["bytes"])
-    assert table["bytes"].sum() == report.bytes_written
+    assert table["bytes"].sum() == report.plan.bytes_written
 
 
 # What stands beside a merged model: readable, escaped, and without paths of this machine.
@@ -374,7 +374,7 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
     assert (one["fate"], one["shape"], one["dtype"]) == ("merged", "6x6", "bfloat16")
     assert (one["bytes"], one["weights"], one["precisions"]) == ("72", "1 0.5", "own own")
     entries = 66 + 36 + 6 + 36 + 6 + 1  # of three models and their precisions, in float32
-    assert (report.bytes_read, report.bytes_written) == (4 * 6 * entries, 2 * entries)
+    assert (report.plan.bytes_read, report.plan.bytes_written) == (4 * 6 * entries, 2 * entries)
 
 
 def test_models_of_the_hub_are_linked_and_tied_tensors_told(tmp_path: Path) -> None:

@@ -289,7 +289,6 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + "models: [{model: ./nowhere}]", "folder of the recipe"),
     (HEAD + "models: [{model: ~nobody_here/x}]", "names no file"),
     ("merge_method: slerp\nbase_model: base\n" + ONE, "no t"),
-    (HEAD + BOTH + "adapter_rank: 2", "adapters"),
     (HEAD + "models: [{model: ft1, data: ft1/config.json}, {model: ft2}]", "data: stand for"),
     (
         "merge_method: fisher\nmodels: [{model: ft1, data: recipe.yml, precision: ft1/precision}]",

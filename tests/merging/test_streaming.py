@@ -407,7 +407,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": 1}, "takes no 'seeds'"),
     ({**BARE, "method": "linear", "weights": [1.0, -1.0]}, "sum to 0"),
     ({"max_memory": 1000}, "max_memory=1000 bytes is too little"),
-    ({"rank": 2}, "out="),
     ({**TWO, "damping": 0.1}, "damping is of precisions with factors"),
     ({**TWO, "shrink": 0.9}, "shrink is of precisions with factors"),
     ({**TWO, "shrink": 1.1}, "shrink must be"),

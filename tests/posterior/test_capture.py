@@ -313,17 +313,6 @@ def test_a_hessian_below_zero_is_allowed_and_a_precision_is_not(
             Posterior.from_optimizer(optimizer, model)
 
 
-def test_ess_of_groups_may_differ_where_it_is_said(flat_ivon: tuple[Net, Any]) -> None:
-    model, optimizer = flat_ivon
-    before = from_optimizer(optimizer, model).precision
-    optimizer.param_groups[0]["ess"] = 50
-    with pytest.raises(OptimizerError, match="no number of examples"):
-        from_optimizer(optimizer, model)
-    after = from_optimizer(optimizer, model, n_data=N, scaling="ess").precision
-    torch.testing.assert_close(after["last.bias"], before["last.bias"] / 4)
-    assert torch.equal(after["first.bias"], before["first.bias"])
-
-
 # ----------------------------------------------------------------------------------- the rows
 
 

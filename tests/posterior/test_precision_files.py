@@ -140,22 +140,6 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------- the prior
 
 
-@pytest.mark.parametrize(
-    "prior",
-    [
-        1.5,
-        {"net.weight": 1.0, "net.bias": 0.25, "scale": 4.0},
-    ],
-)
-def test_a_prior_is_added_to_the_bare_data_part(tmp_path: Path, prior: Any) -> None:
-    data = diagonal()
-    write_precision(tmp_path / "p", data, **ABOUT)
-    back = Posterior.load(tmp_path / "p", model=data, prior_precision=prior)
-    for n, t in data.items():
-        assert torch.equal(back.precision(n), t + (prior[n] if isinstance(prior, dict) else prior))
-    assert isinstance(prior, dict) or back.prior_precision == prior
-
-
 def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path: Path) -> None:
     data = diagonal()
     write_precision(tmp_path / "p", data, **ABOUT, prior_outside=3.0)

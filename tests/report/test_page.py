@@ -308,12 +308,6 @@ RGB = np.stack([PIXELS, 255 - PIXELS, PIXELS], -1)
 ALPHA = np.dstack([RGB, np.full_like(PIXELS, 255)])
 
 
-def png(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(array).save(file, "PNG")
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -325,7 +319,6 @@ def png(array: np.ndarray) -> bytes:
         (ALPHA, RGB),
         (Image.fromarray(RGB), RGB),
         (Image.fromarray(PIXELS), PIXELS),
-        (png(ALPHA), RGB),
     ],
 )
 def test_images_of_every_kind_keep_their_pixels(given, expected) -> None:
@@ -355,8 +348,8 @@ def test_metadata_of_another_length() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [b"no image", png(RGB)[:48], np.zeros((2, 3, 4, 5)), "words"],
-    ids=["bytes", "cut off", "four dimensions", "words"],
+    [np.zeros((2, 3, 4, 5)), "words"],
+    ids=["four dimensions", "words"],
 )
 def test_what_is_no_image_is_named(bad) -> None:
     with pytest.raises((DataError, InputError), match="no image"):
@@ -399,17 +392,14 @@ def test_decisions_that_are_none(tmp_path: Path, text: str, word: str) -> None:
         read_decisions(tmp_path / "d.csv")
 
 
-def test_labels_have_their_names_and_a_loss_its_own(tmp_path: Path) -> None:
+def test_losses_have_their_names_and_classes_are_of_classes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(12, 4), torch.nn.Linear(4, 3)
     labels = blr.Task(model, (x, (x[:, :3] > 0).float()), likelihood="bernoulli")
     numbers = blr.Task(model, (x, torch.randn(12, 3)), likelihood=torch.nn.MSELoss())
     fits = [blr.fit_laplace(t, prior_precision=1.0) for t in (labels, numbers)]
-    page = blr.report(labels, fits[0], tmp_path / "l.html", classes=["sea", "", "<i>"])
-    names = {column["name"] for column in data_of(page)["columns"]}
-    assert {"target sea", "target (empty)", "target <i>"} <= names
-    assert ">NLL<" in page.read_text("utf-8")
-    with pytest.raises(InputError, match="2 labels of 3"):
-        blr.report(labels, fits[0], tmp_path / "l.html", classes=["a", "b"])
+    assert ">NLL<" in blr.report(labels, fits[0], tmp_path / "l.html").read_text("utf-8")
+    with pytest.raises(InputError, match="not"):
+        blr.report(labels, fits[0], tmp_path / "l.html", classes=["a", "b", "c"])
     text = blr.report(numbers, fits[1], tmp_path / "n.html").read_text("utf-8")
     assert "squared error, summed over 3 outputs" in text and ">NLL<" not in text

@@ -325,8 +325,9 @@ def test_tables_pictures_and_ranks() -> None:
     assert scores.top(3).tolist() == ranked[:3].tolist()
     drawn = sorted(scores.deviation.tolist(), reverse=True)
     assert scores.plot(n_labels=2).lines[0].get_ydata().tolist() == pytest.approx(drawn)
-    points = loo.plot(n_labels=1).lines[1]
-    assert points.get_ydata().tolist() == pytest.approx(loo.losses.tolist())
+    rises = (loo.losses - loo.losses_before).sort(descending=True).values
+    drawn = loo.plot(n_labels=1).lines[0]
+    assert drawn.get_ydata().tolist() == pytest.approx(rises.tolist())
 
 
 def test_unobserved_times_have_no_loss_and_are_neither_ranked_nor_drawn() -> None:
@@ -336,7 +337,7 @@ def test_unobserved_times_have_no_loss_and_are_neither_ranked_nor_drawn() -> Non
     assert loo.nll == pytest.approx(float(loo.losses[:5].mean()))
     assert sorted(scores.top(5).tolist()) == list(range(5))
     assert "nan" not in repr(scores)
-    assert len(scores.plot().lines[0].get_xdata()) == len(loo.plot().lines[1].get_xdata()) == 5
+    assert len(scores.plot().lines[0].get_xdata()) == len(loo.plot().lines[0].get_xdata()) == 5
     with pytest.raises(InputError, match="at most 5"):
         scores.top(6)
 

@@ -46,7 +46,7 @@ from blr_analysis.learning_rule.inference.functions import (
 )
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
-from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics, TopicWords
+from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics
 from blr_analysis.learning_rule.inference.messages import (
     BayesianGaussianMixture,
     HiddenMarkov,
@@ -83,7 +83,6 @@ __all__ = [
     "OnlineNewton",
     "SkewNormal",
     "StateSpace",
-    "TopicWords",
     "VariationalNewton",
     "bernoulli",
     "categorical",

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -259,7 +259,7 @@ Q = TypeVar("Q", bound=ExponentialFamily)
 
 
 @dataclass(frozen=True)
-class Conjugate(Model, Generic[Q]):
+class Conjugate(Model):
     """A conjugate model: a prior, and the factor of one example; in double precision.
 
     The posterior of one fit may be the prior of the next: sequential and batch agree.
@@ -280,7 +280,7 @@ class Conjugate(Model, Generic[Q]):
         tensor([1.1667], dtype=torch.float64)
     """
 
-    prior: Q
+    prior: ExponentialFamily
     factor: Factor
 
     def __post_init__(self) -> None:
@@ -290,7 +290,7 @@ class Conjugate(Model, Generic[Q]):
             wanted, got = self.factor.family.__name__, type(self.prior).__name__
             raise InputError(f"the prior of this factor is one {wanted} without copies, got {got}")
 
-    def fit(self, data: Any) -> Fitted[Q]:
+    def fit(self, data: Any) -> Fitted[Any]:
         """The posterior, by one step of the rule; its history is the log evidence.
 
         Args:
@@ -312,14 +312,14 @@ class Conjugate(Model, Generic[Q]):
     def check(self, data: Any) -> Any:
         return self.factor.check(data, wide(self.prior))
 
-    def sites(self, q: Q, data: Any) -> Natural:
+    def sites(self, q: Any, data: Any) -> Natural:
         return self.factor.site(data)
 
-    def step(self, q: Q, data: Any) -> Q:
+    def step(self, q: Any, data: Any) -> Any:
         told = total(lambda chosen: self.sites(q, rows(data, chosen)), torch.arange(count(data)))
         return bayes(wide(self.prior), told)
 
-    def log_predictive(self, q: Q, data: Any) -> Tensor:
+    def log_predictive(self, q: Any, data: Any) -> Tensor:
         """A(λ + λ̃(y)) − A(λ) + c(y)."""
         after = moved(q, self.sites(q, data), 1.0)
         return after.log_partition() - q.log_partition() + self.factor.constant(data)

@@ -31,7 +31,6 @@ for example, may be far narrower than q, and far from its mean: its integral is 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -118,10 +117,8 @@ def from_package(likelihood: Likelihood) -> ScalarLikelihood:
     def log_prob(y: Tensor, f: Tensor) -> Tensor:
         return -likelihood.nll(f.unsqueeze(-1), y.expand_as(f).unsqueeze(-1))
 
-    def mean(f: Tensor) -> Tensor:
-        return likelihood.mean(f.unsqueeze(-1)).squeeze(-1)
-
-    return ScalarLikelihood(likelihood.name, log_prob, mean, likelihood, *_closed(likelihood))
+    known = likelihood.mean, likelihood, *_closed(likelihood)  # element by element
+    return ScalarLikelihood(likelihood.name, log_prob, *known)
 
 
 def _closed(likelihood: Likelihood) -> tuple[Integral | None, Integral | None]:
@@ -503,14 +500,16 @@ class LatentFitted(Fitted[FullGaussian]):
         return log_predictive(self.model.likelihood, self.cavities(), self.model.targets)
 
 
-class LatentModel(ABC):
-    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it."""
+class LatentModel:
+    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it.
 
+    Attributes:
+        problem: data → the prior, the likelihood and the features.
+        kind: of the fit.
+    """
+
+    problem: Any
     kind: ClassVar[type[Fitted[Any]]] = LatentFitted
-
-    @abstractmethod
-    def problem(self, data: Any) -> Problem[Any]:
-        """The prior, the likelihood and the features."""
 
     @torch.no_grad()
     def fit(self, data: tuple[Tensor, Tensor], *, rho: float = 1.0, **stopping: Any) -> Any:

@@ -248,7 +248,7 @@ def moved(q: Q, sites: Sites, sign: float) -> Q:
     return {**q, **corrected}  # type: ignore[dict-item,return-value]
 
 
-def rows(data: Any, chosen: Tensor) -> Any:
+def rows(data: Any, chosen: Any) -> Any:
     """These examples of every tensor in tuples or dictionaries, or of a sparse matrix."""
 
     return tree_map(lambda part: part[chosen if isinstance(part, Tensor) else chosen.numpy()], data)

@@ -138,10 +138,9 @@ class LDA(Model):
     def __post_init__(self) -> None:
         at_least(2, "n_topics", self.n_topics)  # one topic is a word count
         positive_int("max_local_iter", self.max_local_iter)
-        for name in ("doc_topic_prior", "topic_word_prior"):
+        for name in ("doc_topic_prior", "topic_word_prior", "local_tol"):
             if getattr(self, name) is not None:
                 positive_number(name, getattr(self, name))
-        positive_number("local_tol", self.local_tol)
         share("learning_decay", self.learning_decay)
         tolerance("learning_offset", self.learning_offset)
 

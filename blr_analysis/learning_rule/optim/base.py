@@ -291,8 +291,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. The draws gathered for the next step stay; see :meth:`drop_draws`."""
         for param, estimate in self._gathered.estimates.items():
-            if param.grad is estimate.shown:  # no zeros are written into an estimate
-                param.grad = None if set_to_none else torch.zeros_like(estimate.shown)
+            if param.grad is estimate.grad:  # no zeros are written into an estimate
+                param.grad = None if set_to_none else torch.zeros_like(estimate.grad)
         super().zero_grad(set_to_none)
 
     # Stepping --------------------------------------------------------------------------------

@@ -314,13 +314,11 @@ class Estimate:
 
     Of one draw ``grad`` is ``p.grad`` itself and ``source`` the noise; once ``averaged`` both are
     means with memory of their own, of noise·gradient, gradient², or of what came along with the
-    draws; ``source`` is None where there is none. ``shown`` is what ``p.grad`` was at the end of
-    the last context.
+    draws, and ``p.grad`` shows a copy; ``source`` is None where there is none.
     """
 
     grad: Tensor
     source: Tensor | None
-    shown: Tensor
     version: int = 0
     averaged: bool = False
 
@@ -342,14 +340,12 @@ class Gathered:
     def begin(self) -> None:
         """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
         held = self.estimates.values()
-        written = [e for e in held if e.shown._version != e.version]
-        if self.count == 1 and len(written) == len(held) and not any(e.shown.any() for e in held):
+        if self.count == 1 and all(e.grad._version != e.version and not e.grad.any() for e in held):
             self.clear()
             raise OptimizerError("gradients were zeroed in place: zero_grad(set_to_none=True)")
         self.settle()
-        for param, estimate in self.estimates.items():
-            if param.grad is estimate.shown:
-                param.grad = None
+        for param in self.estimates:
+            param.grad = None
 
     def settle(self, one_too: bool = True) -> None:
         """Carry over what was done to ``p.grad``: gradients that someone put in its place, zeros
@@ -357,24 +353,24 @@ class Gathered:
 
         Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
         """
-        for param, estimate in self.estimates.items():
-            given = param.grad
-            if given is not None and given is not estimate.shown and bool(given.any()):
-                estimate.shown = given
-                estimate.grad = estimate.grad if estimate.averaged else given
-        averaged = [e for e in self.estimates.values() if e.averaged]
-        for alike in group_by(averaged, lambda e: (e.shown.device, e.shown.dtype)).values():
-            dtype = state_dtype(alike[0].shown)
-            before = torch._foreach_norm([e.grad.to(e.shown.dtype) for e in alike], 2, dtype)
-            now = torch._foreach_norm([e.shown.detach() for e in alike], 2, dtype)
+        shown = {p: p.grad.detach() for p in self.estimates if p.grad is not None}
+        averaged = [p for p in shown if self.estimates[p].averaged]
+        for alike in group_by(averaged, lambda p: (p.device, p.dtype)).values():
+            dtype, held = state_dtype(alike[0]), [self.estimates[p] for p in alike]
+            before = torch._foreach_norm([e.grad.to(alike[0].dtype) for e in held], 2, dtype)
+            now = torch._foreach_norm([shown[p] for p in alike], 2, dtype)
             changes = (torch.stack(now) / torch.stack(before)).tolist()
-            for estimate, ratio in zip(alike, changes, strict=True):
+            for param, estimate, ratio in zip(alike, held, changes, strict=True):
                 if 0 < ratio < math.inf and abs(ratio - 1) >= 1e-6:  # no order of summation
-                    estimate.grad.copy_(estimate.shown)
+                    estimate.grad.copy_(shown[param])
                     self.scale_curvature(estimate, ratio)
-        for param, estimate in self.estimates.items() if one_too else ():
-            if not estimate.averaged:
-                estimate.grad = estimate.shown.to(state_dtype(param), copy=True)
+        for param, estimate in self.estimates.items():
+            if estimate.averaged:
+                continue
+            if param.grad is not estimate.grad and param in shown and bool(shown[param].any()):
+                estimate.grad = shown[param]
+            if one_too:
+                estimate.grad = estimate.grad.to(state_dtype(param), copy=True)
                 estimate.source = self._curvature(estimate.grad, estimate.source)
                 estimate.averaged = True
 
@@ -402,7 +398,7 @@ class Gathered:
         else:
             self.method = draw.method
             for param, grad in got.items():
-                self.estimates[param] = Estimate(grad, draw.source(param), grad, grad._version)
+                self.estimates[param] = Estimate(grad, draw.source(param), grad._version)
             self._held, draw.noise_flats = draw.noise_flats, []
             if self.method in GIVEN:
                 self.settle()
@@ -426,7 +422,7 @@ class Gathered:
         """An estimate of zero, for a parameter that had no gradient so far."""
         zeros = torch.zeros_like(param, dtype=state_dtype(param))
         source = None if self.method == "none" else torch.zeros_like(zeros)
-        self.estimates[param] = Estimate(zeros, source, zeros, averaged=True)
+        self.estimates[param] = Estimate(zeros, source, averaged=True)
         return self.estimates[param]
 
     def show(self) -> None:
@@ -434,8 +430,8 @@ class Gathered:
         for param, estimate in self.estimates.items():
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            param.grad.detach().copy_(estimate.grad)
-            estimate.shown, estimate.version = param.grad, param.grad._version
+            if param.grad is not estimate.grad:
+                param.grad.detach().copy_(estimate.grad)
 
     def drop(self, draw: Draw) -> None:
         """The body of ``draw`` failed, or was none of training: the gradients of training go back

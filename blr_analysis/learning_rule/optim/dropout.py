@@ -76,6 +76,7 @@ class Dropout(RowOptimizer):
         lr: step size of the mean.
         row: a row of :data:`~blr_analysis.learning_rule.table.ROWS`, or its name.
         keep: π₁, in (0, 1], for groups that say nothing else.
+        ess: N, the number of training examples.
         settings: ``dim``, the dimension of the weights along which the units lie (1: that of
             ``Linear``, ``Conv1d`` to ``Conv3d``); ``keep_lr``, the step size of λ for groups whose
             ``keep`` is below 1 (0: π₁ is fixed); ``keep_prior``, π₁ of the prior, with which λ₀ is
@@ -90,10 +91,18 @@ class Dropout(RowOptimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float, row: Row | str = "SGD", *, keep: float = 1.0, **settings: Any
+        self,
+        params: Any,
+        lr: float,
+        row: Row | str = "SGD",
+        *,
+        keep: float = 1.0,
+        ess: float = 1.0,
+        **settings: Any,
     ) -> None:
         learned = {"dim": 1, "keep_lr": 0.0, "keep_prior": 0.5, "temperature": 0.1, "eps": 1e-8}
-        self._begin_row(self._accepted(row), params, lr=lr, keep=keep, **{**learned, **settings})
+        given = {**learned, **settings}
+        self._begin_row(self._accepted(row), params, lr=lr, keep=keep, ess=ess, **given)
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)

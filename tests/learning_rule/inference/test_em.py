@@ -149,19 +149,6 @@ def test_generalised_em_rises_in_smaller_steps_to_the_same_rest() -> None:
     torch.testing.assert_close(*without, rtol=1e-3, atol=1e-4)
 
 
-def test_responsibilities_as_a_start_are_one_m_step() -> None:
-    classes = torch.nn.functional.one_hot(torch.arange(150) // 50).double()
-    model = GaussianMixtureEM(3, floor=1e-9)
-    with pytest.warns(NotConverged):
-        fitted = model.fit(IRIS, start=classes, max_iter=1)
-    wanted = 0.0
-    for k in range(3):
-        own = IRIS[50 * k : 50 * (k + 1)].numpy()
-        parts = multivariate_normal(own.mean(0), np.cov(own.T, bias=True))
-        wanted = wanted + parts.pdf(IRIS.numpy()) / 3
-    assert fitted.history[0] == pytest.approx(np.log(wanted).sum(), rel=1e-7)
-
-
 @pytest.mark.parametrize("covariance", ["full", "diag", "spherical"])
 def test_taking_examples_out_is_an_m_step_without_them(covariance: str) -> None:
     model = GaussianMixtureEM(3, covariance, floor=1e-6)
@@ -228,14 +215,3 @@ def test_probabilistic_pca_has_its_closed_form() -> None:
     assert within.norm() < 1e-5 * fitted.loadings.norm()
     sizes = torch.linalg.eigvalsh(fitted.loadings.mT @ fitted.loadings)
     torch.testing.assert_close(sizes, values[2:] - fitted.noise[0], rtol=1e-5, atol=0)
-
-
-def test_totals_are_the_sum_of_sites_and_what_the_last_step_was_told() -> None:
-    y = wine()
-    fitted = FactorAnalysis(2).fit(y, tol=1e-8, progress=False)
-    for key, value in fitted.totals.items():
-        torch.testing.assert_close(fitted.sites[key].sum(0), value)
-    z = fitted.factors(y)
-    cross = fitted.totals["yz"][:, :2]
-    torch.testing.assert_close(cross, y.mT @ z)
-    torch.testing.assert_close(fitted.without([0]).mean, y[1:].mean(0), rtol=0, atol=0.02)

@@ -60,9 +60,9 @@ def dropout(
     last = model[2].weight
     rest = [p for p in model.parameters() if p is not last]
     groups = [{"params": [last], "keep": 0.6, "keep_lr": keep_lr}, {"params": rest}]
-    extra = {"model": model, "weight_decay": 0.1} if row == "VOGN" else {}
-    given = {"ess": N, "generator": generator, **extra, **options}
-    return Dropout(groups if params is None else params, 0.01, row, **given)
+    extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
+    given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
+    return Dropout(groups if params is None else params, row=row, **given)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
@@ -135,6 +135,7 @@ def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) 
 def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of the weights and of everything in the state."""
     state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
+    state += [group["keep"] for group in optimizer.param_groups if "keep" in group]
     tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *tensors)]
 

@@ -165,17 +165,6 @@ def test_a_step_is_the_rule_for_a_bernoulli() -> None:
         torch.testing.assert_close(found, wanted.log_odds[..., 0] / 2, rtol=1e-12, atol=1e-14)
 
 
-def test_the_rule_forgets_towards_the_prior() -> None:
-    """With no loss, λ ← λ + α (λ₀ − λ)."""
-    param = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    optimizer = BayesBiNN([param], 0.1, N, prior=0.3)
-    for _ in range(20):
-        draw("", optimizer, lambda: 0 * param.sum())
-        optimizer.step()
-    wanted = torch.full((4,), 0.3 + 0.7 * 0.9**20, dtype=torch.float64)
-    torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=0)
-
-
 # STE ---------------------------------------------------------------------------------------------
 
 

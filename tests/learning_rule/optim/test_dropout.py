@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from looks import distance, look, values
+from learning_rule.optim.makers import BATCH, N, X, Y, draw, dropout, loss_of, network
+from looks import distance, values
 from torch import Tensor, nn
 
 from blr_analysis import Posterior
@@ -17,58 +18,19 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.learning_rule.optim import RowOptimizer
 from blr_analysis.learning_rule.optim.dropout import Dropout
 
-N, BATCH, KEEP = 120, 20, 0.6
+KEEP = 0.6
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 3), nn.Tanh(), nn.Flatten())
-    return nn.Sequential(*layers, nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+def dropped_out(model: Any, t: int, z: Tensor, reduction: str = "mean") -> Tensor:
+    """The loss of the t-th minibatch; units, not weights, are multiplied by z: K&R's Eq. 39."""
+    rows = slice(BATCH * t % N, BATCH * t % N + BATCH)
+    h = torch.tanh(model[0](X[rows].double())) * z
+    outputs = nn.functional.linear(h, model[2].weight, model[2].bias)
+    return nn.functional.cross_entropy(outputs, Y[rows], reduction=reduction)
 
 
-DROPPED = (2, 7)
-"""Layers that see dropped units: a convolution's channels, a linear layer's inputs."""
-
-
-def groups(model: nn.Sequential, keep: float = KEEP) -> list[dict[str, Any]]:
-    dropped = [model[k].weight for k in DROPPED]
-    ids = {id(p) for p in dropped}
-    rest = [p for p in model.parameters() if id(p) not in ids]
-    return [{"params": dropped, "keep": keep}, {"params": rest}]
-
-
-def minibatches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 1, 6, 6, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (N,), generator=generator)
-    for step in range(steps):
-        start = BATCH * step % N
-        yield x[start : start + BATCH], y[start : start + BATCH]
-
-
-def masks(generator: torch.Generator) -> dict[int, Tensor]:
-    """Kept units of the layers' inputs, in the order in which the optimizer draws them."""
-    return {
-        2: (torch.rand(1, 4, 1, 1, generator=generator, dtype=torch.float64) < KEEP).double(),
-        7: (torch.rand(1, 8, generator=generator, dtype=torch.float64) < KEEP).double(),
-    }
-
-
-def dropped_out(model: nn.Sequential, x: Tensor, mask: dict[int, Tensor]) -> Tensor:
-    """Units, not weights, are multiplied by z: Khan & Rue's Eq. 39."""
-    for k, layer in enumerate(model):
-        if k not in mask:
-            x = layer(x)
-        elif isinstance(layer, nn.Conv2d):
-            x = nn.functional.conv2d(x * mask[k], layer.weight, layer.bias)
-        else:
-            x = nn.functional.linear(x * mask[k], layer.weight, layer.bias)
-    return x
-
-
-def shares(model: nn.Sequential) -> list[float]:
-    ids = {id(model[k].weight) for k in DROPPED}
-    return [KEEP if id(p) in ids else 1.0 for p in model.parameters()]
+def shares(model: Any) -> list[float]:
+    return [KEEP if p is model[2].weight else 1.0 for p in model.parameters()]
 
 
 # Eqs. 42 and 43 ----------------------------------------------------------------------------------
@@ -105,25 +67,22 @@ LINES: dict[str, tuple[dict[str, Any], Callable[..., Any], float]] = {
 def test_line_by_line(row: str) -> None:
     settings, transcription, start = LINES[row]
     model, other, generator = network(), network(), torch.Generator().manual_seed(3)
-    needs = {"model": model} if row == "OGN" else {}
-    own = torch.Generator().manual_seed(3)
-    optimizer = Dropout(groups(model), row=row, generator=own, **settings, **needs)
-    params, dropped = list(other.parameters()), 0
+    optimizer = dropout(model, torch.Generator().manual_seed(3), row, **settings)
+    params, missing = list(other.parameters()), 0
     h, u = ([torch.full_like(p, x) for p in params] for x in (start, 0.0))
-    for t, (x, y) in enumerate(minibatches(12), start=1):
-        look(optimizer, model, x, y)
+    for t in range(1, 16):
+        draw(row, optimizer, lambda t=t: loss_of(model, t))
         optimizer.step()
-        mask = masks(generator)
-        losses = nn.functional.cross_entropy(dropped_out(other, x, mask), y, reduction="none")
+        z = (torch.rand(1, 6, generator=generator, dtype=torch.float64) < KEEP).double()
+        losses = dropped_out(other, t, z, "none")
         each = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
-        for k, rows in enumerate(zip(*each, strict=True)):
-            moved, h[k], u[k] = transcription(
-                params[k].detach(), h[k], u[k], torch.stack(rows), shares(other)[k], t
+        for k, (p, rows) in enumerate(zip(params, zip(*each, strict=True), strict=True)):
+            p.data, h[k], u[k] = transcription(
+                p.detach(), h[k], u[k], torch.stack(rows), shares(other)[k], t
             )
-            params[k].data = moved
-        dropped += int(sum((1 - z).sum() for z in mask.values()))
+        missing += int((1 - z).sum())
     assert distance(values(model), values(other)) < 1e-11
-    assert distance(values(model), values(network())) > 0.01 and dropped > 30
+    assert distance(values(model), values(network())) > 0.01 and missing > 20
 
 
 def test_rows_that_sample_are_dropped_out_too() -> None:
@@ -151,21 +110,16 @@ def test_rows_that_sample_are_dropped_out_too() -> None:
 
 @pytest.mark.parametrize("row", ["SGD with momentum", "RMSprop", "Adam", "AdamW", "Vadam", "IVON"])
 def test_nothing_dropped_is_the_row_itself(row: str) -> None:
-    model, other = network(), network()
-    settings = {"lr": 0.01, "ess": N, "weight_decay": 0.01, "hess_init": 0.1}
-    pair = (
-        Dropout(
-            model.parameters(), row=row, generator=torch.Generator().manual_seed(3), **settings
-        ),
-        RowOptimizer(
-            other.parameters(), row, generator=torch.Generator().manual_seed(3), **settings
-        ),
-    )
-    for x, y in minibatches(20):
-        for optimizer, net in zip(pair, (model, other), strict=True):
-            look(optimizer, net, x, y)
+    ends = []
+    for kind in (Dropout, RowOptimizer):
+        model, generator = network(), torch.Generator().manual_seed(3)
+        settings = {"ess": N, "weight_decay": 0.01, "hess_init": 0.1, "generator": generator}
+        optimizer = kind(model.parameters(), row=row, lr=0.01, **settings)
+        for t in range(20):
+            draw(row, optimizer, lambda t=t, m=model: loss_of(m, t))
             optimizer.step()
-    assert distance(values(model), values(other)) == 0
+        ends.append(values(model))
+    assert distance(*ends) == 0
 
 
 @pytest.mark.slow
@@ -203,30 +157,24 @@ def test_the_mean_gradient_is_that_of_the_mixture() -> None:
 @pytest.mark.parametrize("row", ["SGD", "Adam"])
 def test_the_share_moves_by_autograds_gradient_of_relaxed_units(row: str) -> None:
     """λ ← λ − ρ (ess/J · dℓ/dπ + λ − λ₀), by autograd; clipping is followed."""
-    rho, tau, prior = 0.02, 0.3, 0.8
-    model = network()
-    groups = [
-        {"params": [model[7].weight], "keep": KEEP, "keep_lr": rho},
-        {"params": [p for k, p in enumerate(model.parameters()) if k != 6]},
-    ]
-    settings = {"temperature": tau, "keep_prior": prior, "ess": N}
-    optimizer = Dropout(groups, 0.01, row, generator=torch.Generator().manual_seed(3), **settings)
+    rho, tau, prior, model = 0.02, 0.3, 0.8, network()
+    settings = {"temperature": tau, "keep_prior": prior, "keep_lr": rho}
+    optimizer = dropout(model, torch.Generator().manual_seed(3), row, **settings)
     generator, share = torch.Generator().manual_seed(3), torch.tensor(KEEP, dtype=torch.float64)
-    for step, (x, y) in enumerate(minibatches(4)):
+    for t in range(4):
         share.requires_grad_()
         slope = 0.0
         for _ in range(2):  # draws
-            u = torch.rand(1, 8, generator=generator, dtype=torch.float64)
+            u = torch.rand(1, 6, generator=generator, dtype=torch.float64)
             z = ((u.logit() + share.logit()) / tau).sigmoid()
-            loss = nn.functional.cross_entropy(dropped_out(model, x, {7: z}), y) / 2
-            slope += torch.autograd.grad(loss, share)[0]
-            look(optimizer, model, x, y)
-        shrunk = 0.25 if step % 2 else 1.0
+            slope += torch.autograd.grad(dropped_out(model, t, z) / 2, share)[0]
+            draw(row, optimizer, lambda t=t: loss_of(model, t))
+        shrunk = 0.25 if t % 2 else 1.0
         for p in model.parameters():
             p.grad.mul_(shrunk)
         optimizer.step()
         gap = share.logit() - torch.tensor(prior, dtype=torch.float64).logit()
-        moved = share.logit() - rho * (N / 8 * shrunk * slope + gap)
+        moved = share.logit() - rho * (N / 6 * shrunk * slope + gap)
         share = moved.sigmoid().detach()
         assert optimizer.param_groups[0]["keep"] == pytest.approx(float(share), rel=1e-9)
     assert abs(float(share) - KEEP) > 0.01
@@ -266,21 +214,25 @@ def test_a_learned_share_is_that_of_the_variational_optimum() -> None:
 
 
 def test_prediction_at_the_mean_and_by_draws() -> None:
+    """Units along the channels of a convolution, too."""
     model = network()
-    before = values(model)
-    optimizer = Dropout(groups(model), lr=0.1, generator=torch.Generator().manual_seed(3))
+    before, optimizer = values(model), dropout(model, torch.Generator().manual_seed(3), "SGD")
     with optimizer.mean_params():
         wanted = [s * p for s, p in zip(shares(model), before, strict=True)]
         assert distance(values(model), wanted) == 0
-    kept = []
-    for _ in range(400):
-        with optimizer.sampled_params():
-            kept.append((model[7].weight[0] != 0).double())  # type: ignore[index]
-            assert model[0].weight.detach().equal(before[0])
-    share, error = torch.stack(kept).mean(0), math.sqrt(KEEP * (1 - KEEP) / 400)
-    assert ((share - KEEP).abs() < 4 * error).all()
-    assert distance(values(model), before) == 0
-    look(optimizer, model, *next(minibatches(1)))
+    kernel = nn.Parameter(torch.ones(3, 4, 2, 2))
+    other = Dropout([kernel], 0.1, keep=KEEP, generator=torch.Generator().manual_seed(3))
+    for seen, weight, kind in ((model[2].weight, before[2], optimizer), (kernel, kernel, other)):
+        kept, weight = [], weight.detach().clone()
+        for _ in range(400):
+            with kind.sampled_params():
+                units = (seen != 0).double().movedim(1, 0).flatten(1)
+                assert torch.equal(units, units[:, :1].expand_as(units))
+                kept.append(units[:, 0])
+        assert torch.equal(seen, weight)
+        share, error = torch.stack(kept).mean(0), math.sqrt(KEEP * (1 - KEEP) / 400)
+        assert ((share - KEEP).abs() < 4 * error).all()
+    draw("SGD", optimizer, lambda: loss_of(model, 0))
     optimizer.step()
     with pytest.raises(OptimizerError, match="dropout"):  # no Gaussian
         Posterior.from_optimizer(optimizer, model)

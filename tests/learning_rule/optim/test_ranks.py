@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from learning_rule.optim.makers import X, Y, held, make, network
 from torch import Tensor, nn
 
-from blr_analysis.learning_rule.optim import IVON, OGN, Dropout, RowOptimizer
+from blr_analysis.learning_rule.optim import IVON
 
 WORLD = 2
 
@@ -50,53 +50,30 @@ def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
     return found
 
 
-def halves(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
-    """Rows that look at the mean: halves of a minibatch in one context, or one half per process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
-    if name == "OGN":
-        optimizer: RowOptimizer = OGN(
-            model.parameters(), lr=0.1, ess=12, beta2=0.9, sync=sync, model=model
-        )
-    else:
-        optimizer = RowOptimizer(model.parameters(), name, lr=0.01, sync=sync)
-    for _ in range(3):
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            for part in ranks:
-                (F.cross_entropy(model(x[part::2]), y[part::2]) / len(ranks)).backward()
-        optimizer.step()
-    named = dict(model.named_parameters())
-    hess = {f"h {name}": optimizer.state[p]["hess"] for name, p in named.items()}
-    return {name: p.detach() for name, p in named.items()} | hess
-
-
-def kept(ranks: list[int], sync: bool) -> dict[str, Tensor]:
-    """Dropout's learned rate: a mask of its own for each part of the minibatch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    groups = [{"params": [model[2].weight], "keep": 0.6, "keep_lr": 0.1}]
-    optimizer = Dropout(groups, lr=0.1, ess=12, sync=sync)
+def parts(ranks: list[int], sync: bool, name: str, contexts: bool) -> dict[str, Tensor]:
+    """Halves of a minibatch in one context or in one each, or one half per process."""
+    model = network()
+    optimizer = make(name, model, sync=sync)
     generators = {rank: torch.Generator().manual_seed(rank) for rank in ranks}
-    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+
     for _ in range(3):
-        for rank in ranks:
-            optimizer.generator = generators[rank]
+        for some in [[rank] for rank in ranks] if contexts else [ranks]:
+            optimizer.generator = generators[some[0]]
             with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+                for k in some:
+                    outputs = model(X[k::2].double())
+                    (nn.functional.cross_entropy(outputs, Y[k::2]) / len(some)).backward()
         optimizer.step()
-    keep = torch.tensor(optimizer.param_groups[0]["keep"]).double()
-    return {"keep": keep, "weight": model[2].weight.detach()}
+    return {str(k): tensor for k, tensor in enumerate(held(model, optimizer))}
 
 
 CASES: dict[str, Callable[[list[int], bool], dict[str, Tensor]]] = {
     "IVON, price": partial(draws, hess_approx="price"),
     "IVON, gradsq": partial(draws, hess_approx="gradsq"),
-    "OGN": partial(halves, name="OGN"),
-    "Adam": partial(halves, name="Adam"),
-    "dropout, learned rate": kept,
+    "OGN": partial(parts, name="OGN", contexts=False),
+    "Adam": partial(parts, name="Adam", contexts=False),
+    "dropout, learned rate": partial(parts, name="dropout, learned", contexts=True),
 }
 
 
