@@ -95,9 +95,10 @@ def trust(
         said.append(STARTING)
     leverage = getattr(findings and findings.loo, "leverage", None)
     if leverage is not None and (many := int((leverage >= 1).sum())):
+        out = "; leave_one_out(refine=) takes them out by a descent" if posterior.at_minimum else ""
         said.append(
             f"Leverage of 1 or more: {many:,} of {len(leverage):,} examples, whose own estimates "
-            "are rough; leave_one_out(refine=) takes them out by a descent."
+            f"are rough{out}."
         )
     if findings is not None and findings.removals is not None:
         said += doubts(findings.removals, named or plain)

@@ -120,8 +120,8 @@ class IVON(RowOptimizer):
     then ``hess_init``'s, not the data's.
 
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
-    too (``steps`` apart); all but ``params``, ``mc_samples``, ``sync``, ``generator`` and ``steps``
-    can be set per group.
+    too (``steps`` apart); all but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
+    ``generator`` and ``steps`` can be set per group.
 
     Args:
         params: parameters, named parameters or groups, real and floating-point; any mix of
@@ -242,7 +242,9 @@ class IVON(RowOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        one_of("hess_approx", group["hess_approx"], tuple(CURVATURES))
+        first = self.param_groups[0]["hess_approx"]
+        if one_of("hess_approx", group["hess_approx"], tuple(CURVATURES)) != first:
+            raise InputError("hess_approx is the same for all groups")
 
     def _law(self, group: Group) -> Law:
         _, move, settings = super()._law(group)

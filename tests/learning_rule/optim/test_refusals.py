@@ -131,6 +131,7 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
 INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
     *((lambda n=n, v=v: IVON([{"params": [param()], n: v}], 0.1, 10), n) for n, v in SETTINGS),
+    (lambda: ivon().add_param_group({"params": [param()], "hess_approx": "gradsq"}), "all groups"),
     (lambda: ivon(mc_samples=0), "mc_samples"),
     (lambda: ivon(generator=3), r"torch\.Generator"),
     (lambda: ivon(steps=2.5), "steps"),
