@@ -259,7 +259,7 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(
         for name, value in other.items():
             assert torch.equal(one[name], value), name
     early = training_of(tmp_path / "checkpoint-4")
-    assert early["recipe"].epochs == 4
+    assert early["recipe"].epochs == 4 and early["checkpoints"] == tmp_path / "_run"
     q = blr.Posterior.load(
         tmp_path / "checkpoint-4" / "precision",
         model=tmp_path / "checkpoint-4",
