@@ -27,13 +27,13 @@ from rich.text import Text
 from safetensors.torch import load_file
 
 import blr_analysis as blr
-from blr_analysis.audit import in_text, investigate, sections, write, write_picture
+from blr_analysis.audit import in_text, investigate, sections, write
 from blr_analysis.audit import pictures as pictures_module
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.cli.options import option, read_size
-from blr_analysis.errors import BLRError, InputError, PosteriorWarning, StorageError
+from blr_analysis.errors import BLRError, InputError, PosteriorWarning
 from blr_analysis.files import folder_for
 from blr_analysis.huggingface.fisher import fisher
 from blr_analysis.learning_rule.table import ROWS, table1
@@ -514,43 +514,7 @@ def test_faults_and_warnings_are_one_line(capsys: Any, monkeypatch: pytest.Monke
     assert err.splitlines() == ["warning: of other data", said]
 
 
-def test_a_folder_made_for_nothing_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), folder_for(tmp_path / "a"):
-        raise RuntimeError
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(RuntimeError), folder_for(tmp_path / "a") as folder:
-        (folder / "kept").write_text("")
-        raise RuntimeError
-    assert (tmp_path / "a" / "kept").exists()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = Figure()
-    save = figure.savefig
-    monkeypatch.setattr(figure, "savefig", lambda path, **_: save("/dev/full", format="png"))
-    with pytest.raises(StorageError, match=r"map\.png.*No space left"):
-        write_picture(figure, tmp_path, "map")
-    assert not list(tmp_path.iterdir())
-
-
 # Interruptions
-
-
-def test_an_interrupted_picture_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "map.png").write_bytes(b"old")
-
-    def half(self: Figure, path: str, **_: object) -> None:
-        Path(path).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    with pytest.raises(KeyboardInterrupt):
-        write_picture(Figure(), tmp_path, "map")
-    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
-    assert (tmp_path / "map.png").read_bytes() == b"old"
 
 
 def test_interrupted_in_the_script(here: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""``blr-analysis merge`` with ``merge_method: auto``: chosen by a file, or by the predicted gap."""
+"""``blr-analysis merge`` with ``merge_method: auto``: chosen by labelled examples."""
 
 from __future__ import annotations
 

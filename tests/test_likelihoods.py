@@ -348,9 +348,22 @@ def _flat(task: blr.Task) -> blr.Posterior:
     return blr.Posterior(task.parameters(), ones, prior_precision=1.0, n_data=N)
 
 
+class Scaled(Gaussian):
+    """One of a user's own, with a tensor for a setting."""
+
+    def __init__(self, by: Tensor) -> None:
+        super().__init__()
+        self.by = by
+
+    __repr__ = Likelihood.__repr__
+
+
 def test_settings_are_said_and_compared() -> None:
     assert repr(Categorical(weight=[1, 2.5])) == "Categorical(weight=[1.0, 2.5])"
     assert Categorical().recorded == "categorical"
+    assert repr(Scaled(torch.ones(2))) == "Scaled(by=tensor([1., 1.]))"
+    assert Scaled(torch.ones(2)).same(Scaled(torch.ones(2)))
+    assert not Scaled(torch.ones(2)).same(Scaled(torch.zeros(2)))
     assert Bernoulli(pos_weight=3).recorded == "Bernoulli(pos_weight=[3.0])"
     assert resolve(nn.MSELoss()).same(Gaussian(0.5, normalized=False))
     assert not Categorical(label_smoothing=0.1).same(Categorical())

@@ -56,8 +56,6 @@ def merges(c: Case) -> Iterator[tuple[str, State]]:
     for damping in DAMPINGS:
         how = {"precisions": fit["kron"], "damping": damping}
         yield f"kron, damping {damping:g}", made("fisher", **how)
-    for s, posteriors in fit.items():
-        yield f"auto, {s}, by predicted gap", made("auto", c.base, precisions=posteriors)
     yield "gram", made("fisher", precisions=fit["gram"])
     yield "gram, shrink 0.95", made("fisher", precisions=fit["gram"], shrink=0.95)
     how = {"precisions": fit["gram"], "tasks": tasks}

@@ -65,7 +65,8 @@ def _against_test(findings: Findings) -> Figure:
     loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
     assert on_test is not None and there is not None
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    if findings.noun == "class" and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
+    classifies = findings.task.likelihood.is_classification
+    if classifies and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
         classes = loo.targets.unique().tolist()
         for c in classes if len(classes) <= MOST_CLASSES else ():
             labels.append(plain(c))

@@ -95,9 +95,10 @@ def trust(
         said.append(STARTING)
     leverage = getattr(findings and findings.loo, "leverage", None)
     if leverage is not None and (many := int((leverage >= 1).sum())):
+        out = "; leave_one_out(refine=) takes them out by a descent" if posterior.at_minimum else ""
         said.append(
             f"Leverage of 1 or more: {many:,} of {len(leverage):,} examples, whose own estimates "
-            "are rough; leave_one_out(refine=) takes them out by a descent."
+            f"are rough{out}."
         )
     if findings is not None and findings.removals is not None:
         said += doubts(findings.removals, named or plain)
@@ -121,14 +122,15 @@ def influential(findings: Findings) -> Section:
 def suspects(findings: Findings) -> Section:
     """The first rows of :func:`blr_analysis.suspicious`."""
     table = findings.suspects
-    counts = table["kind"].value_counts()
+    counts = table["kind"].value_counts().to_dict()
     told = [f"{counts[kind]:,} {means}" for kind, means in FAULTS.items() if counts[kind]]
     lead = f"Of {len(findings.table):,}: {', '.join(told) or 'none'}. Suspicious is not wrong."
     worst = table.head(SHOWN)
     columns = {"index": worst["index"], "kind": worst["kind"], **_answers(worst, "proposed")}
     columns |= {"loss": short(worst["loss"]), "left-out loss": short(worst["left_out_loss"])}
     if (worst["kind"] == "duplicate").to_numpy().any():
-        columns["twin"] = [t if k == "duplicate" else "" for k, t in worst[["kind", "twin"]].values]
+        pairs = zip(worst["kind"].tolist(), worst["twin"].tolist(), strict=True)
+        columns["twin"] = [twin if kind == "duplicate" else "" for kind, twin in pairs]
     return Section("Suspicious examples", lead, columns if len(worst) else {})
 
 
@@ -215,7 +217,7 @@ def without_each(
         columns["likely between"] = [f"{a:.2f} and {b:.2f}" if k else "" for a, b, k in ends]
     if not table["accuracy_after"].isna().to_numpy().any():
         columns["accuracy without"] = [f"{v:.1%}" for v in table["accuracy_after"]]
-    before, passes = removals["nll_before"].iloc[0], float(removals["passes"].max())
+    before, passes = removals["nll_before"].iloc[0], float(removals["passes"].to_numpy().max())
     done = how(str(removals["solver"].iloc[0]), passes)
     lead = f"Predicted {done}, measured on {where} (NLL with all data: {before:.3f})."
     notes = [WIDTHS] if known.any() else []

@@ -102,7 +102,7 @@ def demo(
         return
     from blr_analysis.demo import run
 
-    run(out, **how, say=Teller())
+    run(out or Path("blr-demo"), **how, say=Teller())
 
 
 @takes("audit/findings.py", "investigate", "by", "passes")
@@ -231,7 +231,7 @@ def what_if_(
 
     if (decisions is None) == (remove is None and not relabel):
         raise InputError("give --decisions CSV, or --remove QUERY and --relabel QUERY:LABEL")
-    change = {"remove": remove} if decisions is None else read_decisions(decisions)
+    change: dict[str, Any] = {"remove": remove} if decisions is None else read_decisions(decisions)
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)

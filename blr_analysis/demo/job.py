@@ -100,9 +100,11 @@ def tasks(model: nn.Module, data: Digits, checkpoints: Path) -> tuple[Task, Task
 def retrained(findings: audit.Findings, say: Callable[[str], None]) -> dict[int, float]:
     """The test NLL without the classes of which the short trainings expect most and least, by one
     whole training each."""
-    expected = findings.removals.set_index("group")["nll_after"]  # type: ignore[union-attr]
-    truth = {}
-    for c in dict.fromkeys([int(expected.idxmax()), int(expected.idxmin())]):
+    assert findings.removals is not None
+    groups, expected = findings.removals["group"].tolist(), findings.removals["nll_after"]
+    truth: dict[int, float] = {}
+    for place in (int(expected.to_numpy().argmax()), int(expected.to_numpy().argmin())):
+        c = int(groups[place])
         say(f"retraining from scratch without class {c}, to compare")
         asked = {"remove": f"target == {c}", "evaluate": findings.test}
         how = {"solver": "retrain", "seeds": 1}

@@ -69,7 +69,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 def recipe(n: int, epochs: int = EPOCHS) -> Recipe:
     """How the network is trained on n digits."""
-    how = {"hess_init": 0.12, "beta2": 0.999, "weight_decay": 1.0 / n}
+    how: dict[str, Any] = {"hess_init": 0.12, "beta2": 0.999, "weight_decay": 1.0 / n}
     return Recipe("ivon", lr=0.3, epochs=epochs, batch_size=BATCH, schedule="cosine", **how)
 
 

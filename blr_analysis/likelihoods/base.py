@@ -157,7 +157,7 @@ class Likelihood(ABC):
         """The class and its settings, but for those that are as they are by default."""
         known = signature(type(self)).parameters.items()
         given = ((n, vars(self)[n], p.default) for n, p in known if n in vars(self))
-        shown = ((n, [*v] if isinstance(v, tuple) else v) for n, v, d in given if v != d)
+        shown = ((n, [*v] if isinstance(v, tuple) else v) for n, v, d in given if not alike(v, d))
         return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in shown)})"
 
     @property
@@ -204,11 +204,9 @@ def alike(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
     if type(a) is not type(b) or isinstance(a, type | FunctionType | MethodType | partial):
         return False
-    return (
-        alike(vars(a), vars(b))
-        if hasattr(a, "__dict__")
-        else bool(np.array_equal(cast(Any, a), cast(Any, b)))
-    )
+    if hasattr(a, "__dict__"):
+        return alike(vars(a), vars(b))
+    return bool(np.array_equal(cast(Any, a), cast(Any, b)))
 
 
 def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:

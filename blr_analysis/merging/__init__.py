@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve, simplex_grid
+from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve
 from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
@@ -25,5 +25,4 @@ __all__ = [
     "make_plan",
     "merge",
     "merge_curve",
-    "simplex_grid",
 ]

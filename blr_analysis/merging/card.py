@@ -17,7 +17,7 @@ from typing import Any
 
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.folders import MergeReport
-from blr_analysis.merging.items import AVERAGED
+from blr_analysis.merging.items import AVERAGED, COPIED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_place
 
@@ -69,8 +69,9 @@ def outcome(report: MergeReport) -> list[str]:
     plan = report.plan
     entries = sum(item.spec.numel for item in plan.items)
     moved = plan.bytes_read + plan.bytes_written
+    copied = sum(item.fate == COPIED for item in plan.items)
     said = [
-        f"{_count(report.merged, 'tensor')} merged, {report.copied:,} copied (the same in all "
+        f"{_count(len(plan.items) - copied, 'tensor')} merged, {copied:,} copied (the same in all "
         f"models); {entries:,} numbers",
         f"{size(plan.bytes_read)} read, {size(plan.bytes_written)} written in "
         f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
-from blr_analysis.checks import one_of, positive_int
+from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError, ModelError, told_as
 from blr_analysis.merging.at_weights import (
     State,
@@ -131,24 +131,6 @@ def _rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
     return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
 
 
-def simplex_grid(n_models: int, steps: int) -> list[Weights]:
-    """Every set of weights ≥ 0 in steps of 1/``steps`` that sums to 1, in lexical order.
-
-    C(steps + T − 1, T − 1) of them: 66 for three models in tenths.
-
-    Raises:
-        InputError: counts that are no positive whole numbers.
-
-    Example:
-        >>> simplex_grid(2, 4)
-        [(0.0, 1.0), (0.25, 0.75), (0.5, 0.5), (0.75, 0.25), (1.0, 0.0)]
-    """
-    positive_int("n_models", n_models)
-    whole = range(positive_int("steps", steps) + 1)
-    rows = (r for r in itertools.product(whole, repeat=n_models - 1) if sum(r) <= steps)
-    return [tuple(k / steps for k in (*row, steps - sum(row))) for row in rows]
-
-
 def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
     """The shape and the rows that the argument ``weights`` of :func:`merge_curve` asks for."""
     if isinstance(weights, Mapping):
@@ -215,7 +197,7 @@ def merge_curve(
         weights: which α are tried.
 
             * numbers: one α for all models, each in turn;
-            * rows of T numbers: as listed, such as :func:`blr_analysis.merging.simplex_grid`;
+            * rows of T numbers: as listed;
             * a dict model → numbers: all combinations;
             * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.

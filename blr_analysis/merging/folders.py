@@ -18,7 +18,6 @@ from torch import Tensor
 from blr_analysis.checks import positive_int
 from blr_analysis.files import Loaded, Shards, check_free, check_room, drafted
 from blr_analysis.files.headers import read_json
-from blr_analysis.merging.items import COPIED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.lora import is_adapter, is_place
@@ -68,16 +67,6 @@ class MergeReport(Tabular):
     seconds: float
     solves: Mapping[str, Solved] = field(default_factory=dict)
     choice: Any = None
-
-    @property
-    def merged(self) -> int:
-        """The number of tensors that were merged, running statistics (averaged) among them."""
-        return sum(item.fate != COPIED for item in self.plan.items)
-
-    @property
-    def copied(self) -> int:
-        """The number of tensors that were copied, all models agreeing in them."""
-        return len(self.plan.items) - self.merged
 
     @property
     def fallback_total(self) -> int:

@@ -92,10 +92,6 @@ class StoredPrecision:
         """Hᵖ where it has no factors, whose power is their own matter."""
         return self if self.layers else replace(self, power=power)
 
-    def measured(self, key: str) -> float:
-        """The shrinkage of a layer's off-diagonals: 1 less the part of them that is chance."""
-        return 1.0 - self.chance.get(key, 0.0)
-
     def has_outputs(self, key: str) -> bool:
         """Whether a layer's H is no matrix for all rows alike."""
         joint = self.layers[key][0] if key in self.layers else None
@@ -112,7 +108,7 @@ class StoredPrecision:
     def factors(
         self, key: str, shrink: float | None = 1.0, power: float = 1.0, damping: float | None = 0.0
     ) -> Factors:
-        """H of a layer, in float64; ``shrink`` None: :meth:`measured`.
+        """H of a layer, in float64; ``shrink`` None: 1 less the part that is chance.
 
         Raises:
             PosteriorError: NaN, inf, or eigenvalues below 0.
@@ -138,7 +134,7 @@ class StoredPrecision:
         right, left = (held.get(key) for key in VECTORS)
         assert right is not None
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
-        shrink = self.measured(key) if shrink is None else shrink
+        shrink = 1.0 - self.chance.get(key, 0.0) if shrink is None else shrink
         return Factors(basis, values, shrink, rows).raised(power).damped(damping)
 
     def read(

@@ -75,14 +75,14 @@ def _twin(source: Source, name: str, wanted: Callable[[str], bool]) -> str | Non
     return next(twins, None) if len(spec.shape) > 1 else None
 
 
-def same_bytes(one: Source, name: str, two: Source, other: str) -> bool:
-    """Whether two tensors agree to the bit, dtype and shape too."""
+def same_bytes(one: Source, name: str, two: Source, other: str, most: int | None = None) -> bool:
+    """Whether two tensors, or their beginnings, agree to the bit, dtype and shape too."""
     spec = one.specs[name]
     if spec != two.specs[other]:
         return False
-    mine, theirs = Scratch(), Scratch()
-    for start in range(0, spec.numel, PIECE):
-        stop = min(start + PIECE, spec.numel)
+    mine, theirs, end = Scratch(), Scratch(), spec.numel if most is None else min(most, spec.numel)
+    for start in range(0, end, PIECE):
+        stop = min(start + PIECE, end)
         a = one.read(name, start, stop, mine).contiguous().view(torch.uint8)
         b = two.read(other, start, stop, theirs).contiguous().view(torch.uint8)
         if not torch.equal(a, b):
@@ -94,17 +94,8 @@ def differs_somewhere(base: Source, other: Source, reads: Reads) -> bool:
     """Whether a model has any entry that its base has not: a look at every tensor's beginning
     finds nearly every fine-tune out at once; only if none differs is all of it read."""
     floats = [n for n, s in base.specs.items() if s.dtype in MERGEABLE]
-    for most in (4096, None):
-        for name in floats:
-            numel = base.specs[name].numel
-            end = numel if most is None else min(most, numel)
-            for start in range(0, end, PIECE):
-                stop = min(start + PIECE, end)
-                mine = base.read(name, start, stop, Scratch())
-                theirs = other.read(reads[name], start, stop, Scratch())
-                if not torch.equal(mine.double(), theirs.double().to(mine.device)):
-                    return True
-    return False
+    pairs = ((n, most) for most in (4096, None) for n in floats)
+    return any(not same_bytes(base, n, other, reads[n], most) for n, most in pairs)
 
 
 Known = tuple[Source, int]  # a model, and how many rows of its tables stand for tokens

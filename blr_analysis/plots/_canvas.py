@@ -93,7 +93,7 @@ def label_points(
     image, where given, before its text."""
     order = np.argsort(-ax.transData.transform(points)[:, 1], kind="stable") if len(points) else []
     step = min(0.11, 1 / max(1, len(points)))
-    for place, k in enumerate(order):
+    for place, k in enumerate(map(int, order)):
         content: OffsetBox = TextArea(texts[k], textprops={"fontsize": 8})
         if images is not None:
             zoom = THUMBNAIL / max(images[k].shape[:2])

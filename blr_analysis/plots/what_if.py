@@ -70,7 +70,8 @@ def plot_what_if(
     groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in kept]
     ax = canvas.axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     ends = table[["nll_low", "nll_high"]].to_numpy(float)[kept] if "nll_low" in table else None
-    _draw(ax, *values[kept].T, known[kept], ends if measure == "nll" else None)
+    before, after = values[kept].T
+    _draw(ax, before, after, known[kept], ends if measure == "nll" else None)
     long = sum(map(len, groups)) > 60 or max(map(len, groups)) > 12
     ax.set_xticks(range(len(groups)), groups, **({"rotation": 45, "ha": "right"} if long else {}))
     ax.set_xlabel("group taken out" if by_group else "evaluated on")

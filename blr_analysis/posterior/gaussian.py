@@ -31,7 +31,7 @@ from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
 STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
-GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field --only loo
+GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 MEASURED = ("fingerprint", "stationarity", "calibration")  # of one posterior and its data
 
 

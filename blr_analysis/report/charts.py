@@ -96,4 +96,4 @@ class _Axis:
         low, high = np.quantile(np.log10(every) if log else every, [0, 1])
         pad = PAD * ((high - low) or abs(high) or 1.0)
         ends = (float(low - pad), float(high + pad))
-        self.limits = (10 ** ends[0], 10 ** ends[1]) if log else ends
+        self.limits: Any = (10 ** ends[0], 10 ** ends[1]) if log else ends

@@ -95,7 +95,7 @@ def rows_of(
     index = np.arange(n)
     if n > MOST_SINGLE:
         told = [findings.suspects["index"].to_numpy()[:GALLERY]]
-        told += [table[findings.influence].nlargest(MOST_SINGLE // 2).index.to_numpy()]
+        told += [table.nlargest(MOST_SINGLE // 2, findings.influence).index.to_numpy()]
         if neighbours is not None:
             told += [neighbours.top.helpful.flatten().numpy()]
             told += [neighbours.top.harmful.flatten().numpy()]
@@ -176,7 +176,7 @@ def colours_of(rows: Shown) -> list[str]:
     found = ["region", "kind", *(["leverage"] if "leverage" in rows.table else [])]
     for name in rows.table.drop(columns=[*rows.inputs, *found, "index"]):
         values = rows.table[name]
-        if not pd.api.types.is_float_dtype(values) and 2 <= values.map(str).nunique() <= 50:
+        if not pd.api.types.is_float_dtype(values) and 2 <= len({*values.map(str)}) <= 50:
             found.append(str(name))
     return found
 
@@ -184,7 +184,7 @@ def colours_of(rows: Shown) -> list[str]:
 def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
     """The columns to choose a value of: few values, and what somebody would ask for."""
     answers = ("region", "prediction", "left_out_prediction", "leverage")
-    return [name for name in colours if name not in answers and rows.table[name].nunique() > 1]
+    return [name for name in colours if name not in answers and len({*rows.table[name]}) > 1]
 
 
 def tests_of(

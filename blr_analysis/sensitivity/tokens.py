@@ -45,7 +45,7 @@ class TokenScores(PerExample):
             causal language model that of the output which predicts it.
         target: its class (token id), ``[M]``.
         losses: −log p of it, in nats, ``[M]``.
-        change: g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
+        change: τ g_tᵀ Σ g_i, the first-order rise of its loss without its sequence, ``[M]``; larger
             is more memorised. Negative: the rest of the sequence pulls the other way.
         losses_without: ``losses + change``.
         table: one row per token, with the metadata of its sequence.
@@ -104,15 +104,14 @@ def token_sensitivity(
     """
     instance("task", task, Task, "a blr_analysis.Task")
     if not isinstance(task.likelihood, TokenCategorical):
-        wanted = 'take "tokens" or "causal_lm"'
-        raise InputError(f"{task.likelihood.name} has no target per token; {wanted}")
+        raise InputError(f'{task.likelihood} has no target per token: "tokens" or "causal_lm"')
     q = fitted(task, posterior)
     order = torch.arange(task.n_data)
     if sequences is not None:
         order = select(sequences, task, q, name="sequences")
-    parts, part = [], PART if stands_alone(task, q) else 1.0
+    parts = []
     for i in track(order, total=len(order), label="tokens", show=task.progress):
-        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve, part)
+        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
         parts.append((i.expand(len(tokens[0])), *tokens))
     sequence, position, target, losses, change = (
         torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
@@ -143,14 +142,14 @@ def token_influence(
     """
     q = fitted(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    budget, part = Budget.of(task, q, 1), PART if stands_alone(task, q) else 1.0
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):
-        held = preconditioned(test_task, q, torch.tensor([j]), loss_gradient, budget)
+        chosen, room = torch.tensor([j]), Budget.of(task, q, 1)
+        held = preconditioned(test_task, q, chosen, loss_gradient, room)
         direction = {n: x[0] for n, x in held.items()}
         for i in row:
             position, target, _, change = _tokens(
-                task, q, task.likelihood, i.view(1), lambda _, held=direction: held, part
+                task, q, task.likelihood, i.view(1), lambda _, held=direction: held
             )
             which = torch.full_like(position, j), i.expand(len(position))
             parts.append((*which, position, target, change))
@@ -165,10 +164,10 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
-    part: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Positions, targets, losses and τ g_tᵀ u of one sequence's tokens that count, with u made of
-    g_i; the errors of the losses at this ``part`` of the logits."""
+    g_i; where the end of a training alone is known, its errors are at .7 of the logits."""
+    part = PART if stands_alone(task, q) else 1.0
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,15 +259,17 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(
         for name, value in other.items():
             assert torch.equal(one[name], value), name
     early = training_of(tmp_path / "checkpoint-4")
-    assert early["recipe"].epochs == 4
+    assert early["recipe"].epochs == 4 and early["checkpoints"] == tmp_path / "_run"
     q = blr.Posterior.load(
         tmp_path / "checkpoint-4" / "precision",
         model=tmp_path / "checkpoint-4",
         prior_precision=1.0,
     )
     assert q.record["recipe"]["epochs"] == 4
-    (tmp_path / "other").mkdir()
-    assert training_of(tmp_path / "other") == {}
+    shutil.rmtree(tmp_path / "_run")  # as without the callback
+    assert training_of(tmp_path) == {"checkpoints": tmp_path}
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()  # as of those that are pickled
+    assert training_of(tmp_path) == {}
 
 
 def test_a_resumed_run_has_the_checkpoints_of_the_whole_one(tmp_path: Path) -> None:

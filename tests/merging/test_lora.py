@@ -477,35 +477,3 @@ def test_without_peft_the_extra_is_named(
     pair = folders(bert, target_modules=QV)
     assert len(open_adapter(pair.adapter, Folder.open(pair.base)).changes) == 4
     assert is_adapter(pair.adapter) and not is_adapter(pair.base)
-
-
-@pytest.mark.parametrize("structure", ["gram", "diag", "kron"])
-def test_adapters_have_precisions_of_their_own(structure: str) -> None:
-    """Input moments of A and of B, by hand; Fishers against autograd, example by example."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    settings = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-    model = peft.get_peft_model(net, settings).double().eval()
-    x, y = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
-    q = blr.fit_laplace(
-        blr.Task(model, (x, y)), structure=structure, prior_precision=1.0,
-        curvature="ggn" if structure == "gram" else "empirical_fisher",
-    )  # fmt: skip
-    own = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert set(q.mean) == set(own) and len(own) == 2
-    first, second = (own[n] for n in sorted(own))  # A [2, 5], B [4, 2]
-    if structure == "gram":
-        truth = [x.square().sum(0).expand(2, 5), (x @ first.T).square().sum(0).expand(4, 2)]
-    else:
-        squares = [torch.zeros_like(first), torch.zeros_like(second)]
-        for row, label in zip(x, y, strict=True):
-            loss = nn.functional.cross_entropy(model(row[None]), label[None])
-            for total, g in zip(squares, torch.autograd.grad(loss, [first, second]), strict=True):
-                total += g**2
-        truth = squares
-    for n, value in zip(sorted(own), truth, strict=True):
-        found = q.precision(n).double() - 1
-        if structure == "kron":  # eigenvalues are the Fisher's, whose trace they keep
-            found, value = found.sum(), value.sum()
-        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-8)

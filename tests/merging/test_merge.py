@@ -69,23 +69,6 @@ def test_the_prior_of_a_stored_precision_is_taken_off(tmp_path: Path) -> None:
         torch.testing.assert_close(load(two.folder)[n], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_a_calibrated_posterior_is_scaled_as_a_whole() -> None:
-    """S' = (H + δ) / τ: what is left of it without its prior is H / τ."""
-    base, one = state(0), near(state(0), 1)
-    h = curved(1)
-    calibrated = blr.Posterior(
-        one,
-        {n: (v + 2.0) / 4.0 for n, v in h.items()},
-        prior_precision=2.0,
-        n_data=5,
-        record={"calibration": {"scale": 4.0}},
-    )
-    merged = blr.merge(base, [one], precisions=[calibrated], delta=1.0)
-    expected = blr.merge(base, [one], precisions=[{n: v / 4 for n, v in h.items()}], delta=1.0)
-    for n in base:
-        torch.testing.assert_close(merged[n], expected[n])
-
-
 def test_averages_without_a_record_are_multiplied_by_n_data(tmp_path: Path) -> None:
     family = write_family(tmp_path)
     for folder in family["precisions"]:
@@ -190,20 +173,6 @@ def test_both_names_of_a_tied_tensor_have_its_precision_without_the_prior(
     assert torch.equal(merged["one.weight"], merged["two.weight"])
 
 
-def test_a_tied_tensor_that_was_not_trained_needs_no_precision() -> None:
-    torch.manual_seed(0)
-    base, *models = (Tied() for _ in range(3))
-    for model in models:
-        model.one.weight.requires_grad_(False)
-    data = torch.randn(20, 3), torch.randint(3, (20,))
-    precisions = [
-        blr.fit_laplace(blr.Task(m, data), structure="diag", prior_precision=5.0) for m in models
-    ]
-    merged = blr.merge(base, models, precisions=precisions, delta=1.0)
-    expected = models[0].one.weight + models[1].one.weight - base.one.weight
-    torch.testing.assert_close(merged["two.weight"], expected.detach())
-
-
 def test_a_tied_copy_is_recognised_and_nothing_else_is_dropped(tmp_path: Path) -> None:
     """One model saved its tied head, the other did not: the bytes say that it is the same."""
     base = state(0)
@@ -300,29 +269,6 @@ def test_kinds_of_precisions_and_filters_are_spoken_of(tmp_path: Path) -> None:
     family["precisions"][1] = family["precisions"][0]
     report = blr.merge(**family, out=tmp_path / "two")
     assert any("stands for several models" in note for note in report.plan.notes)
-
-
-def test_an_output_named_through_a_link_or_a_dot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = write_family(tmp_path / "in")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    blr.merge(**family, out=tmp_path / "link")
-    assert (tmp_path / "real" / "model.safetensors").is_file()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    blr.merge(**family, out=".")
-    assert (tmp_path / "here" / "model.safetensors").is_file()
-
-
-def test_the_table_tells_every_tensors_fate(tmp_path: Path) -> None:
-    report = blr.merge(**write_family(tmp_path), out=tmp_path / "out")
-    table = report.table
-    assert list(table["tensor"]) == list(Folder.open(tmp_path / "base").specs)
-    assert set(table["fate"]) == {"merged"}
-    assert list(report.plan.table["bytes"]) == list(table["bytes"])
-    assert table["bytes"].sum() == report.plan.bytes_written
 
 
 # What stands beside a merged model: readable, escaped, and without paths of this machine.

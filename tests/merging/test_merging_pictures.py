@@ -8,7 +8,6 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +16,6 @@ from matplotlib.offsetbox import AnnotationBbox, TextArea
 from blr_analysis.errors import InputError
 from blr_analysis.merging import GradientMismatch, MergeCurve, MergePoint
 from blr_analysis.plots import plot_merge_curve, plot_mismatch
-from blr_analysis.tables import merge_curve_table, mismatch_table
 
 
 def row(merge: str, task: str, mismatch: float, rise: float, **changes: float) -> dict[str, Any]:
@@ -130,19 +128,6 @@ def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
         assert "test data" in ax.get_ylabel() and "distance" in ax.get_xlabel()
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"measure": "f1"}, "measure"),
-        ({"across": "gap"}, "across"),
-        ({"across": "mismatch_in_metric"}, "no finite"),
-    ],
-)
-def test_mismatch_of_bad_input(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(InputError, match=word):
-        plot_mismatch(mismatch(), **options)
-
-
 def line(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
     (found,) = (each for each in ax.lines if each.get_label() == label)
     return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
@@ -165,32 +150,12 @@ def test_one_method_shows_its_tasks_and_their_mean() -> None:
     ]
 
 
-def test_several_methods_show_their_means_or_one_of_them() -> None:
-    found = curve(BOTH)
-    ax = plot_merge_curve(found)
-    np.testing.assert_allclose(*(line(ax, m)[1] for m in ("matching", "arithmetic")))
-    assert line(ax, "best: matching, α = 0.6")[0][0] == 0.6
-    one = plot_merge_curve(found, method="arithmetic", measure="accuracy")
-    losses = np.array([0.3 + (a - 0.6) ** 2 for a in GRID])
-    np.testing.assert_allclose(line(one, "books")[1], 0.89 - losses / 10)
-
-
 def test_rows_and_grids_show_the_order() -> None:
     found = curve(PLANE, "rows", models=("a", "b"))
     ax = plot_merge_curve(found)
     values = np.array([p.nll for p in found.points])
     np.testing.assert_allclose(line(ax, "matching")[1], values)
     assert line(ax, "best: α = (0.6, 0)")[0][0] == values.argmin() + 1
-
-
-def test_what_could_not_be_run_is_a_gap_and_counted() -> None:
-    found = curve(SHARED)
-    failed = MergePoint("matching", (1.5, 1.5), (math.inf,) * 2, (math.nan,) * 2, "outputs")
-    some = MergeCurve([*found.points, failed], *("ab", ("news", "books"), "nll", "shared"))
-    ax = plot_merge_curve(some)
-    assert "1 could not be run" in ax.get_title() and math.isnan(line(ax, "mean")[1][-1])
-    table = merge_curve_table(some)
-    assert table.failure.tolist() == [""] * 11 + ["outputs"] and math.isinf(table.nll[11])
 
 
 def test_curves_of_bad_input() -> None:
@@ -203,29 +168,23 @@ def test_curves_of_bad_input() -> None:
         plot_merge_curve(regression, measure="accuracy")
 
 
+def test_pictures_of_bad_input() -> None:
+    for options, word in (
+        ({"measure": "f1"}, "measure"),
+        ({"across": "gap"}, "across"),
+        ({"across": "mismatch_in_metric"}, "no finite"),
+    ):
+        with pytest.raises(InputError, match=word):
+            plot_mismatch(mismatch(), **options)
+
+
 def test_results_find_their_tables_and_pictures() -> None:
-    found, tried = mismatch(), curve(BOTH)
-    pd.testing.assert_frame_equal(found.table, mismatch_table(found))
-    pd.testing.assert_frame_equal(tried.table, merge_curve_table(tried))
-    assert found.table is found.table and len(tried.table) == 22
-    assert tried.table.loc[tried.table.best, ["method", "weight"]].values.tolist() == [
-        ["matching", 0.6]
-    ]
-    assert isinstance(found.plot(), Axes) and isinstance(tried.plot(), Axes)
-
-
-def test_of_many_points_each_task_is_named_where_it_loses_most() -> None:
-    found = mismatch(5)
-    ax = plot_mismatch(found)
-    boxes = [b for b in ax.artists if isinstance(b, AnnotationBbox)]
-    worst = found.table[found.table["merge"] == "merge 4"]
-    named = {b.offsetbox.get_text(): b.xy[0] for b in boxes}
-    assert named == pytest.approx(dict(zip(worst.task, worst.mismatch_per_example, strict=True)))
-
-
-def test_losses_far_apart_are_drawn_on_a_logarithmic_axis() -> None:
-    wild = curve(SHARED, loss=lambda w: 0.1 * 100 ** w[0])
-    assert plot_merge_curve(wild).get_yscale() == "symlog"
-    assert plot_merge_curve(wild, measure="accuracy").get_yscale() == "linear"
-    negative = curve(SHARED, loss=lambda w: 10 * 100 ** w[0] - 20)
-    assert plot_merge_curve(negative).get_yscale() == "linear"
+    failed = MergePoint("arithmetic", (1.5, 1.5), (math.inf,) * 2, (math.nan,) * 2, "outputs")
+    tried = curve(BOTH)
+    tried = MergeCurve([*tried.points, failed], *("ab", ("news", "books"), "nll", "shared"))
+    table = tried.table
+    assert table.loc[table.best, ["method", "weight"]].values.tolist() == [["matching", 0.6]]
+    assert table.failure.tolist() == [""] * 22 + ["outputs"] and math.isinf(table.nll[22])
+    assert "1 could not be run" in tried.plot().get_title()
+    assert list(mismatch().table.task[:3]) == ["news", "books", "films"]
+    assert isinstance(mismatch().plot(), Axes)

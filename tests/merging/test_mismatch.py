@@ -162,29 +162,6 @@ def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: fl
         found.totals("task")
 
 
-@pytest.mark.parametrize("method", ["task_arithmetic", "gradient_matching"])
-def test_tasks_that_share_no_weight_have_no_mismatch(method: str) -> None:
-    tasks, models, curved = [], [], []
-    for t in range(3):
-        x = torch.zeros(6, 3, dtype=torch.float64)
-        x[:, t] = torch.arange(1, 7).double()
-        y = (t + 2) * x[:, t] + torch.tensor([0.1, -0.1] * 3).double()
-        theta = torch.zeros(1, 3, dtype=torch.float64)
-        theta[0, t] = (x[:, t] @ y) / (x[:, t] @ x[:, t])
-        model = nn.Linear(3, 1, bias=False).double()
-        model.load_state_dict({"weight": theta})
-        tasks.append(Task(model, (x, y), likelihood="gaussian"))
-        models.append({"weight": theta})
-        curved.append({"weight": (x**2).sum(0)[None]})
-    base = {"weight": torch.zeros(1, 3, dtype=torch.float64)}
-    given: dict[str, Any] = dict(method=method, dtype=torch.float64)
-    extra = {"precisions": curved} if method == "gradient_matching" else {}
-    found = gradient_mismatch(tasks, merge(base, models, **extra, **given))
-    assert max(found.table.mismatch) < 1e-12 and max(found.table.gap.abs()) < 1e-12
-    halved = gradient_mismatch(tasks, merge(base, models, weights=[0.5] * 3, **extra, **given))
-    assert (min(halved.table.mismatch) > 1) == (method == "task_arithmetic")
-
-
 def test_for_quadratics_all_forecasts_are_the_gap() -> None:
     tasks, curved, models = linear_tasks(3, 0.0)
     table = gradient_mismatch(tasks, average(*models), precisions=curved).table
@@ -210,13 +187,6 @@ def test_a_posterior_foretells_by_its_data_part_and_measures_by_the_whole() -> N
     assert found.mismatch_in_metric.tolist() == pytest.approx(both.mismatch_in_metric.tolist())
     assert (data.gap_by_precision < both.gap_by_precision).all()
     assert (data.mismatch_in_metric > both.mismatch_in_metric).all()
-
-
-def test_no_precision_where_gradients_differ_is_infinite() -> None:
-    tasks, curved, models = linear_tasks(2, 0.0)
-    curved[0] = {"weight": curved[0]["weight"] * torch.tensor([1.0, 0.0, 1.0])}
-    found = gradient_mismatch(tasks, average(*models), precisions=curved).table
-    assert math.isinf(found.mismatch_in_metric[0]) and math.isfinite(found.mismatch_in_metric[1])
 
 
 def test_one_model_for_all_tasks_with_the_weights_named() -> None:
@@ -332,17 +302,6 @@ def test_sequences_with_tied_weights_under_either_name() -> None:
         gradient_mismatch(task, {"embed.weight": weight, "head.weight": weight + 1})
 
 
-def test_weights_are_converted_to_the_models_dtype() -> None:
-    double, single, half = network(1), network(1, torch.float32), network(1, torch.bfloat16)
-    merged = state(network(2, torch.bfloat16))
-    x, y = examples(3)
-    for model, tolerance in ((double, 1e-10), (single, 1e-4), (half, 0.05)):
-        (row,) = gradient_mismatch(Task(model, (x, y)), merged).rows
-        there = loaded(double, {n: t.double() for n, t in merged.items()})
-        gap = by_autograd(there, x, y)[1] - by_autograd(double, x, y)[1]
-        assert row["gap"] == pytest.approx(gap, rel=tolerance, abs=tolerance)
-
-
 def test_merges_in_folders(tmp_path: Path) -> None:
     models = [network(1), network(2)]
     tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
@@ -357,20 +316,6 @@ def test_merges_in_folders(tmp_path: Path) -> None:
         assert found.mismatch.tolist() == pytest.approx(expected.mismatch.tolist(), rel=1e-9)
     with pytest.raises(StorageError, match="nowhere"):
         gradient_mismatch(tasks, tmp_path / "nowhere")
-
-
-def test_under_inference_mode() -> None:
-    model, task = network(1), Task(network(1), examples(3))
-    expected = gradient_mismatch(task, state(network(2))).table
-    with torch.inference_mode():
-        found = gradient_mismatch(task, {n: t + 0.0 for n, t in state(network(2)).items()}).table
-    assert found.equals(expected) and model is not task.model
-
-
-def test_a_model_without_gradients_is_refused() -> None:
-    task = Task(network(1), examples(3), forward=lambda m, b: (m(b[0]).detach(), b[1]))
-    with pytest.raises(ModelError, match="task '1': the outputs do not depend"):
-        gradient_mismatch(task, state(network(2)))
 
 
 MODELS = [network(1), network(2)]

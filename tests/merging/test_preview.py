@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
-from blr_analysis.merging import MergeCurve, MergePoint, merge_curve, simplex_grid
+from blr_analysis.merging import MergeCurve, MergePoint, merge_curve
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
@@ -147,39 +147,6 @@ def test_all_combinations_of_some_weights() -> None:
     assert curve.tasks == ("1",) and list(curve.weights) == ["news", "books", "films"]
 
 
-def quadratic(seed: int) -> tuple[tuple[Tensor, Tensor], State, State]:
-    """Linear regression with orthogonal features: its data, its Hessian, its optimum."""
-    g = torch.Generator().manual_seed(seed)
-    q, _ = torch.linalg.qr(torch.randn(12, D, generator=g, dtype=torch.float64))
-    x = q * torch.linspace(1, 3, D).double().roll(seed)
-    y = torch.randn(12, generator=g, dtype=torch.float64)
-    h = (x**2).sum(0)
-    return (x, y), {"weight": h[None]}, {"weight": (x.T @ y / h)[None]}
-
-
-def test_for_quadratics_the_best_of_a_grid_is_one() -> None:
-    data, curved, models = zip(*(quadratic(s) for s in range(3)), strict=True)
-    task_model = nn.Linear(D, 1, bias=False).double()
-    tasks = [Task(task_model, d, likelihood="gaussian") for d in data]
-    base = {"weight": torch.full((1, D), 0.3, dtype=torch.float64)}
-    # Fine-tuned with a prior so weak that the losses alone are the objective, and yet α counts:
-    # with δ = 0 the merge is an average, whatever the common factor of the weights.
-    tuned = [
-        {"weight": (1e-4 * base["weight"] + h["weight"] * m["weight"]) / (1e-4 + h["weight"])}
-        for h, m in zip(curved, models, strict=True)
-    ]
-    grid = [*simplex_grid(3, 4), (1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (1.0, 0.5, 1.0)]
-    given: dict[str, Any] = dict(weights=grid, **DOUBLE)
-    matched = merge_curve(base, tuned, tasks, precisions=list(curved), delta=1e-4, **given)
-    assert matched.best.weights == (1.0, 1.0, 1.0)
-    xs, ys = (torch.cat([d[k] for d in data]) for k in (0, 1))
-    best = torch.linalg.lstsq(xs, ys[:, None]).solution[:, 0]
-    lowest = -torch.distributions.Normal(xs @ best, 1.0).log_prob(ys).mean()
-    assert matched.best.nll == pytest.approx(float(lowest), rel=1e-6)
-    plain = merge_curve(base, tuned, tasks, method="task_arithmetic", **given)
-    assert plain.best.nll > matched.best.nll + 1e-3
-
-
 @pytest.mark.parametrize("method", ["linear", "fisher"])
 def test_weights_that_sum_to_nothing_have_no_average(method: str) -> None:
     curve = merge_curve(
@@ -188,23 +155,6 @@ def test_weights_that_sum_to_nothing_have_no_average(method: str) -> None:
     )  # fmt: skip
     assert [p.failure for p in curve.points] == ["the weights sum to 0", ""]
     assert curve.best.weights == (1.0, 1.0, 1.0)
-
-
-def test_batch_norm_runs_with_the_statistics_of_the_merge() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, C)).double().eval()
-    before = state(model)
-    models = [
-        {n: t + (k if t.is_floating_point() else 0) for n, t in before.items()} for k in (1, 3)
-    ]
-    x, y = examples(4)
-    curve = merge_curve(
-        before, models, Task(model, (x, y)), method="task_arithmetic", weights=[0.5], **DOUBLE
-    )
-    other = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, C)).double().eval()
-    other.load_state_dict({n: t + (2 if t.is_floating_point() else 0) for n, t in before.items()})
-    assert curve.best.nll == pytest.approx(float(F.cross_entropy(other(x), y).detach()), rel=1e-10)
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
 def curve_of(*rows: tuple[tuple[float, ...], float, float], **changes: Any) -> MergeCurve:
@@ -272,14 +222,6 @@ def test_posteriors_modules_and_other_dtypes() -> None:
     base = {n: t.float() for n, t in S.base.items()}
     near = merge_curve(base, single, S.tasks, precisions=S.precisions, **given)
     assert near.best.nlls == pytest.approx(plain.best.nlls, rel=1e-5)
-
-
-@pytest.mark.parametrize(("models", "steps"), [(1, 3), (2, 5), (3, 10), (4, 4)])
-def test_the_simplex_is_complete(models: int, steps: int) -> None:
-    rows = simplex_grid(models, steps)
-    assert len(set(rows)) == len(rows) == math.comb(steps + models - 1, models - 1)
-    assert all(sum(r) == pytest.approx(1) and min(r) >= 0 for r in rows)
-    assert rows == sorted(rows)
 
 
 NAN_STATE = {n: t * math.nan for n, t in S.base.items()}

@@ -122,17 +122,6 @@ def test_what_a_method_has_no_use_for_is_said(read: Read) -> None:
     assert [n.partition(" has ")[0].partition(":")[0] for n in found.notes] == list(words)
 
 
-def test_a_linear_recipe_of_mergekit(read: Read) -> None:
-    found = read(
-        "merge_method: linear\ndtype: bfloat16\n"
-        "models:\n- {model: ft2, parameters: {weight: 0.7}}\n"
-        "- {model: ft1, parameters: {weight: 1.4}}\n"
-    )
-    assert weights(found) == [0.7, 1.4] and found.job.base is None
-    assert found.job.normalize is None  # which divides
-    assert (found.job.out_dtype, found.job.dtype) == (torch.bfloat16, torch.float32)
-
-
 ARITHMETIC = """
 merge_method: task_arithmetic
 base_model: base

@@ -214,19 +214,11 @@ def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path, kind: str)
     with pytest.raises(StorageError, match="name a new one"):
         execute(found, out)
     assert left(tmp_path) == ["out"]
+    (tmp_path / "a" / "empty").mkdir(parents=True)
+    for new in (tmp_path / "a" / "empty", tmp_path / "b" / "c" / "out"):
+        assert (execute(found, new).folder / "model.safetensors").is_file()
     if kind == "full":
         assert (out / "mine.txt").read_text() == "dear to me"
-
-
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    execute(small_plan(tmp_path), tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_missing_parents_are_made(tmp_path: Path) -> None:
-    report = execute(small_plan(tmp_path), tmp_path / "a" / "b" / "out")
-    assert report.folder.is_dir()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -242,6 +234,7 @@ def test_the_bar_ends_at_all_bytes(tmp_path: Path, threads: int) -> None:
 
 
 Family = dict[str, Any]
+Damage = Callable[[Family], object]
 
 
 def change(file: Path, how: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -250,133 +243,76 @@ def change(file: Path, how: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     save_file(tensors, file)
 
 
-def precision_of(family: Family) -> Path:
-    return family["precisions"][0] / "precision.safetensors"
-
-
 def model_of(family: Family) -> Path:
     return family["models"][0] / "model.safetensors"
 
 
-def config(folder: Path, **more: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+def on_model(how: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    return lambda f: change(model_of(f), how)
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-3])
+def on_precision(how: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    return lambda f: change(f["precisions"][0] / "precision.safetensors", how)
 
 
-DAMAGES: dict[str, tuple[Callable[[Family], Any], str]] = {
-    "a missing tensor": (
-        lambda f: change(model_of(f), lambda t: t.pop("layers.0.norm.weight")),
-        r"missing in the first: 'layers\.0\.norm\.weight'",
-    ),
-    "an extra tensor": (
-        lambda f: change(model_of(f), lambda t: t.update(odd=torch.ones(2, 2))),
-        "only there: 'odd'",
-    ),
-    "another shape": (
-        lambda f: change(model_of(f), lambda t: t.update(scale=torch.ones(3))),
-        r"'scale' is \[3\], expected \[\]",
-    ),
-    "another vocabulary": (
-        lambda f: change(model_of(f), lambda t: t.update({"embed.weight": torch.ones(13, 6)})),
-        "a vocabulary",
-    ),
-    "integers for numbers": (
-        lambda f: change(model_of(f), lambda t: t.update(scale=torch.tensor(3))),
-        r"'scale' is of torch\.int64",
-    ),
-    "a prefix": (
-        lambda f: save_file(
-            {f"model.{n}": t for n, t in load_file(model_of(f)).items()}, model_of(f)
-        ),
-        "Save both with the same class",
-    ),
-    "NaN in a model": (
-        lambda f: change(model_of(f), lambda t: t["layers.0.mlp.weight"].fill_(torch.nan)),
-        r"'layers\.0\.mlp\.weight' of '.*ft1' holds NaN",
-    ),
-    "NaN in a precision": (
-        lambda f: change(precision_of(f), lambda t: t["scale"].fill_(torch.nan)),
-        "the precision of 'scale'.*NaN",
-    ),
-    "a negative precision": (
-        lambda f: change(precision_of(f), lambda t: t["scale"].fill_(-1e-3)),
-        "the precision of 'scale'.*negative",
-    ),
-    "a precision of another shape": (
-        lambda f: (
-            change(precision_of(f), lambda t: t.update(scale=torch.ones(2))),
-            None,
-        ),
-        r"the precision of 'scale' .* is \[2\], the weight \[\]",
-    ),
-    "a truncated shard": (lambda f: truncate(model_of(f)), "truncated"),
-    "a missing shard": (
-        lambda f: next(f["base"].glob("model-00002*")).unlink(),
-        "model-00002-of-00003",
-    ),
-    "a record of another program": (
-        lambda f: (f["precisions"][0] / "precision_config.json").write_text('{"format": "x"}'),
-        "format 'x'",
-    ),
-    "a record without n_data": (
-        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps(record(parameters=["scale"], n_data=None))
-        ),
-        "n_data=None",
-    ),
-    "a precision with factors": (
-        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps({"format": "blr_analysis.precision", "version": 1, "structure": "lowrank"})
-        ),
-        "structure 'lowrank'",
-    ),
-    "another number of heads": (
-        lambda f: [
-            config(folder, num_attention_heads=k)
-            for k, folder in enumerate([f["base"], *f["models"]])
-        ],
-        "num_attention_heads is 1 and 0",
-    ),
-    "a malformed record": (
-        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps(record(parameters=["scale"], prior_precision={"zz": 1.0}))
-        ),
-        "one number per tensor",
-    ),
-    "a negative prior": (
-        lambda f: (f["precisions"][0] / "precision_config.json").write_text(
-            json.dumps(record(parameters=["scale"], prior_precision=-1.0))
-        ),
-        "prior_precision=-1.0",
-    ),
-    "another architecture": (lambda f: config(f["models"][0], model_type="other"), "architectures"),
-    "a quantised model": (
-        lambda f: config(f["models"][0], quantization_config={"bits": 4}),
-        "quantised",
-    ),
-    "a broken configuration": (
-        lambda f: (f["base"] / "config.json").write_text("{"),
-        r"config\.json.* truncated",
-    ),
-    "pickled weights": (
-        lambda f: (model_of(f).unlink(), (f["models"][0] / "pytorch_model.bin").write_bytes(b"x")),
-        "pickle",
-    ),
-    "a model that equals its base": (
-        lambda f: save_file(state(0), model_of(f)),
-        "equals its base",
-    ),
-}
+def on_record(text: str) -> Damage:
+    return lambda f: (f["precisions"][0] / "precision_config.json").write_text(text)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_one_clear_error_and_nothing_written(tmp_path: Path, name: str) -> None:
+def recorded(**more: Any) -> Damage:
+    return on_record(json.dumps(record(**{"parameters": ["scale"], **more})))
+
+
+def config(place: str | int, **more: Any) -> Damage:
+    def damage(f: Family) -> None:
+        file = (f["base"] if place == "base" else f["models"][place]) / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+    return damage
+
+
+def pickled(f: Family) -> None:
+    model_of(f).unlink()
+    (f["models"][0] / "pytorch_model.bin").write_bytes(b"x")
+
+
+def prefixed(t: dict[str, torch.Tensor]) -> None:
+    for name in list(t):
+        t[f"model.{name}"] = t.pop(name)
+
+
+NORM, MLP = "layers.0.norm.weight", "layers.0.mlp.weight"
+DAMAGES: list[tuple[Damage, str]] = [
+    (on_model(lambda t: t.pop(NORM)), rf"missing in the first: '{NORM}'"),
+    (on_model(lambda t: t.update(odd=torch.ones(2, 2))), "only there: 'odd'"),
+    (on_model(lambda t: t.update(scale=torch.ones(3))), r"'scale' is \[3\], expected \[\]"),
+    (on_model(lambda t: t.update({"embed.weight": torch.ones(13, 6)})), "a vocabulary"),
+    (on_model(lambda t: t.update(scale=torch.tensor(3))), r"'scale' is of torch\.int64"),
+    (on_model(prefixed), "Save both with the same class"),
+    (on_model(lambda t: t[MLP].fill_(torch.nan)), rf"'{MLP}' of '.*ft1' holds NaN"),
+    (on_model(lambda t: t.update(state(0))), "equals its base"),
+    (on_precision(lambda t: t["scale"].fill_(torch.nan)), "the precision of 'scale'.*NaN"),
+    (on_precision(lambda t: t["scale"].fill_(-1e-3)), "the precision of 'scale'.*negative"),
+    (on_precision(lambda t: t.update(scale=torch.ones(2))), r"of 'scale' .* is \[2\], .* \[\]"),
+    (on_precision(lambda t: t.update(scale=torch.tensor(1))), r"of 'scale' .* is torch\.int64"),
+    (lambda f: model_of(f).write_bytes(model_of(f).read_bytes()[:-3]), "truncated"),
+    (lambda f: next(f["base"].glob("model-00002*")).unlink(), "model-00002-of-00003"),
+    (pickled, "pickle"),
+    (on_record('{"format": "x"}'), "format 'x'"),
+    (recorded(n_data=None), "n_data=None"),
+    (recorded(structure="lowrank"), "structure 'lowrank'"),
+    (recorded(prior_precision={"zz": 1.0}), "one number per tensor"),
+    (recorded(prior_precision=-1.0), "prior_precision=-1.0"),
+    (config("base", num_attention_heads=1), "num_attention_heads is None and 1"),
+    (config(0, model_type="other"), "architectures"),
+    (config(0, quantization_config={"bits": 4}), "quantised"),
+    (lambda f: (f["base"] / "config.json").write_text("{"), r"config\.json.* truncated"),
+]
+
+
+@pytest.mark.parametrize(("damage", "word"), DAMAGES)
+def test_one_clear_error_and_nothing_written(tmp_path: Path, damage: Damage, word: str) -> None:
     family = write_family(tmp_path)
-    damage, word = DAMAGES[name]
     damage(family)
     with pytest.raises(BLRError, match=word):
         blr.merge(**family, out=tmp_path / "out")

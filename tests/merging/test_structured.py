@@ -136,29 +136,6 @@ def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> Non
     assert relative(flatten(merged), truth) < EXACT
 
 
-def test_regmean() -> None:
-    """W = (Σ_t W_t A_t)(Σ_t A_t)⁻¹ with A's off-diagonals times 0.9, from inputs by hand."""
-    model, x, classes = CASES["mlp"]()
-    tasks = tasks_of(model, x, classes)
-    models = [weights_of(t) for t in tasks]
-    fitted = [fit_laplace(t, structure="gram") for t in tasks]
-    merged = merge(
-        None, models, precisions=fitted, method="fisher", shrink=0.9, dtype=torch.float64
-    )
-    inputs = [t.fetch(torch.arange(t.n_data))[0] for t in tasks]
-    hidden = [torch.tanh(t.model[0](a)).detach() for t, a in zip(tasks, inputs, strict=True)]
-    for layer, seen in {"0": inputs, "2": hidden}.items():
-        top, bottom = 0.0, 0.0
-        for a, w in zip(seen, models, strict=True):
-            a = torch.cat([a, torch.ones(len(a), 1)], 1)
-            gram = 0.9 * a.mT @ a + 0.1 * (a.mT @ a).diagonal().diag()
-            joint = torch.cat([w[f"{layer}.weight"], w[f"{layer}.bias"][:, None]], 1)
-            top, bottom = top + joint @ gram, bottom + gram
-        truth = top @ torch.linalg.inv(bottom)
-        assert relative(merged[f"{layer}.weight"], truth[:, :-1]) < 1e-5  # the δ that is taken off
-        assert relative(merged[f"{layer}.bias"], truth[:, -1]) < 1e-5
-
-
 @pytest.mark.parametrize(
     "more",
     [{}, {"damping": 0.5, "shrink": 0.6}, {"weights": [1.0, -0.1], "delta": 9.0, "based": True}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from blr_analysis.backprop.engine import Chunking, chunks
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Gaussian
-from blr_analysis.posterior import fit_kept, fit_laplace
+from blr_analysis.posterior import Posterior, fit_kept, fit_laplace
 from blr_analysis.posterior.structures import Full
 from blr_analysis.recipe import Recipe
 from blr_analysis.task import Task
@@ -340,7 +341,9 @@ def test_inputs_too_large_for_their_dtype_are_told() -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(structure: str) -> None:
+def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(
+    structure: str, tmp_path: Path
+) -> None:
     """Each is the fit at those weights and buffers; at a minimum, or of inputs, there are none."""
     x, y = normal(9, 4), torch.arange(9) % 3
     with seeded(0):
@@ -352,6 +355,11 @@ def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(structure: str) -
     task = Task(model, (x, y), checkpoints=states)
     q = fit_laplace(task, structure=structure, prior_precision=0.3)
     assert q.at_minimum is False and len(q.run) == 3 and q.run[-1] is q
+    q.save(tmp_path / "q")
+    for one, two in zip(Posterior.load(tmp_path / "q").run, q.run, strict=True):
+        assert torch.equal(one.buffers["1.running_var"], two.buffers["1.running_var"])
+        assert relative(dense_precision(one), dense_precision(two)) < EXACT
+        assert one.record.get("checkpoint") == two.record.get("checkpoint")
     for number, (early, state) in enumerate(zip(q.earlier, states, strict=True), 1):
         other = copy.deepcopy(model)
         other.load_state_dict(state)

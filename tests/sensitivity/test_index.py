@@ -63,32 +63,19 @@ def test_with_room_for_everything_it_is_exact(
         assert top.table[column].equals(truth.table[column])
 
 
-@pytest.mark.parametrize(
-    ("few", "threads", "first"), [(3, 1, 64), (8, 1, 2**14), (8, 2, 64)], ids=str
-)
-def test_a_search_by_signs_finds_the_same(
-    few: int, threads: int, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the first signs apart, and as indexes were written before."""
-    task, test = language(), task_of(tiny_lm(tied=True), sequences(4))
-    monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(search, "SPARE", 1)
-    monkeypatch.setattr(compressed, "CACHED", 200)
-    monkeypatch.setattr(compressed, "FIRST", first)
+@pytest.mark.parametrize(("normalize", "threads"), [(True, 1), (False, 2)])
+def test_a_search_by_signs_finds_the_same(normalize: bool, threads: int, tmp_path: Path) -> None:
+    task, test = language(), task_of(tiny_lm(tied=True), sequences(9))
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60)
-    assert index.signs and bool(index._compression.first) == (first == 64)
-    asked: dict[str, Any] = {"normalize": few == 3}
-    values = index.influence(test, **asked)
-    before = torch.get_num_threads()
+    assert index.signs
+    values, before = index.influence(test, normalize=normalize), torch.get_num_threads()
     torch.set_num_threads(threads)
-    top = index.top(test, 3, **asked)
+    top = index.top(test, 3, normalize=normalize)
     assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
-    alone = index.top(test, 3, harmful=False, **asked)
-    assert torch.equal(alone.helpful, top.helpful) and alone.harmful.shape == (4, 0)
-    kept = top.table.query("effect == 'helpful'")
-    for column in ("test", "effect", "rank", "train", "source"):
-        assert alone.table[column].tolist() == kept[column].tolist()
+    alone = index.top(test, 3, normalize=normalize, harmful=False)
+    assert torch.equal(alone.helpful, top.helpful) and alone.harmful.shape == (9, 0)
+    assert alone.table.train.tolist() == top.table.query("effect == 'helpful'").train.tolist()
     for side, largest in (("helpful", True), ("harmful", False)):
         truth, rows = values.topk(3, dim=0, largest=largest)
         assert torch.equal(getattr(top, side), rows.mT)

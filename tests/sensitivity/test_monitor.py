@@ -92,23 +92,6 @@ def test_a_row_is_what_the_analyses_find(structure: str, correction: str) -> Non
     assert (q.note in repr(monitor)) and (bool(q.note) == off)
 
 
-def test_ridge_regression_is_press_at_every_epoch() -> None:
-    x, _ = data()
-    y = x.sum(1) + torch.sin(5 * x[:, 0])
-    model = nn.Linear(4, 1, bias=False).double()
-    task = blr.Task(model, (x, y), likelihood="gaussian")
-    monitor = blr.Monitor(task)
-    for epoch, delta in enumerate((10.0, 1.0, 0.1)):
-        gram = x.T @ x + delta * torch.eye(4)
-        model.weight.data = torch.linalg.solve(gram, x.T @ y)[None]
-        row = monitor(fitted(task, "full", delta), epoch)
-        hat = (x @ torch.linalg.inv(gram) * x).sum(1)
-        press = float(((y - x @ model.weight.detach()[0]) / (1 - hat)).square().mean())
-        assert row["loo_nll"] == pytest.approx(0.5 * press + 0.5 * math.log(2 * math.pi), rel=1e-9)
-        assert math.isnan(row["loo_accuracy"]) and math.isnan(row["test_nll"])
-    assert monitor.epochs == [0, 1, 2]
-
-
 def test_many_outputs_are_watched_to_first_order() -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(12, 3, generator=g, dtype=torch.float64)

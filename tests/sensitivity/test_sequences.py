@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
-from blr_analysis.backprop.engine import QUIET, chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.posterior import Posterior
@@ -221,19 +220,6 @@ def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) ->
     assert relative(own, right) < EXACT
 
 
-def test_the_order_of_long_and_short_sequences_does_not_matter() -> None:
-    """The plan is made on three of them; longer ones come later."""
-    ids = [torch.arange(k) % 7 for k in (3, 3, 3, 12, 3, 11, 3, 3)]
-    task = task_of(tiny_lm(), ids)
-    q = fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
-    truth = blr.sensitivity(task, q)
-    found = blr.sensitivity(task, q)
-    assert relative(found.self_influence, truth.self_influence) < EXACT
-    sizes = [len(c.indices) for c in chunks(task, q.mean, QUIET, columns=1)]
-    assert sum(sizes) == len(ids)
-    assert max(sizes) < len(ids), "a chunk that pads to the longest is divided"
-
-
 def test_what_if_takes_sequences_out() -> None:
     world = world_of("plain")
     q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
@@ -293,78 +279,56 @@ def test_tables_and_groups() -> None:
     assert chosen.removed == int((scores.tokens > 5).sum())
 
 
-class TestRefused:
-    @pytest.fixture
-    def world(self) -> World:
-        return world_of("plain")
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 2
 
-    @pytest.fixture
-    def q(self, world: World) -> Posterior:
-        return fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * 2
 
-    def test_relabelling(self, world: World, q: Posterior) -> None:
-        with pytest.raises(InputError, match=r"remove= and add="):
-            blr.what_if(world.task, q, relabel={0: 1}, solver="posterior")
 
-    def test_groups_by_target(self, world: World, q: Posterior) -> None:
-        with pytest.raises(InputError, match=r"no column 'target'.*tokens"):
-            blr.what_if_each(world.task, q)
+class Twice(nn.Sequential):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self[1](Once.apply(self[0](ids)))
 
-    def test_models_that_cannot_be_differentiated_twice(self) -> None:
-        class Once(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x: Tensor) -> Tensor:
-                return x * 2
 
-            @staticmethod
-            @torch.autograd.function.once_differentiable
-            def backward(ctx, g: Tensor) -> Tensor:
-                return g * 2
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.words, self.read = nn.Embedding(7, 3), nn.Linear(3, 7)
-
-            def forward(self, ids: Tensor) -> Tensor:
-                return self.read(Once.apply(self.words(ids)))
-
-        ids = torch.arange(12).view(4, 3) % 7
-        task = Task(Model(), (ids, ids), likelihood="causal_lm")
-        q = fit_at_rest(task, structure="diag", curvature="empirical_fisher", **FIT)
-        with pytest.raises(ModelError, match="eager"):
-            token_sensitivity(task, q)
+def test_what_is_refused_of_sequences() -> None:
+    task, fisher = world_of("plain").task, {"structure": "diag", "curvature": "empirical_fisher"}
+    q = fit_at_rest(task, **fisher, **FIT)
+    with pytest.raises(InputError, match=r"remove= and add="):
+        blr.what_if(task, q, relabel={0: 1}, solver="posterior")
+    with pytest.raises(InputError, match=r"no column 'target'.*tokens"):
+        blr.what_if_each(task, q)
+    with pytest.raises(InputError, match="first_order"):
+        blr.leave_one_out(task, q, correction="cavity")
+    ids = torch.arange(12).view(4, 3) % 7
+    once = Task(Twice(nn.Embedding(7, 3), nn.Linear(3, 7)), (ids, ids), likelihood="causal_lm")
+    with pytest.raises(ModelError, match="eager"):
+        token_sensitivity(once, fit_at_rest(once, **fisher, **FIT))
 
 
 MB = 2**20
 
 
-def large(n: int, *, tied: bool = False, length: int = 32) -> Task:
-    """A vocabulary that outweighs everything else, in single precision."""
-    model = tiny_lm(vocabulary=1500, width=16, longest=length, tied=tied).float()
-    ids = torch.randint(0, 1500, (n, length), generator=torch.Generator().manual_seed(0))
-    return Task(model, (ids, ids), likelihood="causal_lm", batch_size=4)
-
-
-def posterior_of(task: Task) -> Posterior:
+def peak_of(n: int, budget: int, *, tied: bool) -> tuple[int, int]:
+    """Of a model whose vocabulary outweighs everything else, in bytes; and its weights."""
+    model = tiny_lm(vocabulary=1500, width=16, longest=32, tied=tied).float()
+    ids = torch.randint(0, 1500, (n, 32), generator=torch.Generator().manual_seed(0))
+    task = Task(model, (ids, ids), likelihood="causal_lm", memory_budget=budget)
     params = task.parameters()
-    precision = {n: torch.full_like(p, 2.0) for n, p in params.items()}
-    return Posterior(params, Diagonal(precision), prior_precision=1.0, n_data=task.n_data)
-
-
-def peak_of(n: int, budget: int | None, *, tied: bool = False) -> int:
-    task = large(n, tied=tied)
-    task.memory_budget, task.chunk_size = budget, None
-    q = posterior_of(task)
+    form = Diagonal({name: torch.full_like(p, 2.0) for name, p in params.items()})
+    q = Posterior(params, form, prior_precision=1.0, n_data=n)
     plan_for(task, q.mean)
-    return peak_bytes(lambda: blr.sensitivity(task, q))
+    return peak_bytes(lambda: blr.sensitivity(task, q)), sum(p.nbytes for p in params.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_peak_is_within_the_budget_and_flat_in_the_number_of_sequences(tied: bool) -> None:
     budget = 6 * MB
-    few, many = (peak_of(n, budget, tied=tied) for n in (24, 96))
-    weights = 4 * sum(p.numel() for p in large(1, tied=tied).parameters().values())
+    (few, weights), (many, _) = (peak_of(n, budget, tied=tied) for n in (24, 96))
     outputs = 96 * 31 * 1500 * 4
     assert many <= budget + 3 * weights < outputs
     assert many <= few + 3 * 8 * 96

@@ -120,18 +120,6 @@ def test_groups_of_a_conjugate_model() -> None:
     assert result.before != result.nll
 
 
-def test_it_agrees_with_the_networks_road() -> None:
-    """Linear regression as a torch model: the cavity's outputs are those of the subtraction."""
-    model, (x, y) = regression()
-    fitted, net = model.fit((x, y)), torch.nn.Linear(3, 1, bias=False).double()
-    net.weight.data = fitted.q.mean[None].clone()
-    task = blr.Task(net, (x, y), likelihood=blr.Gaussian(0.25))
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    left = torch.stack([x[i] @ fitted.without([i]).mean for i in range(len(y))])
-    logits = blr.leave_one_out(task, q).logits.flatten()
-    torch.testing.assert_close(logits, left, rtol=1e-9, atol=1e-9)
-
-
 def test_a_gaussian_process_classifier() -> None:
     x = normal(30, 2)
     y = (x[:, 0] + 0.5 * normal(30, seed=1) > 0).to(F64)

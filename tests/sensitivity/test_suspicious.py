@@ -123,24 +123,6 @@ def test_nearest_against_all_distances() -> None:
     assert told.nonzero().flatten().tolist() == [3, 11]
 
 
-def test_every_copy_is_found_though_there_are_many_outputs() -> None:
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(80, 6, generator=g)
-    x[70:] = x[:10]
-    x[69] = x[0]  # three of a kind
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40))
-    task = blr.Task(model, (x, torch.arange(80) % 40))
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-    assert responses(task, q, samples=32)[0].shape == (80, 512)
-    found = blr.suspicious(task, q, share=1.0)
-    copies = torch.zeros(80, dtype=torch.bool)
-    copies[:10] = copies[69:] = True
-    assert found.closeness is not None and found.twin is not None
-    assert (found.closeness == 1).tolist() == copies.tolist()
-    assert found.twin[71:].tolist() == list(range(1, 10))
-    assert int(found.twin[69]) in (0, 70)
-
-
 @pytest.mark.parametrize(
     ("width", "hidden", "slips"),
     [
@@ -196,7 +178,7 @@ def test_planted_faults_in_digits() -> None:
             optimizer.step()
         if epoch % 12 == 11:
             qs.append(blr.fit_laplace(task, structure="kron", prior_precision=10.0))
-    found = blr.suspicious(task, qs)
+    found = blr.suspicious(task, qs, samples=128)  # of ten outputs four mixtures
     flipped = torch.zeros(len(x), dtype=torch.bool)
     flipped[:45] = True
     clean = torch.arange(len(x)) < 900
@@ -234,17 +216,6 @@ def test_other_likelihoods(likelihood: str) -> None:
         torch.testing.assert_close(found.proposed.flatten(), 1 - y)
         wrong = (task.likelihood.nll(loo.logits, 1 - loo.targets) < loo.losses).tolist()
         assert [kind == "label" for kind in found.kind] == wrong
-
-
-def test_several_labels_of_one_example() -> None:
-    g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(20, 3, generator=g), torch.randint(2, (20, 2), generator=g).float()
-    task = blr.Task(nn.Linear(3, 2), (x, y), likelihood="bernoulli")
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    found = blr.suspicious(task, q, duplicates=False)
-    left_out = blr.leave_one_out(task, q).logits
-    assert found.proposed is not None
-    assert found.proposed.tolist() == (left_out > 0).float().tolist()
 
 
 def test_tables_pictures_and_scores() -> None:

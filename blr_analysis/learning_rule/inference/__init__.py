@@ -44,7 +44,7 @@ from blr_analysis.learning_rule.inference.functions import (
     VariationalNewton,
     minima,
 )
-from blr_analysis.learning_rule.inference.gp import GaussianProcess, linear_kernel, rbf
+from blr_analysis.learning_rule.inference.gp import GaussianProcess, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics
 from blr_analysis.learning_rule.inference.messages import (
@@ -91,7 +91,6 @@ __all__ = [
     "gaussian",
     "likelihood_step",
     "linear",
-    "linear_kernel",
     "minima",
     "poisson",
     "rbf",

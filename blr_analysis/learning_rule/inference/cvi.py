@@ -49,7 +49,6 @@ from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, r
 from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 
 NODES = 100
-REACH, GRID = 16.0, 1601
 Function = Callable[[Tensor], Tensor]
 """Places ``[K, N]`` → as many values, element by element."""
 Integral = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,7 +71,7 @@ def log_expected(f: DiagonalGaussian, log_function: Function) -> Tensor:
     >>> log_expected(DiagonalGaussian(torch.zeros(1), torch.ones(1)), lambda t: 2 * t)
     tensor([2.])
     """
-    z = torch.linspace(-REACH, REACH, GRID, dtype=torch.float64).to(f.mean).unsqueeze(1)
+    z = torch.linspace(-16, 16, 1601, dtype=torch.float64).to(f.mean).unsqueeze(1)
     parts = (
         (log_function(f.mean + part * f.precision.rsqrt()) - 0.5 * part.square()).logsumexp(0)
         for part in z.split(NODES)
@@ -231,9 +230,6 @@ def log_predictive(likelihood: ScalarLikelihood, f: DiagonalGaussian, y: Tensor)
 
 
 HALVINGS = 20
-STARTS = 50
-ROUNDING = 1e-14  # of an ELBO
-SMALL = 1e-7  # a change that is rounding where derivatives are taken of it
 Q = TypeVar("Q", FullGaussian, DiagonalGaussian)
 
 
@@ -390,9 +386,9 @@ def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) ->
             after = attempt(rho / 2**k)
         except InputError:  # a precision that is not positive definite
             continue
-        if after.elbo >= state.elbo - ROUNDING * size:
+        if after.elbo >= state.elbo - 1e-14 * size:
             return after
-        rests = rests or (k == 0 and after.elbo >= state.elbo - SMALL * size)
+        rests = rests or (k == 0 and after.elbo >= state.elbo - 1e-7 * size)
     if rests:
         return state
     raise InputError(
@@ -416,7 +412,7 @@ def near_the_mode(problem: Problem[Q]) -> Natural:
 
     q, theta, sites = problem.prior, problem.prior.mean, {}
     best = height(theta)
-    for _ in range(STARTS):
+    for _ in range(50):
         widths = latent(q, problem.design).precision.clamp_min(1.0)
         narrow = DiagonalGaussian(problem.design @ theta, widths)
         sites = problem.told(theta, aims(narrow, problem.targets, problem.likelihood)[0])

@@ -60,21 +60,6 @@ def rbf(
     return variance * torch.exp(-0.5 * squares.square().sum(-1))
 
 
-def linear_kernel(x: Tensor, z: Tensor, *, variance: float = 1.0, bias: float = 0.0) -> Tensor:
-    """bias + v xᵀz: f is linear, with weights N(0, v) and an intercept N(0, bias); ``[N, M]``.
-
-    Args:
-        x: ``[N, D]``.
-        z: ``[M, D]``.
-        variance: v, of each weight.
-        bias: the variance of the intercept, 0 for none.
-
-    >>> linear_kernel(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), bias=1.0)
-    tensor([[4.]])
-    """
-    return bias + variance * (x @ z.mT)
-
-
 def covariances(kernel: Kernel, x: Tensor, z: Tensor) -> Tensor:
     """k(x, z), or what is wrong with it."""
     wanted = "the kernel must give a finite matrix [N, M] from x [N, D] and z [M, D]"
@@ -89,8 +74,8 @@ class GaussianProcess(LatentModel):
     """Gaussian-process classification (or counts), q(f) a full Gaussian over the N examples.
 
     Attributes:
-        kernel: (x, z) → covariances ``[N, M]``: :func:`rbf`, :func:`linear_kernel` or another,
-            its parameters bound by ``functools.partial``.
+        kernel: (x, z) → covariances ``[N, M]``: :func:`rbf` or another, its parameters
+            bound by ``functools.partial``.
         likelihood: ``"bernoulli"`` (logistic link), ``"probit"``, ``"poisson"``, ``"gaussian"``,
             a likelihood object, or a function (y, f) → log p(y|f).
         inducing: z ``[M, D]``, for a sparse process; None: the examples themselves.

@@ -34,14 +34,7 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from blr_analysis.checks import (
-    at_least,
-    instance,
-    positive_int,
-    positive_number,
-    share,
-    tolerance,
-)
+from blr_analysis.checks import at_least, instance, positive_int, positive_number, share
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -55,8 +48,6 @@ from blr_analysis.learning_rule.inference.fitted import (
     until_flat,
 )
 from blr_analysis.views import Tabular
-
-BLOCK = 64  # documents at once
 
 
 @dataclass(frozen=True)
@@ -138,11 +129,10 @@ class LDA(Model):
     def __post_init__(self) -> None:
         at_least(2, "n_topics", self.n_topics)  # one topic is a word count
         positive_int("max_local_iter", self.max_local_iter)
-        for name in ("doc_topic_prior", "topic_word_prior", "local_tol"):
+        for name in ("doc_topic_prior", "topic_word_prior", "learning_offset", "local_tol"):
             if getattr(self, name) is not None:
                 positive_number(name, getattr(self, name))
         share("learning_decay", self.learning_decay)
-        tolerance("learning_offset", self.learning_offset)
 
     def prior(self, n_words: int) -> Dirichlet:
         """Dir(η), a copy for each topic."""
@@ -322,14 +312,14 @@ class LDA(Model):
 
 
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
-    """Documents of similar length: which ones ``[D]``, their words ``[D, L]``, and themselves."""
+    """64 documents of similar length: which ones ``[D]``, words ``[D, L]``, and themselves."""
     if data.shape[1] != q.concentration.shape[-1]:
         raise DataError(
             f"counts have {data.shape[1]} words, the topics a vocabulary of "
             f"{q.concentration.shape[-1]}: count by it"
         )
     logs, lengths = q.expectation["log"].mT.contiguous(), np.diff(data.indptr)
-    for at in np.array_split(np.argsort(lengths, kind="stable"), -(-len(lengths) // BLOCK)):
+    for at in np.array_split(np.argsort(lengths, kind="stable"), -(-len(lengths) // 64)):
         place = np.arange(lengths[at[-1]])
         inside = place < lengths[at][:, None]
         entry = np.where(inside, data.indptr[at][:, None] + place, 0)

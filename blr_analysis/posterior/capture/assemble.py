@@ -167,6 +167,8 @@ def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
 def _mean(slot: Slot) -> Tensor:
     if slot.value.is_meta:
         raise ModelError(f"parameter {slot.name!r} is on the meta device: it has no values.")
+    if bad := int((~slot.value.isfinite()).sum()):
+        raise ModelError(f"{slot.name!r} has {bad} entries not finite: use an earlier checkpoint")
     return slot.value.detach().clone()
 
 

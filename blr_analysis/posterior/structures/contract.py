@@ -279,8 +279,10 @@ class Spectral(Structure):
             if not bool(torch.isfinite(s).all()):
                 raise PosteriorError(f"the precision of {name!r} holds NaN or inf")
             if not bool((s > 0).all()):
-                said = f"the precision of {name!r} must be positive, is {float(s.min()):.3g}"
-                raise PosteriorError(f"{said} somewhere; give a prior_precision above 0")
+                said = (
+                    f"the precision of {name!r} must be positive, its least is {float(s.min()):.3g}"
+                )
+                raise PosteriorError(f"{said}; give a prior_precision above 0")
 
 
 def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:

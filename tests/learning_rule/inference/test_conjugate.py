@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import integrate, stats
 from sklearn.linear_model import Ridge
 from torch import Tensor
@@ -144,16 +142,6 @@ def test_one_step_is_the_textbook_posterior_wherever_it_starts(name: str) -> Non
         torch.testing.assert_close(getattr(fitted.q, field), wanted, rtol=1e-12, atol=1e-12)
     told = {k: v.sum(0) for k, v in fitted.sites.items()}
     same(blr_step(elsewhere, scale(add(fitted.prior.natural, told), -1.0), 1.0), fitted.q)
-
-
-@every
-@settings(max_examples=10, deadline=None)
-@given(gone=st.sets(st.integers(0, 7)))
-def test_without_equals_fitting_without_for_any_subset(name: str, gone: set[int]) -> None:
-    data, model = CASES[name].data(8), CASES[name].model
-    rest = [i for i in range(8) if i not in gone]
-    wanted = model.fit(rows(data, torch.tensor(rest))).q if rest else model.prior
-    same(model.fit(data).without(gone), wanted)
 
 
 @every

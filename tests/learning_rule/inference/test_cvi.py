@@ -33,7 +33,6 @@ from blr_analysis.learning_rule.inference.cvi import (
     log_predictive,
     scalar_likelihood,
 )
-from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.likelihoods import Gaussian, Poisson
 
@@ -211,21 +210,6 @@ def test_nearer_to_nuts_than_laplace(fits: dict[str, LatentFitted]) -> None:
 
 
 # Examples taken out
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_left_out_by_cavities(name: str, fits: dict[str, LatentFitted]) -> None:
-    """Subtracting in f_i's natural parameters is subtracting in θ's."""
-    fitted = fits[name]
-    slow = Fitted.left_out(fitted)
-    assert torch.allclose(fitted.left_out(), slow, rtol=1e-9, atol=1e-9)
-    some = [3, 5, 8, 5]
-    quick, whole = fitted.without(some), Fitted.without(fitted, some)
-    assert torch.allclose(quick.mean, whole.mean, rtol=0, atol=1e-10)
-    assert torch.allclose(quick.precision, whole.precision, rtol=1e-12, atol=1e-10)
-    assert fitted.without([]) is fitted.q
-    nothing = fitted.without(range(fitted.n_data))
-    assert torch.allclose(nothing.precision, fitted.prior.precision, rtol=0, atol=1e-8)
 
 
 # Expectations and likelihoods

@@ -190,7 +190,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+NAMES = [pytest.param(n, marks=[pytest.mark.slow] * (n == "six-hump camel")) for n in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     """The components as the rule leaves them, with no descent after it."""
     case = CASES[name]
@@ -200,7 +203,7 @@ def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     assert case.found(last) == len(case.known)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_minima_are_polished_and_counted_once(name: str) -> None:
     case = CASES[name]
     near = torch.tensor([*case.known, *case.known[:2]], dtype=torch.float64)

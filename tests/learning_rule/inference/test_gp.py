@@ -20,7 +20,6 @@ from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFi
 from blr_analysis.learning_rule.inference.gp import (
     GaussianProcess,
     function_values,
-    linear_kernel,
     rbf,
 )
 from blr_analysis.likelihoods import Gaussian
@@ -29,6 +28,10 @@ REFERENCE = Path(__file__).with_name("nuts.npz")
 with np.load(REFERENCE, allow_pickle=False) as file:
     TOLD = {name.partition("/")[2]: file[name] for name in file.files if name.startswith("iris/")}
 KERNEL = partial(rbf, lengthscale=float(TOLD["lengthscale"]), variance=float(TOLD["variance"]))
+
+
+def linear_kernel(x: Tensor, z: Tensor, variance: float = 1.0, bias: float = 0.0) -> Tensor:
+    return bias + variance * (x @ z.mT)
 
 
 def iris() -> tuple[Tensor, Tensor]:

@@ -42,7 +42,6 @@ from blr_analysis.learning_rule.inference import (
     gaussian,
     likelihood_step,
     linear,
-    linear_kernel,
     minima,
     poisson,
     rbf,
@@ -240,7 +239,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: process(rbf).predict(X[:, :1]), DataError, "x has 1 columns"),
     (lambda: process(partial(rbf, variance=-1.0)), InputError, "positive semi-definite"),
     (lambda: process(partial(rbf, lengthscale=0.0)), InputError, "NaN or infinite"),
-    (lambda: process(partial(linear_kernel, variance=-1.0)), InputError, "semi-definite"),
     # skew normals
     (lambda: SkewNormal(0 * ONE, ONE, -ONE), InputError, "no skew normal of positive precision"),
     (lambda: skewed(rho=0.0), InputError, "rho must be above 0"),

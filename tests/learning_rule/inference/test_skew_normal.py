@@ -196,20 +196,6 @@ def counts_fit(x: Tensor = X, y: Tensor = Y) -> FittedSkewNormal:
     )
 
 
-def test_taking_examples_out_is_the_first_step_of_fitting_the_rest() -> None:
-    fitted = counts_fit()
-    assert fitted.sites["lean"].shape == (8,)
-    for gone in ([0], [5], [1, 3, 6]):
-        rest = [i for i in range(8) if i not in gone]
-
-        def log_joint(theta: Tensor, rest: list[int] = rest) -> Tensor:
-            return log_prior(theta) + counts_of((X[rest], Y[rest]), theta).sum(0)
-
-        wanted = skew_step(fitted.q, log_joint, 1.0)
-        assert np.allclose(numbers(fitted.without(gone)), numbers(wanted), rtol=1e-5, atol=1e-5)
-    assert fitted.without([]) is fitted.q
-
-
 def test_left_out_examples_against_fitting_without_them() -> None:
     """And both against log p(y_i | y_{-i}) of the posterior itself, by numerical integration."""
     fitted = counts_fit()
