@@ -89,6 +89,7 @@ def test_unfamiliarity_is_the_expected_self_influence() -> None:
     assert float(found.unfamiliarity.sum()) == pytest.approx(float(9 - DELTA * trace), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
     task, q = laplace(trained(x, y, 3), x, y)
@@ -159,6 +160,7 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     assert suspected(x) == [*range(20), *range(1979, 2000)]
 
 
+@pytest.mark.slow
 def test_planted_faults_in_digits() -> None:
     """Wrong labels above the plain loss, noise above the confidence, copies all of them."""
     pixels, targets = load_digits(return_X_y=True)
