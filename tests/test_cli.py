@@ -161,6 +161,7 @@ def cells(text: str, first: str) -> list[str]:
     return row
 
 
+@pytest.mark.slow
 class TestAudit(CommandContract):
     name, word = "audit", "no script 'gone.py'"
     argv = (TASK, *Q, "--test", "make_test")
