@@ -19,10 +19,6 @@ from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.backprop import outer
-from blr_analysis.backprop.matrices import Joint, MatrixShape
-from blr_analysis.backprop.outer import Outer
-from blr_analysis.backprop.terms import Dense
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.structures import Diagonal
 from blr_analysis.sensitivity import Influence
@@ -152,19 +148,6 @@ def test_an_example_without_a_gradient_has_no_influence(normalize: bool | str) -
     q = fit_at_rest(task, prior_precision=1.0)
     found = blr.influence(task, q, task, normalize=normalize)
     assert not found[2].any() and not found[:, 2].any() and bool(found[0, :2].all())
-
-
-@pytest.mark.parametrize("room", [1, None])
-@pytest.mark.parametrize("bias", ["bias", None])
-@pytest.mark.parametrize(("t", "o", "i"), [(1, 3, 5), (1, 5, 3), (4, 3, 5), (4, 5, 3)])
-def test_both_orders_of_multiplication_agree(
-    t: int, o: int, i: int, bias: str | None, room: int | None
-) -> None:
-    layout = MatrixShape(1, o, i, (o, i))
-    term = Outer(Joint("weight", bias, layout), normal(6, 1, t, i), [normal(6, 1, t, o, seed=1)])
-    held = {"weight": normal(7, o, i, seed=2), "bias": normal(7, o, seed=3)}
-    explicit = Dense(term.jacobian()).products(held, dtype=torch.float64, room=room)
-    assert relative(outer.factored_products(term, held, None, room), explicit) < 1e-13
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])

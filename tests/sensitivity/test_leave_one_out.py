@@ -353,14 +353,6 @@ def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(
         assert float(estimate.sum() / cancer.rise.sum()) == pytest.approx(1, abs=0.01)
 
 
-def test_linear_regression_needs_no_refinement() -> None:
-    task, *_ = ridge_task(*regression(n=25), 1.0)
-    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    rough, fine = (blr.leave_one_out(task, q, refine=k) for k in (None, 25))
-    assert fine.correction == ["descent"] * 25
-    torch.testing.assert_close(fine.logits, rough.logits, rtol=1e-5, atol=1e-5)
-
-
 def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
     torch.manual_seed(0)
     task = blr.Task(nn.Linear(3, 2), (torch.randn(20, 3), torch.arange(20) % 2))
