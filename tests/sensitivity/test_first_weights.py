@@ -64,11 +64,8 @@ class Scaled(nn.Module):
 
     def __init__(self, around: float, normalises: bool = True) -> None:
         super().__init__()
-        self.gain, self.around, self.normalises = (
-            nn.Parameter(torch.ones(WIDTH)),
-            around,
-            normalises,
-        )
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.around, self.normalises = around, normalises
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() if self.normalises else 1.0
@@ -107,27 +104,6 @@ def test_what_nothing_draws_is_named() -> None:
     for layer, name in ((Scaled(0.0, normalises=False), "1.gain"), (Half(WIDTH, WIDTH), "1.bias")):
         with pytest.raises(InputError, match=f"{name}.*initial="):
             drawn(of_vectors(layer), 0)
-
-
-class Owner(nn.Module):
-    """A model with a function for its layers, as those that follow GPT-2's code have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, WIDTH)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def test_a_model_that_initialises_its_layers_has_the_last_word() -> None:
-    task = blr.Task(Owner(), (torch.randn(8, 4), torch.randn(8, WIDTH)), likelihood="gaussian")
-    fresh = drawn(task, 0)
-    assert torch.equal(fresh["inner.weight"], torch.full((WIDTH, 4), 0.5))
 
 
 @pytest.mark.parametrize("start", [True, "gaussian", "pissa"])

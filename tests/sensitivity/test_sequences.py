@@ -38,6 +38,7 @@ MODELS = {
     "tied": dict(tied=True),
     "library_attention": dict(library=True),
 }
+TAGGER = dict(causal=False, classes=3)  # without a shift
 each_model = pytest.mark.parametrize("name", MODELS)
 FIT = dict(prior_precision=PRIOR)
 
@@ -45,12 +46,10 @@ FIT = dict(prior_precision=PRIOR)
 class World:
     """A task with its posterior, and the truth about it by brute force."""
 
-    def __init__(self, model: TinyLM, *, likelihood: str = "causal_lm", labelled: bool = True):
+    def __init__(self, model: TinyLM, *, likelihood: str = "causal_lm"):
         self.model, self.shift = model, likelihood == "causal_lm"
         self.ids = sequences(N)
-        self.labels = self.ids
-        if labelled:
-            self.labels = with_prompts(self.ids) if self.shift else tags(self.ids)
+        self.labels = with_prompts(self.ids) if self.shift else tags(self.ids)
         self.task = task_of(model, self.ids, self.labels, likelihood=likelihood)
         rows = [
             token_gradients(model, x, y, self.shift)
@@ -64,10 +63,12 @@ class World:
 
 @cache
 def world_of(name: str) -> World:
+    if name == "tagger":
+        return World(tiny_lm(**TAGGER), likelihood="tokens")
     return World(tiny_lm(**MODELS[name]))
 
 
-@each_model
+@pytest.mark.parametrize("name", [*MODELS, "tagger"])
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_self_influence_and_left_out_losses(name: str, structure: str) -> None:
     world = world_of(name)
@@ -143,17 +144,6 @@ def test_monitored_sequences() -> None:
     assert row["loo_nll"] == pytest.approx(float(loo.losses[[1, 3]].mean()), rel=EXACT)
     assert row["test_nll"] == pytest.approx(float(world.losses.mean()), rel=EXACT)
     assert math.isnan(row["max_leverage"])
-
-
-def test_taggers_without_a_shift() -> None:
-    world = World(tiny_lm(causal=False, classes=3), likelihood="tokens")
-    q = fit_at_rest(world.task, structure="diag", curvature="empirical_fisher", **FIT)
-    truth = torch.einsum(
-        "np,pq,nq->n", world.gradients, torch.linalg.inv(dense_precision(q)), world.gradients
-    )
-    scores = blr.sensitivity(world.task, q)
-    assert relative(scores.losses, world.losses) < EXACT
-    assert relative(scores.self_influence, truth) < EXACT
 
 
 @each_model

@@ -6,16 +6,15 @@ import pandas as pd
 import pytest
 import torch
 from oracles import dense_precision
+from oracles_retraining import trained
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.suspicious import (
     CLOSE,
-    judged,
     nearest,
     relabelling,
     responses,
@@ -24,24 +23,6 @@ from blr_analysis.sensitivity.suspicious import (
 
 DELTA = 1.0
 CENTRES = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
-
-
-def trained(x: Tensor, y: Tensor, c: int, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    model = nn.Linear(x.shape[1], c).double()
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=400, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        total = nn.functional.cross_entropy(model(x), y, reduction="sum")
-        total = total + sum(0.5 * DELTA * p.square().sum() for p in model.parameters())
-        total.backward()
-        return total
-
-    optimizer.step(loss)
-    return model
 
 
 def laplace(model: nn.Module, x: Tensor, y: Tensor) -> tuple[blr.Task, blr.Posterior]:
@@ -74,25 +55,9 @@ def test_gain_is_the_difference_of_two_losses() -> None:
         torch.testing.assert_close(relabelling(bernoulli, f, t)[:, c], wanted)
 
 
-def test_unfamiliarity_is_the_expected_self_influence() -> None:
-    """E_{y ~ p} eᵀVe = tr ΛV, and over the data it sums to P − δ tr Σ."""
-    x, y = blobs()
-    task, q = laplace(trained(x, y, 3), x, y)
-    found = blr.suspicious(task, q, duplicates=False)
-    p = task.model(x).softmax(1).detach()
-    expected = torch.zeros(len(x), dtype=torch.float64)
-    for c in range(3):
-        other = blr.Task(task.model, (x, torch.full_like(y, c)))
-        expected += p[:, c] * blr.sensitivity(other, q).self_influence
-    torch.testing.assert_close(found.unfamiliarity, expected, rtol=1e-9, atol=1e-12)
-    trace = sum(q.variance(name).sum() for name in q.mean)
-    assert float(found.unfamiliarity.sum()) == pytest.approx(float(9 - DELTA * trace), rel=1e-9)
-
-
-@pytest.mark.slow
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
-    task, q = laplace(trained(x, y, 3), x, y)
+    task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
     drawn = [responses(task, q, samples=128, seed=seed)[0] for seed in range(25)]
     moves = torch.cat(drawn, 1)
     assert moves.shape == (12, 25 * 128 * 3)
@@ -160,7 +125,6 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     assert suspected(x) == [*range(20), *range(1979, 2000)]
 
 
-@pytest.mark.slow
 def test_planted_faults_in_digits() -> None:
     """Wrong labels above the plain loss, noise above the confidence, copies all of them."""
     pixels, targets = load_digits(return_X_y=True)
@@ -224,7 +188,7 @@ def test_tables_pictures_and_scores() -> None:
     x, y = blobs()
     x[5] = CENTRES[y[5]]
     y[5] = (y[5] + 1) % 3
-    task, q = laplace(trained(x, y, 3), x, y)
+    task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
     named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
     found = blr.suspicious(named, q, duplicates=False)
     table = found.table
@@ -242,25 +206,12 @@ def test_tables_pictures_and_scores() -> None:
     assert found.score("unfamiliar") is found.unfamiliarity
 
 
-def test_kinds_and_order() -> None:
-    losses = torch.tensor([3.0, 0.5, 2.0, 0.2, 1.0])
-    wrong = torch.tensor([True, False, True, False, False])
-    strange = torch.tensor([0.1, 0.5, 0.2, 0.3, 0.4])
-    close = torch.tensor([0.0, 0.4, 0.2, 0.9, 0.1])
-    kind, order = judged(losses, wrong, strange, close, 0.2)
-    assert kind == ["label", "unfamiliar", "label", "duplicate", "none"]
-    assert order.tolist() == [0, 2, 1, 3, 4]
-    kind, order = judged(losses, ~wrong, strange, None, 0.2)
-    assert kind == ["none", "label", "none", "label", "label"]
-    assert order.tolist() == [4, 1, 3, 0, 2]
-
-
 def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None:
     """At the end its loss is the least of all; most checkpoints contradicted it."""
     x, y = blobs()
     x[5] = CENTRES[y[5]]
     y[5] = (y[5] + 1) % 3
-    model = trained(x, y, 3)
+    model = trained("categorical", x, y, DELTA, 3)
     task, last = laplace(model, x, y)
     heart = {n: m.clone() for n, m in last.mean.items()}
     heart["weight"] += 3 * nn.functional.one_hot(y[5:6], 3).T * x[5]
@@ -275,10 +226,3 @@ def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None
     assert less.kind[5] != "label" and half.kind[5] != "label"
     assert found.kind[5] == "label"
     assert found.losses[5] > half.losses[5] > 10 * less.losses[5]
-
-
-def test_two_examples_have_no_twins() -> None:
-    x, y = blobs(2)
-    task, q = laplace(trained(x, y, 3), x, y)
-    with pytest.raises(InputError, match="3 examples or more, got 2"):
-        blr.suspicious(task, q)

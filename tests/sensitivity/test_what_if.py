@@ -69,37 +69,7 @@ def test_any_change_of_linear_regression_is_retraining(data) -> None:
     close(flat(result.parameters), truth, 1e-7)
     counts = result.removed, result.added, result.relabelled
     assert counts == (len(gone), new, len(labels))
-
-
-def test_relabelling_to_the_old_label_does_nothing_and_the_repr_counts() -> None:
-    x, y = regression(12, 3)
-    task, q = fitted(x[:10], y[:10])
-    result = blr.what_if(task, q, relabel={4: y[4, 0]})
-    close(flat(result.parameters), flat(q.mean), 1e-14)
-    assert result.nll == pytest.approx(result.before.nll, rel=1e-14)
-    new = blr.Task(task.model, (x[10:], y[10:]), likelihood="gaussian")
-    result = blr.what_if(task, q, remove=[0], add=new, relabel={5: 9.25}, solver="posterior")
-    assert repr(result).startswith("WhatIf(1 removed, 2 added, 1 relabelled: nll ")
-
-
-def test_a_single_example_with_another_like_it_counts_twice() -> None:
-    torch.manual_seed(0)
-    one = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    model = nn.Linear(4, 1).double()
-    task = blr.Task(model, one, likelihood="bernoulli")
-    q = fit_at_rest(task, structure="full", prior_precision=1.0)
-    result = blr.what_if(task, q, add=task, solver="posterior")
-    with torch.no_grad():  # off the minimum: one step along the second copy's gradient
-        x, p = one[0].squeeze(), model(one[0]).sigmoid().item()
-    moved = (flat(result.parameters) - flat(q.mean)).squeeze()
-    gradient = (p - 1) * torch.cat([x, x.new_ones(1)])
-    close(moved / moved.norm(), -gradient / gradient.norm())
-
-
-# Other likelihoods: the formula by dense algebra, and how near it comes to retraining.
-
-
-# What comes back.
+    assert f"{len(gone)} removed" in repr(result) or not gone
 
 
 def classification(seed: int = 0, **options) -> tuple[blr.Task, blr.Posterior]:
@@ -138,9 +108,6 @@ def test_evaluate_may_hold_another_model_object() -> None:
     assert result.before.nll == pytest.approx(float(nn.functional.cross_entropy(f, y[:20])))
 
 
-# One row per group.
-
-
 @pytest.mark.parametrize("by", ["target", "source"])
 def test_each_row_is_one_what_if(by: str) -> None:
     names = ["web", "book", "code", "web"] * 15
@@ -176,6 +143,3 @@ def test_each_for_regression_has_no_accuracy() -> None:
             torch.tensor(2 * torch.pi, dtype=torch.float64)
         )
         assert row.nll_after == pytest.approx(float(exact), rel=1e-9)
-
-
-# The shares themselves.
