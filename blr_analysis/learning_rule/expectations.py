@@ -7,28 +7,23 @@ gradient, its Hessian, a tuple of both) under a posterior.
 
 A row of Table 1 also puts some estimate in the place of E_q[∇²ℓ]. For networks it is elementwise
 and made of what the draws since the last step have gathered: a :class:`HessianEstimate` names that
-evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss. For small
-models the functions below take a loss per example and give gradient and Hessian in full.
+evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
-from torch.func import vmap
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
-Value = TypeVar("Value")
 LOOKS = ("quadrature", "samples", "mean")
 MOST_NODES = 370  # whose Gauss–Hermite weights are still numbers
 
@@ -102,8 +97,6 @@ def places(
 
 
 Tensors = list[Tensor]
-Losses = Callable[[Tensor], Tensor]
-"""θ ``[P]`` → the loss of every example ``[N]``."""
 
 
 @dataclass(frozen=True)
@@ -173,78 +166,3 @@ PRICE = HessianEstimate("reparameterised (Price)", "price", _price)
 ROOT_MAGNITUDE = HessianEstimate("√s · |gradient|", "abs", _root_magnitude)
 DIAGONAL_MAGNITUDE = HessianEstimate("|diagonal| (Hutchinson)", "hutchinson", _magnitude)
 EXACT_OR_GAUSS_NEWTON = HessianEstimate("exact or Gauss–Newton")
-
-
-def exact(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient ``[P]`` and Hessian ``[P, P]`` of the summed loss.
-
-    >>> g, h = exact(lambda t: 0.5 * torch.stack([t[0] ** 2, 3 * t[1] ** 2]), torch.ones(2))
-    >>> g, h
-    (tensor([1., 3.]), tensor([[1., 0.],
-            [0., 3.]]))
-    """
-
-    def total(t: Tensor) -> Tensor:
-        return losses(t).sum()
-
-    hessian = torch.func.hessian(total)(theta)
-    return torch.func.grad(total)(theta).detach(), hessian.detach()
-
-
-def gauss_newton(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ g_i ``[P]`` and Σ g_i g_iᵀ ``[P, P]``, never indefinite (K&R 45 is its diagonal)."""
-    gradients = torch.func.jacrev(losses)(theta).detach()
-    return gradients.sum(0), gradients.mT @ gradients
-
-
-def squared_gradient(losses: Losses, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ g_i ``[P]`` and its elementwise square ``[P]``: what RMSprop and Adam average.
-
-    Of a minibatch of M examples out of N, drawn without replacement, the square of the mean
-    gradient ĝ is biased: E[ĝ²] = w·h + (1 − w)·g² with h = mean(g_i²), g = mean(g_i) and
-    w = (N − M) / (M (N − 1)) (Khan et al., ICML 2018, Theorem 1).
-    """
-    gradient = torch.func.grad(lambda t: losses(t).sum())(theta).detach()
-    return gradient, gradient.square()
-
-
-Estimate = Callable[[Losses, Tensor, FullGaussian, torch.Generator | None], tuple[Tensor, Tensor]]
-
-
-def _at_each(one: Callable[[Losses, Tensor], tuple[Tensor, Tensor]]) -> Estimate:
-    return lambda losses, points, q, generator: vmap(partial(one, losses))(points)
-
-
-def _reparameterised(
-    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """At draws θ ~ N(m, S⁻¹) the symmetric part of S(θ − m)gᵀ: its mean is E_q[∇²ℓ] (K&R 11)."""
-    gradients = vmap(torch.func.grad(lambda t: losses(t).sum()))(points).detach()
-    outer = ((points - q.mean) @ q.precision).unsqueeze(-1) * gradients.unsqueeze(-2)
-    return gradients, 0.5 * (outer + outer.mT)
-
-
-def _hutchinson(
-    losses: Losses, points: Tensor, q: FullGaussian, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """z ∘ (∇²ℓ z) for a draw of signs z at every place: unbiased for the Hessian's diagonal, exact
-    where the Hessian is diagonal."""
-    drawn = torch.randint(0, 2, points.shape, generator=generator, device=points.device)
-    gradient = torch.func.grad(lambda t: losses(t).sum())
-
-    def signed(theta: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-        value, bend = torch.func.jvp(gradient, (theta,), (signs,))[:2]
-        return value.detach(), (signs * bend).detach()
-
-    return vmap(signed)(points, (2 * drawn - 1).to(points.dtype))
-
-
-ESTIMATES: dict[str, Estimate] = {
-    "exact": _at_each(exact),
-    "reparameterised": _reparameterised,
-    "hutchinson": _hutchinson,
-    "gauss_newton": _at_each(gauss_newton),
-    "squared_gradient": _at_each(squared_gradient),
-}
-"""By name, at places ``[S, P]`` of a look: gradients ``[S, P]`` and Hessians, ``[S, P, P]`` or
-their diagonals ``[S, P]``."""

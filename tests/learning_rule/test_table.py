@@ -17,11 +17,7 @@ from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.expectations import (
     AT_MEAN,
     AT_SAMPLES,
-    ESTIMATES,
-    exact,
-    gauss_newton,
     places,
-    squared_gradient,
 )
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.inference import MultimodalOptimisation
@@ -166,24 +162,6 @@ def test_the_named_optimizers_are_their_rows() -> None:
 # Where the loss is looked at, what the Hessian is taken to be, and how a step departs.
 
 
-N, P = 12, 4
-
-
-def logistic(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(N, P, generator=generator, dtype=torch.float64)
-    y = (torch.rand(N, generator=generator) < 0.5).double()
-    return x, y
-
-
-X, Y = logistic()
-
-
-def losses(theta: Tensor) -> Tensor:
-    f = X @ theta
-    return torch.nn.functional.softplus(f) - Y * f
-
-
 THETA = torch.tensor([0.3, -0.7, 0.2, 1.0], dtype=torch.float64)
 
 
@@ -218,73 +196,7 @@ def test_bad_requests() -> None:
     with pytest.raises(InputError, match="samples must be"):
         places(q, "quadrature", 0)
     with pytest.raises(InputError, match="one variable"):
-        places(FullGaussian(THETA, torch.eye(P).double()), "quadrature")
-
-
-# Curvatures -------------------------------------------------------------------------------------
-
-
-def closed_form() -> tuple[Tensor, Tensor, Tensor]:
-    p = torch.sigmoid(X @ THETA)
-    return X, p - Y, p * (1 - p)
-
-
-def test_exact_and_gauss_newton_of_logistic_regression() -> None:
-    x, residual, weight = closed_form()
-    gradient = x.T @ residual
-    g, h = exact(losses, THETA)
-    torch.testing.assert_close(g, gradient)
-    torch.testing.assert_close(h, x.T @ (weight[:, None] * x))
-    g, h = gauss_newton(losses, THETA)
-    torch.testing.assert_close(g, gradient)
-    torch.testing.assert_close(h, x.T @ (residual.square()[:, None] * x))
-    g, h = squared_gradient(losses, THETA)
-    torch.testing.assert_close(g, gradient)
-    torch.testing.assert_close(h, gradient.square())
-
-
-def test_hutchinson_is_unbiased() -> None:
-    _, h = exact(losses, THETA)
-    n = 300
-    q = FullGaussian(THETA, torch.eye(P).double())
-    points, generator = THETA.expand(n, P), torch.Generator().manual_seed(0)
-    found = ESTIMATES["hutchinson"](losses, points, q, generator)[1].mean(0)
-    spread = (h.square().sum(1) - h.diagonal().square()).sqrt()  # of one estimate
-    assert ((found - h.diagonal()).abs() < 4 * spread / n**0.5).all()
-    assert (found - h.diagonal()).abs().max() > 1e-6
-
-
-def test_the_reparameterised_estimate_is_unbiased() -> None:
-    """E_q[S (θ − m) gᵀ] = E_q[∇²ℓ], by quadrature on a loss that is a sum over weights."""
-    marginals = posterior()
-    q = FullGaussian(marginals.mean, marginals.precision.diag())
-
-    def elementwise(theta: Tensor) -> Tensor:
-        return torch.sin(theta) + 0.1 * theta**4
-
-    def estimate(theta: Tensor) -> Tensor:
-        return ESTIMATES["reparameterised"](elementwise, theta.unsqueeze(0), q, None)[1][0]
-
-    found = by_quadrature(marginals, estimate, nodes=30).diagonal()
-    expected = by_quadrature(marginals, lambda t: -torch.sin(t) + 1.2 * t**2, nodes=30)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_theorem_1_by_simulation() -> None:
-    """The same for the row's own estimate, over random minibatches of 3 of 12."""
-    gradients = torch.func.jacrev(losses)(THETA)
-    generator = torch.Generator().manual_seed(0)
-    draws, m = 1500, 3
-    squares = []
-    for _ in range(draws):
-        batch = torch.randperm(N, generator=generator)[:m]
-        squares.append(squared_gradient(lambda t, b=batch: losses(t)[b] / m, THETA)[1])
-    stacked = torch.stack(squares)
-    w = (N - m) / (m * (N - 1))
-    expected = w * gradients.square().mean(0) + (1 - w) * gradients.mean(0).square()
-    error = stacked.std(0) / draws**0.5
-    assert ((stacked.mean(0) - expected).abs() < 4 * error).all()
-    assert ((stacked.mean(0) - gradients.square().mean(0)).abs() > 10 * error).any()  # it is biased
+        places(FullGaussian(THETA, torch.eye(4).double()), "quadrature")
 
 
 # Moves ------------------------------------------------------------------------------------------
