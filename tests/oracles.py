@@ -83,7 +83,8 @@ def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
         _, target = task.run(task.fetch(torch.tensor([i])), task.parameters())
 
         def loss(output: Tensor, target: Tensor = target) -> Tensor:
-            return task.likelihood.nll(output.unsqueeze(0), target).sum()
+            likelihood = task.likelihood.at(torch.tensor([i]))
+            return likelihood.nll(output.unsqueeze(0), target).sum()
 
         hessian = torch.func.hessian(loss)(f)
         total = total + jacobian[i].mT @ hessian @ jacobian[i]
