@@ -82,8 +82,10 @@ def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
     for i, f in enumerate(outputs_of(task)):
         _, target = task.run(task.fetch(torch.tensor([i])), task.parameters())
 
-        def loss(output: Tensor, target: Tensor = target) -> Tensor:
-            return task.likelihood.nll(output.unsqueeze(0), target).sum()
+        likelihood = task.likelihood.at(torch.tensor([i]))
+
+        def loss(output: Tensor, target: Tensor = target, one: Any = likelihood) -> Tensor:
+            return one.nll(output.unsqueeze(0), target).sum()
 
         hessian = torch.func.hessian(loss)(f)
         total = total + jacobian[i].mT @ hessian @ jacobian[i]

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import ivon
 import pytest
 import torch
+from parts import Graph
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -27,24 +29,16 @@ from blr_analysis.learning_rule.optim import (
     Vprop,
 )
 from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.task import Task
 
 N, DELTA, DECAY, STEPS = 200, 3.0, 0.1, 5
 Tree = dict[str, Tensor]
 
 
-class Net(nn.Module):
+def net(dtype: torch.dtype = torch.float64) -> Any:
     """Two layers and a norm; in float64 unless said otherwise."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4, dtype=dtype)
-        self.norm = nn.LayerNorm(4, dtype=dtype)
-        self.last = nn.Linear(4, 2, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(torch.tanh(self.first(x))))
+    parts = dict(first=nn.Linear(3, 4), norm=nn.LayerNorm(4), last=nn.Linear(4, 2))
+    return Graph(lambda m, x: m.last(m.norm(torch.tanh(m.first(x)))), **parts).to(dtype)
 
 
 def gradients(model: nn.Module, seed: int = 0) -> Tree:
@@ -82,7 +76,7 @@ def learn(optimizer: Any, model: nn.Module, steps: int = STEPS) -> None:
         optimizer.step()
 
 
-def two_groups(model: Net, **last: Any) -> list[dict[str, Any]]:
+def two_groups(model: Any, **last: Any) -> list[dict[str, Any]]:
     """In an order that is not the model's."""
     return [
         {"params": [*model.last.parameters(), *model.norm.parameters()], **last},
@@ -105,9 +99,9 @@ class CaptureContract:
     def expected(self, member: Any, optimizer: Any, model: nn.Module) -> Tree:
         raise NotImplementedError
 
-    def trained(self, member: Any, groups: Callable[[Net], Any]) -> tuple[Net, Any]:
+    def trained(self, member: Any, groups: Callable[[Any], Any]) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
-        model = Net()
+        model = net()
         optimizer = self.make(member, groups(model), model)
         self.train(optimizer, model)
         return model, optimizer
@@ -132,7 +126,7 @@ class CaptureContract:
 
     def test_what_is_frozen_or_untouched(self, member: Any) -> None:
         torch.manual_seed(0)
-        model = Net()
+        model = net()
         model.register_parameter("idle", nn.Parameter(torch.ones(3, dtype=torch.float64)))
         model.first.bias.requires_grad_(False)
         groups = [{"params": [model.idle, model.first.bias, *model.last.parameters()]},
@@ -157,7 +151,7 @@ class CaptureContract:
         assert torch.equal(q.precision("first.weight"), kept[1])
 
     def test_one_that_has_not_stepped_is_refused(self, member: Any) -> None:
-        model = Net()
+        model = net()
         with pytest.raises(OptimizerError, match="has not stepped"):
             Posterior.from_optimizer(
                 self.make(member, model.parameters(), model), model, **self.told
@@ -173,11 +167,10 @@ SECOND_MOMENTS: dict[str, tuple[Callable[[Any], Any], str, float]] = {
     "RAdam": (torch.optim.RAdam, "adam_v", 0.999),
     "RMSprop": (lambda p: torch.optim.RMSprop(p, alpha=0.9), "rmsprop_v", 0.9),
     "RMSprop, centered": (lambda p: torch.optim.RMSprop(p, centered=True), "rmsprop_v", 0.99),
-    "Adagrad": (
-        lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.3),
-        "adagrad_v",
-        1.0,
-    ),
+    "Adagrad": (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.3), "adagrad_v", 1),
+    "Adam's row": (lambda p: RowOptimizer(p, "Adam", lr=0.01), "adam_v", 0.999),
+    "AdamW's row": (lambda p: RowOptimizer(p, "AdamW", lr=0.01), "adam_v", 0.999),
+    "RMSprop's row": (lambda p: RowOptimizer(p, "RMSprop", lr=0.01), "rmsprop_v", 0.999),
 }
 
 
@@ -287,132 +280,54 @@ class TestLearned(CaptureContract):
         assert torch.equal(tempered.precision("last.bias"), own.precision("last.bias"))
 
 
-# --------------------------------------------------------------------------- ivon-opt's vectors
-
-
-@pytest.fixture
-def flat_ivon() -> tuple[Net, Any]:
+def test_a_hessian_below_zero_is_allowed_and_a_precision_is_not() -> None:
     torch.manual_seed(0)
-    model = Net()
-    groups = two_groups(model, weight_decay=0.05)
-    optimizer = ivon.IVON(groups, lr=0.1, ess=N, weight_decay=0.01, beta2=0.9, hess_init=0.1)
+    model = net()
+    optimizer = ivon.IVON(model.parameters(), lr=0.1, ess=N, weight_decay=0.01)
     learn(optimizer, model)
-    return model, optimizer
-
-
-def test_a_hessian_below_zero_is_allowed_and_a_precision_is_not(
-    flat_ivon: tuple[Net, Any],
-) -> None:
-    model, optimizer = flat_ivon
-    optimizer.param_groups[1]["hess"][0] = -0.005  # weight_decay is 0.01
-    q = Posterior.from_optimizer(optimizer, model)
+    for value, word in ((-0.005, ""), (-0.02, "positive"), (math.nan, "not finite in 1 of 12")):
+        optimizer.param_groups[0]["hess"][0] = value
+        with pytest.raises(PosteriorError, match=word) if word else nullcontext():
+            q = Posterior.from_optimizer(optimizer, model)
     assert q.precision("first.weight")[0, 0].item() == pytest.approx(N * 0.005)
-    for value, word in ((-0.02, "positive"), (math.nan, "not finite in 1 of 12")):
-        optimizer.param_groups[1]["hess"][0] = value
-        with pytest.raises(PosteriorError, match=rf"'first\.weight'.*{word}"):
-            Posterior.from_optimizer(optimizer, model)
-
-
-# ----------------------------------------------------------------------------------- the rows
-
-
-@pytest.mark.parametrize(
-    ("row", "make"),
-    [
-        ("Adam", lambda p: torch.optim.Adam(p, lr=0.01)),
-        ("AdamW", lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0)),
-        ("RMSprop", lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.999)),
-    ],
-)
-def test_squares_of_adams_row_are_read_as_torchs(row: str, make: Any, tmp_path: Path) -> None:
-    found = []
-    for ours in (True, False):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = RowOptimizer(model.parameters(), row, lr=0.01) if ours else make(
-            model.parameters()
-        )  # fmt: skip
-        optimizer.sampled_params = getattr(optimizer, "sampled_params", lambda **_: nullcontext())
-        learn(optimizer, model)
-        found.append(Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=2.0))
-    assert found[0].record["kind"] == found[1].record["kind"]
-    for name in found[0].mean:
-        one, two = (q.precision(name) for q in found)
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-
-
-# --------------------------------------------------- different steps, ties, half precision, names
 
 
 def test_parameters_with_different_numbers_of_steps_are_each_corrected() -> None:
-    model = Net()
+    model = net()
     optimizer = torch.optim.Adam(model.parameters())
     given = gradients(model)
     step(optimizer, model, given)
     step(optimizer, model, {n: g for n, g in given.items() if n.startswith("last")})
-    q = from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
+    q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
     for name, g in given.items():
-        torch.testing.assert_close(q.precision[name], N * g.abs() + DELTA)
+        torch.testing.assert_close(q.precision(name), N * g.abs() + DELTA)
 
 
 def test_half_precision_is_widened_with_a_warning() -> None:
     dtype = torch.bfloat16
-    model = Net(dtype)
+    model = net(dtype)
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
     step(optimizer, model, gradients(model))
     with pytest.warns(UserWarning, match=r"'first\.weight'.*half precision"):
-        q = from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
-    assert q.precision["first.weight"].dtype == torch.float32
+        q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
+    assert q.precision("first.weight").dtype == torch.float32
     assert q.mean["first.weight"].dtype == dtype
     expected = N * gradients(model)["first.weight"].to(dtype).float().abs() + DELTA
-    torch.testing.assert_close(q.precision["first.weight"], expected, rtol=0.01, atol=0.1)
+    torch.testing.assert_close(q.precision("first.weight"), expected, rtol=0.01, atol=0.1)
 
 
 def test_a_subclass_and_a_wrapper_are_read_like_their_base() -> None:
     class Mine(torch.optim.AdamW):
         pass
 
-    class Wrapper:
-        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-    model = Net()
+    model = net()
     inner = Mine(model.parameters())
     step(inner, model, gradients(model))
-    wrapped: Any = Wrapper(inner)
-    one, two = (from_optimizer(o, model, n_data=N, prior_precision=DELTA) for o in (inner, wrapped))
-    assert torch.equal(one.precision["last.bias"], two.precision["last.bias"])
+    wrapped: Any = SimpleNamespace(optimizer=inner)
+    told = {"n_data": N, "prior_precision": DELTA}
+    one, two = (Posterior.from_optimizer(o, model, **told) for o in (inner, wrapped))
+    assert torch.equal(one.precision("last.bias"), two.precision("last.bias"))
     assert one.record["optimizer"].endswith("Mine")
-
-
-def test_it_is_not_captured_while_the_weights_are_a_sample() -> None:
-    model = Net()
-    optimizer = IVON(model.parameters(), **SETTINGS)
-    learn(optimizer, model)
-    with optimizer.sampled_params(), pytest.raises(OptimizerError, match="are a sample"):
-        from_optimizer(optimizer, model)
-
-
-# ---------------------------------------------------------------- how much of h is its start
-
-
-@pytest.mark.parametrize("beta2", [0.9, 1.0])
-def test_the_share_of_the_start_is_how_much_h_moves_with_it(beta2: float) -> None:
-    """OGN's h is linear in its start, and at lr = 0 its gradients do not depend on it."""
-    learned = []
-    for start in (1.0, 2.0):
-        torch.manual_seed(0)
-        model = Net()
-        how = {"hess_init": start, "beta2": beta2, "weight_decay": 0.1}
-        optimizer = OGN(model.parameters(), 0.0, N, model=model, **how)
-        learn(optimizer, model)
-        learned.append(from_optimizer(optimizer, model))
-    low, high = (torch.cat([s.flatten() / N - 0.1 for s in q.precision.values()]) for q in learned)
-    left = high - low  # of a start of 1, in each weight
-    torch.testing.assert_close(left, torch.full_like(left, beta2**5))
-    shares = left.sum() / low.sum(), 2 * left.sum() / high.sum()
-    for q, share in zip(learned, shares, strict=True):
-        assert q.record["initial_share"] == pytest.approx(max(float(share), beta2**5))
 
 
 @pytest.mark.parametrize("kind", [ivon.IVON, IVON])
@@ -422,7 +337,7 @@ def test_a_precision_that_is_mostly_its_start_is_said_to_be(
 ) -> None:
     """By what is left of it in h, for long of a large one; a small one by its weight."""
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     optimizer = kind(model.parameters(), lr=1e-3, ess=N, beta2=0.9, hess_init=start)
     learn(optimizer, model, 5 * rounds)
     with pytest.warns(InitialPrecisionWarning, match="initial_share") as seen:
@@ -439,9 +354,6 @@ def test_a_precision_that_is_mostly_its_start_is_said_to_be(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Posterior.from_optimizer(optimizer, model).record["initial_share"] < 0.1
-
-
-# ---------------------------------------------------------------- sequences and their tokens
 
 
 @pytest.mark.parametrize("kind", [IVON, torch.optim.Adam])

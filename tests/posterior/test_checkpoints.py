@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from blr_analysis.errors import ModelError, OptimizerError, StorageError
-from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
+from blr_analysis.posterior import Posterior
 
 TOLD: dict[str, Any] = {"n_data": 200, "prior_precision": 3.0}
 
@@ -28,11 +28,9 @@ class RootNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.LayerNorm, self.q_norm = nn.LayerNorm(6), RootNorm(6)
+def block() -> nn.Module:
+    layers = {"query": nn.Linear(6, 6), "key": nn.Linear(6, 6)}
+    return nn.ModuleDict({**layers, "LayerNorm": nn.LayerNorm(6), "q_norm": RootNorm(6)})
 
 
 class Tiny(nn.Module):
@@ -41,7 +39,7 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([block(), block()])
         self.final = nn.LayerNorm(6)
         self.head = nn.Linear(6, 9, bias=False)
         self.head.weight = self.embed.weight
@@ -79,8 +77,30 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters())
 
 
+def own_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first = {"params": [*model.embed.parameters(), *model.blocks[0].parameters()]}
+    last = {"params": [*model.blocks[1].parameters(), *model.final.parameters()], "lr": 0.1}
+    return torch.optim.Adam([first, last])
+
+
+def by_name(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(list(model.named_parameters())[::-1])
+
+
+def older_trainers(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(model, LAYER_NORMS, 0.0))
+
+
 def trainers(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups(model, ALL_NORMS))
+
+
+def same(saved: Posterior, live: Posterior) -> None:
+    assert list(saved.mean) == list(live.mean)
+    for name, m in live.mean.items():
+        assert live.precision(name).unique().numel() > 1  # something to mix up
+        assert torch.equal(saved.precision(name), live.precision(name)), name
+        assert torch.equal(saved.mean[name], m), name
 
 
 def unique(model: nn.Module, keep_last: bool = False) -> dict[str, Tensor]:
@@ -123,14 +143,16 @@ def in_file(content: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callabl
     return write
 
 
+def pair(weights: str, state: str) -> Callable[..., Path]:
+    return in_file(lambda w, s: {weights: w, state: s})
+
+
 def lightning(prefix: str) -> Callable[..., Path]:
-    return in_file(
-        lambda w, s: {
-            "epoch": 2,
-            "state_dict": {prefix + n: t for n, t in w.items()},
-            "optimizer_states": [s],
-        }
-    )
+    def content(weights: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        renamed = {prefix + n: t for n, t in weights.items()}
+        return {"epoch": 2, "state_dict": renamed, "optimizer_states": [state]}
+
+    return in_file(content)
 
 
 def exported(path: Path, model: nn.Module, optimizer: Any) -> Path:
@@ -148,39 +170,14 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
     "its shards": (trainers, trainer_folder("sharded"), "trainer", "Trainer's groups"),
     "its pickle": (trainers, trainer_folder("bin"), "trainer", "Trainer's groups"),
     "its pickled shards": (trainers, trainer_folder("sharded bin"), "trainer", "Trainer's groups"),
-    "an older trainer": (
-        lambda m: torch.optim.AdamW(groups(m, LAYER_NORMS, 0.0)),
-        trainer_folder("one file"),
-        "trainer",
-        "Trainer's groups",
-    ),
+    "an older trainer": (older_trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
     "lightning": (adam, lightning(""), "lightning", "the model's parameters"),
     "lightning, in a module": (adam, lightning("net._orig_mod."), "lightning", "the model's"),
-    "a pair": (
-        adam,
-        in_file(lambda w, s: {"model_state_dict": w, "optimizer_state_dict": s}),
-        "pair",
-        "the model's",
-    ),
-    "a short pair": (adam, in_file(lambda w, s: {"model": w, "optimizer": s}), "short pair", "the"),
+    "a pair": (adam, pair("model_state_dict", "optimizer_state_dict"), "pair", "the model's"),
+    "a short pair": (adam, pair("model", "optimizer"), "short pair", "the model's"),
     "a state alone": (adam, in_file(lambda w, s: s), "optimizer state", "the model's parameters"),
-    "groups of one's own": (
-        lambda m: torch.optim.Adam(
-            [
-                {"params": [*m.embed.parameters(), *m.blocks[0].parameters()]},
-                {"params": [*m.blocks[1].parameters(), *m.final.parameters()], "lr": 0.1},
-            ]
-        ),
-        in_file(lambda w, s: s),
-        "optimizer state",
-        "the model's parameters",
-    ),
-    "named": (
-        lambda m: torch.optim.Adam(list(m.named_parameters())[::-1]),
-        in_file(lambda w, s: s),
-        "optimizer state",
-        "param_names in the file",
-    ),
+    "groups of one's own": (own_groups, in_file(lambda w, s: s), "optimizer state", "the model's"),
+    "named": (by_name, in_file(lambda w, s: s), "optimizer state", "param_names in the file"),
     "exported": (trainers, exported, "short pair", "names in the file"),
 }
 
@@ -194,33 +191,28 @@ def test_every_layout_is_read_like_the_live_optimizer(layout: str, tmp_path: Pat
     alone = source == "optimizer state"
     with torch.device("meta"):  # where the weights come with it, none are needed
         empty = Tiny()
-    saved = from_checkpoint(place, model if alone else empty, **TOLD)
-    live = from_optimizer(optimizer, model, **TOLD)
-    assert list(saved.precision) == list(live.precision)
-    for name, s in live.precision.items():
-        assert s.unique().numel() > 1  # something to mix up
-        assert torch.equal(saved.precision[name], s), name
-        assert torch.equal(saved.mean[name], live.mean[name]), name
+    saved = Posterior.from_checkpoint(place, model if alone else empty, **TOLD)
+    live = Posterior.from_optimizer(optimizer, model, **TOLD)
+    same(saved, live)
     assert saved.record["source"] == source and saved.record["order"].startswith(rule)
     assert saved.record["mean_from"] == ("model" if alone else "checkpoint")
     assert saved.record["tied"] == {"embed.weight": ["head.weight"]}
     if alone:
         with pytest.raises(ModelError, match="meta device"):
-            from_checkpoint(place, empty, **TOLD)
+            Posterior.from_checkpoint(place, empty, **TOLD)
 
 
 @pytest.mark.parametrize("frozen_too", [True, False])
 def test_frozen_parameters_may_or_may_not_be_in_the_state(tmp_path: Path, frozen_too: bool) -> None:
     model = Tiny()
-    model.blocks[0].query.requires_grad_(False)
+    model.blocks[0]["query"].requires_grad_(False)
     passed = [p for p in model.parameters() if frozen_too or p.requires_grad]
     _, optimizer = trained(lambda m: torch.optim.Adam(passed), model)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    saved = from_checkpoint(tmp_path / "state.pt", model, **TOLD)
-    live = from_optimizer(optimizer, model, **TOLD)
-    assert list(saved.precision) == list(live.precision)
-    assert "blocks.0.query.weight" not in saved.precision
-    assert all(torch.equal(saved.precision[n], s) for n, s in live.precision.items())
+    saved = Posterior.from_checkpoint(tmp_path / "state.pt", model, **TOLD)
+    live = Posterior.from_optimizer(optimizer, model, **TOLD)
+    same(saved, live)
+    assert "blocks.0.query.weight" not in saved.mean
 
 
 def test_of_two_networks_in_one_file_the_given_one(tmp_path: Path) -> None:
@@ -230,78 +222,43 @@ def test_of_two_networks_in_one_file_the_given_one(tmp_path: Path) -> None:
     content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
     torch.save(content, tmp_path / "last.ckpt")
     for net in both.values():
-        mean = from_checkpoint(tmp_path / "last.ckpt", net, **TOLD).mean
+        mean = Posterior.from_checkpoint(tmp_path / "last.ckpt", net, **TOLD).mean
         assert all(torch.equal(mean[name], p) for name, p in net.named_parameters())
     with pytest.raises(ModelError, match=r"student.*teacher.*load"):
-        from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD)
+        Posterior.from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD)
 
 
 def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_path: Path) -> None:
-    class Norms(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # By its class RootNorm is a norm, by its name it is not: two readings of one size.
-            self.scale, self.layernorm = RootNorm(4), nn.Module()
-            self.layernorm.register_parameter("gain", nn.Parameter(torch.ones(4)))
-
-    model, optimizer = trained(lambda m: torch.optim.AdamW(groups(m, ["scale.weight"])), Norms())
+    # By its class RootNorm is a norm, by its name it is not: two readings of one size.
+    norms = nn.ModuleDict({"scale": RootNorm(4), "layernorm": nn.Module()})
+    norms["layernorm"].register_parameter("gain", nn.Parameter(torch.ones(4)))
+    model, optimizer = trained(lambda m: torch.optim.AdamW(groups(m, ["scale.weight"])), norms)
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
     with pytest.raises(OptimizerError, match=r"2 ways.*Pass names="):
-        from_checkpoint(folder, model, **TOLD)
+        Posterior.from_checkpoint(folder, model, **TOLD)
     names = ["layernorm.gain", "scale.weight"]
-    saved = from_checkpoint(folder, model, names=names, **TOLD)
-    live = from_optimizer(optimizer, model, **TOLD)
-    assert all(torch.equal(saved.precision[n], s) for n, s in live.precision.items())
+    saved = Posterior.from_checkpoint(folder, model, names=names, **TOLD)
+    same(saved, Posterior.from_optimizer(optimizer, model, **TOLD))
 
 
 def test_what_differs_is_listed(tmp_path: Path) -> None:
     model, optimizer = trained(trainers)
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
     other = Tiny()
-    other.blocks[1].key = nn.Linear(5, 6)
+    other.blocks[1]["key"] = nn.Linear(5, 6)
     message = r"1 shapes differ \('blocks\.1\.key\.weight \(6, 5\) with a state of \(6, 6\)'\)"
     with pytest.raises(OptimizerError, match=message):
-        from_checkpoint(folder, other, **TOLD)
+        Posterior.from_checkpoint(folder, other, **TOLD)
     other = Tiny()
     other.blocks[0].requires_grad_(False)
     with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit.*groups of \[3, 7\]"):
-        from_checkpoint(folder, other, **TOLD)
+        Posterior.from_checkpoint(folder, other, **TOLD)
     weights = {**unique(model), "final.bias": torch.ones(7)}
     del weights["final.weight"]
     save_file(weights, folder / "model.safetensors")
     message = r"final\.weight: not there', 'final\.bias: \(7,\), not \(6,\)"
     with pytest.raises(ModelError, match=message):
-        from_checkpoint(folder, model, **TOLD)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_states_are_refused_with_the_reason(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    model, optimizer = trained(
-        lambda m: torch.optim.Adam(m.parameters(), eps=1e-4), nn.Linear(3, 2)
-    )
-    for state in optimizer.state.values():
-        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    with pytest.raises(OptimizerError, match="cannot fall"):
-        from_checkpoint(tmp_path / "state.pt", model, **TOLD)
-
-
-def test_the_data_part_of_a_saved_state(tmp_path: Path) -> None:
-    model, optimizer = trained(adam)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    whole = from_checkpoint(tmp_path / "state.pt", model, **TOLD)
-    bare = from_checkpoint(tmp_path / "state.pt", model, n_data=200, bare=True)
-    for name, s in whole.precision.items():
-        assert torch.equal(bare.precision[name] + 3.0, s), name
-    assert bare.prior_precision == 0.0 and "prior_outside" not in bare.record
-    assert bare.record["definition"] == "H = N*sqrt(v_hat)" and bare.record["beta2"] == 0.999
-    both = from_checkpoint(tmp_path / "state.pt", model, bare=True, **TOLD)
-    assert both.record["prior_outside"] == 3.0
-
-
-# ------------------------------------------------------------------------ what may run code
+        Posterior.from_checkpoint(folder, model, **TOLD)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -314,7 +271,7 @@ def test_a_distributed_checkpoint_is_refused_with_the_way_out(tmp_path: Path, in
     assert len(names) > 2
     for name in names:
         with pytest.raises(StorageError, match=r"\.metadata is a pickle.*get_state_dict"):
-            from_checkpoint(name, Tiny(), **TOLD)
+            Posterior.from_checkpoint(name, Tiny(), **TOLD)
 
 
 class Surprise:
@@ -328,7 +285,7 @@ class Surprise:
 def test_only_tensors_and_containers_are_read(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "state.pt")
     with pytest.raises(StorageError, match=r"weights_only=True"):
-        from_checkpoint(tmp_path / "state.pt", Tiny(), **TOLD)
+        Posterior.from_checkpoint(tmp_path / "state.pt", Tiny(), **TOLD)
 
 
 @pytest.mark.parametrize("content", [b"", b"half", None])
@@ -338,4 +295,4 @@ def test_a_truncated_state(tmp_path: Path, content: bytes | None) -> None:
     whole = (tmp_path / "state.pt").read_bytes()
     (tmp_path / "state.pt").write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(StorageError, match="truncated"):
-        from_checkpoint(tmp_path / "state.pt", model, **TOLD)
+        Posterior.from_checkpoint(tmp_path / "state.pt", model, **TOLD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from contracts import kept
 from curvlinops import EKFACLinearOperator
 from laplace import Laplace
 from laplace.curvature import CurvlinopsGGN
-from models import HFConv1D, example_models, mlp, randomised, seeded
+from models import example_models, mlp, randomised, seeded
 from oracles import (
     dense_ggn,
     dense_jacobian,
@@ -28,8 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
-from blr_analysis.backprop.engine import Chunking, chunks
-from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_kept, fit_laplace
 from blr_analysis.posterior.structures import Full
@@ -51,12 +50,12 @@ def small(kind: str = "categorical", n: int = 9) -> Task:
     return Task(mlp(), (normal(n, 4), targets), likelihood=kind)
 
 
-def convolutional(**settings: int) -> Task:
+def convolutional() -> Task:
     with seeded(0):
         model = nn.Sequential(
             nn.Conv2d(2, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)
         )
-    return Task(randomised(model), (normal(9, 2, 3, 3), torch.arange(9) % 3), **settings)
+    return Task(randomised(model), (normal(9, 2, 3, 3), torch.arange(9) % 3))
 
 
 def curvature_of(task: Task, structure: str, **options: Any) -> Tensor:
@@ -101,58 +100,28 @@ def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = Tru
     targets = {
         "categorical": torch.arange(4),
         "weighted": torch.arange(4),
+        "hooked": torch.arange(4),
         "bernoulli": torch.arange(4 * 64).view(4, 64) % 2,
         "gaussian": normal(4, 64, seed=1),
     }[kind]
-    of = "categorical" if kind == "weighted" else kind
+    of = "categorical" if kind in ("weighted", "hooked") else kind
     weights = 0.1 + torch.arange(4) if kind == "weighted" else None
     model = randomised(model)
     model[-1].weight.data *= 5
+    if kind == "hooked":  # what is added to the last layer is seen
+        model[-1].register_forward_hook(lambda *seen: seen[2] + seen[1][0][:, :1])
     return Task(model, (normal(4, 3), targets), likelihood=of, weights=weights)
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 @pytest.mark.parametrize("hidden", [5, 20])
-@pytest.mark.parametrize("kind", ["weighted", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("kind", ["weighted", "hooked", "bernoulli", "gaussian"])
 def test_many_outputs_against_brute_force(kind: str, hidden: int, structure: str) -> None:
     task = many_outputs(kind, hidden, bias=kind != "bernoulli")
-    params = task.parameters()
-    for chunk in chunks(task, params, Chunking(progress=False)):
-        found = chunk.few_columns()
-        assert found is not None
-        assert (found[0] is None) == (hidden == 20)
-    jacobian = dense_jacobian(task, params)
-    lambdas = torch.cat([c.likelihood.hessian(c.outputs, c.targets) for c in chunks(
-        task, params, Chunking(progress=False))])  # fmt: skip
-    truth = torch.einsum("ncp,ncd,ndq->pq", jacobian, lambdas, jacobian)
+    truth = dense_ggn(task, dense_jacobian(task, task.parameters()))
     q = fit_laplace(task, structure=structure, prior_precision=0.3)
     truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
     assert relative(dense_precision(q), truth) < EXACT
-
-
-def test_what_is_added_to_the_last_layer_is_seen() -> None:
-    task = many_outputs()
-    task.model[-1].register_forward_hook(lambda *seen: seen[2] + seen[1][0][:, :1])
-    for chunk in chunks(task, task.parameters(), Chunking(progress=False)):
-        assert chunk.few_columns() is None
-
-
-@pytest.mark.parametrize("layer", ["linear", "transposed", "no_bias"])
-def test_kronecker_of_one_linear_output_is_exact(layer: str) -> None:
-    """With one layer and one output, the GGN is a Kronecker product: kron equals full."""
-    with seeded(0):
-        model = {
-            "linear": lambda: nn.Linear(4, 1),
-            "transposed": lambda: HFConv1D(1, 4),
-            "no_bias": lambda: nn.Linear(4, 1, bias=False),
-        }[layer]()
-    x, y = normal(9, 4), normal(9, seed=2)
-    task = Task(randomised(model), (x, y), likelihood=Gaussian(0.5))
-    truth = (x if layer == "no_bias" else torch.cat([x, torch.ones(9, 1).double()], 1)) / 0.5**0.5
-    full = curvature_of(task, "full")
-    assert relative(full, truth.mT @ truth) < EXACT
-    assert relative(curvature_of(task, "kron"), full) < EXACT
-    assert relative(curvature_of(task, "diag"), full.diagonal().diag()) < EXACT
 
 
 def exact_hessian(task: Task) -> Tensor:
@@ -169,7 +138,6 @@ def exact_hessian(task: Task) -> Tensor:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*raised to the prior")
 @pytest.mark.parametrize("structure", ["diag", "full"])
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
 def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
@@ -182,60 +150,26 @@ def test_exact_curvature_is_the_hessian(kind: str, structure: str) -> None:
     else:
         values, vectors = torch.linalg.eigh(truth)
         kept_part, share = (vectors * values.clamp_min(0)) @ vectors.mT, values < -1e-6
-    q = fit_laplace(task, structure=structure, prior_precision=0.3, curvature="exact")
+    how = dict(structure=structure, prior_precision=0.3, curvature="exact")
+    with pytest.warns(UserWarning, match="negative") if share.any() else nullcontext():
+        q = fit_laplace(task, **how)
     assert relative(dense_precision(q), kept_part + 0.3 * torch.eye(size).double()) < EXACT
     assert q.record["kind"] == "hessian"
     assert q.record["floored"] == pytest.approx(float(share.double().mean()))
 
 
-def test_an_indefinite_hessian_is_raised_to_the_prior_and_says_so() -> None:
-    """ℓ = ½ (θ₁θ₂ − y)² at θ = (1, 1), y = 9 has the Hessian [[1, −7], [−7, 1]]."""
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.theta = nn.Parameter(torch.ones(2).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.theta.prod()
-
-    task = Task(Product(), (torch.ones(1, 1).double(), torch.tensor([9.0])), likelihood="gaussian")
-    with pytest.warns(UserWarning, match="negative"):
-        q = fit_laplace(task, structure="full", prior_precision=0.5, curvature="exact")
-    # Eigenvalues 8 along (1, −1) and −6 along (1, 1): the second becomes 0.
-    truth = torch.tensor([[4.5, -4.0], [-4.0, 4.5]]).double()
-    assert relative(dense_precision(q), truth) < EXACT
-    assert q.record["floored"] == 0.5
-
-
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_a_second_derivative_that_torch_has_wrong_is_refused(structure: str) -> None:
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    model = randomised(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)))
-    task = Task(model, (normal(9, 4), torch.arange(9) % 3))
-    with pytest.raises(ModelError, match="symmetric"):
-        curvature_of(task, structure, curvature="exact")
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
-def test_chunks_do_not_matter(structure: str, curvature: str) -> None:
-    whole = curvature_of(convolutional(), structure, curvature=curvature)
-    for settings in ({"batch_size": 1}, {"batch_size": 4}, {"memory_budget": 10_000}):
-        parts = curvature_of(convolutional(**settings), structure, curvature=curvature)
-        assert relative(parts, whole) < 1e-9  # kron: of eigenvectors of sums in another order
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_prior_by_name(structure: str) -> None:
+def test_prior_by_name(structure: str, tmp_path: Path) -> None:
     task = small()
-    prior = {n: 0.5 if n.startswith("0") else 3.0 for n in task.parameters()}
+    prior = {n: 1 / 3 if n.startswith("0") else 3.0 for n in task.parameters()}
     options: dict[str, Any] = {"rank": 42} if structure == "lowrank" else {}
     flat = fit_laplace(task, structure=structure, prior_precision=1.0, **options)
     own = fit_laplace(task, structure=structure, prior_precision=prior, **options)
     for name, delta in prior.items():
         gap = own.precision(name) - flat.precision(name)
         assert relative(gap, torch.full_like(gap, delta - 1)) < 1e-9
+    own.save(tmp_path / "q")
+    assert Posterior.load(tmp_path / "q").prior_precision == prior
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
@@ -332,12 +266,6 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
     else:
         assert isinstance(ours.form, Full)
         assert relative(ours.form.matrix, theirs.posterior_precision) < EXACT
-
-
-def test_inputs_too_large_for_their_dtype_are_told() -> None:
-    task = Task(nn.Linear(3, 2), (torch.full((6, 3), 1e20), torch.arange(6) % 2))
-    with pytest.raises(ModelError, match="overflow"):
-        fit_laplace(task)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

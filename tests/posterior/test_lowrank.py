@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.backprop.engine import QUIET, chunks
-from blr_analysis.backprop.terms import Dense
-from blr_analysis.posterior.prior import Prior
-from blr_analysis.posterior.structures import LowRank
-from blr_analysis.posterior.structures.sketch import TOLERANCE, sketch
 
 SIZE = 43  # parameters of the MLP
+TOLERANCE = 0.05  # of what a rank that is grown may leave
 pytestmark = pytest.mark.filterwarnings("ignore:rank .* explains")
 
 
@@ -73,27 +70,9 @@ def test_leading_directions_are_those_of_curvlinops(rank: int) -> None:
     assert float(torch.linalg.svdvals(projection)[-1]) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("rank", [3, 12])
-def test_the_diagonal_is_the_curvatures_and_brings_variances_nearer(rank: int) -> None:
-    task = task_of(80)
-    q = fitted(task, rank=rank)
-    diagonal = flatten({n: q.precision(n) for n in q.mean})
-    assert relative(diagonal, ggn_of(task).diagonal() + 0.5) < 1e-10
-    alone = LowRank(
-        {n: torch.full_like(m, 0.5) for n, m in q.mean.items()}, q.form.basis, q.form.core
-    )
-    without = blr.Posterior(q.mean, alone, prior_precision=0.5, n_data=80)
-    kept, lost, truth = (
-        blr.sensitivity(task, p).self_influence.sum() for p in (q, without, fitted(task, "full"))
-    )
-    kept, lost = kept / truth - 1, lost / truth - 1
-    assert abs(kept) < abs(lost)
-
-
-PRIORS = [0.5, 20.0, {"0.weight": 0.1, "0.bias": 3.0, "2.weight": 40.0, "2.bias": 1.0}]
-
-
-@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize(
+    "prior", [20.0, {"0.weight": 0.1, "0.bias": 3.0, "2.weight": 40.0, "2.bias": 1.0}]
+)
 def test_what_is_said_to_be_explained_is_explained(prior: Any) -> None:
     """In the prior's own metric, by no more directions than the bound needs."""
     task = task_of()
@@ -120,16 +99,6 @@ def test_single_precision_bears_a_small_prior() -> None:
     lengths = dense_jacobian(double, double.parameters()).square().sum(-1).max() / 1e-4
     assert float(lengths) > 1e5 * float(truth.abs().max()), "the test must be hard"
     assert ours.dtype == torch.float32 and relative(ours.double(), truth) < 1e-3
-
-
-def test_the_sketch_starts_again_where_a_space_closes() -> None:
-    """An identity closes a Krylov space at once; new random vectors find the rest."""
-    eye = torch.eye(30, dtype=torch.float64)
-    params, term = {"w": torch.zeros(30, dtype=torch.float64)}, Dense({"w": eye.unsqueeze(0)})
-    prior = Prior({None: 1.0})
-    found = sketch(lambda label: [[term]], params, prior, rank=30, most=30, size=30)
-    assert found.share == pytest.approx(1)
-    assert relative(found.basis["w"] @ found.basis["w"].mT, eye) < 1e-10
 
 
 def test_a_rank_too_small_for_influence_says_so() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp
+from models import mlp, randomised
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import blr_analysis as blr
 from blr_analysis.errors import (
@@ -56,6 +56,12 @@ def spoilt(value: float) -> nn.Module:
     return model
 
 
+def weight_normed() -> nn.Module:
+    """A second derivative that torch has wrong."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return randomised(nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3)))
+
+
 def stepped(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> tuple[nn.Module, Any]:
     model = mlp()
     optimizer = make(model.parameters(), **how)
@@ -76,6 +82,13 @@ def damaged(value: float) -> Any:
     return blr.Posterior.from_optimizer(optimizer, model, **TOLD)
 
 
+def sampled() -> Any:
+    model = mlp()
+    optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
+    with optimizer.sampled_params():
+        return blr.Posterior.from_optimizer(optimizer, model)
+
+
 def saved(path: Path, content: Any, model: nn.Module | None = None, **told: Any) -> Any:
     torch.save(content, path / "state.pt")
     model = mlp() if model is None else model
@@ -86,16 +99,23 @@ def state(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> dict[str, 
     return stepped(make, **how)[1].state_dict()
 
 
+def half_precision() -> dict[str, Any]:
+    content = state()
+    for held in content["state"].values():
+        held["exp_avg_sq"] = held["exp_avg_sq"].half()
+    return content
+
+
 def trainer(path: Path, *, decay: float = 0.0, **files: Any) -> Any:
     """A Trainer's folder, of other files where they are given; None: of none."""
-    model = mlp()
-    spared = [p for n, p in model.named_parameters() if n.endswith("bias")]
-    rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
-    groups = [{"params": rest}, {"params": spared, "weight_decay": decay}]
-    optimizer = torch.optim.AdamW(groups)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        held = list(params)
+        spared = {"params": [p for p in held if p.ndim == 1], "weight_decay": decay}
+        rest = {"params": [p for p in held if p.ndim > 1]}
+        return torch.optim.AdamW([rest, spared])
+
+    model, optimizer = stepped(grouped)
     torch.save(optimizer.state_dict(), path / "optimizer.pt")
     save_file(model.state_dict(), path / "model.safetensors")
     for name, content in files.items():
@@ -147,6 +167,11 @@ def beside(path: Path, model: Any, **how: Any) -> Any:
     return blr.Posterior.load(path / "p", model=model, prior_precision=1.0)
 
 
+def without_prior(path: Path) -> Any:
+    write_precision(path / "p", {"w": torch.tensor([0.0, 1.0])}, **ABOUT)
+    return blr.Posterior.load(path / "p", model=FLAT)
+
+
 def kept(path: Path, load: dict[str, Any] | None = None, **how: Any) -> Any:
     q = blr.Posterior(FLAT, FLAT, prior_precision=0.5, n_data=N, initial=how.pop("initial", None))
     q.save(path / "q", **how)
@@ -158,73 +183,53 @@ def given(mean: Any = FLAT, precision: Any = FLAT, **how: Any) -> Any:
 
 
 CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
-    # posteriors that are given
-    (lambda p: given({}, {}), PosteriorError, "at least one parameter"),
-    (lambda p: given({"w": torch.tensor([NAN, 1.0])}), PosteriorError, "training stable"),
-    (lambda p: given(precision={"w": torch.tensor([0.0, 1.0])}), PosteriorError, "positive"),
-    (lambda p: given(precision={"v": torch.ones(2)}), PosteriorError, "disagree"),
-    (lambda p: given(n_data=2.5), PosteriorError, "n_data"),
-    (lambda p: given(prior_precision=-1.0), PosteriorError, "prior_precision"),
-    (lambda p: given(prior_precision={"v": 1.0}), PosteriorError, "one entry per parameter"),
+    # posteriors that are given; the rest in test_bad_input
     (lambda p: given(prior_precision=torch.ones(2)), PosteriorError, "must be a number"),
-    (lambda p: given().variance("v"), InputError, "no parameter 'v'"),
-    (lambda p: given().sample(n=0), InputError, "n must be"),
-    (lambda p: given().on(task_of()), PosteriorError, "another model"),
-    (lambda p: fit().on(task_of().subset(range(5))), PosteriorError, "n_data=9 examples"),
+    (lambda p: given(n_data=2.5), PosteriorError, "n_data"),
     # fits
-    (lambda p: fit(structure="round"), InputError, "structure"),
-    (lambda p: fit(curvature="round"), InputError, "curvature"),
-    (lambda p: fit(prior_precision=0.0), PosteriorError, "above 0"),
     (lambda p: fit(rank=3), InputError, "lowrank"),
     (lambda p: fit(structure="lowrank", rank=43), InputError, "structure='full'"),
     (lambda p: fit(structure="lowrank", rank=2.5), InputError, "positive integer"),
     (lambda p: fit(structure="kron", curvature="exact"), InputError, "exact"),
-    (lambda p: fit(structure="lowrank", curvature="exact"), InputError, "exact"),
     (lambda p: fit(structure="gram", curvature="exact"), InputError, "leave curvature out"),
     (lambda p: fit(nn.Linear(4, 5001).double(), structure="full"), InputError, "'lowrank'"),
-    (lambda p: fit(spoilt(NAN)), ModelError, "0.weight"),
-    (lambda p: fit(mlp().requires_grad_(False)), ModelError, "trainable"),
     (lambda p: fit(prior_precision=dict.fromkeys(mlp().state_dict(), 1.0) | {"2.bias": 2.0}),
      InputError, "2.bias"),
-    (lambda p: fit(prior_precision={"0.weight": 1.0}), PosteriorError, "2.weight"),
     (lambda p: fit(initial={"0.weight": torch.zeros(5, 4)}), PosteriorError, "0.bias"),
     (lambda p: fit(initial=[1.0]), PosteriorError, "state dict"),
     (lambda p: fit(initial={n: t * NAN for n, t in mlp().state_dict().items()}),
      PosteriorError, "NaN"),
     (lambda p: fit(prior_precision=None, initial=mlp().state_dict()), PosteriorError, "initial"),
     (lambda p: words(prior_precision=1.0), InputError, "mc_fisher"),
+    (lambda p: fit(weight_normed(), curvature="exact", structure="full"), ModelError, "symmetric"),
+    (lambda p: blr.fit_laplace(blr.Task(nn.Linear(3, 2),
+        (torch.full((6, 3), 1e20), torch.arange(6) % 2))), ModelError, "overflow"),
     # structures
     (lambda p: low(lambda f: LowRank({**f.base, "0.bias": f.base["0.bias"] - 9}, f.basis, f.core)),
      PosteriorError, "0.bias"),
     (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core - 1e6 * torch.eye(3))),
      PosteriorError, "positive definite"),
-    (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core * NAN)), PosteriorError, "NaN"),
     (lambda p: fit(structure="lowrank", rank=3).form.plus(
         blr.fit_laplace(task_of(spoilt(9.0)), structure="lowrank", rank=3).form),
      InputError, "one basis"),
     # live optimizers
     (lambda p: live(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), OptimizerError, "fit_laplace"),
-    (lambda p: live(torch.optim.Adadelta), OptimizerError, "fit_laplace"),
-    (lambda p: live(torch.optim.Adafactor), OptimizerError, "fit_laplace"),
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),
     (lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
      OptimizerError, "Newton keeps no"),
     (lambda p: blr.Posterior.from_optimizer({"state": {}}, mlp()), OptimizerError, "expected"),
     (lambda p: live(n_data=None), OptimizerError, "n_data"),
-    (lambda p: live(n_data=0), PosteriorError, "n_data"),
-    (lambda p: live(prior_precision=-1.0), PosteriorError, "prior_precision"),
     (lambda p: live(prior_precision="strong"), PosteriorError, "prior_precision"),
     (lambda p: live(tokens=0), InputError, "tokens"),
     (lambda p: live(scaling="root"), InputError, "scaling"),
     (lambda p: live(scaling="ess"), InputError, "scaling"),
     (lambda p: live(scaling="squared"), InputError, "batch_size"),
     (lambda p: live(batch_size=8), InputError, "batch_size"),
-    (lambda p: damaged(NAN), PosteriorError, "0.bias"),
     (lambda p: damaged(-1.0), PosteriorError, "negative"),
+    (lambda p: sampled(), OptimizerError, "are a sample"),
     # saved ones
     (lambda p: blr.Posterior.from_checkpoint(p / "x", mlp(), **TOLD), StorageError, "nothing"),
     (lambda p: saved(p, [1, 2]), StorageError, "no optimizer's state_dict"),
-    (lambda p: saved(p, {"state": {}, "param_groups": []}), StorageError, "no optimizer's"),
     (lambda p: saved(p, torch.optim.Adam(mlp().parameters()).state_dict()),
      OptimizerError, "no state"),
     (lambda p: saved(p, state(torch.optim.SGD, lr=0.1)), OptimizerError, "SGD"),
@@ -238,9 +243,9 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: saved(p, {"model": {"v": torch.ones(1)}, "optimizer": state()}),
      ModelError, "not there"),
     (lambda p: saved(p, state(), n_data=None), OptimizerError, "n_data"),
+    (lambda p: saved(p, half_precision()), OptimizerError, "cannot fall"),
     (lambda p: trainer(p, decay=0.1), OptimizerError, "must not decay"),
     (lambda p: trainer(p, optimizer_dot_pt=None), StorageError, "no optimizer.pt"),
-    (lambda p: trainer(p, optimizer_dot_pt=b"half"), StorageError, "truncated"),
     (lambda p: trainer(p, model_dot_safetensors=None), StorageError, "no weights"),
     (lambda p: trainer(p, model_dot_safetensors=b"half"), StorageError, "truncated"),
     # recorders
@@ -250,33 +255,28 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: KroneckerRecorder(mlp(), scale=0), InputError, "scale"),
     (lambda p: KroneckerRecorder(3), InputError, "Module"),  # type: ignore[arg-type]
     (lambda p: KroneckerRecorder(with_token()), ModelError, "token"),
-    (lambda p: KroneckerRecorder(nn.ReLU()), ModelError, "trainable"),
     (lambda p: KroneckerRecorder(mlp()).load_state_dict({"state": {}}), InputError, "state"),
     (lambda p: KroneckerRecorder(nn.Linear(2, 2)).load_state_dict(
         KroneckerRecorder(mlp()).state_dict()), ModelError, "another model"),
     (lambda p: recorded(None), PosteriorError, "nothing was recorded"),
     (lambda p: recorded(NAN), PosteriorError, "finite"),
-    (lambda p: recorded(recorder=3), InputError, "KroneckerRecorder"),
     (lambda p: recorded(change=lambda m: mlp(hidden=6)), ModelError, "changed"),
     (lambda p: recorded(change=frozen), ModelError, "changed"),
     # files
     (lambda p: precision(p, {"w": torch.tensor([1.0, -2.0])}), PosteriorError, "'w'.*1 of 2"),
-    (lambda p: precision(p, {"w": torch.tensor([NAN, 1.0])}), PosteriorError, "not finite"),
     (lambda p: precision(p, {"w": torch.tensor([1e300]).double()}), PosteriorError, "not finite"),
     (lambda p: precision(p, {"w": torch.tensor([1, 2])}), PosteriorError, "real numbers"),
     (lambda p: precision(p, {"w": torch.ones(2, device="meta")}), PosteriorError, "meta"),
     (lambda p: precision(p, {}), InputError, "no tensors"),
     (lambda p: precision(p, kind="hessian"), InputError, "kind"),
-    (lambda p: precision(p, n_data=0), PosteriorError, "n_data"),
     (lambda p: precision(p, definition=""), InputError, "definition"),
     (lambda p: precision(p, dtype=torch.float16), InputError, "dtype"),
-    (lambda p: precision(p, prior_precision={"v": 1.0}), PosteriorError, "one entry"),
     (lambda p: precision(p, prior_precision=1.0, prior_outside=1.0), InputError, "not both"),
     (lambda p: precision(p, optimizer=object()), InputError, "JSON"),
     (lambda p: record(p, n_data=None), StorageError, "n_data"),
+    (lambda p: without_prior(p), PosteriorError, "0 in 1 of 2.*prior_precision="),
     (lambda p: beside(p, None), PosteriorError, "pass model="),
     (lambda p: beside(p, 3), InputError, "Module"),
-    (lambda p: beside(p, {}), InputError, "at least one tensor"),
     (lambda p: beside(p, {"w": torch.ones(5)}), PosteriorError, r"w: \(5,\), not \(2,\)"),
     (lambda p: beside(p, nn.Linear(2, 2)), PosteriorError, "not there"),
     (lambda p: beside(p, p / "nowhere"), StorageError, "no folder"),
@@ -286,8 +286,6 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: kept(p, mean=False, initial={"w": torch.zeros(2)}), InputError, "prior's mean"),
     (lambda p: fit(structure="kron").save(p / "q", mean=False), InputError, "mean=False"),
     (lambda p: fit(structure="kron").save(p / "q", dtype=torch.bfloat16), InputError, "dtype"),
-    (lambda p: blr.Posterior.load(p / "q.pt"), StorageError, "pickle"),
-    (lambda p: blr.Posterior.load(p / "nowhere"), StorageError, "nothing is stored"),
     # predictions and checkpoints
     (lambda p: fit().predict(task_of(), draws=-1), InputError, "draws"),
     (lambda p: fit().predict(task_of(nn.Linear(4, 3).double())), PosteriorError, "another model"),
@@ -302,16 +300,6 @@ def test_refused(number: int, tmp_path: Path) -> None:
     call, error, word = CASES[number]
     with pytest.raises(error, match=word):
         call(tmp_path)
-
-
-@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
-def test_outputs_that_no_parameter_reaches_are_refused(structure: str) -> None:
-    class Detached(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).detach()
-
-    with pytest.raises(ModelError, match="depend"):
-        fit(Detached(4, 3).double(), structure=structure)
 
 
 def test_a_refused_file_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from oracles import dense_gram, flatten, relative, unflatten
 from parts import normal
 from torch import Tensor, nn
 
-from blr_analysis.errors import PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.structures import Diagonal, Full, Kronecker
+from blr_analysis.posterior.structures import Diagonal, Full
 from blr_analysis.sensitivity import sensitivity
 from blr_analysis.task import Task
 
@@ -71,36 +70,6 @@ class TestFull(StructureContract):
     structure = "full"
 
 
-def fitted(structure: str, prior: object = 1.0):
-    model = mlp()
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return fit_laplace(
-        Task(model, (x, torch.arange(8) % 3)), structure=structure, prior_precision=prior
-    )
-
-
-def test_kronecker_prior_must_be_one_number_per_layer() -> None:
-    names = list(mlp().state_dict())
-    layerwise = {n: 2.0 if n.startswith("0") else 3.0 for n in names}
-    q = fitted("kron", layerwise)
-    assert isinstance(q.form, Kronecker)
-    flat = q.form.zeros().plus_prior(layerwise)
-    for name in names:
-        assert torch.allclose(flat.diagonal()[name], torch.tensor(layerwise[name]).double())
-
-
-def test_full_with_a_negative_direction() -> None:
-    matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    direction = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
-    form = Full(matrix - torch.outer(direction, direction), {"w": (3,)})
-    with pytest.raises(PosteriorError, match="not positive definite"):
-        form.check()
-    raised, below = form.floored(0.1)
-    assert below == pytest.approx(1 / 3)
-    assert float(torch.linalg.eigvalsh(raised.matrix)[0]) >= 0.1 - 1e-12
-    raised.check()
-
-
 shapes = st.lists(
     st.lists(st.integers(1, 3), max_size=3).map(tuple), min_size=1, max_size=4
 )  # scalars and ones included
@@ -132,16 +101,6 @@ def test_any_shapes(shapes: list[tuple[int, ...]], seed: int, lead: list[int]) -
 
 
 # The posterior as users hold it: what it answers, what it refuses, how it is kept.
-
-
-MEAN = {"w": torch.tensor([[1.0, -2.0]]), "b": torch.tensor(0.5)}  # a scalar parameter too
-PRECISION = {"w": torch.tensor([[4.0, 0.25]]), "b": torch.tensor(16.0)}
-
-
-def posterior(**changes) -> Posterior:
-    settings = dict(mean=MEAN, precision=PRECISION, prior_precision=0.1, n_data=10, record=None)
-    settings |= changes
-    return Posterior(settings.pop("mean"), settings.pop("precision"), **settings)
 
 
 def task_for(model: nn.Module, n: int = 8) -> Task:
@@ -179,38 +138,11 @@ def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) 
         assert list(moved.mean) == list(moved.initial) == list(other.parameters())
 
 
-def test_nothing_of_the_callers_is_kept_attached() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    q = Posterior({"w": weight}, {"w": torch.ones(2)}, prior_precision=1.0, n_data=1)
-    assert not q.mean["w"].requires_grad
-    record = {"kind": "given"}
-    other = posterior(record=record)
-    other.record["kind"] = "changed"
-    assert record == {"kind": "given"}
-
-
-def test_sampling_leaves_the_global_generator_alone_when_given_one() -> None:
-    before = torch.get_rng_state()
-    posterior().sample(generator=torch.Generator().manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), before)
-    posterior().sample()
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 def test_another_dtype_follows_the_model() -> None:
     q = fit_laplace(task_for(mlp()), structure="kron", prior_precision=1.0)
     single = Task(mlp().float(), (normal(8, 4).float(), torch.arange(8) % 3))
     assert all(t.dtype == torch.float32 for t in q.on(single).form.tensors().values())
     assert q.on(task_for(mlp(), 9), same_data=False) is q
-
-
-@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
-def test_priors_of_every_form_are_saved_to_the_bit(tmp_path, structure: str) -> None:
-    layerwise = {n: 1 / 3 if n.startswith("0") else 2 / 3 for n in mlp().state_dict()}
-    for number, prior in enumerate((0.1, layerwise)):
-        q = fitted(structure, prior)
-        q.save(tmp_path / f"{number}.safetensors")
-        assert Posterior.load(tmp_path / f"{number}.safetensors").prior_precision == prior
 
 
 def test_tied_weights_are_held_and_saved_once(tmp_path) -> None:
