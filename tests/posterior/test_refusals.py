@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from models import mlp, randomised
-from parts import Graph
+from parts import Graph, normal
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import (
@@ -38,9 +38,8 @@ TOKEN = Graph(lambda m, x: m.layer(x) + m.token, layer=nn.Linear(4, 3), token=AD
 
 
 def task_of(model: nn.Module | None = None, **how: Any) -> blr.Task:
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
-    return blr.Task(mlp() if model is None else model, (x, torch.arange(N) % 3), **how)
+    data = normal(N, 4), torch.arange(N) % 3
+    return blr.Task(mlp() if model is None else model, data, **how)
 
 
 def fit(model: nn.Module | None = None, **how: Any) -> Any:
@@ -58,12 +57,6 @@ class Surprise:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return shutil.rmtree, ("nowhere", True)
-
-
-def spoilt(value: float) -> nn.Module:
-    model = mlp()
-    model[0].weight.data[0, 0] = value
-    return model
 
 
 def weight_normed() -> nn.Module:
@@ -86,12 +79,6 @@ def live(make: Callable[..., Any] = torch.optim.Adam, how: Any = None, **told: A
     return blr.Posterior.from_optimizer(optimizer, model, **{**TOLD, **told})
 
 
-def damaged(value: float) -> Any:
-    model, optimizer = stepped()
-    optimizer.state[model[0].bias]["exp_avg_sq"][1] = value
-    return blr.Posterior.from_optimizer(optimizer, model, **TOLD)
-
-
 def sampled() -> Any:
     model = mlp()
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
@@ -109,10 +96,10 @@ def state(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> dict[str, 
     return stepped(make, **how)[1].state_dict()
 
 
-def half_precision() -> dict[str, Any]:
+def damaged(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     content = state()
     for held in content["state"].values():
-        held["exp_avg_sq"] = held["exp_avg_sq"].half()
+        held["exp_avg_sq"] = change(held["exp_avg_sq"])
     return content
 
 
@@ -194,10 +181,6 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: fit(weight_normed(), curvature="exact", structure="full"), ModelError, "symmetric"),
     (lambda p: blr.fit_laplace(blr.Task(nn.Linear(3, 2),
         (torch.full((6, 3), 1e20), torch.arange(6) % 2))), ModelError, "overflow"),
-    # structures
-    (lambda p: fit(structure="lowrank", rank=3).form.plus(
-        blr.fit_laplace(task_of(spoilt(9.0)), structure="lowrank", rank=3).form),
-     InputError, "one basis"),
     # live optimizers
     (lambda p: live(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), OptimizerError, "fit_laplace"),
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),
@@ -206,16 +189,14 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: live(n_data=None), OptimizerError, "n_data"),
     (lambda p: live(scaling="ess"), InputError, "scaling"),
     (lambda p: live(scaling="squared"), InputError, "batch_size"),
-    (lambda p: damaged(-1.0), PosteriorError, "negative"),
     (lambda p: sampled(), OptimizerError, "are a sample"),
     # saved ones
     (lambda p: blr.Posterior.from_checkpoint(p / "x", mlp(), **TOLD), StorageError, "nothing"),
-    (lambda p: saved(p, {"state": {}, "hyper_parameters": Surprise()}), StorageError, "weights_only"),
+    (lambda p: saved(p, {"state": {}, "hyper": Surprise()}), StorageError, "weights_only"),
     (lambda p: saved(p, [1, 2]), StorageError, "no optimizer's state_dict"),
     (lambda p: saved(p, torch.optim.Adam(mlp().parameters()).state_dict()),
      OptimizerError, "no state"),
     (lambda p: saved(p, state(torch.optim.SGD, lr=0.1)), OptimizerError, "SGD"),
-    (lambda p: saved(p, state(torch.optim.Adadelta)), OptimizerError, "square_avg"),
     (lambda p: saved(p, {"model": [1], "optimizer": state()}), StorageError, "list"),
     (lambda p: saved(p, {"state_dict": {}, "optimizer_states": [state()] * 2}),
      OptimizerError, "2 optimizers"),
@@ -223,13 +204,13 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: saved(p, state(), nn.Linear(4, 4)), OptimizerError, "does not fit"),
     (lambda p: saved(p, {"model": {"v": torch.ones(1)}, "optimizer": state()}),
      ModelError, "not there"),
-    (lambda p: saved(p, half_precision()), OptimizerError, "cannot fall"),
+    (lambda p: saved(p, damaged(torch.neg)), PosteriorError, "negative"),
+    (lambda p: saved(p, damaged(Tensor.half)), OptimizerError, "cannot fall"),
     (lambda p: trainer(p, decay=0.1), OptimizerError, "must not decay"),
     (lambda p: trainer(p, optimizer_dot_pt=None), StorageError, "no optimizer.pt"),
     (lambda p: trainer(p, optimizer_dot_pt=b"half"), StorageError, "truncated"),
     (lambda p: trainer(p, optimizer_dot_pt=b""), StorageError, "truncated"),
     (lambda p: trainer(p, model_dot_safetensors=None), StorageError, "no weights"),
-    (lambda p: trainer(p, model_dot_safetensors=b"half"), StorageError, "truncated"),
     # recorders
     (lambda p: KroneckerRecorder(mlp(), reduction="max"), InputError, "reduction"),
     (lambda p: KroneckerRecorder(TOKEN), ModelError, "token"),

@@ -100,10 +100,6 @@ def test_any_shapes(shapes: list[tuple[int, ...]], seed: int, lead: list[int]) -
         assert relative(flatten(two), flatten(one)) < 1e-12
 
 
-def task_for(model: nn.Module, n: int = 8) -> Task:
-    return Task(model, (normal(n, 4), torch.arange(n) % 3))
-
-
 def wrapped(name: str, inside: nn.Module) -> nn.Module:
     """As torch.compile, FSDP and checkpoint wrappers name what is inside of them."""
     return Graph(lambda m, x: getattr(m, name)(x), **{name: inside})
@@ -115,7 +111,8 @@ def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) 
     bare = mlp()
     whole = nn.Sequential(*bare.children())
     first = nn.Sequential(wrapped(name, bare[0]), *bare[1:])
-    tasks = [task_for(bare), task_for(wrapped(name, whole) if name == "module" else first)]
+    models = bare, wrapped(name, whole) if name == "module" else first
+    tasks = [Task(model, (normal(8, 4), torch.arange(8) % 3)) for model in models]
     assert list(tasks[0].parameters()) != list(tasks[1].parameters())
     how = dict(structure=structure, prior_precision=0.7)
     for one, other in (tasks, tasks[::-1]):
