@@ -148,6 +148,34 @@ def classes(seed: int, dtype: torch.dtype = torch.float64, n: int = 120) -> tupl
     return x.to(dtype), y
 
 
+def minimised(
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    delta: float,
+    *,
+    start: float = 0.0,
+    weight: Tensor | None = None,
+    steps: int = 500,
+) -> nn.Module:
+    """Trained by L-BFGS on the summed (weighted) cross-entropy + δ/2 ‖θ − start‖²."""
+    x, y = data
+    for p in model.parameters():
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        penalty = sum((p - start).square().sum() for p in model.parameters())
+        loss = F.cross_entropy(model(x), y, weight, reduction="sum") + delta / 2 * penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model
+
+
 def mlp(inputs: int = 4, hidden: int = 5, outputs: int = 3, seed: int = 0) -> nn.Module:
     """A tanh MLP with generic weights."""
     with seeded(seed):

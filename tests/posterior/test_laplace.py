@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_kept, fit_laplace
-from blr_analysis.posterior.structures import Full
 from blr_analysis.recipe import Recipe
 from blr_analysis.task import Task
 
@@ -260,34 +259,21 @@ def test_posterior_precision_equals_laplace_torch(kind: str, structure: str) -> 
     likelihood = "categorical" if kind == "categorical" else Gaussian(0.4**2)
     task = Task(model, (x, y), likelihood=likelihood)
     ours = fit_laplace(task, structure=structure, prior_precision=0.5)
-    if structure == "diag":
-        precision = flatten({n: ours.precision(n) for n in ours.mean})
-        assert relative(precision, theirs.posterior_precision) < EXACT
-    else:
-        assert isinstance(ours.form, Full)
-        assert relative(ours.form.matrix, theirs.posterior_precision) < EXACT
+    truth = theirs.posterior_precision
+    assert relative(dense_precision(ours), truth.diag() if structure == "diag" else truth) < EXACT
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(
-    structure: str, tmp_path: Path
-) -> None:
+def test_off_a_minimum_there_are_posteriors_at_the_checkpoints(structure: str) -> None:
     """Each is the fit at those weights and buffers; at a minimum, or of inputs, there are none."""
     x, y = normal(9, 4), torch.arange(9) % 3
     with seeded(0):
         model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
     model = randomised(model)
-    states = []
-    for k in range(2):
-        states.append({n: t + 0.1 * (k + 1) for n, t in model.state_dict().items()})
+    states = [{n: t + d for n, t in model.state_dict().items()} for d in (0.1, 0.2)]
     task = Task(model, (x, y), checkpoints=states)
     q = fit_laplace(task, structure=structure, prior_precision=0.3)
     assert q.at_minimum is False and len(q.run) == 3 and q.run[-1] is q
-    q.save(tmp_path / "q")
-    for one, two in zip(Posterior.load(tmp_path / "q").run, q.run, strict=True):
-        assert torch.equal(one.buffers["1.running_var"], two.buffers["1.running_var"])
-        assert relative(dense_precision(one), dense_precision(two)) < EXACT
-        assert one.record.get("checkpoint") == two.record.get("checkpoint")
     for number, (early, state) in enumerate(zip(q.earlier, states, strict=True), 1):
         other = copy.deepcopy(model)
         other.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis import Posterior
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.errors import PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.learning_rule.optim import IVON
@@ -26,35 +27,18 @@ ABOUT: dict[str, Any] = {"kind": "fisher_emp", "definition": "sum_i g_i^2", "n_d
 HALF_ULP = 2.0**-8  # the largest relative error of rounding to bfloat16's 8 bits
 
 
-def diagonal(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def diagonal() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"net.weight": (3, 4), "net.bias": (3,), "scale": ()}
-    return {
-        n: scale * torch.rand(shape, generator=generator, dtype=dtype)
-        for n, shape in shapes.items()
-    }
-
-
-def posterior(prior: Any = 2.0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Any:
-    data = diagonal(scale, dtype)
-    by_name = prior if isinstance(prior, dict) else dict.fromkeys(data, prior)
-    return Posterior(
-        {n: torch.randn(t.shape, dtype=dtype) for n, t in data.items()},
-        {n: t + by_name[n] for n, t in data.items()},
-        prior_precision=prior,
-        n_data=N,
-        record={"kind": "ggn", "tied": {}},
-    )
-
-
-# ------------------------------------------------------------------- precisions without means
+    return {n: torch.rand(shape, generator=generator) for n, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("name", ["precision", "p.safetensors"])
 def test_without_means_the_tensors_are_the_models_names_and_no_others(
     tmp_path: Path, name: str
 ) -> None:
-    q = posterior()
+    data = diagonal()
+    q = Posterior(data, {n: t + 2.0 for n, t in data.items()}, prior_precision=2.0, n_data=N)
     q.save(tmp_path / name, mean=False)
     tensors, record = storage.read(tmp_path / name)
     assert set(tensors) == set(q.mean)
@@ -78,10 +62,8 @@ def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) 
     )
     q.save(tmp_path / "precision", mean=False)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    for source in (
-        model, nn.DataParallel(model), model.state_dict(), tmp_path,
-        str(tmp_path), tmp_path / "model.safetensors",
-    ):  # fmt: skip
+    places = (tmp_path, str(tmp_path), tmp_path / "model.safetensors")
+    for source in (model, nn.DataParallel(model), model.state_dict(), *places):
         back = Posterior.load(tmp_path / "precision", model=source)
         assert list(back.mean) == list(held)
         assert all(torch.equal(back.mean[n], p) for n, p in held.items())
@@ -96,28 +78,6 @@ def test_the_mean_of_tied_tensors_under_either_name(tmp_path: Path) -> None:
     for name in ("embed.weight", "head.weight"):
         back = Posterior.load(tmp_path / "p", model={name: weights}, prior_precision=1.0)
         assert torch.equal(back.mean["embed.weight"], weights)
-
-
-def test_a_parameter_called_mean(tmp_path: Path) -> None:
-    data = {"w": torch.ones(2), "w.mean": torch.full((3,), 2.0)}
-    write_precision(tmp_path / "p", data, **ABOUT)
-    weights = {"w": torch.zeros(2), "w.mean": torch.zeros(3)}
-    back = Posterior.load(tmp_path / "p", model=weights, prior_precision=1.0)
-    assert back.precision("w.mean").tolist() == [3, 3, 3]
-    with pytest.raises(InputError, match=r"\['w\.mean'\].*mean=False"):
-        back.save(tmp_path / "q")
-    assert not (tmp_path / "q").exists()
-    back.save(tmp_path / "q", mean=False)
-
-
-def test_half_precision_models_get_a_posterior_in_single_precision(tmp_path: Path) -> None:
-    data = diagonal()
-    write_precision(tmp_path / "p", data, **ABOUT, dtype=torch.bfloat16)
-    weights = {n: torch.randn(t.shape).bfloat16() for n, t in data.items()}
-    back = Posterior.load(tmp_path / "p", model=weights, prior_precision=1e-3)
-    for n, t in data.items():
-        assert back.mean[n].dtype == torch.bfloat16
-        assert torch.equal(back.precision(n), t.bfloat16().float() + 1e-3)
 
 
 def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
@@ -137,9 +97,6 @@ def test_another_folder_than_the_recorded_one_is_refused(tmp_path: Path) -> None
     Posterior.load(place, model=other, prior_precision=1.0)  # knowingly
 
 
-# ---------------------------------------------------------------------------------- the prior
-
-
 def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path: Path) -> None:
     data = diagonal()
     write_precision(tmp_path / "p", data, **ABOUT, prior_outside=3.0)
@@ -151,47 +108,29 @@ def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path
     assert torch.equal(again.precision("net.bias"), data["net.bias"] + 5.0)
 
 
-def test_entries_without_data_need_a_prior(tmp_path: Path) -> None:
-    data = {**diagonal(), "scale": torch.tensor(0.0)}
-    write_precision(tmp_path / "p", data, **ABOUT)
-    with pytest.raises(PosteriorError, match=r"0 in 1 of 1 entries of 'scale'.*prior_precision="):
-        Posterior.load(tmp_path / "p", model=data)
-    assert Posterior.load(tmp_path / "p", model=data, prior_precision=1.0).n_data == N
-
-
-# --------------------------------------------------------------------------------- rounding
-
-
-@pytest.mark.parametrize("prior", [0.1, 0.7])  # rounded up and down in single precision
-def test_an_entry_that_is_prior_alone_is_exactly_zero(tmp_path: Path, prior: float) -> None:
-    q = Posterior(
-        {"w": torch.zeros(3)},
-        {"w": torch.tensor([prior, prior, prior + 5.0])},
-        prior_precision=prior,
-        n_data=N,
-    )
-    q.save(tmp_path / "p", dtype=torch.bfloat16, mean=False)
-    stored, _ = storage.read(tmp_path / "p")
-    assert stored["w"].tolist() == [0, 0, 5]
-
-
-def test_a_negative_data_part_keeps_its_prior_inside(tmp_path: Path) -> None:
-    q = Posterior(
-        {"w": torch.zeros(2)}, {"w": torch.tensor([0.5, 3.0])}, prior_precision=1.0, n_data=N
-    )  # IVON's hess may be below 0 as long as S is not
+@pytest.mark.parametrize(
+    ("prior", "precision", "inside", "stored"),
+    [
+        (0.1, [0.1, 5.1], 0.0, [0, 5]),
+        (0.7, [0.7, 5.7], 0.0, [0, 5]),
+        (1.0, [0.5, 3], 1.0, [0.5, 3]),
+    ],
+)
+def test_the_prior_is_taken_out_before_rounding_unless_the_data_are_negative(
+    prior: float, precision: Any, inside: float, stored: Any, tmp_path: Path
+) -> None:
+    """IVON's hess may be below 0 as long as S is not."""
+    held = {"w": torch.tensor(precision)}
+    q = Posterior({"w": torch.zeros(2)}, held, prior_precision=prior, n_data=N)
     q.save(tmp_path / "p", dtype=torch.bfloat16)
-    stored, record = storage.read(tmp_path / "p")
-    assert record["prior_precision"] == 1.0 and stored["w"].tolist() == [0.5, 3.0]
-    back = Posterior.load(tmp_path / "p").precision("w")
-    assert back.dtype == torch.float32 and torch.equal(back, q.precision("w"))
-
-
-numbers = st.floats(1e-30, 1e30)
+    tensors, record = storage.read(tmp_path / "p")
+    assert (record["prior_precision"], tensors["w"].tolist()) == (inside, stored)
+    assert torch.equal(Posterior.load(tmp_path / "p").precision("w"), q.precision("w"))
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    values=st.lists(st.just(0.0) | numbers, min_size=1, max_size=8),
+    values=st.lists(st.just(0.0) | st.floats(1e-30, 1e30), min_size=1, max_size=8),
     prior=st.just(0.0) | st.floats(1e-6, 1e6),
     dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
     mean=st.booleans(),
@@ -228,9 +167,6 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
     assert torch.allclose(part, data, rtol=within * 1.01, atol=1e-9 + 1e-15 * float(data.max()))
 
 
-# ------------------------------------------------------------------------ write_precision
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     data = diagonal()
@@ -245,19 +181,14 @@ def test_a_record_comes_back(kind: str, tmp_path: Path) -> None:
     assert Folder.open(tmp_path / "precision", stem="precision").specs.keys() == data.keys()
 
 
-# -------------------------------------------------------------- what optimizers leave behind
-
-
 def trained(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     optimizer = make(model.parameters())
     for _ in range(3):
         optimizer.zero_grad()
-        if isinstance(optimizer, IVON):
-            with optimizer.sampled_params(train=True):
-                model(torch.tensor([0, 1])).square().mean().backward()
-        else:
+        drawn = isinstance(optimizer, IVON)
+        with optimizer.sampled_params(train=True) if drawn else nullcontext():
             model(torch.tensor([0, 1])).square().mean().backward()
         optimizer.step()
     return model, optimizer
@@ -275,14 +206,6 @@ def test_an_optimizers_data_part_with_rows_that_no_gradient_reached(tmp_path: Pa
     back = Posterior.load(tmp_path / "p", model=model, prior_precision=7.0)
     for n in whole.mean:
         assert torch.equal(back.precision(n), whole.precision(n))
-
-
-def test_a_prior_given_to_a_bare_capture_is_kept_beside(tmp_path: Path) -> None:
-    model, optimizer = trained(torch.optim.Adam)
-    captured = from_optimizer(optimizer, model, n_data=N, bare=True, prior_precision=7.0)
-    assert not captured.precision["0.weight"][2:].any()
-    write_captured(tmp_path / "p", captured)
-    assert Posterior.load(tmp_path / "p", model=model).prior_precision == 7.0
 
 
 def test_ivons_prior_stays_inside(tmp_path: Path) -> None:

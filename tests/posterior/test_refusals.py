@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from models import mlp, randomised
+from parts import Graph, normal
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import (
@@ -25,19 +27,19 @@ from blr_analysis.errors import (
 )
 from blr_analysis.learning_rule.optim import Newton, RowOptimizer
 from blr_analysis.posterior import KroneckerRecorder, read_precision_record, write_precision
-from blr_analysis.posterior.structures import LowRank
 
 N = 9
 TOLD: dict[str, Any] = {"n_data": N, "prior_precision": 1.0}
 ABOUT: dict[str, Any] = {"kind": "ggn", "definition": "d", "n_data": N}
 FLAT = {"w": torch.ones(2)}
 NAN = math.nan
+ADDED = nn.Parameter(torch.zeros(3))
+TOKEN = Graph(lambda m, x: m.layer(x) + m.token, layer=nn.Linear(4, 3), token=ADDED)
 
 
 def task_of(model: nn.Module | None = None, **how: Any) -> blr.Task:
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
-    return blr.Task(mlp() if model is None else model, (x, torch.arange(N) % 3), **how)
+    data = normal(N, 4), torch.arange(N) % 3
+    return blr.Task(mlp() if model is None else model, data, **how)
 
 
 def fit(model: nn.Module | None = None, **how: Any) -> Any:
@@ -50,10 +52,11 @@ def words(**how: Any) -> Any:
     return blr.fit_laplace(blr.Task(model, (ids, ids), likelihood="tokens"), **how)
 
 
-def spoilt(value: float) -> nn.Module:
-    model = mlp()
-    model[0].weight.data[0, 0] = value
-    return model
+class Surprise:
+    """A pickle that would run code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return shutil.rmtree, ("nowhere", True)
 
 
 def weight_normed() -> nn.Module:
@@ -76,12 +79,6 @@ def live(make: Callable[..., Any] = torch.optim.Adam, how: Any = None, **told: A
     return blr.Posterior.from_optimizer(optimizer, model, **{**TOLD, **told})
 
 
-def damaged(value: float) -> Any:
-    model, optimizer = stepped()
-    optimizer.state[model[0].bias]["exp_avg_sq"][1] = value
-    return blr.Posterior.from_optimizer(optimizer, model, **TOLD)
-
-
 def sampled() -> Any:
     model = mlp()
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
@@ -99,10 +96,10 @@ def state(make: Callable[..., Any] = torch.optim.Adam, **how: Any) -> dict[str, 
     return stepped(make, **how)[1].state_dict()
 
 
-def half_precision() -> dict[str, Any]:
+def damaged(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     content = state()
     for held in content["state"].values():
-        held["exp_avg_sq"] = held["exp_avg_sq"].half()
+        held["exp_avg_sq"] = change(held["exp_avg_sq"])
     return content
 
 
@@ -132,22 +129,6 @@ def recorded(x: Any = 1.0, model: nn.Module | None = None, **changes: Any) -> An
         nn.functional.cross_entropy(model(data), torch.arange(6) % 3).backward()
     other = changes.get("change", lambda m: m)(model)
     return blr.Posterior.from_recorder(changes.get("recorder", recorder), other, **TOLD)
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    model[2].bias.requires_grad_(False)
-    return model
-
-
-def with_token() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 3))
-    model.register_parameter("token", nn.Parameter(torch.zeros(3)))
-    return model
-
-
-def low(change: Callable[[LowRank], LowRank]) -> Any:
-    form = fit(structure="lowrank", rank=3).form
-    return change(form).check()
 
 
 def precision(path: Path, tensors: Any = None, **changes: Any) -> Any:
@@ -185,110 +166,81 @@ def given(mean: Any = FLAT, precision: Any = FLAT, **how: Any) -> Any:
 CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     # posteriors that are given; the rest in test_bad_input
     (lambda p: given(prior_precision=torch.ones(2)), PosteriorError, "must be a number"),
-    (lambda p: given(n_data=2.5), PosteriorError, "n_data"),
     # fits
     (lambda p: fit(rank=3), InputError, "lowrank"),
     (lambda p: fit(structure="lowrank", rank=43), InputError, "structure='full'"),
-    (lambda p: fit(structure="lowrank", rank=2.5), InputError, "positive integer"),
     (lambda p: fit(structure="kron", curvature="exact"), InputError, "exact"),
     (lambda p: fit(structure="gram", curvature="exact"), InputError, "leave curvature out"),
     (lambda p: fit(nn.Linear(4, 5001).double(), structure="full"), InputError, "'lowrank'"),
     (lambda p: fit(prior_precision=dict.fromkeys(mlp().state_dict(), 1.0) | {"2.bias": 2.0}),
      InputError, "2.bias"),
     (lambda p: fit(initial={"0.weight": torch.zeros(5, 4)}), PosteriorError, "0.bias"),
-    (lambda p: fit(initial=[1.0]), PosteriorError, "state dict"),
-    (lambda p: fit(initial={n: t * NAN for n, t in mlp().state_dict().items()}),
-     PosteriorError, "NaN"),
     (lambda p: fit(prior_precision=None, initial=mlp().state_dict()), PosteriorError, "initial"),
+    (lambda p: (lambda m: fit(m, initial=m.state_dict()))(mlp()), PosteriorError, "deepcopy"),
     (lambda p: words(prior_precision=1.0), InputError, "mc_fisher"),
     (lambda p: fit(weight_normed(), curvature="exact", structure="full"), ModelError, "symmetric"),
     (lambda p: blr.fit_laplace(blr.Task(nn.Linear(3, 2),
         (torch.full((6, 3), 1e20), torch.arange(6) % 2))), ModelError, "overflow"),
-    # structures
-    (lambda p: low(lambda f: LowRank({**f.base, "0.bias": f.base["0.bias"] - 9}, f.basis, f.core)),
-     PosteriorError, "0.bias"),
-    (lambda p: low(lambda f: LowRank(f.base, f.basis, f.core - 1e6 * torch.eye(3))),
-     PosteriorError, "positive definite"),
-    (lambda p: fit(structure="lowrank", rank=3).form.plus(
-        blr.fit_laplace(task_of(spoilt(9.0)), structure="lowrank", rank=3).form),
-     InputError, "one basis"),
     # live optimizers
     (lambda p: live(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), OptimizerError, "fit_laplace"),
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),
     (lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
      OptimizerError, "Newton keeps no"),
-    (lambda p: blr.Posterior.from_optimizer({"state": {}}, mlp()), OptimizerError, "expected"),
     (lambda p: live(n_data=None), OptimizerError, "n_data"),
-    (lambda p: live(prior_precision="strong"), PosteriorError, "prior_precision"),
-    (lambda p: live(tokens=0), InputError, "tokens"),
-    (lambda p: live(scaling="root"), InputError, "scaling"),
     (lambda p: live(scaling="ess"), InputError, "scaling"),
     (lambda p: live(scaling="squared"), InputError, "batch_size"),
-    (lambda p: live(batch_size=8), InputError, "batch_size"),
-    (lambda p: damaged(-1.0), PosteriorError, "negative"),
     (lambda p: sampled(), OptimizerError, "are a sample"),
     # saved ones
     (lambda p: blr.Posterior.from_checkpoint(p / "x", mlp(), **TOLD), StorageError, "nothing"),
+    (lambda p: saved(p, {"state": {}, "hyper": Surprise()}), StorageError, "weights_only"),
     (lambda p: saved(p, [1, 2]), StorageError, "no optimizer's state_dict"),
     (lambda p: saved(p, torch.optim.Adam(mlp().parameters()).state_dict()),
      OptimizerError, "no state"),
     (lambda p: saved(p, state(torch.optim.SGD, lr=0.1)), OptimizerError, "SGD"),
-    (lambda p: saved(p, state(torch.optim.Adadelta)), OptimizerError, "square_avg"),
     (lambda p: saved(p, {"model": [1], "optimizer": state()}), StorageError, "list"),
     (lambda p: saved(p, {"state_dict": {}, "optimizer_states": [state()] * 2}),
      OptimizerError, "2 optimizers"),
     (lambda p: saved(p, state(), names=["0.weight", "nonsense"]), OptimizerError, "nonsense"),
-    (lambda p: saved(p, state(), names=["0.weight"] * 4), OptimizerError, "twice"),
     (lambda p: saved(p, state(), nn.Linear(4, 4)), OptimizerError, "does not fit"),
     (lambda p: saved(p, {"model": {"v": torch.ones(1)}, "optimizer": state()}),
      ModelError, "not there"),
-    (lambda p: saved(p, state(), n_data=None), OptimizerError, "n_data"),
-    (lambda p: saved(p, half_precision()), OptimizerError, "cannot fall"),
+    (lambda p: saved(p, damaged(torch.neg)), PosteriorError, "negative"),
+    (lambda p: saved(p, damaged(Tensor.half)), OptimizerError, "cannot fall"),
     (lambda p: trainer(p, decay=0.1), OptimizerError, "must not decay"),
     (lambda p: trainer(p, optimizer_dot_pt=None), StorageError, "no optimizer.pt"),
+    (lambda p: trainer(p, optimizer_dot_pt=b"half"), StorageError, "truncated"),
+    (lambda p: trainer(p, optimizer_dot_pt=b""), StorageError, "truncated"),
     (lambda p: trainer(p, model_dot_safetensors=None), StorageError, "no weights"),
-    (lambda p: trainer(p, model_dot_safetensors=b"half"), StorageError, "truncated"),
     # recorders
-    (lambda p: KroneckerRecorder(mlp(), every=0), InputError, "every"),
-    (lambda p: KroneckerRecorder(mlp(), beta2=1.0), InputError, "beta2"),
     (lambda p: KroneckerRecorder(mlp(), reduction="max"), InputError, "reduction"),
-    (lambda p: KroneckerRecorder(mlp(), scale=0), InputError, "scale"),
-    (lambda p: KroneckerRecorder(3), InputError, "Module"),  # type: ignore[arg-type]
-    (lambda p: KroneckerRecorder(with_token()), ModelError, "token"),
+    (lambda p: KroneckerRecorder(TOKEN), ModelError, "token"),
     (lambda p: KroneckerRecorder(mlp()).load_state_dict({"state": {}}), InputError, "state"),
     (lambda p: KroneckerRecorder(nn.Linear(2, 2)).load_state_dict(
         KroneckerRecorder(mlp()).state_dict()), ModelError, "another model"),
     (lambda p: recorded(None), PosteriorError, "nothing was recorded"),
     (lambda p: recorded(NAN), PosteriorError, "finite"),
     (lambda p: recorded(change=lambda m: mlp(hidden=6)), ModelError, "changed"),
-    (lambda p: recorded(change=frozen), ModelError, "changed"),
     # files
     (lambda p: precision(p, {"w": torch.tensor([1.0, -2.0])}), PosteriorError, "'w'.*1 of 2"),
     (lambda p: precision(p, {"w": torch.tensor([1e300]).double()}), PosteriorError, "not finite"),
-    (lambda p: precision(p, {"w": torch.tensor([1, 2])}), PosteriorError, "real numbers"),
     (lambda p: precision(p, {"w": torch.ones(2, device="meta")}), PosteriorError, "meta"),
-    (lambda p: precision(p, {}), InputError, "no tensors"),
     (lambda p: precision(p, kind="hessian"), InputError, "kind"),
-    (lambda p: precision(p, definition=""), InputError, "definition"),
-    (lambda p: precision(p, dtype=torch.float16), InputError, "dtype"),
     (lambda p: precision(p, prior_precision=1.0, prior_outside=1.0), InputError, "not both"),
-    (lambda p: precision(p, optimizer=object()), InputError, "JSON"),
     (lambda p: record(p, n_data=None), StorageError, "n_data"),
     (lambda p: without_prior(p), PosteriorError, "0 in 1 of 2.*prior_precision="),
     (lambda p: beside(p, None), PosteriorError, "pass model="),
-    (lambda p: beside(p, 3), InputError, "Module"),
     (lambda p: beside(p, {"w": torch.ones(5)}), PosteriorError, r"w: \(5,\), not \(2,\)"),
     (lambda p: beside(p, nn.Linear(2, 2)), PosteriorError, "not there"),
     (lambda p: beside(p, p / "nowhere"), StorageError, "no folder"),
     (lambda p: kept(p, {"model": FLAT}), PosteriorError, "leave model out"),
     (lambda p: kept(p, {"prior_precision": 5.0}), PosteriorError, "with its prior in it"),
+    (lambda p: given({"w": FLAT["w"], "w.mean": FLAT["w"]}, {"w": FLAT["w"], "w.mean": FLAT["w"]})
+        .save(p / "q"), InputError, r"\['w\.mean'\].*mean=False"),
     (lambda p: kept(p, dtype=torch.float16), InputError, "dtype"),
     (lambda p: kept(p, mean=False, initial={"w": torch.zeros(2)}), InputError, "prior's mean"),
     (lambda p: fit(structure="kron").save(p / "q", mean=False), InputError, "mean=False"),
     (lambda p: fit(structure="kron").save(p / "q", dtype=torch.bfloat16), InputError, "dtype"),
     # predictions and checkpoints
-    (lambda p: fit().predict(task_of(), draws=-1), InputError, "draws"),
-    (lambda p: fit().predict(task_of(nn.Linear(4, 3).double())), PosteriorError, "another model"),
     (lambda p: blr.Checkpoints(mlp()).posterior(n_data=N), InputError, "optimizer="),
     (lambda p: blr.Checkpoints(mlp(), structure="diag"), InputError, "structure"),
 ]  # fmt: skip

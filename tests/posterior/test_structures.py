@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import example_models, mlp
 from oracles import dense_gram, flatten, relative, unflatten
-from parts import normal
+from parts import Graph, normal
 from torch import Tensor, nn
 
 from blr_analysis.posterior import Posterior, fit_laplace
@@ -100,34 +100,19 @@ def test_any_shapes(shapes: list[tuple[int, ...]], seed: int, lead: list[int]) -
         assert relative(flatten(two), flatten(one)) < 1e-12
 
 
-# The posterior as users hold it: what it answers, what it refuses, how it is kept.
-
-
-def task_for(model: nn.Module, n: int = 8) -> Task:
-    return Task(model, (normal(n, 4), torch.arange(n) % 3))
-
-
-class Wrapped(nn.Module):
+def wrapped(name: str, inside: nn.Module) -> nn.Module:
     """As torch.compile, FSDP and checkpoint wrappers name what is inside of them."""
-
-    def __init__(self, name: str, inside: nn.Module) -> None:
-        super().__init__()
-        self.name = name
-        self.add_module(name, inside)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return getattr(self, self.name)(x)
+    return Graph(lambda m, x: getattr(m, name)(x), **{name: inside})
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
 @pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module", "module"])
 def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) -> None:
     bare = mlp()
-    inside = nn.Sequential(*bare.children()) if name == "module" else nn.Sequential(
-        Wrapped(name, bare[0]), *bare[1:]
-    )  # fmt: skip
-    wrapped = Wrapped(name, inside) if name == "module" else inside
-    tasks = [task_for(bare), task_for(wrapped)]
+    whole = nn.Sequential(*bare.children())
+    first = nn.Sequential(wrapped(name, bare[0]), *bare[1:])
+    models = bare, wrapped(name, whole) if name == "module" else first
+    tasks = [Task(model, (normal(8, 4), torch.arange(8) % 3)) for model in models]
     assert list(tasks[0].parameters()) != list(tasks[1].parameters())
     how = dict(structure=structure, prior_precision=0.7)
     for one, other in (tasks, tasks[::-1]):
@@ -136,13 +121,6 @@ def test_posteriors_fit_wrapped_models_and_bare_ones(structure: str, name: str) 
         assert relative(sensitivity(other, q).self_influence, own) < 1e-10
         moved = q.on(other)
         assert list(moved.mean) == list(moved.initial) == list(other.parameters())
-
-
-def test_another_dtype_follows_the_model() -> None:
-    q = fit_laplace(task_for(mlp()), structure="kron", prior_precision=1.0)
-    single = Task(mlp().float(), (normal(8, 4).float(), torch.arange(8) % 3))
-    assert all(t.dtype == torch.float32 for t in q.on(single).form.tensors().values())
-    assert q.on(task_for(mlp(), 9), same_data=False) is q
 
 
 def test_tied_weights_are_held_and_saved_once(tmp_path) -> None:
