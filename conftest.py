@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
+import pytest
 import torch
 
 import blr_analysis  # noqa: F401
+
+LIMIT = 2.0
 
 gc.disable()  # what is imported to collect the tests stays: no need to look for garbage in it
 
@@ -27,3 +31,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """A module without tests and examples is not imported to look for some."""
     other = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if other and ">>>" not in collection_path.read_text("utf-8") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test that takes more than LIMIT seconds of a processor is marked slow, or fails."""
+    before = _seconds()
+    yield
+    spent = _seconds() - before
+    if spent > LIMIT and item.get_closest_marker("slow") is None:
+        pytest.fail(f"takes {spent:.1f} s of a processor: mark it slow, or make it smaller")
+
+
+def _seconds() -> float:
+    """Of a processor, for this process and those that it started."""
+    return sum(os.times()[:4])

@@ -64,6 +64,7 @@ def test_by_validation(here: Path, capsys: Any) -> None:
     assert "auto: Choice(" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fisher", "auto"])
 def test_statistics_behind_merged_layers(here: Path, capsys: Any, method: str) -> None:
     """The bits of the same merge in memory; a dry run says what it takes and reads no data."""

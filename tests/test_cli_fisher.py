@@ -119,6 +119,7 @@ def test_an_interrupt_leaves_nothing(
     assert not (here / "p").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_passes_and_bytes(here: Path, capsys: Any) -> None:
     """Of three labels "ggn" takes two backward passes; factors are as large as they will be."""
     argv = ("fisher", "model", "model/data.tsv")
@@ -138,6 +139,7 @@ def test_a_dry_run_counts_passes_and_bytes(here: Path, capsys: Any) -> None:
         assert fisher_cost("model", "model/data.tsv", structure=structure).disk == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "task"), [("bert", "classification"), ("gpt2", "causal_lm")])
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 def test_precisions_with_structure(

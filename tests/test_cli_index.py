@@ -193,6 +193,7 @@ def test_an_adapter_is_indexed_on_its_base(
     assert code == 2 and "is not the base that the index was built on" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_an_adapter_of_a_tied_table(target: str, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Has gradients of its own; what ``fisher`` would add it to is two layers."""
@@ -208,6 +209,7 @@ def test_an_adapter_of_a_tied_table(target: str, model: Path, tmp_path: Path, ca
     assert code == 2 and "tied" in err, err
 
 
+@pytest.mark.slow
 def test_a_query_names_the_model_that_the_index_was_made_with(
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -287,6 +289,7 @@ def test_tokens_and_adapters_of_other_models(model: Path, adapter: Path, tmp_pat
 # The commands
 
 
+@pytest.mark.slow
 def test_an_index_and_its_questions(model: Path, tmp_path: Path, capsys: Any) -> None:
     place, found = tmp_path / "index", tmp_path / "found"
     options = ("--prior-precision", 1.0, "--rank", 10**6)
@@ -325,6 +328,7 @@ def test_an_index_and_its_questions(model: Path, tmp_path: Path, capsys: Any) ->
     assert words == task.metadata["text"][first].split()[1:]
 
 
+@pytest.mark.slow
 def test_an_audit_and_a_what_if_of_texts(model: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "audit"
     options = ("--prior-precision", 1.0, "--test", model / "asked.jsonl", "--max-length", 5)
@@ -350,6 +354,7 @@ def test_an_audit_and_a_what_if_of_texts(model: Path, tmp_path: Path, capsys: An
     assert code == 0 and f"{truth.nll:.3f}" in printed, err
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_the_run_then_does(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +385,7 @@ def test_a_dry_run_counts_what_the_run_then_does(
     assert not list(tmp_path.glob("audit"))
 
 
+@pytest.mark.slow
 def test_a_place_for_an_index_is_looked_at_before_the_work(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

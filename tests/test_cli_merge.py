@@ -172,6 +172,7 @@ def test_every_failure_is_one_line_and_leaves_nothing(
     assert sorted(here.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_start_up_and_merging_load_only_what_they_need(here: Path) -> None:
     """Other commands do not pay for recipes, and a merge does not pay for tables and pictures."""
     code = """if True:

@@ -108,6 +108,7 @@ WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if CODE.search(p.read_text("utf-8"))], ids=lambda page: page.name
 )

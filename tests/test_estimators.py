@@ -201,6 +201,7 @@ def refitted(pipeline: Any, y: np.ndarray, task: blr.Task) -> np.ndarray:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_leaving_one_out_is_what_a_refit_finds(name: str) -> None:
     pipeline, y, task = fitted(name)
@@ -271,6 +272,7 @@ def test_minibatches_share_the_penalty_out() -> None:
     assert blr.Task.from_sklearn(model, X, YES).prior_precision["0.weight"] == 0.5 * N / 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> None:
     pipeline, y, _ = fitted(name)

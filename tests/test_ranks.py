@@ -98,6 +98,7 @@ def test_refused_on_all_ranks(two: tuple[Path, subprocess.CompletedProcess[str]]
         assert all("different" in words for words in (one, other))
 
 
+@pytest.mark.slow
 def test_commands_write_once_what_one_process_writes(
     two: tuple[Path, subprocess.CompletedProcess[str]], texts: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_weights_are_copies_to_the_posterior(structure: str, curvature: str) -> 
     assert all(relative(ours[n], theirs[n]) < 1e-10 for n in g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["remove", "relabel"])
 @pytest.mark.parametrize("solver", ["posterior", "cg"])
 def test_weights_are_copies_to_what_if(change: str, solver: str) -> None:

@@ -77,6 +77,7 @@ def test_each_is_a_notebook(script: Path) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_mislabelled_data(tmp_path: Path) -> None:
     """One test for one run: workers that share the tests would each run the tutorial again."""
     pytest.importorskip("cleanlab")
@@ -113,6 +114,7 @@ def test_what_is_wrong(tmp_path: Path) -> None:
         check_picture(tmp_path / f"{name}.png")
 
 
+@pytest.mark.slow
 def test_flat_minima(tmp_path: Path) -> None:
     """Newton has the lower loss where it stands, the variational solution all around."""
     said = run_tutorial("05_flat_minima.py", BLR_OUT=tmp_path)

@@ -180,6 +180,7 @@ def test_datasets(model: nn.Module) -> None:
         tasks[0].with_model(tasks[1])
 
 
+@pytest.mark.slow
 def test_models_that_are_wrapped(model: nn.Module) -> None:
     compiled = torch.compile(model)
     assert blr.Task(compiled, (X, Y)).model is model

@@ -264,7 +264,6 @@ sampled = blr.fit_laplace(
     structure="diag",
     curvature="mc_fisher",
     prior_precision=PRIOR,
-    generator=torch.Generator().manual_seed(0),
 )
 posteriors = {"empirical Fisher": (posterior, scores)}
 posteriors["sampled Fisher"] = (sampled, blr.sensitivity(task, sampled))

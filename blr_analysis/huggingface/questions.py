@@ -125,6 +125,7 @@ def _reader(
             loaded, _joined(row, place), columns[:2], place
         )
     named = text_columns(table, where, text)
+    first = named[0]
     if causal and len(named) > 1:
         raise DataError(
             f"a language model reads one text, not {', '.join(named)}: name it, text= (--text)"
@@ -132,9 +133,9 @@ def _reader(
 
     def plain(row: tuple[Any, ...], place: str) -> Encoded:
         if causal:
-            words = _words(row[0], named[0], place)
+            words = _words(row[0], first, place)
             return words, *_labelled(loaded, words, "")
-        words = [v if isinstance(v, str) else _words(v, named[0], place) for v in row]
+        words = [v if isinstance(v, str) else _words(v, first, place) for v in row]
         return " ".join(words), _ids(loaded, *words), None
 
     return named, plain

@@ -322,8 +322,8 @@ def _with_variance(
     f, y, move, levers, _, _, influence = left_out(task, q, correction, indices)
     likelihood = task.likelihood.at(indices)
     after = likelihood.moved(f, move)
-    each = [Evaluation(likelihood.nll(g, y), likelihood.correct(g, y)) for g in (f, after)]
-    return _said(*each, likelihood.distance(f, after), influence, levers)
+    before, left = (Evaluation(likelihood.nll(g, y), likelihood.correct(g, y)) for g in (f, after))
+    return _said(before, left, likelihood.distance(f, after), influence, levers)
 
 
 def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation, Tensor]:

@@ -74,6 +74,7 @@ def allowance(task: Task, variance: bool) -> int:
     return 2 * answers + 3 * sum(4 * p.numel() for p in task.parameters().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("structure", "variance"), [("diag", True), ("kron", True), ("kron", False)]
 )

@@ -87,6 +87,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     tensors=tensors_of_any_kind(),

@@ -24,9 +24,12 @@ from blr_analysis.report.decisions import read_decisions
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 CHROMIUM = os.environ.get("BLR_CHROMIUM") or next(filter(None, map(shutil.which, PROGRAMS)), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: install one, or name it in BLR_CHROMIUM"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium: install one, or name it in BLR_CHROMIUM"
+    ),
+]
 N = 300
 HEIGHTS = [100 + i % 7 for i in range(N)]
 NAMES = [f"a species of long name, number {k}{' or so' * 9 * k}" for k in range(3)]

@@ -238,6 +238,7 @@ def test_texts_of_a_language_model(tmp_path: Path) -> None:
     assert len(data["tests"]) == 2 and len(data["tests"][0]["helpful"]) == 5
 
 
+@pytest.mark.slow
 def test_many_examples_are_counted_and_the_telling_ones_shown(tmp_path: Path) -> None:
     task, _, posterior = problem(MOST_SINGLE + 500)
     path = blr.report(task, posterior, tmp_path / "r.html", by=None)
@@ -362,6 +363,7 @@ def test_a_sheet_keeps_to_its_budget() -> None:
     assert sheet.edge == 64 and len(sheet.uri) * 3 / 4 <= 1_500_000
 
 
+@pytest.mark.slow
 def test_thousands_of_examples_with_thumbnails_stay_small(tmp_path: Path) -> None:
     n, edge = 12_000, 16
     images = torch.rand(n, 3, edge, edge, generator=torch.Generator().manual_seed(0))

@@ -320,6 +320,7 @@ def test_the_error_of_two_tensors() -> None:
     assert math.isinf(ProjectionError.between(exact, 0 * exact).relative_rms)
 
 
+@pytest.mark.slow
 def test_the_top_stays_within_the_budget() -> None:
     """The matrix alone would take three times the budget."""
     n, m, budget = 1000, 800, 7 * MB // 8

@@ -55,6 +55,7 @@ def test_gain_is_the_difference_of_two_losses() -> None:
         torch.testing.assert_close(relabelling(bernoulli, f, t)[:, c], wanted)
 
 
+@pytest.mark.slow
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
     task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
@@ -125,6 +126,7 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     assert suspected(x) == [*range(20), *range(1979, 2000)]
 
 
+@pytest.mark.slow
 def test_planted_faults_in_digits() -> None:
     """Wrong labels above the plain loss, noise above the confidence, copies all of them."""
     pixels, targets = load_digits(return_X_y=True)

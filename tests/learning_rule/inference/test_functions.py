@@ -97,6 +97,7 @@ def test_the_variational_solution_leaves_the_wall() -> None:
     assert float(bayes.precision) == pytest.approx(4.0, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_variational_solution_prefers_the_flat_minimum() -> None:
     rule = VariationalNewton(samples=80, rho=0.2, temperature=0.4)
     q = rule.fit(sharp_and_flat, gaussian(-0.6, 0.5), progress=False).q
@@ -203,6 +204,7 @@ def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     assert case.found(last) == len(case.known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_minima_are_polished_and_counted_once(name: str) -> None:
     case = CASES[name]

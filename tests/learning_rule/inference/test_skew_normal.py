@@ -125,6 +125,7 @@ def test_a_target_in_the_family_is_found() -> None:
     assert np.allclose(numbers(still), numbers(target), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_against_numerical_integration(name: str) -> None:
     log_joint, gaussian, fitted = both_fits(name)
