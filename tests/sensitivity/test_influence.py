@@ -323,7 +323,7 @@ def test_the_error_of_two_tensors() -> None:
 @pytest.mark.slow
 def test_the_top_stays_within_the_budget() -> None:
     """The matrix alone would take three times the budget."""
-    n, m, budget = 300, 200, MB // 16
+    n, m, budget = 1000, 800, 7 * MB // 8
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     x, y = normal(n, 30).float(), labels(n)
     task, test = blr.Task(model, (x, y), memory_budget=budget), blr.Task(model, (x[:m], y[:m]))

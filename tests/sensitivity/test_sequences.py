@@ -23,6 +23,7 @@ from tiny_lm import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401  (slow to import)
 
 import blr_analysis as blr
 from blr_analysis.backprop.plan import plan_for
@@ -191,7 +192,6 @@ def test_padding_changes_nothing(left: bool) -> None:
 def test_left_padding_as_hugging_face_collates_it(kind: str, batch_size: int) -> None:
     """A label on every token, positions that count from the first column: all numbers are those of
     sequences by themselves, whatever shares their batch."""
-    pytest.importorskip("transformers")
     model = tiny_transformers.build(kind, "causal_lm").double()
     ids = sequences(6, vocabulary=model.config.vocab_size)
     alone = [cross_entropy(model(x[None]).logits[0, :-1], x[1:]).item() for x in ids]
