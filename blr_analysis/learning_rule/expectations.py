@@ -10,6 +10,8 @@ and made of what the draws since the last step have gathered: a :class:`HessianE
 evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -112,6 +112,7 @@ def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = Tru
     return Task(model, (normal(4, 3), targets), likelihood=of, weights=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 @pytest.mark.parametrize("hidden", [5, 20])
 @pytest.mark.parametrize("kind", ["weighted", "hooked", "bernoulli", "gaussian"])
@@ -171,6 +172,7 @@ def test_prior_by_name(structure: str, tmp_path: Path) -> None:
     assert Posterior.load(tmp_path / "q").prior_precision == prior
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian", "poisson"])
 def test_monte_carlo_fisher_is_unbiased(kind: str) -> None:
     """vᵀF̂v is within four standard errors of vᵀGv, taken over independent fits of 200 labels an
