@@ -185,15 +185,12 @@ class TestLikelihoodContract:
 
 
 def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """The root, the products and the two parts, against Λ."""
+    """The root and the products, against Λ."""
     hessian, v = likelihood.hessian(f, y), normal(3, *f.shape, seed=11)
     root = likelihood.hessian_root(f, y)
     assert relative(root @ root.mT, hessian) < 1e-12
     product = torch.einsum("bcd,kbd->kbc", hessian, v)
     assert relative(likelihood.hessian_times(f, y, v), product) < 1e-12
-    if (parts := likelihood.hessian_parts(f, y)) is not None:
-        s, v = parts
-        assert relative(s.diag_embed() - v.unsqueeze(-1) * v.unsqueeze(-2), hessian) < 1e-12
 
 
 @pytest.mark.parametrize(("likelihood", "make", "y"), KINDS, ids=[repr(k[0]) for k in KINDS])

@@ -7,7 +7,7 @@ gradients of as many output directions (columns) as needed, in factored form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
-from blr_analysis.backprop.head import MANY, Head, few_columns, pays
-from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.plan import Plan, plan_for
 from blr_analysis.backprop.record import Recording, fetched, record, together
 from blr_analysis.backprop.terms import Term, pieces
@@ -95,26 +93,6 @@ class Chunk:
         columns = list(cotangents.detach().unbind(1))
         where = self._task, self._params, self._recording, self.indices
         return self._plan.terms(*where, columns, last=last)
-
-    def few_columns(self) -> tuple[Tensor | None, Callable[[list[Term]], list[Term]]] | None:
-        """Columns c_ik whose Σ_k G_ik ⊗ G_ik is that of a root of Λ_i in each layer below the last
-        (None: no fewer than C), and the terms with the last one's own sums; None: not that way."""
-        name = self._plan.head_of(self._recording)
-        outputs = self.outputs
-        many = name and outputs.shape[-1] >= MANY
-        parts = many and self.likelihood.hessian_parts(outputs.double(), self.targets)
-        if name is None or not parts or not all(bool(x.isfinite().all()) for x in parts):
-            return None
-
-        def summed(terms: list[Term]) -> list[Term]:
-            return [
-                Head(t.joint, t.inputs, [], *parts)
-                if isinstance(t, Outer) and name in t.names
-                else t
-                for t in terms
-            ]
-
-        return few_columns(self._params[name].detach(), *parts), summed
 
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
@@ -236,13 +214,6 @@ def _keep_freed_memory() -> None:
     chunk's working memory is faulted in afresh, which takes as long as the arithmetic.
     """
     _ = bytes(31 * 2**20)
-
-
-def n_columns(task: Task, params: Mapping[str, Tensor]) -> int:
-    """Columns of :meth:`Chunk.few_columns`: C, or the inputs of the last layer."""
-    plan, kind = plan_for(task, params), type(task.likelihood.plain)
-    closed = plan.head and kind.hessian_parts is not Likelihood.hessian_parts
-    return plan.head if closed and pays(plan.head, plan.outputs) else plan.outputs
 
 
 def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.affine import affine, is_affine
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for, upcast
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read
-from blr_analysis.backprop.record import Unit, Visit, fetched
+from blr_analysis.backprop.record import Unit, fetched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
 from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
@@ -136,9 +135,7 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
 
     while True:
         layout = layout_of(task, params, units, check)
-        units = _with_affine(task, units, layout, values, len(probe))
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
-        head = plan.head_of(layout.recording)
         routes = layout.recording.routes()
         costs, wrong = _compared(plan, task, values, layout, probe, truth, floor)
         if not wrong:
@@ -147,7 +144,6 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 floats=cost_of(task, params, layout.recording, layout.saved, costs),
                 numbers=batch_numbers(fetched(task, probe)) / len(probe),
                 outputs=1 if task.likelihood.is_sequence else layout.recording.outputs.shape[-1],
-                head=0 if head is None else values[head].shape[1],
                 routes=routes,
             )
         if wrong & whole:
@@ -156,32 +152,6 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 "the forward pass may mix examples, be random or keep state"
             )
         units, adopted, whole = _rerouted(task, params, units, wrong, adopted, whole)
-
-
-def _with_affine(
-    task: Task, units: Sequence[Unit], layout: Layout, values: Mapping[str, Tensor], batch: int
-) -> list[Unit]:
-    """The units with the affine rule for those layers without one that the probe shows to be so."""
-    seen: dict[str, list[Visit]] = {}
-    for visit in layout.recording.visits:
-        seen.setdefault(visit.unit.path, []).append(visit)
-    result = []
-    with torch.no_grad(), task.evaluation():
-        for unit in units:
-            visits = seen.get(unit.path, [])
-            own = set(unit.names) <= set(unit.module._parameters)
-            if unit.rule is None and own and visits:
-                held = {a: values[n] for a, n in unit.names.items()}
-                places = [layout.axes.get((v.unit.path, v.occurrence)) for v in visits]
-                if all(
-                    p is not None and len(p[1]) == 1 and is_affine(v, held, p[1][0])
-                    for v, p in zip(visits, places, strict=True)
-                ):
-                    unit = replace(unit, rule=affine)
-                    for visit in visits:
-                        visit.unit = unit
-            result.append(unit)
-    return result
 
 
 def _disagreeing(term: Term, truth: Truth, floor: float) -> set[str]:

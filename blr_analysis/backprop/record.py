@@ -10,19 +10,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from blr_analysis import ranks
-from blr_analysis.backprop.layers import Rule, lifted, linear, transposed_linear
-from blr_analysis.backprop.single import layer_product, slow_mkl
+from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.data import check_rows
 from blr_analysis.task import Task
 
@@ -42,8 +39,6 @@ SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
-LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # F.linear, unless it was replaced
-PRODUCTS = ("torch.nn.modules.linear", "transformers.pytorch_utils")  # where W x is written
 
 
 @dataclass(frozen=True)
@@ -277,7 +272,6 @@ def record(
 @contextmanager
 def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
     handles: list[Any] = []
-    replaced: list[tuple[dict[str, Any], Any]] = []
     try:
         for unit in units:
 
@@ -285,38 +279,10 @@ def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
                 return visit(unit, args, kwargs, output)
 
             handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
-            own = vars(unit.module)
-            if unit.rule in (linear, transposed_linear) and _as_written(unit) and slow_mkl():
-                own["forward"] = partial(_product, unit, unit.module.forward)
-                replaced.append((own, own["forward"]))
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for own, ours in replaced:
-            if own.get("forward") is ours:  # and not what the model put there itself
-                del own["forward"]
-
-
-def _as_written(unit: Unit) -> bool:
-    """Whether its forward is that of its library, neither the module's own nor a patch of the
-    class."""
-    forward = type(unit.module).forward
-    written = getattr(forward, "__globals__", {}).get("__name__")
-    return "forward" not in vars(unit.module) and written in PRODUCTS
-
-
-def _product(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a linear layer answers, by the faster of two products."""
-    plain = F.linear is LINEAR and not torch._C._len_torch_function_stack()  # nothing between
-    if plain and len(args) == 1 and not kwargs and not _inside_transform(args[0]):
-        layer: Any = unit.module
-        weight, bias = layer.weight, layer.bias
-        matrix = weight.mT if unit.rule is linear else weight
-        made = layer_product(args[0], matrix, bias)
-        if made is not None:
-            return made
-    return forward(*args, **kwargs)
 
 
 def given_leaves(args: Any, kwargs: Any) -> list[Any]:

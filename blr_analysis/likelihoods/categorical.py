@@ -169,11 +169,6 @@ class Categorical(Classes):
         plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
         return self._times_mass(plain, outputs, targets)
 
-    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        p = _softmax(outputs)
-        v = self._times_mass(p, outputs, targets, root=True)
-        return self._times_mass(p, outputs, targets), v
-
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The Cholesky factor, whose last column is 0 and left out, ``[B, C, C − 1]``: column c is
         √(p_c r_c / (p_c + r_c)) (1 at c, −p_d / r_c at d > c), with r_c = Σ_{d>c} p_d.

@@ -181,7 +181,7 @@ def factor_sums(fit: Fit) -> Moments:
     where they take more memory than the weights, as the gradients are."""
     moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
     kept = fit.kept.get("factors")
-    for terms in fit.passes("Kronecker factors", fit.sample, kept, apart=True):
+    for terms in fit.passes("Kronecker factors", fit.sample, kept):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
