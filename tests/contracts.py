@@ -14,7 +14,7 @@ import torch
 from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.posterior.structures import KINDS, Full, Kronecker, LowRank, Structure
@@ -167,7 +167,7 @@ class StructureContract:
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
     ) -> None:
         """Gradients turned into it, Σ applied there, and turned back, are Σ g; squares add up."""
-        (chunk,) = chunks(task, q.mean, Chunking(chunk_size=100, progress=False))
+        (chunk,) = chunks(task, q.mean, size=100)
         terms = chunk.jacobian_terms()
         turned = {n: g for term in q.form.into_basis(terms) for n, g in term.jacobian().items()}
         shapes = q.form.basis_shapes()
@@ -204,7 +204,7 @@ class StructureContract:
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, chunk_size: int
     ) -> None:
         truth = torch.einsum("ncp,pq,ndq->ncd", jacobian, torch.linalg.inv(dense), jacobian)
-        parts = chunks(task, q.mean, Chunking(chunk_size=chunk_size, progress=False))
+        parts = chunks(task, q.mean, size=chunk_size)
         ours = torch.cat([q.form.gram(chunk.jacobian_terms()) for chunk in parts])
         assert relative(ours, truth) < EXACT
 
@@ -215,14 +215,14 @@ class StructureContract:
         c = torch.randn(jacobian.shape[:2], generator=generator, dtype=torch.float64)
         g = torch.einsum("ncp,nc->np", jacobian, c)
         truth = torch.einsum("np,pq,nq->n", g, torch.linalg.inv(dense), g)
-        parts = chunks(task, q.mean, Chunking(chunk_size=3, progress=False), columns=1)
+        parts = chunks(task, q.mean, size=3, columns=1)
         ours = [
             q.form.gram(chunk.terms(c[chunk.indices].unsqueeze(1))).flatten() for chunk in parts
         ]
         assert relative(torch.cat(ours), truth) < EXACT
 
     def test_gram_leaves_the_terms_alone(self, task: Task, q: Posterior) -> None:
-        chunk = next(iter(chunks(task, q.mean, Chunking(chunk_size=3, progress=False))))
+        chunk = next(iter(chunks(task, q.mean, size=3)))
         terms = chunk.jacobian_terms()
         first, added, second = q.form.gram(terms), q.form.zeros().add(terms), q.form.gram(terms)
         assert torch.equal(first, second)
@@ -235,7 +235,7 @@ class StructureContract:
     ) -> None:
         total = torch.einsum("ncp,ncq->pq", jacobian, jacobian)
         added = q.form.zeros()
-        for chunk in chunks(task, q.mean, Chunking(chunk_size=4, progress=False)):
+        for chunk in chunks(task, q.mean, size=4):
             added = added.add(chunk.jacobian_terms())
         truth = projected(q.form, total)
         assert relative(rows(added.times(unit)), truth) < EXACT
@@ -304,7 +304,7 @@ class StructureContract:
     def test_saved_posterior_answers_the_same(self, task: Task, q: Posterior, tmp_path) -> None:
         q.save(tmp_path / "q.safetensors")
         back = Posterior.load(tmp_path / "q.safetensors")
-        for chunk in chunks(task, q.mean, Chunking(chunk_size=3, progress=False)):
+        for chunk in chunks(task, q.mean, size=3):
             terms = chunk.jacobian_terms()
             assert relative(back.form.gram(terms), q.form.gram(terms)) < 1e-13
 

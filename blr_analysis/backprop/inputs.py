@@ -160,14 +160,10 @@ Sums = TypeVar("Sums", bound=InputMoments)
 
 
 def input_moments(
-    task: Task,
-    params: Mapping[str, Tensor],
-    *,
-    kept: Unfinished | None = None,
-    progress: bool | None = None,
+    task: Task, params: Mapping[str, Tensor], *, kept: Unfinished | None = None
 ) -> InputMoments:
     """:func:`swept` for the moments of all layers with a matrix."""
-    return swept(task, params, InputMoments(), label="layer inputs", kept=kept, progress=progress)
+    return swept(task, params, InputMoments(), label="layer inputs", kept=kept)
 
 
 @torch.no_grad()
@@ -179,12 +175,12 @@ def swept(
     only: Collection[str] | None = None,
     label: str = "",
     kept: Unfinished | None = None,
-    progress: bool | None = False,
 ) -> Sums:
     """One sweep of forward passes over the task's data, at ``params``.
 
     Args:
         sums: what is told of the layers.
+        label: of a progress bar; none without.
         only: parameters whose layers are looked at; None: all layers with a matrix.
         kept: where the sums are kept meanwhile, and taken up from.
 
@@ -195,12 +191,9 @@ def swept(
     units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
     params = task.cast(params)
     own = shared(task, params)
-    batches = track(
-        task.batches(indices=own),
-        total=-(-len(own) // task.batch_size),
-        label=label,
-        show=task.progress if progress is None else progress,
-    )
+    count = -(-len(own) // task.batch_size)
+    shown = task.progress if label else False
+    batches = track(task.batches(indices=own), total=count, label=label, show=shown)
     for number, (indices, batch) in enumerate(batches):
         if kept is not None and number < kept.done:
             continue

@@ -300,14 +300,11 @@ def weighted_gram(
     """⟨G_c ∘ σ², G_c'⟩ with σ² ``[g, O, I]`` and a bias variance ``[g, O]``, by the cheaper form.
 
     * one position: s_o = Σ_i σ²_oi a_i² + σ²_o, then Σ_o d_co s_o d_c'o;
-    * few positions: the same with the kernel M_o[t, t'] = Σ_i σ²_oi a_ti a_t'i;
-    * many positions: G_c itself, layer by layer.
+    * several: G_c itself, some of its rows at a time.
     """
-    t, k = term.positions, len(term.grads)
-    if t == 1:
+    k = len(term.grads)
+    if term.positions == 1:
         return _one_position_gram(term, _row_scale(term, weight, bias), into=into)
-    if weight is not None and _few_positions(t, k, weight.shape[-1]):
-        return added(into, _position_gram(term, weight, bias))
     total = term.inputs.new_zeros(len(term.inputs), k, k) if into is None else into
     if weight is not None:
         for examples, rows, part in _blocks(term):
@@ -317,18 +314,11 @@ def weighted_gram(
     return total
 
 
-def _few_positions(t: int, k: int, i: int) -> bool:
-    """Whether the kernel over pairs of positions multiplies less than G_c does."""
-    return t * (t + 1) // 2 * (i + 2 * k + k * k) <= (k * t + k * k) * i
-
-
 def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
     """Numbers that :func:`weighted_gram` holds per example for t positions and k columns."""
     g, o, i = layout.groups, layout.rows, layout.columns
     if t == 1:
         return 2.5 * k * g * o
-    if _few_positions(t, k, i):
-        return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
     return 2.5 * min(k * g * o * i, max(BLOCK if k == 1 else EXPLICIT, k * g * i))
 
 
@@ -446,19 +436,6 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor, into: Tensor | Non
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None, into)
     return added(into, flat_gram(turned, variance.unsqueeze(1)))
-
-
-def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:
-    a, d = term.inputs, term.stacked()  # [B, g, T, I], [B, g, K, T, O]
-    rows, cols = torch.triu_indices(a.shape[2], a.shape[2], device=a.device)
-    pairs = a[:, :, rows] * a[:, :, cols]  # [B, g, T(T+1)/2, I]
-    kernel = torch.einsum("bgpi,goi->bgpo", pairs, weight)
-    if bias is not None:
-        kernel = kernel + bias.unsqueeze(1)
-    kernel = kernel * torch.where(rows == cols, 0.5, 1.0).to(a.dtype)[:, None]
-    left = (d[:, :, :, rows] * kernel.unsqueeze(2)).transpose(1, 2).flatten(2)
-    half = left @ d[:, :, :, cols].transpose(1, 2).flatten(2).mT
-    return half + half.mT
 
 
 def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:

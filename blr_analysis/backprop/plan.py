@@ -9,17 +9,16 @@ exact on any model or says why it cannot be.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
@@ -39,8 +38,6 @@ from blr_analysis.backprop.truth import (
 from blr_analysis.errors import ModelError
 from blr_analysis.half import working
 from blr_analysis.task import Task
-
-LARGE = 2**26  # bytes of parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +77,6 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
         params = task.cast(params)
         with torch.inference_mode(False), _single_precision(task.device):
             task.plans[key] = _make(task, params)
-        _give_back(params)
     return task.plans[key]
 
 
@@ -104,20 +100,12 @@ def _single_precision(device: torch.device) -> Iterator[None]:
             setattr(place, name, kind)
 
 
-def _give_back(params: Mapping[str, Tensor]) -> None:
-    """What a large model's plan freed and glibc keeps, while a pass asks for other sizes."""
-    if sum(p.nbytes for p in params.values()) > LARGE and sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """At most three passes over the probe: a forward and a backward pass by autograd, the same by
     the rules, and forward passes of other batches."""
     probe = probe_indices(task.n_data)[0]
     units, whole = units_of(task.model, set(params)), frozenset[str]()
     truth, plain = autograd_gradients(task, params, probe)
-    _give_back(params)
     sizes = [float(torch.linalg.vector_norm(upcast(t))) for t in truth.sums.values()]
     for size, (name, t) in zip(sizes, truth.sums.items(), strict=True):
         if not math.isfinite(size) and not bool(t.isfinite().all()):
@@ -279,9 +267,10 @@ def _rerouted(
     E.g. ``MultiheadAttention`` uses ``out_proj``'s weight without calling ``out_proj``; a weight
     that such a module gets wrong too is left to the whole model.
     """
-    called = _called(task, params)
     modules = dict(task.model.named_modules(remove_duplicate=False))
-    canonical = names_of(task.model)
+    ids, canonical = _called(task, params), names_of(task.model)
+    hooked = {p: m for p, m in modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+    called = [path for path, module in hooked.items() if id(module) in ids]
     given: dict[str, dict[str, str]] = {}
     for name in wrong - adopted:
         holders = [
@@ -290,9 +279,10 @@ def _rerouted(
             for p in module._parameters.values()
             if p is not None and canonical[id(p)] == name
         ]
-        adopter = _adopter(holders, {path for path, m in modules.items() if id(m) in called})
-        if adopter is not None:
-            given.setdefault(adopter, {})[name] = name
+        above = [a for a in called
+                 if all(h != a and h.startswith(a and f"{a}.") for h in holders)]  # fmt: skip
+        if above:
+            given.setdefault(max(above, key=len), {})[name] = name
     taken = {n for names in given.values() for n in names.values()}
     result: list[Unit] = []
     for unit in units:
@@ -305,35 +295,14 @@ def _rerouted(
     return result, adopted | taken, whole | (wrong - taken)
 
 
-def _adopter(holders: Sequence[str], called: set[str]) -> str | None:
-    """The deepest called path above all holders (for one holder, above itself)."""
-    split = [path.split(".") if path else [] for path in holders]
-    common = split[0][:-1] if len(split) == 1 else []
-    if len(split) > 1:
-        for level in zip(*split, strict=False):
-            if len(set(level)) > 1:
-                break
-            common.append(level[0])
-    elif not split[0]:
-        return None
-    for depth in range(len(common), -1, -1):
-        path = ".".join(common[:depth])
-        if path in called:
-            return path
-    return None
-
-
 def _called(task: Task, params: Mapping[str, Tensor]) -> set[int]:
     """The ids of the modules that are called in a forward pass."""
     seen: set[int] = set()
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(task.evaluation())
-        for module in task.model.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            handle = module.register_forward_hook(lambda m, *_: seen.add(id(m)))
-            stack.callback(handle.remove)
-        first = torch.zeros(1, dtype=torch.long)
-        task.run(task.fetch(first), params, first)
+    first = torch.zeros(1, dtype=torch.long)
+    handle = register_module_forward_hook(lambda module, *_: seen.add(id(module)))
+    try:
+        with torch.no_grad(), task.evaluation():
+            task.run(task.fetch(first), params, first)
+    finally:
+        handle.remove()
     return seen

@@ -187,7 +187,7 @@ def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
     size = task.batch_size
     if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
         return size
-    first, saved = indices[:size], SavedBytes()
+    first, saved = indices[:size], SavedBytes(task, params)
     with torch.enable_grad(), task.evaluation(), saved:
         task.run(
             fetched(task, first), {n: p.detach().requires_grad_() for n, p in params.items()}, first
@@ -313,12 +313,14 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-class SavedBytes:
-    """Counts what autograd saves inside: each place once."""
+class SavedBytes(saved_tensors_hooks):
+    """Counts what autograd saves inside, each place once, but for the model and its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
+        own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
+        self._weights = {t.untyped_storage().data_ptr() for t in own}
         self._seen: dict[tuple[int, int], int] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
+        super().__init__(self._pack, lambda x: x)
 
     @property
     def total(self) -> int:
@@ -326,13 +328,7 @@ class SavedBytes:
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        # Of a slice of the data that slice; of an expanded tensor what is expanded.
-        self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
+        if storage.data_ptr() not in self._weights:
+            # Of a slice of the data that slice; of an expanded tensor what is expanded.
+            self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
         return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)

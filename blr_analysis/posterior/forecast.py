@@ -15,7 +15,7 @@ from time import perf_counter
 
 import torch
 
-from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term
@@ -108,7 +108,7 @@ def _seen(task: Task, structure: str) -> tuple[float, list[Joint]]:
     sums = {n: torch.zeros_like(p) for n, p in params.items()}
     terms: list[Term] = []
     examples, start = 0, perf_counter()
-    for k, chunk in enumerate(chunks(task, params, QUIET, columns=1), 1):
+    for k, chunk in enumerate(chunks(task.quiet, params, columns=1), 1):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         for term in terms:
