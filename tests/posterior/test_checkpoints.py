@@ -102,11 +102,7 @@ def trainer_folder(weights: str) -> Callable[[Path, nn.Module, Any], Path]:
     def write(path: Path, model: nn.Module, optimizer: Any) -> Path:
         torch.save(optimizer.state_dict(), path / "optimizer.pt")
         held = unique(model, keep_last=weights != "one file")
-        if weights == "bin":
-            torch.save(model.state_dict(), path / "pytorch_model.bin")
-        elif weights == "sharded bin":
-            in_shards(path, "pytorch_model", "bin", held, torch.save)
-        elif weights == "sharded":
+        if weights == "sharded":
             in_shards(path, "model", "safetensors", held, save_file)
         else:
             save_file(held, path / "model.safetensors", metadata={"format": "pt"})
@@ -146,8 +142,6 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
     "trainer": (trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
     "its last names": (trainers, trainer_folder("last names"), "trainer", "Trainer's groups"),
     "its shards": (trainers, trainer_folder("sharded"), "trainer", "Trainer's groups"),
-    "its pickle": (trainers, trainer_folder("bin"), "trainer", "Trainer's groups"),
-    "its pickled shards": (trainers, trainer_folder("sharded bin"), "trainer", "Trainer's groups"),
     "an older trainer": (
         lambda m: torch.optim.AdamW(groups(m, LAYER_NORMS, 0.0)),
         trainer_folder("one file"),
@@ -223,17 +217,19 @@ def test_frozen_parameters_may_or_may_not_be_in_the_state(tmp_path: Path, frozen
     assert all(torch.equal(saved.precision[n], s) for n, s in live.precision.items())
 
 
-def test_of_two_networks_in_one_file_the_given_one(tmp_path: Path) -> None:
+def test_of_two_networks_in_one_file_the_bare_one(tmp_path: Path) -> None:
     model, optimizer = trained(adam)
-    both = {"student.": model, "teacher.": Tiny()}
-    weights = {p + n: v for p, net in both.items() for n, v in net.state_dict().items()}
-    content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
-    torch.save(content, tmp_path / "last.ckpt")
-    for net in both.values():
-        mean = from_checkpoint(tmp_path / "last.ckpt", net, **TOLD).mean
-        assert all(torch.equal(mean[name], p) for name, p in net.named_parameters())
-    with pytest.raises(ModelError, match=r"student.*teacher.*load"):
-        from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD)
+    for head, fits in (("", True), ("student.", False)):
+        both = {head: model, "teacher.": Tiny()}
+        weights = {p + n: v for p, net in both.items() for n, v in net.state_dict().items()}
+        content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+        torch.save(content, tmp_path / "last.ckpt")
+        if fits:
+            mean = from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD).mean
+            assert all(torch.equal(mean[name], p) for name, p in model.named_parameters())
+            continue
+        with pytest.raises(ModelError, match=r"student.*teacher.*load"):
+            from_checkpoint(tmp_path / "last.ckpt", model, **TOLD)
 
 
 def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_path: Path) -> None:
@@ -259,12 +255,11 @@ def test_what_differs_is_listed(tmp_path: Path) -> None:
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
     other = Tiny()
     other.blocks[1].key = nn.Linear(5, 6)
-    message = r"1 shapes differ \('blocks\.1\.key\.weight \(6, 5\) with a state of \(6, 6\)'\)"
-    with pytest.raises(OptimizerError, match=message):
+    with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit.*Pass names="):
         from_checkpoint(folder, other, **TOLD)
     other = Tiny()
     other.blocks[0].requires_grad_(False)
-    with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit.*groups of \[3, 7\]"):
+    with pytest.raises(OptimizerError, match="not fit"):
         from_checkpoint(folder, other, **TOLD)
     weights = {**unique(model), "final.bias": torch.ones(7)}
     del weights["final.weight"]
@@ -302,19 +297,6 @@ def test_the_data_part_of_a_saved_state(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------ what may run code
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("inside", ["", "checkpoint-3/optimizer_0"])
-def test_a_distributed_checkpoint_is_refused_with_the_way_out(tmp_path: Path, inside: str) -> None:
-    model, _ = trained(adam)
-    place = tmp_path / "dcp" / inside
-    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=place)
-    names = [place.parent if inside else place, place / ".metadata", *place.glob("*.distcp")]
-    assert len(names) > 2
-    for name in names:
-        with pytest.raises(StorageError, match=r"\.metadata is a pickle.*get_state_dict"):
-            from_checkpoint(name, Tiny(), **TOLD)
 
 
 class Surprise:

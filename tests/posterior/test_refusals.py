@@ -270,6 +270,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: precision(p, n_data=0), PosteriorError, "n_data"),
     (lambda p: precision(p, definition=""), InputError, "definition"),
     (lambda p: precision(p, dtype=torch.float16), InputError, "dtype"),
+    (lambda p: precision(p, dtype=torch.bfloat16, prior_precision=1.0), InputError, "lose"),
     (lambda p: precision(p, prior_precision={"v": 1.0}), PosteriorError, "one entry"),
     (lambda p: precision(p, prior_precision=1.0, prior_outside=1.0), InputError, "not both"),
     (lambda p: precision(p, optimizer=object()), InputError, "JSON"),
@@ -282,10 +283,6 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: beside(p, p / "nowhere"), StorageError, "no folder"),
     (lambda p: kept(p, {"model": FLAT}), PosteriorError, "leave model out"),
     (lambda p: kept(p, {"prior_precision": 5.0}), PosteriorError, "with its prior in it"),
-    (lambda p: kept(p, dtype=torch.float16), InputError, "dtype"),
-    (lambda p: kept(p, mean=False, initial={"w": torch.zeros(2)}), InputError, "prior's mean"),
-    (lambda p: fit(structure="kron").save(p / "q", mean=False), InputError, "mean=False"),
-    (lambda p: fit(structure="kron").save(p / "q", dtype=torch.bfloat16), InputError, "dtype"),
     (lambda p: blr.Posterior.load(p / "q.pt"), StorageError, "pickle"),
     (lambda p: blr.Posterior.load(p / "nowhere"), StorageError, "nothing is stored"),
     # predictions and checkpoints
