@@ -115,14 +115,6 @@ def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
         assert torch.equal(held.initial["weight"].double(), start["weight"].double())
 
 
-def test_a_rounded_diagonal_keeps_the_priors_mean(tmp_path: Path) -> None:
-    mean = {"w": torch.ones(3)}
-    q = blr.Posterior(mean, mean, prior_precision=0.5, n_data=3, initial={"w": torch.arange(3.0)})
-    q.save(tmp_path / "q", dtype=torch.bfloat16)
-    back = blr.Posterior.load(tmp_path / "q")
-    assert back.initial is not None and torch.equal(back.initial["w"], torch.arange(3.0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_weights_that_followed_the_training(dtype: torch.dtype) -> None:
     x, y = classes(0)

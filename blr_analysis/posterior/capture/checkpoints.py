@@ -279,7 +279,9 @@ def name_states(
     groups = saved["param_groups"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
     orders = _candidates(model, groups, names, trainer)
-    fitting = {tuple(order.names): order for order in orders if _fits(order, saved, key, shapes)}
+    fitting = {
+        tuple(order.names): order for order in reversed(orders) if _fits(order, saved, key, shapes)
+    }
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     if fitting:

@@ -29,7 +29,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.contract import Structure, Tree, tree_of
 from blr_analysis.posterior.structures.diagonal import Diagonal
 
 HELD = 2**22  # numbers of an intermediate result
@@ -323,22 +323,15 @@ class WhitenedCurvature:
         self._fit, self.diagonal, self.trace = fit, dict[str, Tensor](), 0.0
         each = [torch.full_like(p, fit.prior.of(n) ** -0.5) for n, p in fit.params.items()]
         self.scale = torch.cat([x.flatten() for x in each])
+        self._shapes = {n: p.shape for n, p in fit.params.items()}
         exact = self.scale.dtype == torch.float64
         self.noise = 1e-13 if exact else 4 * torch.finfo(self.scale.dtype).eps
         self._largest = 0.0
         self._generator = torch.Generator().manual_seed(0)  # the same data, the same posterior
 
-    def _tree(self, flat: Tensor) -> Tree:
-        params = self._fit.params
-        parts = flat.split([p.numel() for p in params.values()], dim=1)
-        return {
-            n: part.reshape(len(flat), *p.shape)
-            for (n, p), part in zip(params.items(), parts, strict=True)
-        }
-
     def times(self, v: Tensor, label: str) -> Tensor:
         """K v."""
-        stack, squares = self._tree(v * self.scale), dict[str, Tensor]()
+        stack, squares = tree_of(v * self.scale, self._shapes), dict[str, Tensor]()
         into = {n: torch.zeros_like(u) for n, u in stack.items()}
         if not self.diagonal:
             squares = {n: torch.zeros_like(u[0], dtype=torch.double) for n, u in stack.items()}
@@ -374,7 +367,7 @@ class WhitenedCurvature:
         """An orthonormal basis of δ^{1/2} q, rows by name."""
         if bool((self.scale != self.scale[0]).any()):
             q = torch.linalg.qr((q / self.scale).mT)[0].mT
-        return self._tree(q)
+        return tree_of(q, self._shapes)
 
 
 def without(v: Tensor, space: Tensor) -> Tensor:
