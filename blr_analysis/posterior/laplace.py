@@ -201,7 +201,7 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
         "frozen": [n for n, p in named if not p.requires_grad],
         "tied": tied_names(task.model),
         "classifier": task.likelihood.is_classification,
-        "fingerprint": fingerprint(task, fit.params, divided=True),
+        "fingerprint": fingerprint(task, fit.params),
         **({} if task.recipe is None else {"recipe": task.recipe.record}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }

@@ -101,14 +101,9 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
 
 
 def in_words(choice: Mapping[str, Any]) -> str:
-    """δ (the largest, of several), the rule that chose it, and the evidence's where that is far
-    from it off a minimum."""
-    delta, rule = choice["delta"], choice["rule"]
-    said = f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {rule}"
-    if (choice.get("apart") or 1.0) > APART and choice["explained"] < EXPLAINED:
-        other = "evidence" if rule == "stationarity" else "stationarity"
-        said += f" ({choice[other]:.3g} by {other})"
-    return said
+    """δ (the largest, of several) and the rule that chose it."""
+    delta = choice["delta"]
+    return f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {choice['rule']}"
 
 
 def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> Tensor:

@@ -17,7 +17,6 @@ data after training; under AdamW's own diagonal the second scored .25.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,8 +106,6 @@ class KroneckerRecorder:
         self._batch = 0  # examples of the pass that is recorded now; 0: none is
         self._seen: list[tuple[Unit, Tensor, Tensor, int]] = []  # layer, a, d, examples
         self._warned = False
-        self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
-        self._watched = False
         hooks = [
             u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
         ]
@@ -138,19 +135,14 @@ class KroneckerRecorder:
         if not (model.training and torch.is_grad_enabled()):
             self._batch = 0
             return
-        after = bool(self._seen)  # a recorded pass was the one before
         self._settle()
         self.passes += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
-        self._watched = (record or after) and not self.accumulates
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._watched and isinstance(output, Tensor) and output.requires_grad:
-                self._watched = False
-                output.register_hook(lambda _: self._look(unit))
             if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
                 return
             if module is not unit.module:  # of a copy of the model, which took the hooks along
@@ -168,17 +160,6 @@ class KroneckerRecorder:
             output.register_hook(gradient)
 
         return hook
-
-    def _look(self, unit: Unit) -> None:
-        """Warn, once, where the gradients of an earlier pass are still there: accumulation."""
-        held = [self._parameters[n].grad for n in unit.names.values()]
-        if not self.accumulates and any(g is not None and bool(g.any()) for g in held):
-            self.accumulates = True
-            warnings.warn(
-                "gradients of several passes add up: if each loss is divided by their number k, "
-                "give scale=1/k, else the factors are k² times too small",
-                stacklevel=2,
-            )
 
     @torch.no_grad()
     def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
@@ -278,9 +259,8 @@ class KroneckerRecorder:
         blocks = eigenbases(
             {k: (self._joints[k], *pair) for k, pair in factors.items()}, own, n_data
         )
-        joined = {n for b in blocks for n in b.names}
-        plain = {n: tuple(p.shape) for n, p in own.items() if n not in joined}
-        values = {n: n_data * self._means[n].to(own[n]) for n in plain}
+        form = Kronecker.empty(blocks, own)
+        values = {n: n_data * self._means[n].to(own[n]) for n in form.plain}
         for b in blocks:
             assert b.left is not None
             down, across = (
@@ -289,7 +269,7 @@ class KroneckerRecorder:
             )
             scale = n_data / self._positions[b.key]
             values[b.key] = scale * down.unsqueeze(-1) * across.unsqueeze(-2)
-        return Kronecker(blocks, values, plain, tuple(own))
+        return form.with_values(values)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""

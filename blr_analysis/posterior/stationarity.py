@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from blr_analysis import ranks
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
@@ -68,7 +67,13 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         return seen[1]
     q = posterior.on(task)
     kept = posterior.stationarity
-    if kept is None or kept.likelihood != task.likelihood.recorded or not recorded(task, q):
+    known, own = q.record.get("fingerprint"), task.likelihood.recorded
+    if (
+        kept is None
+        or kept.likelihood != own
+        or not known
+        or differs(known, fingerprint(task, q.mean))
+    ):
         kept = measured(task, q, loss_and_gradient(task, q.mean)[0])
     _SEEN[posterior] = (task, kept)
     return kept
@@ -96,12 +101,6 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     return kept
 
 
-def caveat_of(posterior: Posterior) -> str:
-    """What its record says against it, where stationarity was measured; "" where it was not."""
-    kept = posterior.stationarity
-    return "" if kept is None else kept.caveat
-
-
 def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
     """Whether a change that pulls with this gradient is lost in the training that goes on."""
     return stationarity(task, q).decrement > DRIFT * _gain(q, gradient)
@@ -112,20 +111,16 @@ def _gain(q: Posterior, g: Tree) -> float:
     return 0.5 * dot(g, q.form.solve(g))
 
 
-def fingerprint(
-    task: Task, mean: dict[str, Tensor], *, divided: bool = False
-) -> dict[str, list[float]]:
+def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
     """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
     count, however they are padded. One by one, so that long ones need no room together, but for
-    rows of tensors. ``divided``: by ranks that all ask for it."""
+    rows of tensors."""
     mean = task.cast(mean)
     chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
     rows = task.examples.is_tensors and not task.likelihood.is_sequence
     kept, start = torch.zeros(3, len(chosen), dtype=torch.float64), 0
-    for part, indices in enumerate(chosen.split(task.batch_size if rows else 1)):
+    for indices in chosen.split(task.batch_size if rows else 1):
         own, start = slice(start, start + len(indices)), start + len(indices)
-        if divided and part % ranks.count() != ranks.rank():
-            continue
         with torch.no_grad(), task.evaluation():
             f, y = task.run(task.fetch(indices), mean, indices)
         losses, counted = task.likelihood.at(indices).nll(f, y), task.likelihood.counted(y)
@@ -135,8 +130,6 @@ def fingerprint(
             flat = values.detach().cpu().double().reshape(len(values), -1)
             places = torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64)
             numbers[own] = flat @ places.cos()
-    if divided:
-        ranks.total([kept])
     return dict(zip(("outputs", "targets", "losses"), kept.tolist(), strict=True))
 
 
@@ -146,14 +139,6 @@ def apart(known: Any, seen: Any, what: str) -> int:
     if a.shape != b.shape:
         return max(len(a), len(b))
     return int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
-
-
-def recorded(task: Task, q: Posterior) -> bool:
-    """Whether these are the model, the data and the loss of the record, as far as it says."""
-    if not (known := q.record.get("fingerprint")):
-        return False
-    seen = fingerprint(task, q.mean)
-    return not any(apart(known, seen, what) for what in seen)
 
 
 def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bool) -> None:

@@ -65,7 +65,7 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     def half_square(v: Tensor) -> float:
         parts = v.split([p.numel() for p in q.mean.values()])
         tree = {n: p.view_as(m) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
-        return 0.5 * float(v @ flatten(q.covariance_product(tree)))
+        return 0.5 * float(v @ flatten(q.form.solve(tree)))
 
     assert found.decrement == pytest.approx(half_square(g))
     assert found.pull == pytest.approx(sum(map(half_square, each)) / len(each))

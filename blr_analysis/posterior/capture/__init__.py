@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.half import HALF
 from blr_analysis.posterior.capture.assemble import (
-    HALF_REASON,
     Captured,
     Slot,
     Told,
     assemble,
     by_evidence,
+    in_half,
     left_out,
     tied_names,
 )
@@ -125,10 +124,9 @@ def from_optimizer(
                 if reader.key in state:
                     state[reader.key] = taken(state[reader.key])
                 slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
-    half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
-    if half:
-        said = f"the optimizer keeps {half[0]!r}'s second moment in half precision: {HALF_REASON}"
-        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=2)
+    if half := in_half(slots, reader):
+        said = f"the optimizer holds {half}; train with parameters in float32 (autocast)"
+        warnings.warn(said, stacklevel=2)
     kind, held = type(optimizer), {name for run in order for name in run}
     about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
     return assemble(slots, reader, model, told, about | {"not_in_optimizer": left_out(model, held)})

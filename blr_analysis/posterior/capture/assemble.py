@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
-from blr_analysis.half import working
+from blr_analysis.half import HALF, working
 from blr_analysis.posterior.capture.readers import Reader, State, steps
 from blr_analysis.posterior.precision_files import write_precision
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
@@ -23,7 +23,6 @@ from blr_analysis.posterior.structures import Diagonal, Structure
 from blr_analysis.posterior.structures.contract import Spectral
 
 UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
-HALF_REASON = "in half precision a running mean cannot fall, and small squares vanish"
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,13 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
     """Trainable parameters that an optimizer does not hold."""
     return [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
+
+
+def in_half(slots: Sequence[Slot], reader: Reader) -> str:
+    """What is said of second moments in half precision; "" where there are none."""
+    half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
+    reason = "where a running mean cannot fall, and small squares vanish"
+    return f"{half[0]!r}'s second moment in half precision, {reason}" if half else ""
 
 
 def _mean(slot: Slot) -> Tensor:

@@ -285,13 +285,18 @@ class Spectral(Structure):
                 raise PosteriorError(f"{said}; give a prior_precision above 0")
 
 
+def tree_of(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tree:
+    """Tensors by name from ``[..., P]``."""
+    parts = flat.split([torch.Size(s).numel() for s in shapes.values()], dim=-1)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {n: part.reshape((*flat.shape[:-1], *s)) for (n, s), part in pairs}
+
+
 def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:
     """A matrix times unit vectors, some at a time: which of the P, and its rows ``[n, P]``."""
-    sizes = [p.numel() for p in params.values()]
-    like = next(iter(params.values()))
-    for rows in slices(sum(sizes), HELD // max(1, sum(sizes))):
-        eye = like.new_zeros(rows.stop - rows.start, sum(sizes))
+    size, like = sum(p.numel() for p in params.values()), next(iter(params.values()))
+    for rows in slices(size, HELD // max(1, size)):
+        eye = like.new_zeros(rows.stop - rows.start, size)
         eye[:, rows].fill_diagonal_(1)
-        parts = zip(params.items(), eye.split(sizes, dim=1), strict=True)
-        products = times({n: part.reshape(-1, *p.shape) for (n, p), part in parts})
+        products = times(tree_of(eye, {n: p.shape for n, p in params.items()}))
         yield rows, torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)

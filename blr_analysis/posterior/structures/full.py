@@ -14,7 +14,7 @@ from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.contract import Structure, Tree, tree_of
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
@@ -27,7 +27,6 @@ class Full(Structure):
     def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.matrix = matrix
         self.shapes = {n: tuple(s) for n, s in shapes.items()}
-        self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None) -> None:
@@ -73,11 +72,7 @@ class Full(Structure):
 
     def tree(self, flat: Tensor) -> Tree:
         """Tensors by name from ``[..., P]``."""
-        parts = flat.split(self._sizes, dim=-1)
-        return {
-            n: part.reshape((*flat.shape[:-1], *s))
-            for (n, s), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        return tree_of(flat, self.shapes)
 
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
         """A function of columns ``[P, n]``, of vectors by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,11 +47,16 @@ class Kronecker(Spectral):
         own = ranks.share(torch.arange(len(moments)))
         blocks = eigenbases(moments, fit.params, times, own.tolist())
         ranks.total(m for b in blocks for m in (b.right, b.left) if m is not None)
+        return cls.empty(blocks, fit.params).summed(fit), {}
+
+    @classmethod
+    def empty(cls, blocks: tuple[Basis, ...], params: Mapping[str, Tensor]) -> Self:
+        """0 in the basis of these blocks, the other parameters' in their own."""
         joined = {n for b in blocks for n in b.names}
-        values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
+        values = {n: torch.zeros_like(p) for n, p in params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
         values |= {b.key: b.right.new_zeros(b.shape) for b in blocks}
-        return cls(blocks, values, plain, tuple(fit.params)).summed(fit), {}
+        return cls(blocks, values, plain, tuple(params))
 
     @classmethod
     def read(
