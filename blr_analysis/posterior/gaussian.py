@@ -6,7 +6,6 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -94,9 +93,8 @@ class Posterior:
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
         if not shapes:
             raise PosteriorError("a posterior needs at least one parameter, got none")
-        if shapes != self.form.shapes:
-            said = differences(shapes, self.form.shapes, ("mean", "precision"))
-            raise PosteriorError(f"mean and precision disagree: {said}")
+        if odd := differences(shapes, form.shapes, ("mean", "precision")):
+            raise PosteriorError(f"mean and precision disagree: {odd}")
         if bad := [n for n, m in self.mean.items() if not bool(torch.isfinite(m).all())]:
             raise PosteriorError(f"the mean of {bad[0]!r} holds NaN or inf; was training stable?")
         self.prior = Prior.read(prior, shapes)
@@ -155,7 +153,7 @@ class Posterior:
         if self.stationarity is None or "calibration" in self.record:
             return ""
         if self.at_minimum:
-            return self.stationarity.caveat
+            return "" if self.stationarity.at_minimum else f"model {self.stationarity.verdict}"
         unknown = self.record.get("rerun", {}).get("known") is False
         by = "trained by a default recipe; " if unknown else ""
         if self._guessed:
@@ -185,8 +183,7 @@ class Posterior:
         ``what_if``, the audit.
         """
         kept = self.record.get("stationarity")
-        known = [f.name for f in fields(Stationarity)]
-        return None if kept is None else Stationarity(**{n: kept[n] for n in known if n in kept})
+        return None if kept is None else Stationarity(**kept)
 
     @classmethod
     def from_optimizer(
@@ -417,16 +414,12 @@ class Posterior:
         if any(old != new for old, new in names.items()):
             return self._renamed(names).on(task, same_data=same_data)
         fixed = [places.get(bare_name(n), n) for n in self.record.get("fixed", ())]
-        mine = {n: tuple(m.shape) for n, m in self.mean.items()}
-        theirs = {
-            n: tuple(p.shape)
-            for n, p in parameters.items()
-            if n in mine or (p.requires_grad and n not in fixed)
-        }
-        if mine != theirs:
-            said = differences(mine, theirs, ("posterior", "model"))
+        mine = self.form.shapes
+        learned = {p for p, t in parameters.items() if t.requires_grad and p not in fixed}
+        theirs = {n: p for n, p in parameters.items() if n in mine or n in learned}
+        if odd := differences(mine, theirs, ("posterior", "model")):
             remedy = "pass the model that it was captured from or fitted to"
-            raise PosteriorError(f"the posterior belongs to another model: {said}; {remedy}")
+            raise PosteriorError(f"the posterior belongs to another model: {odd}; {remedy}")
         if same_data and self.n_data != task.n_data:
             said = f"n_data={self.n_data} examples, the task has {task.n_data}"
             remedy = "use the training data"

@@ -35,21 +35,12 @@ from blr_analysis.checks import one_of, path_of, some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
-from blr_analysis.posterior.prior import Given, Prior, Shapes, n_data_of, real_tensors
+from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
 from blr_analysis.posterior.structures import KINDS as STRUCTURES
 from blr_analysis.posterior.structures import Diagonal, Structure
 from blr_analysis.task import unwrapped
 
-KINDS = (
-    "ivon",
-    "vogn",
-    "adam_v",
-    "rmsprop_v",
-    "adagrad_v",
-    "fisher_mc",
-    "fisher_emp",
-    "ggn",
-)
+KINDS = ("ivon", "vogn", "adam_v", "rmsprop_v", "adagrad_v", "fisher_mc", "fisher_emp", "ggn")
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
@@ -72,11 +63,8 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
 
 def encode(form: Structure, prior: Prior) -> Encoded:
     """Tensors by name and suffix, and the record that :func:`parts_of` needs."""
-    return form.tensors(), {
-        "structure": form.kind,
-        "prior_precision": prior.given,
-        **form.record(),
-    }
+    known = {"structure": form.kind, "prior_precision": prior.given}
+    return form.tensors(), known | form.record()
 
 
 def parts_of(
@@ -107,7 +95,8 @@ def parts_of(
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if form.per_weight is not None:
-        form = Diagonal({n: _beside(s, mean[n], bare) for n, s in form.per_weight.items()})
+        wide = bare or record.get("prior_outside") is not None
+        form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
     rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
     return mean, form, prior, n_data, rest
@@ -154,13 +143,8 @@ def _mean_of(
     tied = record.get("tied") or {}
     keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
     held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
-    wrong = [
-        f"{n}: {f'{held[n]}, not {tuple(shape)}' if n in held else 'not there'}"
-        for n, shape in shapes.items()
-        if held.get(n) != tuple(shape)
-    ]
-    if wrong:
-        said = f"the model is not the one whose precision {path!r} holds: {some(wrong)}"
+    if wrong := differences(held, shapes, ("model", "file")):
+        said = f"the model is not the one whose precision {path!r} holds: {wrong}"
         raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
     return {n: source.tensor(key) for n, key in keys.items()}
 

@@ -17,6 +17,7 @@ data after training; under AdamW's own diagonal the second scored .25.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,7 +98,13 @@ class KroneckerRecorder:
         self.scale = positive_number("scale", scale)
         self._model, self._parameters = model, _trainable(model)
         self._units = units_of(model, set(self._parameters))
-        self._check_model()
+        if not self._parameters:
+            raise ModelError("the model has no trainable parameters to record")
+        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
+            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
+            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
+        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
+            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
         self.passes = 0  # in training mode, seen so far
         self._recorded = 0  # of them
         self._joints: dict[str, Joint] = {}
@@ -106,19 +113,12 @@ class KroneckerRecorder:
         self._batch = 0  # examples of the pass that is recorded now; 0: none is
         self._seen: list[tuple[Unit, Tensor, Tensor, int]] = []  # layer, a, d, examples
         self._warned = False
+        self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
+        self._watched = False
         hooks = [
             u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
         ]
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True), *hooks]
-
-    def _check_model(self) -> None:
-        if not self._parameters:
-            raise ModelError("the model has no trainable parameters to record")
-        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
-            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
-            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
-        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
-            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -135,15 +135,22 @@ class KroneckerRecorder:
         if not (model.training and torch.is_grad_enabled()):
             self._batch = 0
             return
+        after = bool(self._seen)  # a recorded pass was the one before
         self._settle()
         self.passes += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
         record = (self.passes - 1) % self.every == 0 and bool(inputs)
         self._batch = len(inputs[0]) if record else 0
+        self._watched = (record or after) and not self.accumulates
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            if self._watched:
+                self._watched = False
+                output.register_hook(lambda _: self._look(unit))
+            if not self._batch:
                 return
             if module is not unit.module:  # of a copy of the model, which took the hooks along
                 return
@@ -160,6 +167,14 @@ class KroneckerRecorder:
             output.register_hook(gradient)
 
         return hook
+
+    def _look(self, unit: Unit) -> None:
+        """Warn, once, where the gradients of an earlier pass are still there: accumulation."""
+        held = [self._parameters[n].grad for n in unit.names.values()]
+        if not self.accumulates and any(g is not None and bool(g.any()) for g in held):
+            self.accumulates = True
+            said = "gradients of k passes add up: where the loss is divided by k, give scale=1/k"
+            warnings.warn(f"{said}, else factors are k² times too small", stacklevel=2)
 
     @torch.no_grad()
     def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
@@ -299,8 +314,7 @@ class KroneckerRecorder:
         self._positions = dict(state["positions"])
         like = next(iter(self._parameters.values()))
         self._means = {k: m.to(like.device, copy=True) for k, m in state["means"].items()}
-        joints = [Joint.read(entry) for entry in state["joints"]]
-        self._joints = {joint.key: joint for joint in joints}
+        self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
         self._seen = []
 
 

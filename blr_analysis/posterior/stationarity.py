@@ -37,11 +37,10 @@ SAMPLE = 256  # examples whose own gradients are taken
 FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
+ALIKE = {"outputs": "another model or other inputs", "targets": "other targets"}
 ROUNDED = 2.0**-8  # of the norm: weights that were stored in bfloat16
-TOGETHER = 2**20  # numbers that are taken in double precision at once
 
 
-_SEEN: WeakKeyDictionary[Posterior, tuple[Task, Stationarity]] = WeakKeyDictionary()
 _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 
 
@@ -62,21 +61,12 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         >>> stationarity(task, q).at_minimum
         False
     """
-    seen = _SEEN.get(posterior)
-    if seen is not None and seen[0] is task:
-        return seen[1]
     q = posterior.on(task)
-    kept = posterior.stationarity
-    known, own = q.record.get("fingerprint"), task.likelihood.recorded
-    if (
-        kept is None
-        or kept.likelihood != own
-        or not known
-        or differs(known, fingerprint(task, q.mean))
-    ):
-        kept = measured(task, q, loss_and_gradient(task, q.mean)[0])
-    _SEEN[posterior] = (task, kept)
-    return kept
+    kept, known = posterior.stationarity, q.record.get("fingerprint")
+    alike = kept is not None and known and kept.likelihood == task.likelihood.recorded
+    if kept is not None and alike and not differs(known, fingerprint(task, q.mean), strictly=True):
+        return kept
+    return measured(task, q, loss_and_gradient(task, q.mean)[0])
 
 
 def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
@@ -133,14 +123,6 @@ def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
     return dict(zip(("outputs", "targets", "losses"), kept.tolist(), strict=True))
 
 
-def apart(known: Any, seen: Any, what: str) -> int:
-    """In how many of the examples two fingerprints differ."""
-    a, b = (torch.tensor(record[what], dtype=torch.float64) for record in (known, seen))
-    if a.shape != b.shape:
-        return max(len(a), len(b))
-    return int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
-
-
 def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bool) -> None:
     """Warn, once, of a posterior that was learned with another model or other data.
 
@@ -169,11 +151,15 @@ def met(task: Task, *posteriors: Posterior) -> None:
     _MET.setdefault(task, WeakSet()).update(posteriors)
 
 
-def differs(known: Any, seen: dict[str, list[float]]) -> str:
-    """What is said of other data than a posterior's; "" of its own."""
-    for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
-        count, tried = apart(known, seen, what), len(seen[what])
-        if 2 * count > tried:
+def differs(known: Any, seen: dict[str, list[float]], *, strictly: bool = False) -> str:
+    """What is said of other data than a posterior's; "" of its own. ``strictly``: also of another
+    loss, and where one example differs."""
+    for what, words in (ALIKE | {"losses": "another loss"} if strictly else ALIKE).items():
+        a, b = (torch.tensor(record[what], dtype=torch.float64) for record in (known, seen))
+        count = tried = len(b)
+        if a.shape == b.shape:
+            count = int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
+        if count > (0 if strictly else tried / 2):
             said = f"the posterior was learned with {words}: {count} of {tried} examples differ"
             return f"{said}; pass the task that it was fitted to"
     return ""
@@ -204,11 +190,9 @@ def check_weights(task: Task, posterior: Posterior) -> None:
 
 def _distance(task: Task, q: Posterior) -> float:
     """Of the model's weights from the posterior's mean, in the norm of the mean."""
-    own = dict(task.model.named_parameters())
-    gap = size = 0.0
+    own, gaps, sizes = dict(task.model.named_parameters()), [0.0], [1e-150]
     for name, m in q.mean.items():
-        here, there = own[name].detach().to(m).flatten(), m.flatten()
-        for a, b in zip(here.split(TOGETHER), there.split(TOGETHER), strict=True):
-            gap += float((a - b).double().square().sum())
-            size += float(b.double().square().sum())
-    return math.sqrt(gap / max(size, 1e-300))
+        gap = own[name].detach().to(m) - m
+        gaps.append(float(torch.linalg.vector_norm(gap, dtype=torch.double)))
+        sizes.append(float(torch.linalg.vector_norm(m, dtype=torch.double)))
+    return math.hypot(*gaps) / math.hypot(*sizes)

@@ -201,6 +201,7 @@ class NoisyKFAC(StructuredOptimizer):
 
     def _listen(self) -> None:
         self.recorder = KroneckerRecorder(self.model, every=1, beta2=self.param_groups[0]["beta2"])
+        self.recorder.accumulates = True  # several passes may come before a step
 
     def _check_draws(self) -> None:
         super()._check_draws()

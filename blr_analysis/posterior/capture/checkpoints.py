@@ -27,16 +27,9 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.headers import read_json
-from blr_analysis.posterior.capture.assemble import (
-    Captured,
-    Slot,
-    Told,
-    assemble,
-    in_half,
-    left_out,
-    tied_names,
-)
-from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
+from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
+from blr_analysis.posterior.capture.readers import State, reader_of_saved
+from blr_analysis.posterior.prior import differences
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 RECIPE = "recipe.json"  # that a callback of the package left there
@@ -114,29 +107,25 @@ def from_checkpoint(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
-    saved = load_saved(Path(path).expanduser())
+    place = Path(path).expanduser()
+    saved, told_of = load_saved(place), place / RECIPE
     groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
     reader = reader_of_saved(states.values(), groups)
-    trainer = saved.source == "trainer"
-    order = name_states(model, saved.optimizer, key=reader.key, names=names, trainer=trainer)
+    how: Any = {"key": reader.key, "names": names, "trainer": saved.source == "trainer"}
+    order = name_states(model, saved.optimizer, **how)
     parameters = dict(model.named_parameters())
     values = parameters if saved.weights is None else _values(saved.weights, model)
-    flat = split_flat(groups, [[parameters[name].shape for name in run] for run in order.groups])
     slots = []
-    for k, (group, run) in enumerate(zip(groups, order.groups, strict=True)):
-        for i, (number, name) in enumerate(zip(group["params"], run, strict=True)):
+    for group, run in zip(groups, order.groups, strict=True):
+        for number, name in zip(group["params"], run, strict=True):
             if parameters[name].requires_grad:
-                state = states.get(number, {}) if flat is None else flat[k][i]
-                slots.append(Slot(name, values[name].detach(), state, group))
-    if half := in_half(slots, reader):
-        raise OptimizerError(f"{str(path)!r} holds {half}: use fit_laplace")
+                slots.append(Slot(name, values[name].detach(), states.get(number, {}), group))
     about = {
         "source": saved.source,
         "path": os.fspath(path),
         "order": order.rule,
         "mean_from": "model" if saved.weights is None else "checkpoint",
-        "not_in_optimizer": left_out(model, order.names),
-        **({} if saved.recipe is None else {"recipe": saved.recipe}),
+        **({"recipe": read_json(told_of)} if told_of.is_file() else {}),
     }
     return assemble(slots, reader, model, told or Told(**options), about)
 
@@ -154,18 +143,13 @@ def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
         keys = {n: [head + a for a in own if head + a in weights] for n, own in aliases.items()}
         return {n: weights[found[0]] for n, found in keys.items() if found}
 
-    def wrong(held: Mapping[str, Tensor]) -> list[str]:
-        shapes = {n: tuple(t.shape) for n, t in held.items()}
-        return [
-            f"{n}: {f'{shapes[n]}, not {tuple(p.shape)}' if n in shapes else 'not there'}"
-            for n, p in parameters.items()
-            if shapes.get(n) != tuple(p.shape)
-        ]
+    def wrong(held: Mapping[str, Tensor]) -> str:
+        return differences(held, parameters, ("checkpoint", "model"))
 
     networks = {head: held for head in sorted(heads) if not wrong(held := named(head))}
     if not networks:
         best = max(map(named, sorted(heads) or [""]), key=len)
-        said = f"the checkpoint's weights are not this model's: {some(wrong(best))}"
+        said = f"the checkpoint's weights are not this model's: {wrong(best)}"
         raise ModelError(f"{said}. Its tensors are called {some(list(weights))}.")
     if len(networks) > 1 and "" not in networks:
         said = f"the checkpoint holds several such networks, {some([*networks])}"
@@ -181,7 +165,6 @@ class Saved:
     source: str
     optimizer: Mapping[str, Any]
     weights: Mapping[str, Tensor] | None
-    recipe: dict[str, Any] | None = None
 
 
 def load_saved(path: Path) -> Saved:
@@ -192,7 +175,11 @@ def load_saved(path: Path) -> Saved:
         OptimizerError: several optimizers in one file.
     """
     if path.is_dir():
-        return _load_folder(path)
+        file = next((path / name for name in OPTIMIZERS if (path / name).is_file()), None)
+        if file is None:
+            said = f"{str(path)!r} holds no {OPTIMIZERS[0]}: {some(sorted(os.listdir(path)), 8)}"
+            raise StorageError(f"{said}; name a checkpoint that holds its optimizer, by torch.save")
+        return Saved("trainer", _checked(_torch_load(file), file), Folder.open(path).tensors())
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
     content = _torch_load(path)
@@ -205,21 +192,6 @@ def load_saved(path: Path) -> Saved:
                 raise OptimizerError(f"{said}: save the one that trained the model alone")
             return Saved(source, _checked(states[0], path), _tensors(content[weights], path))
     return Saved("optimizer state", _checked(content, path), None)
-
-
-def _load_folder(folder: Path) -> Saved:
-    file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
-    if file is not None:
-        told = folder / RECIPE
-        recipe = read_json(told) if told.is_file() else None
-        return Saved(
-            "trainer", _checked(_torch_load(file), file), Folder.open(folder).tensors(), recipe
-        )
-    held = sorted(p.name for p in folder.iterdir())
-    raise StorageError(
-        f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
-        "name a checkpoint with its optimizer (export sharded ones by torch.save)"
-    )
 
 
 def _torch_load(path: Path) -> Any:
@@ -236,9 +208,9 @@ def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
     held: Any = optimizer if isinstance(optimizer, Mapping) else {}
-    groups = held.get("param_groups")
-    whole = isinstance(held.get("state"), Mapping) and isinstance(groups, list) and groups
-    if not whole or not all(is_state(g) and isinstance(g.get("params"), list) for g in groups):
+    groups = held.get("param_groups") if isinstance(held.get("state"), Mapping) else None
+    named = [isinstance(g, Mapping) and g.get("params") for g in groups or ()]
+    if not named or not all(isinstance(numbers, list) for numbers in named):
         said = sorted(map(str, held)) or type(optimizer)
         raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {said}")
     return held

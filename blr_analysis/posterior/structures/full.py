@@ -70,16 +70,12 @@ class Full(Structure):
             dim=-1,
         )
 
-    def tree(self, flat: Tensor) -> Tree:
-        """Tensors by name from ``[..., P]``."""
-        return tree_of(flat, self.shapes)
-
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
         """A function of columns ``[P, n]``, of vectors by name."""
         self._take(v)
         rows = self.flat(v)
         y = function(rows.reshape(-1, rows.shape[-1]).mT)
-        return self.tree(y.mT.reshape(rows.shape))
+        return tree_of(y.mT.reshape(rows.shape), self.shapes)
 
     def times(self, v: Tree) -> Tree:
         return self._map(v, lambda x: self.matrix @ x)
@@ -93,7 +89,7 @@ class Full(Structure):
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         matrix = torch.cholesky_inverse(self.factor) if inverse else self.matrix
-        return self.tree(matrix.diagonal().clone())
+        return tree_of(matrix.diagonal().clone(), self.shapes)
 
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().double().log().sum()
@@ -112,9 +108,6 @@ class Full(Structure):
             if name not in columns:
                 columns[name] = like.new_zeros(*like.shape[:2], *shape)
         return self.flat(columns)
-
-    def zeros(self) -> Full:
-        return Full(torch.zeros_like(self.matrix), self.shapes)
 
     def add(self, terms: Sequence[Term]) -> Full:
         columns = self._columns(terms).flatten(0, 1)

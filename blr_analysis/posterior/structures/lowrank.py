@@ -68,17 +68,9 @@ class LowRank(Structure):
 
     kind = "lowrank"
 
-    def __init__(
-        self,
-        base: Mapping[str, Tensor],
-        basis: Mapping[str, Tensor],
-        core: Tensor,
-        *,
-        metric: Tensor | None = None,
-    ) -> None:
-        self.base, self.basis, self.core = dict(base), dict(basis), core.double()
-        self.shapes = {n: tuple(d.shape) for n, d in self.base.items()}
-        self._known_metric = metric
+    def __init__(self, base: Tree, basis: Tree, core: Tensor) -> None:
+        self.base, self.basis, self.core = base, basis, core.double()
+        self.shapes = {n: tuple(d.shape) for n, d in base.items()}
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None) -> None:
@@ -122,8 +114,6 @@ class LowRank(Structure):
     @cached_property
     def metric(self) -> Tensor:
         """BᵀD⁻¹B in float64."""
-        if self._known_metric is not None:
-            return self._known_metric
         metric = torch.zeros_like(self.core)
         for name, columns, part in self._columns():
             metric += (part / self.base[name].flatten()[columns].double()) @ part.mT
@@ -208,10 +198,6 @@ class LowRank(Structure):
         """So many that the products of all their columns with B are no large matrix."""
         return max(1, HELD // max(1, terms[0].n_columns * self.rank))
 
-    def zeros(self) -> LowRank:
-        base = {n: torch.zeros_like(d) for n, d in self.base.items()}
-        return LowRank(base, self.basis, torch.zeros_like(self.core))
-
     def add(self, terms: Sequence[Term]) -> LowRank:
         core = self.core.clone()
         for part in pieces(terms, self._examples_at_once(terms)) if terms else ():
@@ -221,15 +207,12 @@ class LowRank(Structure):
         return self._with(core)
 
     def _with(self, core: Tensor) -> LowRank:
-        known = self.__dict__.get("metric", self._known_metric)  # D stays, and with it BᵀD⁻¹B
-        return LowRank(self.base, self.basis, core, metric=known)
+        made = LowRank(self.base, self.basis, core)
+        if "metric" in vars(self):  # D stays, and with it BᵀD⁻¹B
+            made.metric = self.metric
+        return made
 
     def plus(self, other: LowRank, scale: float = 1.0) -> LowRank:  # type: ignore[override]
-        same = other.basis is self.basis or all(
-            torch.equal(b, other.basis[n]) for n, b in self.basis.items()
-        )
-        if not same:
-            raise InputError("two low-rank matrices are added in one basis: take one posterior's")
         core = torch.add(self.core, other.core, alpha=scale)
         if not any(bool(d.any()) for d in other.base.values()):
             return self._with(core)
