@@ -21,8 +21,14 @@ from blr_analysis.files import Folder
 from blr_analysis.files.headers import read_json
 from blr_analysis.half import HALF
 from blr_analysis.posterior import Posterior, write_captured
-from blr_analysis.posterior.capture import from_optimizer, parameter_order, reader_of, unwrap
-from blr_analysis.posterior.capture.assemble import HALF_REASON, Captured
+from blr_analysis.posterior.capture import (
+    HALF_REASON,
+    Captured,
+    from_optimizer,
+    parameter_order,
+    reader_of,
+    unwrap,
+)
 from blr_analysis.ranks import is_sharded
 from blr_analysis.recipe import Recipe
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from blr_analysis.errors import OptimizerError
+from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
 from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
 from blr_analysis.posterior.capture.readers import reader_of
