@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -183,7 +184,8 @@ class Posterior:
         ``what_if``, the audit.
         """
         kept = self.record.get("stationarity")
-        return None if kept is None else Stationarity(**kept)
+        known = [f.name for f in fields(Stationarity)]
+        return None if kept is None else Stationarity(**{n: kept[n] for n in known if n in kept})
 
     @classmethod
     def from_optimizer(
