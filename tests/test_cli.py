@@ -34,7 +34,7 @@ from blr_analysis.cli.commands import app
 from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.cli.options import option, read_size
 from blr_analysis.errors import BLRError, InputError, PosteriorWarning
-from blr_analysis.files import folder_for
+from blr_analysis.files.placing import folder_for
 from blr_analysis.huggingface.fisher import fisher
 from blr_analysis.learning_rule.table import ROWS, table1
 from blr_analysis.terminal import as_text, show

@@ -293,7 +293,7 @@ class Adapted(Source):
         return self.changes.get(name, "")
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        spec, change = self.piece(name, start, stop), self._changed.get(name)
+        spec, change = self.specs[name], self._changed.get(name)
         if change is None:
             return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
         piece = scratch.array((self, "piece"), stop - start, spec.dtype)

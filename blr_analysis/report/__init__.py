@@ -83,7 +83,7 @@ def report(
         True
     """
     from blr_analysis.audit import investigate
-    from blr_analysis.files import check_file, held
+    from blr_analysis.files.placing import check_file, held
 
     target = Path(path_of(path)).expanduser()
     check_file(target)
