@@ -116,7 +116,7 @@ def check_free(out: Path) -> None:
     with _worded(out):
         inside = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
         if inside or (os.path.lexists(out) and not out.is_dir()):
-            what = f"is not empty (it holds {inside[0]!r})" if inside else "is there, and no folder"
+            what = f"is not empty (it holds {inside[0]!r})" if inside else "is there already"
             raise StorageError(f"{str(out)!r} {what}: name a new one.")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
 from blr_analysis.files import Loaded, Shards, drafted
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.placing import check_free, check_room
@@ -118,7 +117,6 @@ def execute(
             is left behind.
     """
     started = time.perf_counter()
-    positive_int("max_shard_bytes", max_shard_bytes)
     target = Path(out).expanduser()
     check_free(target)
     check_room(target, plan.bytes_written)

@@ -117,7 +117,7 @@ def _scatter(
 
 
 def plot_merge_curve(
-    curve: Any, ax: Axes | None = None, *, measure: str | None = None, method: str | None = None
+    curve: Any, ax: Axes | None = None, *, measure: str = "nll", method: str | None = None
 ) -> Axes:
     """Draw how merges do over the weights that were tried, the best marked.
 
@@ -127,7 +127,7 @@ def plot_merge_curve(
     Args:
         curve: what :func:`blr_analysis.merge_curve` returns.
         ax: where to draw; a new figure if None.
-        measure: "nll" or "accuracy"; None: what the curve's best goes by.
+        measure: "nll" or "accuracy".
         method: one of several methods; None: all.
 
     Returns:
@@ -136,9 +136,7 @@ def plot_merge_curve(
     Raises:
         InputError: an unknown measure or method, or nothing finite to draw.
     """
-    measure = one_of(
-        "measure", curve.criterion if measure is None else measure, tuple(canvas.MEASURES)
-    )
+    one_of("measure", measure, tuple(canvas.MEASURES))
     methods = curve.methods if method is None else (one_of("method", method, curve.methods),)
     points = [p for p in curve.points if p.method in methods]
     values = canvas.as_array([getattr(p, measure) for p in points])

@@ -30,11 +30,6 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**made, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
 
 
-def write_index(folder: Path, weight_map: object) -> None:
-    text = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (folder / "model.safetensors.index.json").write_text(text)
-
-
 def shards(folder: Path, *parts: dict[str, torch.Tensor], **placed: object) -> Path:
     """Two shards, whose index says of some tensors that they are elsewhere (None: nowhere)."""
     folder.mkdir(exist_ok=True)
@@ -44,24 +39,13 @@ def shards(folder: Path, *parts: dict[str, torch.Tensor], **placed: object) -> P
         file = f"model-{k:05d}-of-00002.safetensors"
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
-    write_index(folder, {n: f for n, f in (weight_map | placed).items() if f != "nowhere"})
+    weight_map = {n: f for n, f in (weight_map | placed).items() if f != "nowhere"}
+    index(folder, json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 15), st.integers(0, 15), st.sampled_from(DTYPES))
-def test_any_piece(
-    tmp_path_factory: pytest.TempPathFactory, a: int, b: int, dtype: torch.dtype
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "pieces"
-    if not folder.exists():
-        folder.mkdir()
-        save_file(tensors(), folder / "model.safetensors")
-    name = str(dtype).removeprefix("torch.")
-    start, stop = min(a, b), max(a, b)
-    found = Folder.open(folder).read(name, start, stop, Scratch())
-    assert torch.equal(found, tensors()[name].reshape(-1)[start:stop])
-    assert torch.equal(Loaded("x", tensors()).read(name, start, stop, Scratch()), found)
+def index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
 
 
 def test_one_file_or_shards_or_the_links_of_a_hubs_cache(tmp_path: Path) -> None:
@@ -82,6 +66,10 @@ def test_one_file_or_shards_or_the_links_of_a_hubs_cache(tmp_path: Path) -> None
         for name, value in library.items():
             assert torch.equal(found[name], value) and found[name].dtype == value.dtype
             assert source.specs[name].shape == value.shape
+            for start, stop in ((0, 0), (0, 1), (4, 11), (14, 15)) if value.ndim == 2 else ():
+                start, stop = min(start, value.numel()), min(stop, value.numel())
+                piece = source.read(name, start, stop, Scratch())
+                assert torch.equal(piece, value.reshape(-1)[start:stop])
         assert fingerprint(source, progress=False) == expected
     changed = {**tensors(), "scalar": torch.tensor(2.25)}
     assert len(expected) == 64
@@ -109,19 +97,7 @@ def strange(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
-def index(folder: Path, text: str) -> None:
-    content = text.encode("utf-8", "surrogateescape")
-    (folder / "model.safetensors.index.json").write_bytes(content)
-
-
-OUTSIDE = [
-    "../a.safetensors",
-    "/etc/a.safetensors",
-    "C:\\a.safetensors",
-    "a.bin",
-    ".a.safetensors",
-    3,
-]
+OUTSIDE = ["../a.safetensors", "/a.safetensors", "C:\\a.safetensors", "a.bin", ".a.safetensors", 3]
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: p.rmdir(), "no folder"),
     (lambda p: None, r"holds no model\.safetensors"),
@@ -135,10 +111,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (part, "parts of tensors"),
     (strange, "F8_E8M0"),
     *((partial(shards, w=file), "places 'w' in") for file in OUTSIDE),
-    *(
-        (partial(index, text=text), "index")
-        for text in ("", "[]", "{", '{"weight_map": []}', "{}", '"x"', "\udcff")
-    ),
+    *((partial(index, text=text), "index") for text in ("", "[]", '{"weight_map": []}', '"x"')),
     *((partial(cut, kept=kept), "truncated") for kept in (0, 4, 7, 8, 9, 60, -1)),
 ]
 

@@ -54,12 +54,15 @@ def test_two_runs_do_not_write_one_place(tmp_path: Path, mine: Any) -> None:
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    storage.write(tmp_path / "out", {"w": torch.zeros(1)}, {})
     with another_run(drafted, tmp_path / "out") as run:
         run.kill()
-    (left,) = tmp_path.iterdir()
-    assert left.name == ".out.unfinished" and [*left.iterdir()]
+    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [0] and run.exitcode == -9
+    (left,) = tmp_path.glob(".out.unfinished")
+    assert [*left.iterdir()]
     storage.write(tmp_path / "out", ONE, {})
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [1]
 
 
 def test_a_run_that_holds_a_place_writes_to_it_by_either_name(tmp_path: Path) -> None:
