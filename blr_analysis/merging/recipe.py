@@ -45,7 +45,7 @@ AUTO = "auto"
 SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
 MOST_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-ELSE = "mergekit may do this"  # of what no recipe here has
+ELSE = "perhaps mergekit does this"  # of what no recipe here has
 
 
 def _form(value: Any) -> str:
