@@ -99,7 +99,8 @@ def write(
     """
     target, single = _target(path)
     given = Loaded("tensors", tensors).held
-    if odd := [n for n, t in given.items() if t.is_complex() or not _names_tensor(n)]:
+    sayable = {n for n in given if n.encode(errors="replace").decode() == n} - {METADATA}
+    if odd := [n for n, t in given.items() if t.is_complex() or n not in sayable]:
         raise InputError(f"{some(odd)} cannot be stored: complex, or no name in such a file.")
     sharded = any(map(is_sharded, tensors.values()))
     leads = not sharded or dist.get_rank() == 0
@@ -119,11 +120,11 @@ def write(
                 shards.save_file(held, draft, {"format": "pt", RECORD_KEY: text})
             else:
                 draft.mkdir()
-                files = shards.Shards(
+                made = shards.Shards(
                     draft, specs_of(held), max_shard_bytes, stem=STEM, numbered=True
                 )
                 for name, tensor in held.items():
-                    files.put(name, 0, tensor)
+                    made.put(name, 0, tensor)
                 (draft / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     if sharded:
         dist.barrier()
@@ -219,11 +220,6 @@ def _check_free(target: Path, single: bool) -> None:
         )
 
 
-def _names_tensor(name: str) -> bool:
-    """Whether the format has no other use for a name, and can write it."""
-    return name != METADATA and name.encode(errors="replace").decode() == name
-
-
 def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """The record of precisions for merging, complete, δ as floats.
 
@@ -231,8 +227,10 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
         StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
             entry per weight.
     """
-    names, n, prior = (record.get(key) for key in ("parameters", "n_data", "prior_precision"))
-    tied, each = record.get("tied") or {}, prior if isinstance(prior, dict) else {"": prior}
+    names: Any = record.get("parameters")
+    prior: Any = record.get("prior_precision")
+    n, tied = record.get("n_data"), record.get("tied") or {}
+    each = prior if isinstance(prior, dict) else {"": prior}
     fits = {
         "structure": record.get("structure") in STRUCTURES,
         "parameters": bool(names) and _is_names(names),
