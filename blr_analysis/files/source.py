@@ -165,9 +165,7 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
     digest, scratch = hashlib.sha256(), Scratch()
     for name in track(sorted(source.specs), label="sha256", show=progress):
         spec = source.specs[name]
-        digest.update(
-            f"{name}\0{str(spec.dtype)[6:]}\0{list(spec.shape)}\0".encode()
-        )  # no "torch."
+        digest.update(f"{name}\0{str(spec.dtype)[6:]}\0{list(spec.shape)}\0".encode())
         step = max(1, PIECE // spec.dtype.itemsize)
         end = spec.numel if most is None else min(most, spec.numel)
         for start in range(0, end, step):
