@@ -124,7 +124,7 @@ def test_what_speaks_against_a_group_is_told_on_page_and_in_summary(tmp_path: Pa
 def test_texts_are_data_whatever_they_say(tmp_path: Path) -> None:
     texts = [HOSTILE[i % len(HOSTILE)] for i in range(40)]
     task, test, posterior = problem(metadata={"</script>": [HOSTILE[i % 3] for i in range(40)]})
-    options = {"by": "</script>", "title": HOSTILE[0], "texts": texts}
+    options = {"by": "</script>", "texts": texts}
     path = written(tmp_path, task, test, posterior, **options)
     page = parts(path)
     assert len(page.scripts) == 3
