@@ -205,7 +205,9 @@ def test_self_influence_where_there_is_no_deviation(missing: Any) -> None:
     scores.deviation = missing
     ax = plot_deviations(scores)
     assert "self-influence" in ax.get_ylabel()
-    assert [*ax.lines[0].get_ydata()] == sorted(scores.self_influence.tolist(), reverse=True)
+    assert np.asarray(ax.lines[0].get_ydata()).tolist() == sorted(
+        scores.self_influence.tolist(), reverse=True
+    )
 
 
 def heights_of(ax: Axes) -> dict[str, list[float]]:

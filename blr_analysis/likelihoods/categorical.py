@@ -162,7 +162,7 @@ class Categorical(Likelihood):
         sp = self._times_mass(p, outputs, targets)
         return sp * (vectors - (p * vectors).sum(-1, keepdim=True))
 
-    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         p = _softmax(outputs)
         v = self._times_mass(p, outputs, targets, 0.5)
         return self._times_mass(p, outputs, targets), v
