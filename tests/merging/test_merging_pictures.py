@@ -99,11 +99,11 @@ def test_the_cost_is_that_on_test_data_where_there_are_any() -> None:
     changes = dict(test_nll_own=0.2, test_nll_merged=0.7)
     changes |= dict(test_accuracy_own=0.8, test_accuracy_merged=0.5)
     for measure, cost in (("nll", 0.5), ("accuracy", 0.3)):
-        ax = plot_mismatch(mismatch(**changes), measure=measure, across="distance")
+        ax = plot_mismatch(mismatch(**changes), measure=measure)
         drawn = np.asarray(ax.collections[0].get_offsets())
         np.testing.assert_allclose(drawn[:, 1], cost)
-        np.testing.assert_allclose(drawn[:, 0], [2, 4, 6])
-        assert "test data" in ax.get_ylabel() and "distance" in ax.get_xlabel()
+        np.testing.assert_allclose(drawn[:, 0], [1, 2, 3])
+        assert "test data" in ax.get_ylabel()
 
 
 def line(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
@@ -135,22 +135,21 @@ def test_rows_and_grids_show_the_order() -> None:
 
 
 REGRESSION = MergeCurve([MergePoint("m", (1.0,), (0.5,), (math.nan,))], ("a",), ("t",), "shared")
+NAN = {"mismatch_per_example": math.nan}
 
 
 @pytest.mark.parametrize(
-    ("draw", "result", "options", "word"),
+    ("draw", "result", "measure", "word"),
     [
-        (plot_merge_curve, curve(SHARED), {"measure": "f1"}, "measure must be one of"),
-        (plot_merge_curve, curve(SHARED), {"method": "other"}, "method must be one of"),
-        (plot_merge_curve, REGRESSION, {"measure": "accuracy"}, "no finite accuracy"),
-        (plot_mismatch, mismatch(), {"measure": "f1"}, "measure"),
-        (plot_mismatch, mismatch(), {"across": "gap"}, "across"),
-        (plot_mismatch, mismatch(), {"across": "mismatch_in_metric"}, "no finite"),
+        (plot_merge_curve, curve(SHARED), "f1", "measure must be one of"),
+        (plot_merge_curve, REGRESSION, "accuracy", "no finite accuracy"),
+        (plot_mismatch, mismatch(), "f1", "measure"),
+        (plot_mismatch, mismatch(**NAN), "nll", "no finite"),
     ],
 )
-def test_bad_input(draw: Any, result: Any, options: dict[str, str], word: str) -> None:
+def test_bad_input(draw: Any, result: Any, measure: str, word: str) -> None:
     with pytest.raises(InputError, match=word):
-        draw(result, **options)
+        draw(result, measure=measure)
 
 
 def test_results_find_their_tables_and_pictures() -> None:
