@@ -1,4 +1,4 @@
-"""Conjugate models against textbook posteriors and scipy's predictives; online learning by hand."""
+"""Conjugate models against textbooks and scipy; online learning by hand; chains against the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, draws, normal
+from learning_rule.inference.problems import F64, M, draws, normal
 from scipy import stats
 from sklearn.linear_model import Ridge
 from torch import Tensor
@@ -220,25 +220,6 @@ def test_online_newton_line_by_line() -> None:
     assert fitted.history == pytest.approx(total)
 
 
-def test_a_step_of_the_rule_is_a_mirror_descent() -> None:
-    """q_{t+1} makes ⟨∇, μ⟩ + KL(q ‖ q_t)/ρ least: any other member has more (K&R 22)."""
-    x, y, rho = draws(6, 2, seed=2), torch.ones(6).double(), 0.3
-    q = fam.FullGaussian(torch.ones(2).double(), torch.eye(2).double())
-    site = {k: v.sum(0) for k, v in linear(1.0).site((x, y)).items()}
-    moved = blr_step(q, fam.scale(site, -1.0), rho)
-    whole = fam.subtract(q.natural, site)  # of the negative log-likelihood and the entropy
-
-    def objective(p: fam.FullGaussian) -> float:
-        inner = sum((whole[k] * p.expectation[k]).sum() for k in whole)
-        return float(inner + p.kl(q) / rho)
-
-    for seed in range(20):
-        root = torch.eye(2).double() + 0.05 * draws(2, 2, seed=seed)
-        mean = moved.mean + 0.05 * draws(2, seed=seed + 20)
-        other = fam.FullGaussian(mean, root @ moved.precision @ root.mT)
-        assert objective(other) > objective(moved)
-
-
 @pytest.mark.parametrize("along", ["natural", "expectation"])
 def test_natural_gradients_of_a_likelihood_find_its_maximum(along: str) -> None:
     """Gamma: log k − ψ(k) = log mean − mean log, the equation of its maximum."""
@@ -261,3 +242,105 @@ def test_a_natural_gradient_by_hand() -> None:
     wanted = torch.stack([a - 1, -b]) + 0.2 * torch.linalg.solve(fisher, gap)
     found = inf.likelihood_step(q, y, 0.2)
     torch.testing.assert_close(torch.stack([found.shape - 1, -found.rate]), wanted)
+
+
+# Chains of states: the filter and the smoother against a dense Gaussian
+
+
+def random_model(seed: int, times: int = 7) -> tuple[inf.StateSpace, Tensor]:
+    """Three states, two of them driven by noise; two components observed, some missing."""
+    root, noise, look = draws(3, 2, 3, seed=seed)
+    spread = draws(3, 3, seed=seed + 30)
+    model = inf.StateSpace(
+        transition=0.6 * draws(3, 3, seed=seed + 40) + torch.eye(3, dtype=F64),
+        transition_noise=root.mT @ root,
+        observation=look,
+        observation_noise=noise @ noise.mT + 0.3 * torch.eye(2, dtype=F64),
+        prior=fam.FullGaussian(spread[0], spread @ spread.mT + 0.2 * torch.eye(3, dtype=F64)),
+    )
+    data = 3 * draws(times, 2, seed=seed + 50)
+    data[1, 0] = data[3, :] = data[5, 1] = math.nan
+    return model, data
+
+
+def dense(model: inf.StateSpace, data: np.ndarray, upto: int | None = None):
+    """Marginal means and covariances of the states, and log p(y), from the joint Gaussian."""
+    times, size = len(data), len(model.prior.mean)
+    move, driven = model.transition.numpy(), np.kron(np.eye(times), model.transition_noise.numpy())
+    driven[:size, :size] = np.linalg.inv(model.prior.precision.numpy())
+    # All states from the first and the noises: x_t = Σ_s F^(t−s) ε_s, block by block.
+    powers = [np.linalg.matrix_power(move, t) for t in range(times)]
+    zero = np.zeros_like(move)
+    gather = [[powers[t - s] if s <= t else zero for s in range(times)] for t in range(times)]
+    states = np.block(gather)
+    mean, covariance = states[:, :size] @ model.prior.mean.numpy(), states @ driven @ states.T
+    matrix = np.kron(np.eye(times), model.observation.numpy())
+    noise = np.kron(np.eye(times), model.observation_noise.numpy())
+    keep = ~np.isnan(data.reshape(-1))
+    keep[len(keep) if upto is None else upto * data.shape[1] :] = False
+    matrix, noise = matrix[keep], noise[np.ix_(keep, keep)]
+    residual = data.reshape(-1)[keep] - matrix @ mean
+    marginal = matrix @ covariance @ matrix.T + noise
+    gain = np.linalg.solve(marginal, matrix @ covariance).T
+    posterior = (covariance - gain @ matrix @ covariance).reshape(times, size, times, size)
+    quadratic = residual @ np.linalg.solve(marginal, residual)
+    logdet = np.linalg.slogdet(2 * np.pi * marginal)[1]
+    smoothed = (mean + gain @ residual).reshape(times, size)
+    return smoothed, np.einsum("tatb->tab", posterior), -0.5 * (quadratic + logdet)
+
+
+def close(found: Tensor, wanted: np.ndarray, tol: float = 1e-10) -> None:
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=tol, atol=tol * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_states_and_likelihood_equal_the_joint_gaussian(seed: int) -> None:
+    """What is smoothed has seen all, what is filtered the past and the present."""
+    model, data = random_model(seed)
+    fitted = model.fit(data)
+    mean, covariance, log_prob = dense(model, data.numpy())
+    close(fitted.q.mean, mean)
+    close(fitted.q.covariance, covariance)
+    assert fitted.history[-1] == pytest.approx(log_prob, rel=1e-10)
+    for time in (0, 2, 4, 6):
+        mean, covariance, log_prob = dense(model, data.numpy(), upto=time + 1)
+        close(fitted.filtered.mean[time], mean[time])
+        close(fitted.filtered.covariance[time], covariance[time])
+        assert fitted.history[time] == pytest.approx(log_prob, rel=1e-10)
+        before, spread, _ = dense(model, data.numpy(), upto=time)
+        close(fitted.predicted.mean[time], before[time])
+        close(fitted.predicted.covariance[time], spread[time])
+
+
+def test_observations_without_noise_are_interpolated() -> None:
+    """A random walk with large steps."""
+    series = 100 * draws(50, 1).cumsum(0)
+    fitted = inf.StateSpace(M, 1469.0 * M, M, 1e-9 * M, normal(1, 1e-7)).fit(series)
+    close(fitted.q.mean, series.numpy())
+
+
+def test_left_out_and_without_equal_fits_without() -> None:
+    model, data = random_model(8)
+    fitted = model.fit(data)
+    left_out = fitted.left_out()
+    for t in range(len(data)):
+        rest = data.clone()
+        rest[t] = math.nan
+        mean, _, log_rest = dense(model, rest.numpy())
+        _, _, log_all = dense(model, data.numpy())
+        assert float(left_out[t]) == pytest.approx(log_all - log_rest, abs=1e-9)
+        close(fitted.without([t]).mean, mean)
+    rest = data.clone()
+    rest[[0, 2, 6]] = math.nan
+    close(fitted.without([0, 2, 6]).covariance, dense(model, rest.numpy())[1])
+
+
+def test_what_is_missing_says_nothing() -> None:
+    """Its sites are zero; all of it leaves a random walk its prior, of variances 1, 2, 3."""
+    model, data = random_model(3)
+    sites = model.fit(data).sites
+    assert not sites["linear"][3].any() and not sites["square"][3].any()
+    assert sites["linear"][2].any() and torch.linalg.matrix_rank(sites["square"][1]) == 1
+    fitted = inf.StateSpace(M, M, M, M, normal(1)).fit(torch.full((3, 1), math.nan))
+    close(fitted.q.covariance.flatten(), np.array([1.0, 2.0, 3.0]))
+    assert fitted.history == [0.0, 0.0, 0.0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,34 +50,6 @@ def separable_iris() -> tuple:
     return one_weight((x[:, 2] - 2.5).tolist(), (y > 0).tolist(), "bernoulli", 0.01)
 
 
-PROBLEMS = {
-    "one event": (lambda: one_weight([1.0], [1.0], "poisson", 0.1), -1.0, (-40.0, 8.0)),
-    "separable": (separable_iris, 1.0, (-5.0, 60.0)),
-}
-
-
-@cache
-def both_fits(name: str) -> tuple:
-    """The problem, its best Gaussian, and the skew normal that is found from there."""
-    build, side, _ = PROBLEMS[name]
-    log_joint, gaussian = build()
-    mean, std = float(gaussian.q.mean), float(gaussian.q.covariance) ** 0.5
-    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-11)
-    return log_joint, gaussian, fitted
-
-
-def moments(log_joint: Callable[[Tensor], Tensor], low: float, high: float) -> list[float]:
-    """log evidence, mean and variance by numerical integration."""
-    grid = np.linspace(low, high, 10_001)
-    values = log_joint(torch.tensor(grid)).numpy()
-    top = values.max()
-    mass = integrate.simpson(np.exp(values - top), x=grid)
-    density = np.exp(values - top) / mass
-    mean = integrate.simpson(density * grid, x=grid)
-    variance = integrate.simpson(density * (grid - mean) ** 2, x=grid)
-    return [float(n) for n in (math.log(mass) + top, mean, variance)]
-
-
 @settings(max_examples=25, deadline=None)
 @given(members)
 def test_density_maps_and_moments(member: tuple[float, float, float]) -> None:
@@ -111,25 +81,22 @@ def test_a_target_in_the_family_is_found() -> None:
     assert np.allclose(numbers(still), numbers(target), rtol=0, atol=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_against_numerical_integration(name: str) -> None:
-    log_joint, gaussian, fitted = both_fits(name)
-    evidence, mean, variance = moments(log_joint, *PROBLEMS[name][2])
-    kl, plain = evidence - fitted.history[-1], evidence - gaussian.history[-1]
-    ours, theirs = float(fitted.q.variance), float(gaussian.q.covariance)
-    assert np.diff(fitted.history).min() > -1e-11
-    assert 0 < kl < 0.1 * plain
-    assert abs(float(fitted.q.mean) - mean) < 0.1 * abs(float(gaussian.q.mean) - mean)
-    assert abs(ours - variance) < 0.2 * abs(theirs - variance)
+ONE_EVENT = [1.0], [1.0], "poisson", 0.1
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_optimum_by_direct_search(name: str) -> None:
-    """The ELBO of scipy's skew normal, by Simpson's rule, cannot be raised above the rule's."""
-    log_joint, gaussian, fitted = both_fits(name)
-    side = PROBLEMS[name][1]
+@pytest.mark.parametrize(
+    ("problem", "side", "reach"),
+    [(one_weight(*ONE_EVENT), -1.0, (-40, 8)), (separable_iris(), 1.0, (-5, 60))],
+)
+def test_optimum_by_direct_search(problem: tuple, side: float, reach: tuple) -> None:
+    """The ELBO of scipy's skew normal, by Simpson's rule, cannot be raised above the rule's; it is
+    nearer to the evidence than the best Gaussian's."""
+    log_joint, gaussian = problem
     mean, std = float(gaussian.q.mean), float(gaussian.q.covariance) ** 0.5
+    fitted = fit_skew_normal(log_joint, skew(mean, side * std, std**-2), rho=1.0, tol=1e-11)
+    places = np.linspace(*reach, 10_001)
+    evidence = np.log(integrate.simpson(log_joint(torch.tensor(places)).exp().numpy(), x=places))
+    assert 0 < evidence - fitted.history[-1] < 0.1 * (evidence - gaussian.history[-1])
 
     def negative(z: np.ndarray) -> float:
         a, width = z[1], math.hypot(z[1], math.exp(z[2]))
@@ -148,7 +115,7 @@ def test_optimum_by_direct_search(name: str) -> None:
 
 def test_the_best_gaussian_is_stationary() -> None:
     """With no lean the rule cannot find one, which is why such a start is refused."""
-    log_joint, gaussian = one_weight([1.0], [1.0], "poisson", 0.1)
+    log_joint, gaussian = one_weight(*ONE_EVENT)
     precision = float(gaussian.q.precision)
     q = skew(float(gaussian.q.mean), 0.0, precision)
     assert np.allclose(numbers(skew_step(q, log_joint, 1.0)), numbers(q), rtol=0, atol=1e-5)
