@@ -1,4 +1,4 @@
-"""Conjugate models against textbooks and scipy; online learning by hand; chains against the whole."""
+"""Conjugate models against textbooks and scipy, online learning by hand, chains of states."""
 
 from __future__ import annotations
 

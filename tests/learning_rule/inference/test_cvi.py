@@ -25,18 +25,9 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
 
-from benchmarks.papers import expectation_propagation as ep
+from blr_analysis.learning_rule import inference as inf
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference import (
-    Conjugate,
-    GaussianProcess,
-    GeneralizedLinear,
-    LatentFitted,
-    MeanFieldRegression,
-    cvi,
-    linear,
-    rbf,
-)
+from blr_analysis.learning_rule.inference import GaussianProcess, GeneralizedLinear, cvi, linear
 from blr_analysis.learning_rule.inference.gp import function_values
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.likelihoods import Gaussian, Poisson
@@ -64,14 +55,11 @@ def examples(problem: str) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def fit(name: str) -> LatentFitted:
+def fit(name: str) -> inf.LatentFitted:
     problem = PROBLEMS[name]
     x, y = examples(problem)
     prior = normal(x.shape[1], float(reference(problem)["prior_precision"]))
     return GeneralizedLinear(prior, name).fit((x, y), tol=1e-12)
-
-
-# The rule
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -90,9 +78,6 @@ def test_a_step_is_the_rule(name: str) -> None:
         state = cvi.step(problem, state, rho)
         for key, value in q.natural.items():
             assert torch.allclose(state.q.natural[key], value, rtol=1e-9, atol=1e-9)
-
-
-# The optimum
 
 
 def log_prob(name: str, y: Tensor, f: Tensor) -> Tensor:
@@ -149,16 +134,13 @@ def test_one_step_for_a_gaussian_likelihood() -> None:
     """Linear regression is conjugate: one step at ρ = 1 is its posterior and its evidence."""
     x, y = examples("poisson")
     fitted = GeneralizedLinear(normal(5), "gaussian").fit((x, y), max_iter=2, tol=1e-8)
-    exact = Conjugate(normal(5), linear(1.0)).fit((x, y))
+    exact = inf.Conjugate(normal(5), linear(1.0)).fit((x, y))
     torch.testing.assert_close(fitted.q.mean, exact.q.mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(fitted.q.precision, exact.q.precision, rtol=1e-12, atol=1e-11)
     cover = np.eye(len(y)) + (x @ x.mT).numpy()
     evidence = stats.multivariate_normal(np.zeros(len(y)), cover).logpdf(y.numpy())
     assert fitted.history[0] == pytest.approx(evidence, rel=1e-12)
     torch.testing.assert_close(fitted.left_out(), exact.left_out(), rtol=0, atol=1e-10)
-
-
-# NUTS
 
 
 def check_nuts(told: dict[str, np.ndarray], mean: Tensor, covariance: Tensor, gap: Any) -> None:
@@ -188,29 +170,19 @@ def test_nuts(name: str) -> None:
 # Expectations and likelihoods
 
 
-# likelihood, its log-probability and its mean in NumPy, targets
-LIKELIHOODS: dict[str, tuple[Any, Any, Any, tuple[float, float]]] = {
-    "bernoulli": ("bernoulli", lambda y, f: -np.logaddexp(0, (1 - 2 * y) * f), expit, (0.0, 1.0)),
-    "probit": ("probit", lambda y, f: stats.norm.logcdf((2 * y - 1) * f), stats.norm.cdf, (0, 1)),
-    "gaussian": (
-        Gaussian(0.3),
-        lambda y, f: stats.norm.logpdf(y, f, 0.3**0.5),
-        lambda f: f,
-        (-1.0, 2.5),
-    ),
-    "poisson": ("poisson", lambda y, f: y * f - np.exp(f) - gammaln(y + 1), np.exp, (0.0, 7.0)),
-    "plain counts": (
-        lambda y, f: y * f - f.exp() - torch.lgamma(y + 1),
-        lambda y, f: y * f - np.exp(f) - gammaln(y + 1),
-        None,
-        (0.0, 7.0),
-    ),
+# likelihood, its mean in NumPy, targets
+LIKELIHOODS: dict[str, tuple[Any, Any, tuple[float, float]]] = {
+    "bernoulli": ("bernoulli", expit, (0.0, 1.0)),
+    "probit": ("probit", stats.norm.cdf, (0.0, 1.0)),
+    "gaussian": ("gaussian", lambda f: f, (-1.0, 2.5)),
+    "poisson": ("poisson", np.exp, (0.0, 7.0)),
+    "poisson, a function": (partial(log_prob, "poisson"), None, (0.0, 7.0)),
 }
 
 
-def integral(g: Any, mean: float, sd: float, reach: float = 20.0) -> Any:
+def integral(g: Any, mean: float, sd: float) -> Any:
     """∫ g(t) N(t | m, sd²) dt by NumPy's trapezoidal rule, and its derivatives in m and v."""
-    z = np.linspace(-reach, reach, 200_001)
+    z = np.linspace(-20, 20, 200_001)
     told = g(mean + sd * z) * stats.norm.pdf(z) * (z[1] - z[0])
     return told.sum(), (told * z).sum() / sd, (told * (z**2 - 1)).sum() / (2 * sd**2)
 
@@ -218,25 +190,25 @@ def integral(g: Any, mean: float, sd: float, reach: float = 20.0) -> Any:
 @pytest.mark.parametrize("name", LIKELIHOODS)
 @pytest.mark.parametrize("sd", [0.05, 1.0, 3.0])
 def test_integrals_over_a_number(name: str, sd: float) -> None:
-    given, log_p, mean_of, targets = LIKELIHOODS[name]
+    given, mean_of, targets = LIKELIHOODS[name]
     likelihood = cvi.scalar_likelihood(given)
     for target, center in zip(targets, (0.3 * sd, -0.7 * sd), strict=True):
         mean, variance, y = torch.tensor([[center], [sd**2], [target]]).double()
         f = DiagonalGaussian(mean.requires_grad_(), 1 / variance.requires_grad_())
         values = cvi.expected_log_prob(likelihood, f, y)
         slopes = torch.autograd.grad(values.sum(), (mean, variance))
-        found = [float(x) for x in (values, *slopes)]
-        wanted = integral(lambda t, y=target: log_p(y, t), center, sd)
-        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-7)
-        ahead = np.log(integral(lambda t, y=target: np.exp(log_p(y, t)), center, sd)[0])
-        assert float(cvi.log_predictive(likelihood, f, y)) == pytest.approx(
-            ahead, rel=1e-7, abs=1e-8
-        )
+
+        def log_p(t: np.ndarray, y: Tensor = y) -> np.ndarray:
+            return log_prob(name.partition(",")[0], y, torch.tensor(t)).numpy()
+
+        wanted = integral(log_p, center, sd)
+        assert [float(x.detach()) for x in (values, *slopes)] == pytest.approx(wanted, 1e-6, 1e-7)
+        ahead = np.log(integral(lambda t, log_p=log_p: np.exp(log_p(t)), center, sd)[0])
+        found = float(cvi.log_predictive(likelihood, f, y))
+        assert found == pytest.approx(ahead, rel=1e-7, abs=1e-8)
         if mean_of is not None:
-            wanted = integral(mean_of, center, sd)[0]
-            assert float(cvi.expected_mean(likelihood, f)) == pytest.approx(
-                wanted, rel=1e-6, abs=1e-8
-            )
+            found = float(cvi.expected_mean(likelihood, f))
+            assert found == pytest.approx(integral(mean_of, center, sd)[0], rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.parametrize(("y", "sd"), [(10_000.0, 1.0), (10.0, 0.2), (1000.0, 0.8), (3.0, 20.0)])
@@ -247,12 +219,6 @@ def test_counts_that_are_narrower_than_q_and_far_from_its_mean(y: float, sd: flo
     f = DiagonalGaussian(torch.zeros(1).double(), torch.tensor([sd**-2]).double())
     found = cvi.log_predictive(cvi.scalar_likelihood("poisson"), f, torch.tensor([y]).double())
     assert float(found) == pytest.approx(wanted, abs=2e-2)
-
-
-def test_a_function_is_a_likelihood() -> None:
-    given = GeneralizedLinear(normal(7), partial(log_prob, "bernoulli"))
-    found = given.fit(examples("logistic"), tol=1e-12).q.mean
-    torch.testing.assert_close(found, fit("bernoulli").q.mean, rtol=0, atol=1e-9)
 
 
 def test_likelihoods_that_are_not_concave() -> None:
@@ -317,25 +283,18 @@ def prior(size: int) -> DiagonalGaussian:
     return DiagonalGaussian(0.1 * torch.ones(size).double(), 0.7 * torch.ones(size).double())
 
 
-def tumours() -> tuple[Tensor, Tensor]:
-    """Real tumours: two thirds benign; five correlated measurements and an intercept."""
-    x, y = load_breast_cancer(return_X_y=True)
-    x = (x[:150, :5] - x[:150, :5].mean(0)) / x[:150, :5].std(0)
-    return torch.from_numpy(np.column_stack([np.ones(150), x])), torch.from_numpy(y[:150]).double()
-
-
 def counts() -> tuple[Tensor, Tensor]:
     x = torch.cat([torch.ones(80, 1, dtype=F64), draws(80, 3)], 1)
     rates = (x @ torch.tensor([0.5, 0.6, -0.4, 0.2], dtype=F64)).exp()
     return x, torch.poisson(rates, generator=torch.Generator().manual_seed(0))
 
 
-MEAN_FIELDS = [("bernoulli", tumours()), ("poisson", counts()), ("gaussian", counts())]
+MEAN_FIELDS = [("bernoulli", examples("logistic")), ("poisson", counts()), ("gaussian", counts())]
 
 
 @pytest.mark.parametrize(("name", "data"), MEAN_FIELDS)
 def test_sweeps_find_the_best_mean_field(name: str, data: tuple[Tensor, Tensor]) -> None:
-    fitted = MeanFieldRegression(prior(data[0].shape[1]), name).fit(data)
+    fitted = inf.MeanFieldRegression(prior(data[0].shape[1]), name).fit(data)
     mean, covariance, elbo = best_gaussian(name, *data, 0.1, 0.7, diagonal=True)
     torch.testing.assert_close(fitted.q.mean, mean, rtol=0, atol=2e-4)
     torch.testing.assert_close(1 / fitted.q.precision, covariance.diagonal(), rtol=1e-4, atol=0)
@@ -347,11 +306,7 @@ def test_sweeps_find_the_best_mean_field(name: str, data: tuple[Tensor, Tensor])
 
 TOLD = reference("iris")
 LENGTH, VARIANCE = (float(TOLD[name]) for name in ("lengthscale", "variance"))
-KERNEL = partial(rbf, lengthscale=LENGTH, variance=VARIANCE)
-
-
-def linear_kernel(x: Tensor, z: Tensor, variance: float = 1.0, bias: float = 0.0) -> Tensor:
-    return bias + variance * (x @ z.mT)
+KERNEL = partial(inf.rbf, lengthscale=LENGTH, variance=VARIANCE)
 
 
 def iris(start: int) -> tuple[Tensor, Tensor]:
@@ -363,15 +318,6 @@ def iris(start: int) -> tuple[Tensor, Tensor]:
 
 
 (X, Y), (HELD_X, _) = iris(0), iris(1)
-
-
-def test_beside_expectation_propagation() -> None:
-    """The rule, EP and Laplace against NUTS, and the rule's bound."""
-    rule, peer, laplace = ep.compared().values()
-    assert max(r["largest error of p"] for r in (rule, peer)) < 0.01
-    assert laplace["largest error of p"] > 3 * rule["largest error of p"]
-    assert 0 < peer["log evidence"] - rule["log evidence"] < 0.5
-    assert rule["f's deviation, of NUTS's"] < peer["f's deviation, of NUTS's"] < 1.02
 
 
 def test_processes_against_nuts() -> None:
@@ -409,16 +355,16 @@ def test_gaussian_likelihood_is_gp_regression() -> None:
 @pytest.mark.parametrize("name", ["bernoulli", "probit"])
 def test_linear_kernel_is_regression(name: str) -> None:
     """A process with a linear kernel and regression on its weights: the same f."""
-    process = GaussianProcess(partial(linear_kernel, variance=2.0, bias=1.0), name)
+    process = GaussianProcess(lambda x, z: 1 + 2 * (x @ z.mT), name)
     fitted = process.fit((X, Y), tol=1e-13)
     assert fitted.model.design.shape == (50, 5)  # the kernel's rank
     scales = torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0], dtype=F64)
     prior = FullGaussian(torch.zeros(5, dtype=F64), torch.diag(1 / scales))
-    columns = [torch.cat([x.new_ones(len(x), 1), x], 1) for x in (X, HELD_X)]
-    weights = GeneralizedLinear(prior, name).fit((columns[0], Y), tol=1e-13)
-    ours, theirs = fitted.latent(HELD_X), weights.latent(columns[1])
-    assert torch.allclose(ours.mean, theirs.mean, rtol=0, atol=1e-6)
-    assert torch.allclose(ours.precision, theirs.precision, rtol=1e-6, atol=0)
+    columns, held = (torch.cat([x.new_ones(len(x), 1), x], 1) for x in (X, HELD_X))
+    weights = GeneralizedLinear(prior, name).fit((columns, Y), tol=1e-13)
+    ours, theirs = fitted.latent(HELD_X), weights.latent(held)
+    torch.testing.assert_close(ours.mean, theirs.mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.precision, theirs.precision, rtol=1e-6, atol=0)
     assert fitted.history[-1] == pytest.approx(weights.history[-1], abs=1e-10)
 
 
@@ -429,20 +375,20 @@ def test_inducing_inputs_give_the_dense_bound_and_predictions() -> None:
     y = x.sum(1).sin() + 0.1 * torch.randn(30, generator=generator).double()
     z, noise = x[:7] + 0.1, 0.3
     likelihood = Gaussian(variance=noise)
-    fitted = GaussianProcess(rbf, likelihood, inducing=z).fit((x, y), progress=False)
-    k_zz, k_nz, eye = rbf(z, z), rbf(x, z), torch.eye(30).double()
+    fitted = GaussianProcess(inf.rbf, likelihood, inducing=z).fit((x, y), progress=False)
+    k_zz, k_nz, eye = inf.rbf(z, z), inf.rbf(x, z), torch.eye(30).double()
     q = k_nz @ torch.linalg.solve(k_zz, k_nz.mT)
     normal = torch.distributions.MultivariateNormal(torch.zeros(30).double(), q + noise * eye)
-    bound = normal.log_prob(y) - (rbf(x, x) - q).diagonal().sum() / (2 * noise)
+    bound = normal.log_prob(y) - (inf.rbf(x, x) - q).diagonal().sum() / (2 * noise)
     assert fitted.history[-1] == pytest.approx(float(bound), abs=1e-7)
     new = torch.rand(5, 2, generator=generator).double() * 4
-    k_tz = rbf(new, z)
+    k_tz = inf.rbf(new, z)
     inner = torch.linalg.inv(k_zz + k_nz.mT @ k_nz / noise)
     mean = k_tz @ inner @ k_nz.mT @ y / noise
     variance = 1 - (k_tz @ (torch.linalg.inv(k_zz) - inner) * k_tz).sum(1)
     latent = fitted.latent(new)
     torch.testing.assert_close(latent.mean, mean)
     torch.testing.assert_close(1 / latent.precision, variance)
-    again = GaussianProcess(rbf, likelihood, inducing=z).fit((x[1:], y[1:]), progress=False)
+    again = GaussianProcess(inf.rbf, likelihood, inducing=z).fit((x[1:], y[1:]), progress=False)
     found = fitted.left_out()[0]
     torch.testing.assert_close(found, again.log_predictive((x[:1], y[:1]))[0])

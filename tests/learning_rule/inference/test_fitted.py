@@ -25,7 +25,7 @@ from blr_analysis.errors import BLRError, InputError
 from blr_analysis.learning_rule import families as fam
 from blr_analysis.learning_rule import inference as inf
 from blr_analysis.learning_rule.inference import Conjugate, Fitted, NotConverged, bernoulli
-from blr_analysis.learning_rule.inference.fitted import CHUNK, count, rows, total, until_flat
+from blr_analysis.learning_rule.inference.fitted import CHUNK, count, rows, until_flat
 
 X = torch.cat([torch.ones(30, 1, dtype=F64), draws(30, 2)], 1)
 REAL = X.sum(1) + 0.5 * draws(30, seed=1)
@@ -171,7 +171,7 @@ def numbers(q: Any) -> Tensor:
 
 
 def broken(data: Any, value: float) -> Any:
-    """The first number of the (first) tensor is none; or there is no example."""
+    """The first number of the (first) tensor is this."""
     if isinstance(data, tuple):
         return (broken(data[0], value), data[1])
     data = data.double().clone()
@@ -193,14 +193,10 @@ class TestFittedContract:
         with pytest.raises(AttributeError, match="has 'covarance'"):
             _ = fitted.covarance
 
-    def test_it_is_the_same_from_the_same_start(self, name: str) -> None:
-        torch.testing.assert_close(
-            numbers(fitted_of(name).q), numbers(CASES[name].fit(CASES[name].data).q), rtol=0, atol=0
-        )
-
-    def test_the_bound_never_falls(self, name: str) -> None:
-        if CASES[name].bound:
-            history = fitted_of(name).history
+    def test_it_rises_to_the_same_from_the_same_start(self, name: str) -> None:
+        case, history = CASES[name], fitted_of(name).history
+        assert torch.equal(numbers(fitted_of(name).q), numbers(case.fit(case.data).q))
+        if case.bound:
             assert np.diff(history, prepend=history[0]).min() > -1e-9 * (1 + abs(history[-1]))
 
     def test_one_iteration_is_too_few(self, name: str, capfd: Any) -> None:
@@ -221,14 +217,13 @@ class TestFittedContract:
 
     def test_prior_and_sites_add_up(self, name: str) -> None:
         fitted, close = fitted_of(name), CASES[name].adds_up
-        assert all(
-            len(leaf) == fitted.n_data for leaf in torch.utils._pytree.tree_leaves(fitted.sites)
-        )
+        leaves = torch.utils._pytree.tree_leaves(fitted.sites)
+        assert all(len(leaf) == fitted.n_data for leaf in leaves)
         if close is not None:
-            nothing = fitted.without(range(fitted.n_data))
-            torch.testing.assert_close(
-                numbers(nothing), numbers(fitted.prior), rtol=close, atol=close * 30
+            nothing, prior = (
+                numbers(q) for q in (fitted.without(range(len(leaves[0]))), fitted.prior)
             )
+            torch.testing.assert_close(nothing, prior, rtol=close, atol=close * 30)
 
     def test_examples_leave_by_index_or_mask_and_once(self, name: str) -> None:
         fitted = fitted_of(name)
@@ -245,14 +240,12 @@ class TestFittedContract:
         fitted = fitted_of(name)
         data, left_out, before = fitted.data, fitted.left_out(), fitted.log_predictive(fitted.data)
         assert left_out.shape == before.shape == (fitted.n_data,)
-        assert bool(left_out.isfinite().all())
-        assert float((before - left_out).sum()) > 0
+        assert bool(left_out.isfinite().all()) and float((before - left_out).sum()) > 0
         for i in (0, fitted.n_data - 1):
             q, one = fitted.without([i]), torch.tensor([i])
-            if name == "Kalman":
-                wanted = fitted.predictive(q, data)[one]
-            else:
-                wanted = fitted.predictive(q, rows(data, one))
+            series = name == "Kalman"
+            wanted = fitted.predictive(q, data if series else rows(data, one))
+            wanted = wanted[one] if series else wanted
             torch.testing.assert_close(left_out[one], wanted, rtol=1e-8, atol=1e-8)
 
     def test_taking_out_leads_to_fitting_again(self, name: str) -> None:
@@ -298,33 +291,24 @@ class TestFittedContract:
 # Fitted itself
 
 
+COIN_PRIOR = fam.Beta(ONE, ONE)
+
+
 def coin() -> Fitted[fam.Beta]:
-    return Conjugate(fam.Beta(ONE, ONE), bernoulli()).fit(torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    return Conjugate(COIN_PRIOR, bernoulli()).fit(torch.tensor([1.0, 0.0, 1.0, 1.0]))
 
 
 def test_a_fit_answers_as_its_posterior_does() -> None:
     fitted, factors = coin(), fitted_of("VMP")
     assert (float(fitted.a), float(fitted.entropy())) == (4.0, float(fitted.q.entropy()))
-    with pytest.raises(InputError, match="q has none"):
-        _ = fitted["z"]
     assert factors["weights"] is factors.q["weights"]
-    with pytest.raises(InputError, match="its factors are"):
-        _ = factors["other"]
 
 
 def test_many_examples_are_added_up_in_parts() -> None:
-    sizes = []
-
-    def site_of(chosen: Tensor) -> dict[str, Tensor]:
-        sizes.append(len(chosen))
-        return {"a": chosen.double()}
-
     n = 2 * CHUNK + 1
-    assert float(total(site_of, torch.arange(n))["a"]) == n * (n - 1) / 2
-    assert sizes == [CHUNK, CHUNK, 1]
-    many = Conjugate(fam.Beta(ONE, ONE), bernoulli()).fit(torch.arange(n) % 2)
+    many, ones = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2), n // 2
+    torch.testing.assert_close(many.without(range(n)).natural, COIN_PRIOR.natural)
     heads, tails = many.left_out()[1::2].unique(), many.left_out()[::2].unique()
-    ones = n // 2
     assert float(heads) == pytest.approx(math.log(ones / (n + 1)))
     assert float(tails) == pytest.approx(math.log((n - ones) / (n + 1)))
 
@@ -339,23 +323,6 @@ def test_a_mean_field_moves_only_the_factors_with_sites() -> None:
     torch.testing.assert_close(less["right"].mean, torch.tensor([1.0, 1.0, 1 / 1.5]))
 
 
-def test_what_a_model_does_not_have_is_said() -> None:
-    bare = Fitted(coin().q, [0.0], "ELBO")
-    whole = inf.fit_skew_normal(
-        lambda theta: -0.5 * theta.square(), inf.SkewNormal(0 * ONE, ONE, ONE), tol=1e-5
-    )
-    for one in (bare, whole):
-        for ask in (lambda one=one: one.sites, one.left_out, lambda one=one: one.table):
-            with pytest.raises(InputError, match="no sites"):
-                ask()
-        with pytest.raises(InputError, match="example 0"):
-            one.without([0])
-    with pytest.raises(InputError, match="no closed form"):
-        bare.log_predictive(torch.ones(1))
-    with pytest.raises(InputError, match="no step"):
-        list(Fitted(coin().q, [0.0], "ELBO", data=torch.zeros(2)).refitted())
-
-
 def test_iterations_stop_when_the_objective_rests() -> None:
     values = [0.0, 1.0, 1.15, 1.2, 9.0]
     run = until_flat(values.__getitem__, "bound", max_iter=5, tol=0.1)
@@ -367,8 +334,6 @@ def test_iterations_stop_when_the_objective_rests() -> None:
     assert run["history"] == [0.0, 1.0, 2.0] and not run["converged"]
     run = until_flat(lambda t: 0.0, "bound", max_iter=3, tol=0.1, noisy=True)
     assert run == {"history": [0.0] * 3, "objective": "bound", "converged": False}
-    with pytest.raises(InputError, match="the bound became nan at iteration 2"):
-        until_flat([0.0, math.nan, 1.0].__getitem__, "bound", max_iter=3, tol=0.1)
 
 
 def test_the_table_says_what_each_example_did() -> None:
@@ -387,8 +352,6 @@ def test_the_picture_shows_the_history(converged: bool) -> None:
     assert ax.lines[0].get_xdata().tolist() == [1, 2, 3]
     assert ax.get_ylabel() == "ELBO [nats]"
     assert (ax.get_legend() is None) == converged
-    with pytest.raises(InputError, match="history is empty"):
-        Fitted(coin().q, [], "ELBO").plot()
 
 
 @pytest.mark.parametrize("name", ["skew normal", "topics"])
