@@ -133,8 +133,8 @@ class StructureContract:
     def test_products(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
         basis, inverse = orthogonal_basis(q.form), torch.linalg.inv(dense)
         close(basis.mT @ basis, torch.eye(basis.shape[1], dtype=basis.dtype))
-        close(rows(q.precision_product(unit)), dense)
-        close(rows(q.covariance_product(unit)), inverse)
+        close(rows(q.form.times(unit)), dense)
+        close(rows(q.form.solve(unit)), inverse)
         root = rows(q.form.root_solve(unit)).mT
         close(root @ root.mT, inverse)
 
@@ -144,7 +144,7 @@ class StructureContract:
             n: torch.randn(m.shape, generator=generator, dtype=m.dtype) for n, m in q.mean.items()
         }
         many = {n: v.expand(2, 3, *v.shape) for n, v in one.items()}
-        for product in (q.precision_product, q.covariance_product, q.form.root_solve):
+        for product in (q.form.times, q.form.solve, q.form.root_solve):
             alone, together = product(one), product(many)
             for name, value in alone.items():
                 assert value.shape == q.mean[name].shape
@@ -153,9 +153,9 @@ class StructureContract:
     def test_what_is_wrong_is_named(self, q: Posterior, name: str) -> None:
         word, missing = name.replace(".", r"\."), {n: m for n, m in q.mean.items() if n != name}
         with pytest.raises(InputError, match=word):
-            q.covariance_product(missing)
+            q.form.solve(missing)
         with pytest.raises(InputError, match=word):
-            q.precision_product({**q.mean, name: torch.zeros(99)})
+            q.form.times({**q.mean, name: torch.zeros(99)})
         with pytest.raises(InputError, match=word):
             q.form.plus_prior(dict.fromkeys(missing, 1.0))
         q.form.check()
@@ -237,7 +237,7 @@ class StructureContract:
         both = q.form.plus(added, 0.25)
         close(rows(both.times(unit)), dense + 0.25 * truth)
         close(rows(both.plus(added, -0.25).times(unit)), dense)
-        close(rows(q.precision_product(unit)), dense)  # nothing changed in place
+        close(rows(q.form.times(unit)), dense)  # nothing changed in place
 
     def test_priors_and_floors(
         self, q: Posterior, dense: Tensor, eye: Tensor, unit: dict[str, Tensor]
