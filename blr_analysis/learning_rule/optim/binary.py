@@ -30,9 +30,7 @@ from blr_analysis.learning_rule.expectations import AT_SIGN, GAUSS_NEWTON
 from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
-from blr_analysis.learning_rule.optim.base import check_setting
-from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import Group, RowOptimizer, check_setting
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
@@ -100,7 +98,7 @@ class STE(BinaryOptimizer):
         clip: float = math.inf,
         **settings: Any,
     ) -> None:
-        self._begin_row(self._accepted(row), params, lr=lr, clip=clip, **{"eps": 1e-8, **settings})
+        self._set_up(self._accepted(row), params, lr=lr, clip=clip, **settings)
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)
@@ -194,7 +192,7 @@ class BayesBiNN(BinaryOptimizer):
         given = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0, **settings}
         # of λ itself: the entropy's share
         given |= {"weight_decay": 1.0, "hess_init": 1.0}
-        self._begin_row(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **given)
+        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **given)
 
     def mean_params(self) -> AbstractContextManager[None]:
         """The model with the weights tanh λ, the mean of q; λ again after it."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.table import ROWS, Row
+from blr_analysis.half import working
+from blr_analysis.learning_rule.optim.per_example import NO_GRADIENT, NoGradient
+from blr_analysis.learning_rule.optim.row_optimizer import Draw, Group, RowOptimizer
+from blr_analysis.learning_rule.table import ROWS
 
 NO_ADVERSARY = "run the same minibatch once more inside `with optimizer.adversarial_params():`"
 
@@ -64,15 +65,8 @@ class BSAM(RowOptimizer):
     _unscales = False
 
     def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
-        settings = {"hess_init": 1.0, "weight_decay": 1e-4, **settings}
-        super().__init__(params, ROWS["bSAM"], lr, ess, **settings)
-
-    def _accepted(self, given: Row | str) -> Row:
-        return ROWS["bSAM"]
-
-    def _begin_fresh(self) -> None:
-        super()._begin_fresh()
-        self._sampled: dict[Tensor, Tensor] | None = None
+        own = {"hess_init": 1.0, "weight_decay": 1e-4, "radius": 0.05, "damping": 0.1}
+        self._set_up(ROWS["bSAM"], params, lr=lr, ess=ess, **{**own, **settings})
 
     @contextmanager
     def adversarial_params(self, *, divided_by: float = 1.0) -> Iterator[None]:
@@ -99,13 +93,13 @@ class BSAM(RowOptimizer):
         def look(mean: Tensor, group: Group, _: torch.Generator | None) -> tuple[Tensor, None]:
             gradient = gradients.get(mean)
             if gradient is None:
-                gradient = torch.zeros_like(mean, dtype=state_dtype(mean))
+                gradient = torch.zeros_like(mean, dtype=working(mean.dtype))
             sizes[mean] = gradient.abs()
             held = self.state.get(mean)
             hess = held["hess"] if held else group["hess_init"]
             return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
-        return Draw(True, look=look, adoptable=adoptable, method=self._method, given=sizes)
+        return Draw(True, look=look, adoptable=adoptable, given=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:
@@ -117,7 +111,7 @@ class BSAM(RowOptimizer):
             super()._gather(draw)
             return
         sampled = {
-            p: p.grad.detach().to(state_dtype(p), copy=True)
+            p: p.grad.detach().to(working(p.dtype), copy=True)
             for p in draw.groups
             if p.grad is not None
         }
@@ -142,7 +136,7 @@ class BSAM(RowOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._sampled = None
+        self._sampled: dict[Tensor, Tensor] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`IVON.state_dict`; not between a sample and its adversary."""

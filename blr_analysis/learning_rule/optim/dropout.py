@@ -15,8 +15,12 @@ from blr_analysis import ranks
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import Draw, Group, mean_over_ranks
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import (
+    Draw,
+    Group,
+    RowOptimizer,
+    mean_over_ranks,
+)
 from blr_analysis.learning_rule.table import ROWS, Row
 
 MOST = 12.0
@@ -100,9 +104,9 @@ class Dropout(RowOptimizer):
         ess: float = 1.0,
         **settings: Any,
     ) -> None:
-        learned = {"dim": 1, "keep_lr": 0.0, "keep_prior": 0.5, "temperature": 0.1, "eps": 1e-8}
+        learned = {"dim": 1, "keep_lr": 0.0, "keep_prior": 0.5, "temperature": 0.1}
         given = {**learned, **settings}
-        self._begin_row(self._accepted(row), params, lr=lr, keep=keep, ess=ess, **given)
+        self._set_up(self._accepted(row), params, lr=lr, keep=keep, ess=ess, **given)
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)

@@ -12,9 +12,14 @@ import torch
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
-from blr_analysis.learning_rule.optim.base import SETTINGS, check_setting, groups_of
-from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import (
+    SETTINGS,
+    Group,
+    Law,
+    RowOptimizer,
+    check_setting,
+    groups_of,
+)
 from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
@@ -221,7 +226,7 @@ class IVON(RowOptimizer):
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)
         self.steps = steps
-        self._begin_row(ROWS["IVON"], params, **given)
+        self._set_up(ROWS["IVON"], params, **given)
 
     def _update(self, inverse_scale: float) -> None:
         super()._update(inverse_scale)

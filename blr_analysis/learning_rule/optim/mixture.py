@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.optim.draws import state_dtype
+from blr_analysis.half import working
 from blr_analysis.learning_rule.optim.ivon import IVON
 
 
@@ -106,7 +106,7 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad:
-                start = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
+                start = torch.full_like(p, group["hess_init"], dtype=working(p.dtype))
                 hess = optimizer.state.get(p, {}).get("hess", start.detach())
                 precision = group["ess"] * (hess + group["weight_decay"])
                 mean: Tensor = means.get(p, p)  # type: ignore[assignment]

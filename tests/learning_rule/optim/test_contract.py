@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.optim.draws import Draw
+from blr_analysis.learning_rule.optim.row_optimizer import Draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward")  # the optimizer breaks the cycle
 UNSCALED = ("bSAM", *ALONE)  # whose gradients must have their own size
