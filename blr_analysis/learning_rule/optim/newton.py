@@ -53,7 +53,6 @@ class Newton(RowOptimizer):
     _ranges: ClassVar = {"lr": "(0, 1]"}
     _kept: Any = ("precision",)
     _own_scale: Any = False
-    _needs_all_gradients: Any = True
 
     def __init__(
         self,

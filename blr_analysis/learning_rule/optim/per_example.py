@@ -10,8 +10,6 @@ from :meth:`Listener.start` to :meth:`Listener.stop`.
 What is read is checked, on the first passes and ever more seldom after them (on the 1st, 2nd,
 4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and whether an
 example's outputs depend on its own row of every layer alone.
-
-:class:`HessianDiagonal` reads the graph that a backward pass leaves behind.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.half import working
-from blr_analysis.learning_rule.families.drawing import uniform
 
 NO_GRADIENT = (
     "no parameter has a gradient after sampled_params(train=True): call loss.backward() inside "
@@ -49,11 +46,10 @@ class NoGradient(OptimizerError):
 @dataclass
 class Pass:
     """One call of the model on ``batch`` examples: the calls of its layers, and the gradients that
-    came back to each; ``tasks`` tells the backward passes apart that did."""
+    came back to each."""
 
     batch: int
     seen: list[tuple[Visit, list[Tensor | None]]] = field(default_factory=list)
-    tasks: set[int] = field(default_factory=set)
 
     def gradients(self, outputs: Any, cotangents: Any) -> list[list[Tensor | None]]:
         """At every call's outputs, by a backward pass of our own, of which nothing is kept."""
@@ -61,7 +57,6 @@ class Pass:
         found = iter(
             torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
         )
-        self.tasks.clear()
         for _, grads in self.seen:
             grads[:] = [None] * len(grads)
         return [[next(found) for _ in visit.edges] for visit, _ in self.seen]
@@ -122,15 +117,20 @@ class Listener:
         """
         while self._handles:  # for layers may run again while they are read
             self._handles.pop().remove()
-        passes = [p for p in self._passes if any(g is not None for _, at in p.seen for g in at)]
         try:
             got = {name: p for name, p in self._params.items() if p.grad is not None}
-            return self._estimates(passes, got)
+            if not got:
+                raise NoGradient(NO_GRADIENT)
+            passed = [p for p in self._passes if any(g is not None for _, at in p.seen for g in at)]
+            if len(passed) != 1:
+                said = f"{len(passed)} calls of model= were differentiated in one context"
+                raise OptimizerError(f"{said}: call it once in each, and say divided_by=")
+            return self._estimates(passed[0], got)
         finally:
             self.stop()
 
-    def _estimates(self, passes: list[Pass], got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        """Of the passes that were differentiated, for parameters that got a gradient."""
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        """Of the pass that was differentiated, for parameters that got a gradient."""
         raise NotImplementedError
 
     # Listening -------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Listener:
             grads: list[Tensor | None] = [None] * len(leaves)
             passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
             for position, leaf in enumerate(leaves):
-                leaf.register_hook(_receiver(grads, position, passed.tasks))
+                leaf.register_hook(_receiver(grads, position))
 
         return hook
 
@@ -202,25 +202,21 @@ class Listener:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def _read(self, passes: list[Pass], got: dict[str, Tensor]) -> tuple[list[list[Term]], int]:
-        """G_i, pass by pass, and n, the examples that the loss is a mean of."""
-        if not got:
-            raise NoGradient(NO_GRADIENT)
-        if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
-            raise OptimizerError("one backward per call of the model: join the batches")
-        terms = [self._terms(p, [grads for _, grads in p.seen]) for p in passes]
-        known = {name for of_pass in terms for term in of_pass for name in term.names}
+    def _read(self, passed: Pass, got: dict[str, Tensor]) -> tuple[list[Term], int]:
+        """G_i, and n, the examples that the loss is a mean of."""
+        terms = self._terms(passed, [grads for _, grads in passed.seen])
+        known = {name for term in terms for name in term.names}
         if unseen := [name for name in got if name not in known]:
             raise self._unreadable(unseen, "no layer that owns it was called with it")
         if self._is_due:
-            self._check_sums(got, terms, passes)
-        n = sum(p.batch for p in passes)
-        if self.reduction == "mean":
-            counts = torch.cat([_counted(p) for p in passes])
-            if not bool(counts.all()):
-                self._told = self._told or warn_of_uncounted(counts)
-                n = int(counts.sum())
-        return terms, n
+            self._check_sums(got, terms, passed)
+        if self.reduction == "sum":
+            return terms, passed.batch
+        grads = [g for _, at in reversed(passed.seen) for g in at if g is not None]
+        counts = counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
+        if not bool(counts.all()):
+            self._told = self._told or warn_of_uncounted(counts)
+        return terms, int(counts.sum())
 
     def _terms(self, passed: Pass, grads: Sequence[Sequence[Tensor | None]]) -> list[Term]:
         """G_i of every layer, for these gradients at the outputs of its calls."""
@@ -256,14 +252,12 @@ class Listener:
     def _is_due(self) -> bool:
         return self._contexts & (self._contexts - 1) == 0
 
-    def _check_sums(
-        self, got: Mapping[str, Tensor], terms: list[list[Term]], passes: Sequence[Pass]
-    ) -> None:
+    def _check_sums(self, got: Mapping[str, Tensor], terms: list[Term], passed: Pass) -> None:
         """Σ_i g_i is p.grad, up to the rounding of the coarsest type on the way. Gradients that are
         not finite pass: step() refuses them, or a GradScaler skips them."""
         truths = {name: p.grad.detach() for name, p in got.items() if p.grad is not None}
-        sums = _total(term.sum() for of_pass in terms for term in of_pass)
-        kinds = {x.dtype for p in passes for visit, _ in p.seen for x in visit.outputs}
+        sums = {name: total for term in terms for name, total in term.sum().items()}
+        kinds = {x.dtype for visit, _ in passed.seen for x in visit.outputs}
         eps = max(torch.finfo(kind).eps for kind in kinds | {g.dtype for g in truths.values()})
         norms = {name: float(torch.linalg.vector_norm(g)) for name, g in truths.items()}
         for name, truth in truths.items():
@@ -285,9 +279,9 @@ class PerExampleSquares(Listener):
 
     method = "ggn"
 
-    def _estimates(self, passes: list[Pass], got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        terms, n = self._read(passes, got)
-        squares = _total(term.square_sum() for of_pass in terms for term in of_pass)
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, n = self._read(passed, got)
+        squares = {name: total for term in terms for name, total in term.square_sum().items()}
         means = {}
         for name, param in got.items():
             square = squares[name].to(working(param.dtype)).view_as(param)
@@ -300,18 +294,6 @@ class PerExampleSquares(Listener):
 def differentiated(output: Any) -> list[Tensor]:
     """The leaves of an output that have a gradient."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _counted(passed: Pass) -> Tensor:
-    grads = [g for _, at in reversed(passed.seen) for g in at if g is not None]
-    return counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
-
-
-def _total(trees: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for name, value in (item for tree in trees for item in tree.items()):
-        total[name] = total[name] + value if name in total else value
-    return total
 
 
 def _axis(leaf: Any, batch: int) -> Axis | None:
@@ -329,55 +311,12 @@ def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
-def _receiver(grads: list[Tensor | None], position: int, tasks: set[int]) -> Any:
+def _receiver(grads: list[Tensor | None], position: int) -> Any:
     """A hook that adds up what comes back to an output. It holds nothing that leads back to the
     graph: a graph whose hooks know it is never freed."""
 
     def receive(grad: Tensor) -> None:
-        tasks.add(torch._C._current_graph_task_id())
         before = grads[position]
         grads[position] = grad.detach() if before is None else before + grad.detach()
 
     return receive
-
-
-class HessianDiagonal:
-    """z ∘ (∇²ℓ z) for one draw of signs z: unbiased for the diagonal (Hutchinson).
-
-    Of the gradients in ``p.grad``, made by ``loss.backward(create_graph=True)``; they are
-    detached, so that the graph is freed (torch warns of a cycle that this breaks).
-    """
-
-    method = "hutchinson"
-
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
-        self._params: list[Tensor] = []
-
-    def start(self, params: Sequence[Tensor]) -> None:
-        """Gradients of ``params`` come next."""
-        self._params = list(params)
-
-    def stop(self) -> None:
-        """Free the graph."""
-        for p in self._params:
-            p.grad = None if p.grad is None else p.grad.detach()
-
-    def finish(self) -> dict[Tensor, Tensor]:
-        """The estimates by parameter, 0 where the loss is linear.
-
-        Raises:
-            OptimizerError: the gradients have no graph.
-        """
-        held = {p: p.grad for p in self._params if p.grad is not None}
-        if not held:
-            return {}
-        signs = {p: 2 * (uniform(p, self._generator) < 0.5).to(p) - 1 for p in held}
-        curved = [(g, signs[p].to(g)) for p, g in held.items() if g.requires_grad]
-        if not curved:
-            raise OptimizerError("call zero_grad(), then loss.backward(create_graph=True)")
-        self.stop()
-        with torch.enable_grad():
-            ends, directions = zip(*curved, strict=True)
-            bends = torch.autograd.grad(ends, [*held], directions, materialize_grads=True)
-        return {p: (signs[p] * b).to(working(p.dtype)) for p, b in zip(held, bends, strict=True)}

@@ -35,20 +35,9 @@ from blr_analysis import ranks
 from blr_analysis.checks import instance, positive_int, positive_number
 from blr_analysis.errors import InputError, OptimizerError, told_as
 from blr_analysis.half import working
-from blr_analysis.learning_rule.expectations import (
-    AT_ADVERSARY,
-    DIAGONAL_MAGNITUDE,
-    GAUSS_NEWTON,
-    NO_CURVATURE,
-    HessianEstimate,
-)
+from blr_analysis.learning_rule.expectations import AT_ADVERSARY, GAUSS_NEWTON, NO_CURVATURE
 from blr_analysis.learning_rule.moves import Block, Move, step
-from blr_analysis.learning_rule.optim.per_example import (
-    NO_GRADIENT,
-    HessianDiagonal,
-    NoGradient,
-    PerExampleSquares,
-)
+from blr_analysis.learning_rule.optim.per_example import NO_GRADIENT, NoGradient, PerExampleSquares
 from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 
 HINT = "load a state_dict() of this class, made with the same parameters in the same order"
@@ -56,15 +45,13 @@ ROUNDING = 1e-12
 """A schedule that ends at 0 may miss it by so much."""
 
 SETTINGS = {
-    "lr": "[0, inf)",
-    "ess": "(0, inf)",
     "beta1": "[0, 1)",
-    "temperature": "(0, inf)",
-    **dict.fromkeys(("beta2", "keep_lr"), "[0, 1]"),
-    **dict.fromkeys(("keep", "keep_prior"), "(0, 1]"),
+    "beta2": "[0, 1]",
+    "keep": "(0, 1]",
+    **dict.fromkeys(("ess", "temperature"), "(0, inf)"),
     **dict.fromkeys(("clip", "clip_radius"), "(0, inf]"),
-    **dict.fromkeys(("weight_decay", "hess_init", "eps", "radius"), "[0, inf)"),
-    **dict.fromkeys(("damping", "floor", "noise"), "[0, inf)"),
+    **dict.fromkeys(("lr", "weight_decay", "hess_init", "eps"), "[0, inf)"),
+    **dict.fromkeys(("radius", "damping", "floor", "noise"), "[0, inf)"),
 }
 """Numbers of a parameter group, and where they lie."""
 GROUPED = (*SETTINGS, "hess_approx", "debias", "rescale_lr", "dim", "prior")
@@ -85,9 +72,9 @@ BLOCK = 1 << 17
 THREADS = 8
 """At most so many: beyond it they wait for Python's lock."""
 
-GIVEN = ("ggn", "abs", "hutchinson")
+GIVEN = ("ggn", "abs")
 """Methods whose curvature estimate is not made of gradient and noise, but comes with the draw."""
-DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2, "hutchinson": 1}
+DEGREES = {"price": 1, "abs": 1, "gradsq": 2, "ggn": 2, "none": 2}
 """By method: the power of the gradient's scale in the curvature estimate."""
 ROOM = 0.3
 """A gradient's norm stays below the largest number to this power (4e11 in single precision), so
@@ -96,10 +83,14 @@ KEPT = ("hess", "momentum", "moved")
 """Tensors in the state of a parameter, where its row needs them."""
 
 Group = Mapping[str, Any]
-Look = Callable[[Tensor, Group, torch.Generator | None], tuple[Tensor, Tensor | None]]
-"""(θ, group, generator) → what the loss sees, and the factor of its gradient (None: 1)."""
-Law = tuple[HessianEstimate, Move, Group]
+Law = tuple[Any, Move, Group]
 """What moves a group: curvature, move, and the settings that both read."""
+Tensors = dict[Tensor, Tensor]
+"""By parameter."""
+Seen = tuple[Tensor, Tensor | None]
+"""What the loss sees in the place of θ, and the factor of its gradient (None: 1)."""
+Look = Callable[[Tensor, Group, torch.Generator | None], Seen]
+Context = AbstractContextManager[None]
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -118,12 +109,9 @@ def check_setting(name: str, value: Any, interval: str) -> None:
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """What an optimizer is given, as torch reads it: groups, in dictionaries of their own."""
+    """What an optimizer is given, as torch reads it: groups."""
     with told_as(InputError, "params cannot be trained", "pass model.parameters() or groups"):
-        if isinstance(params, set):
-            raise TypeError("a set has no order")
-        items = [dict(item) if isinstance(item, Mapping) else item for item in params]
-        return torch.optim.Optimizer(items, {}).param_groups
+        return torch.optim.Optimizer(params, {}).param_groups
 
 
 @contextmanager
@@ -160,19 +148,15 @@ def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]])
         >>> x
         [tensor([1., 1., 1.]), tensor([2., 2.])]
     """
-
-    def work(block: list[list[Tensor]]) -> None:
-        with torch.no_grad():  # which each thread has its own of
-            rule(*block)
-
+    rule = torch.no_grad()(rule)  # of which each thread has its own
     waiting = list(blocks(columns))
     threads = min(torch.get_num_threads(), THREADS, len(waiting))
     if threads < 2:
         for block in waiting:
-            work(block)
+            rule(*block)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, waiting))
+        list(pool.map(lambda block: rule(*block), waiting))
 
 
 def blocks(
@@ -283,10 +267,10 @@ class Draw:
     adoptable: bool = False
     divided_by: float = 1.0
     groups: dict[Tensor, Group] = field(default_factory=dict)
-    noises: dict[Tensor, Tensor] = field(default_factory=dict)
-    means: dict[Tensor, Tensor] = field(default_factory=dict)
-    factors: dict[Tensor, Tensor] = field(default_factory=dict)
-    given: dict[Tensor, Tensor] = field(default_factory=dict)
+    noises: Tensors = field(default_factory=dict)
+    means: Tensors = field(default_factory=dict)
+    factors: Tensors = field(default_factory=dict)
+    given: Tensors = field(default_factory=dict)
 
     def perturb(self, scratch: Scratch, generator: torch.Generator | None) -> None:
         """Keep the means; m → m + ε, in place, rounded once to the dtype of the weights; then what
@@ -320,48 +304,28 @@ class Draw:
                     if isinstance(by, Tensor) or by != 1:
                         param.grad.mul_(by)
 
-    def of(self, param: Tensor) -> Draw:
-        """The draw of one parameter, which is at its mean again and belongs to this one no more."""
-        own = Draw(True, self.noisy, self.look, divided_by=self.divided_by)
-        for name in ("groups", "noises", "means", "factors"):
-            if param in (held := getattr(self, name)):
-                getattr(own, name)[param] = held.pop(param)
-        own.restore()
-        own.carry_gradients()
-        return own
-
-
-@dataclass
-class Estimate:
-    """Of one parameter: its mean gradient, and what its curvature is made from.
-
-    Of one draw ``grad`` is ``p.grad`` itself and ``source`` the noise; once ``averaged`` both are
-    means with memory of their own, of noise·gradient, gradient², or of what came along with the
-    draws, and ``p.grad`` shows a copy; ``source`` is None where there is none.
-    """
-
-    grad: Tensor
-    source: Tensor | None
-    version: int = 0
-    averaged: bool = False
-
 
 class Gathered:
-    """The estimates of all parameters that got a gradient, and the number of draws in them;
-    ``method`` says what the curvature is made of."""
+    """The gradients and curvatures of all draws since the last step, by parameter.
+
+    Of one draw ``grads`` are ``p.grad`` itself and ``sources`` the noise; once ``averaged`` both
+    are means with memory of their own, of noise·gradient, gradient², or of what came along with the
+    draws, and ``p.grad`` shows a copy. ``method`` says what the curvature is made of.
+    """
 
     def __init__(self, method: str) -> None:
-        self.count, self.method = 0, method
-        self.estimates: dict[Tensor, Estimate] = {}
+        self.count, self.method, self.averaged = 0, method, False
+        self.grads: dict[Tensor, Tensor] = {}
+        self.sources: dict[Tensor, Tensor] = {}
+        self._versions: list[int] = []  # of the gradients of one draw
 
     def begin(self) -> None:
         """Before another draw: what ``p.grad`` shows of the earlier ones makes room."""
-        held = self.estimates.values()
-        if self.count == 1 and all(e.grad._version != e.version and not e.grad.any() for e in held):
-            self.count, self.estimates = 0, {}
+        held = zip(self.grads.values(), self._versions, strict=False)
+        if self.count == 1 and all(g._version != version and not g.any() for g, version in held):
             raise OptimizerError("gradients were zeroed in place: zero_grad(set_to_none=True)")
         self.settle()
-        for param in self.estimates:
+        for param in self.grads:
             param.grad = None
 
     def settle(self, one_too: bool = True) -> None:
@@ -370,37 +334,36 @@ class Gathered:
 
         Values are compared because ``unscale_`` and ``p.grad.data`` do not count as writing.
         """
-        shown = {p: p.grad.detach() for p in self.estimates if p.grad is not None}
-        averaged = [p for p in shown if self.estimates[p].averaged]
-        for (_, dtype), alike in group_by(averaged, lambda p: (p.device, p.dtype)).items():
-            held = [self.estimates[p] for p in alike]
-            before = torch._foreach_norm([e.grad.to(dtype) for e in held], 2, working(dtype))
-            now = torch._foreach_norm([shown[p] for p in alike], 2, working(dtype))
-            changes = (torch.stack(now) / torch.stack(before)).tolist()
-            for param, estimate, ratio in zip(alike, held, changes, strict=True):
-                if 0 < ratio < math.inf and abs(ratio - 1) >= 1e-6:  # no order of summation
-                    estimate.grad.copy_(shown[param])
-                    self.scale_curvature(estimate, ratio)
-        for param, estimate in self.estimates.items():
-            if estimate.averaged:
-                continue
-            if param.grad is not estimate.grad and param in shown and bool(shown[param].any()):
-                estimate.grad = shown[param]
+        shown = {p: p.grad.detach() for p in self.grads if p.grad is not None}
+        if not self.averaged:
+            new = {p: g for p, g in shown.items() if p.grad is not self.grads[p] and bool(g.any())}
+            self.grads |= new
             if one_too:
-                estimate.grad = estimate.grad.to(working(param.dtype), copy=True)
-                estimate.source = self._curvature(estimate.grad, estimate.source)
-                estimate.averaged = True
+                self.grads = {p: g.to(working(p.dtype), copy=True) for p, g in self.grads.items()}
+                self.sources = self._curvatures(self.grads, self.sources)
+                self.averaged = bool(self.grads)
+            return
+        for (_, dtype), alike in group_by(shown, lambda p: (p.device, p.dtype)).items():
+            held = [self.grads[p].to(dtype) for p in alike]
+            before = torch._foreach_norm(held, 2, working(dtype))
+            now = torch._foreach_norm([shown[p] for p in alike], 2, working(dtype))
+            for param, ratio in zip(
+                alike, (torch.stack(now) / torch.stack(before)).tolist(), strict=True
+            ):
+                if 0 < ratio < math.inf and abs(ratio - 1) >= 1e-6:  # no order of summation
+                    self.grads[param].copy_(shown[param])
+                    self._scale_curvature(param, ratio)
 
-    def scale_curvature(self, estimate: Estimate, factor: float) -> None:
+    def _scale_curvature(self, param: Tensor, factor: float) -> None:
         """As it depends on a gradient that is ``factor`` times as long."""
-        if estimate.source is not None:
-            estimate.source.mul_(factor ** DEGREES[self.method])
+        if param in self.sources:
+            self.sources[param].mul_(factor ** DEGREES[self.method])
 
-    def _curvature(self, grad: Tensor, source: Tensor | None) -> Tensor | None:
-        """The estimate of one draw."""
+    def _curvatures(self, grads: Tensors, sources: Tensors) -> Tensors:
+        """The estimates of one draw."""
         if self.method == "gradsq":
-            return grad * grad
-        return grad * source if self.method == "price" and source is not None else source
+            return {p: g * g for p, g in grads.items()}
+        return {p: g * sources[p] for p, g in grads.items()} if self.method == "price" else sources
 
     def add(self, draw: Draw) -> None:
         """The gradients now in ``p.grad`` are those at ``draw``."""
@@ -409,57 +372,54 @@ class Gathered:
             raise NoGradient(NO_GRADIENT)
         if any(g.layout is not torch.strided for g in got.values()):
             raise OptimizerError("a gradient is sparse: build the layer with sparse=False")
-        sources = {"price": draw.noises}.get(self.method, draw.given)
+        sources = draw.noises if self.method == "price" else draw.given
         if self.count:
             self._average(got, sources)
         else:
-            for param, grad in got.items():
-                self.estimates[param] = Estimate(grad, sources.get(param), grad._version)
+            self.grads, self._versions = got, [g._version for g in got.values()]
+            self.sources = {p: sources[p] for p in got if p in sources}
             if self.method in GIVEN:
                 self.settle()
         self.count += 1
 
-    def _average(self, got: Mapping[Tensor, Tensor], sources: Mapping[Tensor, Tensor]) -> None:
+    def _average(self, got: Tensors, sources: Tensors) -> None:
         """mean ← mean + (new − mean)/k; a parameter without a gradient contributes zeros."""
-        weight = 1 / (self.count + 1)
-        for param in {**got, **self.estimates}:
-            estimate = self.estimates.get(param) or self.add_zeros(param)
-            grad, curvature = torch.zeros_like(estimate.grad), None
-            if param in got:
-                grad = got[param].detach().to(estimate.grad.dtype)
-                curvature = self._curvature(grad, sources.get(param))
-            estimate.grad.lerp_(grad, weight)
-            if estimate.source is not None:
-                estimate.source.lerp_(grad if curvature is None else curvature, weight)
+        grads = {p: g.detach().to(working(p.dtype)) for p, g in got.items()}
+        curvatures = self._curvatures(grads, sources)
+        for param in {**got, **self.grads}:
+            self.add_zeros(param)
+            for means, new in ((self.grads, grads), (self.sources, curvatures)):
+                if param in means:
+                    mean = means[param]
+                    mean.lerp_(new.get(param, torch.zeros_like(mean)), 1 / (self.count + 1))
         self.show()
 
-    def add_zeros(self, param: Tensor) -> Estimate:
-        """An estimate of zero, for a parameter that had no gradient so far."""
-        zeros = torch.zeros_like(param, dtype=working(param.dtype))
-        source = None if self.method == "none" else torch.zeros_like(zeros)
-        self.estimates[param] = Estimate(zeros, source, averaged=True)
-        return self.estimates[param]
+    def add_zeros(self, param: Tensor) -> None:
+        """For a parameter that had no gradient so far."""
+        if param not in self.grads:
+            self.grads[param] = torch.zeros_like(param, dtype=working(param.dtype))
+            if self.method != "none":
+                self.sources[param] = torch.zeros_like(self.grads[param])
 
     def show(self) -> None:
         """Let ``p.grad`` hold the mean gradient, for ``unscale_`` and ``clip_grad_norm_``."""
-        for param, estimate in self.estimates.items():
+        for param, grad in self.grads.items():
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            if param.grad is not estimate.grad:
-                param.grad.detach().copy_(estimate.grad)
+            if param.grad is not grad:
+                param.grad.detach().copy_(grad)
 
     def drop(self, draw: Draw) -> None:
-        """The body of ``draw`` failed, or was none of training: the gradients of training go back
-        to those of the earlier draws."""
-        for param in draw.groups if draw.train else ():
-            param.grad = None
+        """The body of ``draw`` failed: the gradients go back to those of the earlier draws."""
         if draw.train:
+            for param in draw.groups:
+                param.grad = None
             self.show()
 
     def find_unusable(self, inverse_scale: float) -> Tensor | None:
         """The first parameter whose gradient is not finite, or larger than :data:`ROOM` allows."""
-        for (_, dtype), alike in group_by(self.estimates, lambda p: (p.device, p.dtype)).items():
-            grads, wide = [self.estimates[p].grad.detach() for p in alike], working(dtype)
+        for (_, dtype), alike in group_by(self.grads, lambda p: (p.device, p.dtype)).items():
+            grads, wide = [self.grads[p].detach() for p in alike], working(dtype)
             norms = torch.stack(torch._foreach_norm(grads, 2, wide)) * inverse_scale
             usable = (norms < torch.finfo(wide).max ** ROOM).tolist()
             if not all(usable):
@@ -472,13 +432,13 @@ class Gathered:
         ``params`` are the same on every process. One that has a gradient on some processes only
         counts as zero on the others.
         """
+        shares = mean_over_ranks([p in self.grads for p in params], params[0].device)
         reduced: list[Tensor] = []
-        shares = mean_over_ranks([p in self.estimates for p in params], params[0].device)
         for param in compress(params, shares):
-            estimate = self.estimates.get(param) or self.add_zeros(param)
-            estimate.grad.mul_(inverse_scale)
-            self.scale_curvature(estimate, inverse_scale)
-            reduced += [t for t in (estimate.grad, estimate.source) if t is not None]
+            self.add_zeros(param)
+            self.grads[param].mul_(inverse_scale)
+            self._scale_curvature(param, inverse_scale)
+            reduced += [held[param] for held in (self.grads, self.sources) if param in held]
         ranks.total(reduced)
         torch._foreach_div_(reduced, ranks.count())
 
@@ -517,8 +477,7 @@ class RowOptimizer(torch.optim.Optimizer):
     take their gradients inside ``with optimizer.sampled_params(train=True):`` as IVON does; the
     others may, or call ``backward`` and ``step`` as with any optimizer. All of ``lr`` to
     ``eps`` below can be set per group, and torch's schedulers change ``lr``; ``OneCycleLR`` and
-    ``CyclicLR`` with ``cycle_momentum=False``, for they know no ``beta1``. "diagonal Newton" takes
-    its gradients in that context by ``backward(create_graph=True)``.
+    ``CyclicLR`` with ``cycle_momentum=False``, for they know no ``beta1``.
 
     Args:
         params: parameters, named parameters or groups; any mix of devices and dtypes.
@@ -598,11 +557,9 @@ class RowOptimizer(torch.optim.Optimizer):
             return PerExampleSquares(model, self.algorithm, reduction)
         if model is not None:
             raise InputError(f"{self.algorithm} reads nothing from the model: leave it out")
-        return HessianDiagonal(self.generator) if self.row.curvature == DIAGONAL_MAGNITUDE else None
 
     def _begin_fresh(self) -> None:
         self._scratch, self._open = Scratch(), None
-        self._fused = False  # parameters were moved by step_param since the last step
         self._forget()
 
     # What the row asks for -------------------------------------------------------------------
@@ -627,11 +584,6 @@ class RowOptimizer(torch.optim.Optimizer):
         """Whether a plain backward pass, outside of a draw, is no look."""
         return self.row.look.noisy or self._look is not None or self.examples is not None
 
-    @property
-    def _needs_all_gradients(self) -> bool:
-        """Whether no parameter can be moved before the others have their gradients."""
-        return self.examples is not None or self.row.look == AT_ADVERSARY
-
     # Groups ----------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -639,8 +591,6 @@ class RowOptimizer(torch.optim.Optimizer):
         with told_as(InputError, "a group of parameters is a dictionary with 'params'"):
             super().add_param_group(param_group)
         try:
-            if odd := [p for p in self.param_groups[-1]["params"] if not p.is_floating_point()]:
-                raise InputError(f"a parameter is {odd[0].dtype}: give real numbers")
             self._check_group(self.param_groups[-1])
         except InputError:
             self.param_groups.pop()
@@ -651,6 +601,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for name, interval in {**SETTINGS, **self._ranges}.items():
             if name in group:
                 check_setting(name, group[name], interval)
+        if odd := [p for p in group["params"] if not p.is_floating_point()]:
+            raise InputError(f"a parameter is {odd[0].dtype}: give real numbers")
         if self._own_scale and group["hess_init"] + group["weight_decay"] <= 0:
             raise InputError("the precision starts at 0: give weight_decay or hess_init")
 
@@ -661,8 +613,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     # Drawing ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def sampled_params(self, train: bool = False, *, divided_by: float = 1.0) -> Iterator[None]:
+    def sampled_params(self, train: bool = False, *, divided_by: float = 1.0) -> Context:
         """The model with weights drawn from q inside the context, and with their mean after it.
 
         With ``train=True`` the gradients at the end of the context are one draw of the next
@@ -683,39 +634,41 @@ class RowOptimizer(torch.optim.Optimizer):
             >>> torch.cat(predictions).std() > 0
             tensor(True)
         """
-        draw = self._draw(train)
-        draw.divided_by = positive_number("divided_by", divided_by)
-        with self._at(draw):
-            yield
+        return self._at(self._draw(train), divided_by)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if self._open is not None and self._open.adoptable and train:
             self._open.adoptable = False
             return self._open
-        self._refuse_inside("sampled_params()")
         if not train and not self._own_scale and self._sample is None:
             raise OptimizerError(f"{self.algorithm} learns no posterior: fit_laplace makes one")
         look = self._look if train else self._sample
         return Draw(train, self._is_noisy(train), look, adoptable)
 
-    def _shown(self, look: Look) -> AbstractContextManager[None]:
+    def _shown(self, look: Look) -> Context:
         """The model with the weights that ``look`` makes of the parameters."""
         return self._at(Draw(False, look=look))
 
     @contextmanager
-    def _at(self, draw: Draw) -> Iterator[None]:
-        """The model at the weights of ``draw``, which may be open already."""
-        is_open = draw is self._open
-        if not is_open:
-            self._refuse_inside("another context")
-        try:
-            if not is_open:
-                self._begin(draw)
+    def _at(self, draw: Draw, divided_by: float = 1.0) -> Iterator[None]:
+        """The model at the weights of ``draw``."""
+        draw.divided_by = positive_number("divided_by", divided_by)
+        if draw is self._open:  # a closure opens the context that it is called in
             yield
-            if draw is self._open:  # no context inside the closure has closed it
-                self._finish(draw)
+            return
+        self._refuse_inside("another context")
+        try:
+            self._begin(draw)
+            yield
+            self._finish(draw)
         except BaseException:  # also an interrupt while the means are put back
-            self._abandon(draw)
+            if self.examples is not None:
+                self.examples.stop()
+            if draw is self._open:
+                with plain_tensors():
+                    draw.restore()
+                    self._gathered.drop(draw)
+                    self._open = None
             raise
 
     def _begin(self, draw: Draw) -> None:
@@ -743,36 +696,24 @@ class RowOptimizer(torch.optim.Optimizer):
             flat, noises = self._scratch.take(use, params, dtype)
             start = torch.full((), float(group["hess_init"]), dtype=dtype, device=device)
             # before its first step a parameter has the precision it was given
-            held = [(self.state.get(p), start.expand(p.shape)) for p in params]
-            hess = [own["hess"] if own else given for own, given in held]
+            held = [(p, self.state.get(p)) for p in params]
+            hess = [own["hess"] if own else start.expand(p.shape) for p, own in held]
             fill_normal(flat, noises, hess, group, self.generator)
             draw.noises.update(zip(params, noises, strict=True))
 
     def _finish(self, draw: Draw) -> None:
         with plain_tensors():
-            moved = self._fused and all(p.grad is None for p in draw.groups)
             if draw.train and self.examples is not None:
                 scale = draw.divided_by ** DEGREES[self.examples.method]
                 draw.given = {p: s * scale for p, s in self.examples.finish().items()}
             draw.restore()
-            if moved or not draw.train:
-                self._gathered.drop(draw)
-            else:
+            if draw.train:
                 draw.carry_gradients()
                 self._gather(draw)
             self._open = None
 
     def _gather(self, draw: Draw) -> None:
         self._gathered.add(draw)
-
-    def _abandon(self, draw: Draw) -> None:
-        if self.examples is not None:
-            self.examples.stop()
-        if draw is self._open:
-            with plain_tensors():
-                draw.restore()
-                self._gathered.drop(draw)
-                self._open = None
 
     def drop_draws(self) -> None:
         """Forget the draws since the last step: of a minibatch that is to be skipped, say."""
@@ -808,9 +749,6 @@ class RowOptimizer(torch.optim.Optimizer):
         with plain_tensors():
             try:
                 losses = [] if closure is None else self._losses(closure)
-                if self._fused and not self._gathered.count:
-                    self._fused = False
-                    return None
                 self._check_groups()
                 self._check_draws()
                 if (inverse_scale := self._settled()) is not None:
@@ -875,53 +813,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self, inverse_scale: float) -> None:
         if (bad := self._gathered.find_unusable(inverse_scale)) is not None:
-            number, group, index = next(
-                (number, group, index)
-                for number, group in enumerate(self.param_groups)
-                for index, param in enumerate(group["params"])
-                if param is bad
-            )
-            name = group.get("param_names", {index: f"parameter {index}"})[index]
-            said = f"{name} of group {number} (shape {tuple(bad.shape)}) holds NaN or inf"
+            named = [
+                zip(g["params"], g.get("param_names", ()), strict=False) for g in self.param_groups
+            ]
+            names = {p: name for pairs in named for p, name in pairs}
+            said = names.get(bad, f"a parameter of shape {tuple(bad.shape)}")
             raise OptimizerError(
-                f"the gradient of {said}, or may overflow: nothing was changed; lower lr, or clip"
+                f"the gradient of {said} holds NaN or inf, or may overflow: lower lr, or clip"
             )
-
-    def step_param(self, param: Tensor, group: Group | None = None) -> None:
-        """Move one parameter as soon as its gradient is there, and free the gradient.
-
-        For backward passes that never hold all gradients at once. :meth:`step` then moves what is
-        left, or nothing. One context a step; neither clipping by the whole norm, nor GradScaler.
-
-            >>> from blr_analysis.learning_rule.optim import IVON
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = IVON(model.parameters(), lr=0.1, ess=10)
-            >>> for p in model.parameters():
-            ...     _ = p.register_post_accumulate_grad_hook(optimizer.step_param)
-            >>> with optimizer.sampled_params(train=True):
-            ...     model(torch.ones(1, 2)).sum().backward()
-            >>> model.weight.grad is None, optimizer.state[model.weight]["step"]
-            (True, 1)
-
-        Raises:
-            OptimizerError: outside of a draw, after another draw since the last step, for rows that
-                read single examples or take two passes; a gradient that is not finite.
-        """
-        draw = self._open
-        if draw is None or not draw.train or self._gathered.count or self.sync:
-            raise OptimizerError("step_param() belongs inside the one draw of a step, without sync")
-        if self._needs_all_gradients:
-            raise OptimizerError(f"{self.algorithm} needs all gradients before it steps")
-        with plain_tensors():
-            group = draw.groups[param]
-            self._gathered.add(draw.of(param))
-            try:
-                self._check_gradients(1.0)
-                self._move_group(group, [param], 1.0)
-            finally:
-                self._forget()
-        param.grad = None
-        self._fused = True
 
     def _update(self, inverse_scale: float) -> None:
         """Move every parameter that has an estimate; the others stay.
@@ -929,14 +828,15 @@ class RowOptimizer(torch.optim.Optimizer):
         ``inverse_scale`` undoes a loss scale that still multiplies the gradients.
         """
         for group in self.param_groups:
-            params = [p for p in group["params"] if p in self._gathered.estimates]
+            params = [p for p in group["params"] if p in self._gathered.grads]
             self._move_group(group, params, inverse_scale)
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
-        law = self._law(group)
-        alike = group_by(params, lambda p: (p.device, p.dtype, self._counted(p, group)["step"]))
+        for param in params:
+            self._counted(param, group)
+        alike = group_by(params, lambda p: (p.device, p.dtype, self.state[p]["step"]))
         for batch in alike.values():
-            self._move(batch, law, inverse_scale)
+            self._move(batch, self._law(group), inverse_scale)
 
     def _counted(self, param: Tensor, group: Group) -> dict[str, Any]:
         """The state for one more step; before the first one ``hess`` is ``hess_init``."""
@@ -955,55 +855,40 @@ class RowOptimizer(torch.optim.Optimizer):
     def _move(self, params: Sequence[Tensor], law: Law, inverse_scale: float) -> None:
         """One step of parameters that are alike in device, dtype and count."""
         curvature, move, settings = law
-        estimates = [self._gathered.estimates[p] for p in params]
         count, dtype = self.state[params[0]]["step"], working(params[0].dtype)
-        columns = {
-            "theta": list(params),
-            "grad": [e.grad.detach() for e in estimates],
+        columns: dict[str, Sequence[Tensor]] = {
+            "theta": params,
+            "grad": [self._gathered.grads[p].detach() for p in params],
             **{name: [self.state[p][name] for p in params] for name in self._kept},
         }
-        if sources := [e.source for e in estimates if e.source is not None]:
-            columns["source"] = sources
-        averaged = estimates[0].averaged
+        if self._gathered.sources:
+            columns["evidence"] = [self._gathered.sources[p] for p in params]
         factor = inverse_scale ** DEGREES[self._gathered.method]
 
         def work(*block: list[Tensor]) -> None:
             named = dict(zip(columns, block, strict=True))
-            grad = _scaled([g.to(dtype) for g in named["grad"]], inverse_scale)
-            evidence = named.get("source", [])
-            if averaged:
-                evidence = _scaled(evidence, factor)
-            elif evidence:  # noise, of one draw
-                torch._foreach_mul_(evidence, grad)
-            held = [named.get(name, []) for name in KEPT]
-            step(Block(named["theta"], grad, evidence, *held), curvature, move, settings, count)
+            named["grad"] = _scaled([g.to(dtype) for g in named["grad"]], inverse_scale)
+            if self._gathered.averaged:
+                named["evidence"] = _scaled(named.get("evidence", []), factor)
+            elif "evidence" in named:  # noise, of one draw
+                torch._foreach_mul_(named["evidence"], named["grad"])
+            step(Block(**named), curvature, move, settings, count)
 
         for_blocks(work, list(columns.values()))
 
     # Saving ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with ``hess``, ``momentum`` and ``step`` of each parameter, the draws
-        gathered for the next step (``sample_grad``, ``sample_curvature``; their number is in
-        ``"sampling"``), and the state of ``generator``.
+        """As in torch, with ``hess``, ``momentum`` and ``step`` of each parameter, and the state of
+        ``generator``. Take it after a step: draws since the last one are in it as little as
+        gradients are in the state of any optimizer.
 
         Raises:
             OptimizerError: inside ``sampled_params``, where the weights are not the mean.
         """
         self._refuse_inside("state_dict()")
-        with plain_tensors():
-            self._gathered.settle()
-            found = super().state_dict()
-            state = dict(found["state"])
-            for key, param, _ in self._places(found):
-                if estimate := self._gathered.estimates.get(param):
-                    drawn = {"sample_grad": estimate.grad, "sample_curvature": estimate.source}
-                    drawn = {n: t.clone() for n, t in drawn.items() if t is not None}
-                    state[key] = {**state.get(key, {}), **drawn}
-        sampling: dict[str, Any] = {"count": self._gathered.count}
-        if self.generator is not None:
-            sampling["generator"] = self.generator.get_state()
-        return {**found, "state": state, "sampling": sampling}
+        drawing = {} if self.generator is None else {"generator": self.generator.get_state()}
+        return {**super().state_dict(), "sampling": drawing}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``, which is copied. A generator's state in it is used if
@@ -1028,25 +913,23 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         with plain_tensors():
-            self._forget()
-            self._restore(given)
+            for key, param, _ in self._places(given):
+                if held := given["state"].get(key):
+                    self.state[param] = {n: _moved(held[n], param) for n in ("step", *self._kept)}
+        state = given.get("sampling", {}).get("generator")
+        if self.generator is not None and state is not None:
+            self.generator.set_state(state.cpu())
 
     def _what_differs(self, state_dict: Mapping[str, Any]) -> str | None:
         """Why this is no state of this class, or of other parameters."""
         groups, state = state_dict["param_groups"], state_dict["state"]
         if others := {g.get("algorithm", "another optimizer") for g in groups} - {self.algorithm}:
             return f"this is the state of {', '.join(others)}, not of {self.algorithm}"
-        sizes, own = ([len(g["params"]) for g in gs] for gs in (groups, self.param_groups))
-        if sizes != own:
-            return f"the state has groups of {sizes} parameters, this optimizer of {own}"
         for key, param, decay in self._places(state_dict):
-            entry = state.get(key, {})
-            if entry and not {"step", *self._kept} <= {*entry} and "sample_grad" not in entry:
-                return f"the state of parameter {key} holds {sorted(entry)}"
-            for name in {*entry} - {"step"}:
-                shape = getattr(entry[name], "shape", entry[name])
-                if shape != self._shape(param):
-                    return f"{name} {shape} of parameter {key} does not fit {self._shape(param)}"
+            entry, shape = state.get(key, {}), self._shape(param)
+            shapes = {n: getattr(entry.get(n), "shape", None) for n in self._kept}
+            if entry and ("step" not in entry or any(found != shape for found in shapes.values())):
+                return f"of parameter {key} it holds {shapes}, which does not fit {shape}"
             precision = entry.get("hess", torch.ones(())) + decay
             if self._own_scale and not ((precision > 0) & precision.isfinite()).all():
                 return f"hess + weight_decay of parameter {key} is not positive and finite"
@@ -1055,22 +938,6 @@ class RowOptimizer(torch.optim.Optimizer):
     def _shape(self, param: Tensor) -> torch.Size:
         """Of what is kept for a parameter."""
         return param.shape
-
-    def _restore(self, given: Mapping[str, Any]) -> None:
-        sampling = given.get("sampling", {})
-        for key, param, _ in self._places(given):
-            held = given["state"].get(key, {})
-            if "step" in held:
-                self.state[param] = {n: _moved(held[n], param) for n in ("step", *self._kept)}
-            if "sample_grad" in held:
-                estimate = self._gathered.add_zeros(param)
-                estimate.grad.copy_(held["sample_grad"])
-                if estimate.source is not None:
-                    estimate.source.copy_(held["sample_curvature"])
-                self._gathered.count = sampling["count"]
-        self._gathered.show()
-        if self.generator is not None and "generator" in sampling:
-            self.generator.set_state(sampling["generator"].cpu())
 
     def _places(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor, float]]:
         """(key in the state dict, parameter, weight decay in the state dict), in order."""
@@ -1087,8 +954,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_gathered" not in self.__dict__:  # a copy, not load_state_dict
-            self._begin_fresh()
+        self._begin_fresh()
 
 
 def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:

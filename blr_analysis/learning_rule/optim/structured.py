@@ -56,7 +56,6 @@ class StructuredOptimizer(RowOptimizer):
 
     _row: ClassVar[str]
     _kept: Any = ("momentum",)
-    _needs_all_gradients: Any = True
     _unscales = False
     recorder: Any  # of what the passes show: recorded, structure, state_dict, load_state_dict
 
@@ -112,10 +111,9 @@ class StructuredOptimizer(RowOptimizer):
         (group,) = self.param_groups
         self._form, direction = None, Tree()
         for name, p in self.names.items():
-            estimate = self._gathered.estimates.get(p) or self._gathered.add_zeros(p)
             state = self._counted(p, group)
-            momentum = state["momentum"]
-            momentum.lerp_(estimate.grad.detach().to(momentum), 1 - group["beta1"])
+            momentum, grad = state["momentum"], self._gathered.grads.get(p, torch.zeros_like(p))
+            momentum.lerp_(grad.detach().to(momentum), 1 - group["beta1"])
             u = momentum / (1 - group["beta1"] ** state["step"])
             direction[name] = (group["ess"] * (u + group["weight_decay"] * p)).to(p)
         damping = group["ess"] * group["damping"]
@@ -124,13 +122,7 @@ class StructuredOptimizer(RowOptimizer):
             self.names[name].add_(move, alpha=-float(group["lr"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other rows', with what was learned of the precision.
-
-        Raises:
-            OptimizerError: inside ``sampled_params``, or between it and ``step``.
-        """
-        if self._gathered.count:
-            raise OptimizerError("save the state after step(), outside of sampled_params()")
+        """As the other rows', with what was learned of the precision."""
         return {**super().state_dict(), "curvature": self.recorder.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,9 +316,9 @@ class GradientRows(Listener):
         """The reverse."""
         self.columns, self.rest = (state[n].to(self.rest) for n in ("columns", "rest"))
 
-    def _estimates(self, passes: list[Pass], got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        terms, self.n = self._read(passes, got)
-        self.rows = torch.cat([self._flat(of_pass) for of_pass in terms]) * self.n
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, self.n = self._read(passed, got)
+        self.rows = self._flat(terms) * self.n
         return {}
 
     def _flat(self, terms: Sequence[Term]) -> Tensor:
@@ -357,6 +349,6 @@ class JacobianRows(GradientRows):
                 blocks.append(self._flat(self._terms(passed, at)))
         self.rows, self.n = torch.cat(blocks), passed.batch
 
-    def _estimates(self, passes: list[Pass], got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        self._read(passes, got)
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        self._read(passed, got)
         return {}
