@@ -416,15 +416,15 @@ class Gathered:
                 param.grad = None
             self.show()
 
-    def find_unusable(self, inverse_scale: float) -> Tensor | None:
-        """The first parameter whose gradient is not finite, or larger than :data:`ROOM` allows."""
+    def check(self, inverse_scale: float) -> None:
+        """Refuse a gradient that is not finite, or larger than :data:`ROOM` allows."""
         for (_, dtype), alike in group_by(self.grads, lambda p: (p.device, p.dtype)).items():
             grads, wide = [self.grads[p].detach() for p in alike], working(dtype)
             norms = torch.stack(torch._foreach_norm(grads, 2, wide)) * inverse_scale
             usable = (norms < torch.finfo(wide).max ** ROOM).tolist()
             if not all(usable):
-                return alike[usable.index(False)]
-        return None
+                said = f"the gradient of shape {tuple(alike[usable.index(False)].shape)} holds NaN"
+                raise OptimizerError(f"{said} or inf, or may overflow: lower lr, or clip")
 
     def average_over_ranks(self, params: Sequence[Tensor], inverse_scale: float) -> None:
         """Mean gradient and curvature over the processes, once averaged over the draws.
@@ -808,19 +808,8 @@ class RowOptimizer(torch.optim.Optimizer):
             self._gathered.average_over_ranks(params, inverse_scale)
             inverse_scale = 1.0
         if found_inf is None:
-            self._check_gradients(inverse_scale)
+            self._gathered.check(inverse_scale)
         return inverse_scale
-
-    def _check_gradients(self, inverse_scale: float) -> None:
-        if (bad := self._gathered.find_unusable(inverse_scale)) is not None:
-            named = [
-                zip(g["params"], g.get("param_names", ()), strict=False) for g in self.param_groups
-            ]
-            names = {p: name for pairs in named for p, name in pairs}
-            said = names.get(bad, f"a parameter of shape {tuple(bad.shape)}")
-            raise OptimizerError(
-                f"the gradient of {said} holds NaN or inf, or may overflow: lower lr, or clip"
-            )
 
     def _update(self, inverse_scale: float) -> None:
         """Move every parameter that has an estimate; the others stay.

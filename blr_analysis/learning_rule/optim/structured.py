@@ -12,7 +12,6 @@ fit: :meth:`StructuredOptimizer.posterior`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -67,7 +66,6 @@ class StructuredOptimizer(RowOptimizer):
         self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **own)
         self._listen(self.param_groups[0])
 
-    @abstractmethod
     def _listen(self, group: Group) -> None:
         """Make the recorder."""
 
