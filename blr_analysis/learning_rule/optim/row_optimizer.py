@@ -111,6 +111,8 @@ def check_setting(name: str, value: Any, interval: str) -> None:
 def groups_of(params: Any) -> list[dict[str, Any]]:
     """What an optimizer is given, as torch reads it: groups."""
     with told_as(InputError, "params cannot be trained", "pass model.parameters() or groups"):
+        if isinstance(params, set):
+            raise TypeError("a set has no order")
         return torch.optim.Optimizer(params, {}).param_groups
 
 
