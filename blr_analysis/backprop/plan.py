@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,19 +40,6 @@ from blr_analysis.half import working
 from blr_analysis.task import Task
 
 
-@dataclass(frozen=True, eq=False)
-class Same:
-    """This very object, held and told from its equals, if it can be compared at all."""
-
-    what: Any
-
-    def __hash__(self) -> int:
-        return id(self.what)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.what is other.what
-
-
 def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """The task's plan for these parameters, made on first use and kept with the task.
 
@@ -60,24 +47,18 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
         ModelError: the model fails, treats examples together, is random, keeps state between
             calls, or cannot be differentiated.
     """
-    key = (
-        tuple(params),
-        tuple(
-            (
-                id(m),
-                type(m),
-                len(m._forward_hooks),
-                len(m._forward_pre_hooks),
-                Same(m.__dict__.get("forward", getattr(type(m), "forward", None))),
-            )
-            for m in task.model.modules()
-        ),
-    )
+    modules = list(task.model.modules())
+    forwards = [m.__dict__.get("forward", getattr(type(m), "forward", None)) for m in modules]
+    states = [
+        (id(m), type(m), len(m._forward_hooks), len(m._forward_pre_hooks), id(forward))
+        for m, forward in zip(modules, forwards, strict=True)
+    ]
+    key = tuple(params), tuple(states)
     if key not in task.plans:
         params = task.cast(params)
         with torch.inference_mode(False), _single_precision(task.device):
-            task.plans[key] = _make(task, params)
-    return task.plans[key]
+            task.plans[key] = _make(task, params), forwards  # held: no other has their ids
+    return task.plans[key][0]
 
 
 @contextmanager
@@ -169,8 +150,9 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
     canonical = names_of(model)
     units = []
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            _check_embedding(path, module)
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and getattr(module, option):
+                raise ModelError(f"{option} of embedding {path!r} changes its gradients: unset it")
         own = {
             a: canonical[id(p)]
             for a, p in module._parameters.items()
@@ -181,17 +163,6 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
             rule = recurrence if type(module) in RECURRENT else rule
             units.append(Unit(path, module, own, rule))
     return units
-
-
-def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    if module.max_norm is not None:
-        raise ModelError(
-            f"embedding {path!r} renormalises its rows in place; build it with max_norm=None"
-        )
-    if module.scale_grad_by_freq:
-        raise ModelError(
-            f"embedding {path!r} scales its gradients by frequency; set scale_grad_by_freq=False"
-        )
 
 
 def _compared(

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call
-from blr_analysis.backprop.record import Recording, Unit, Visit, given_leaves, rounding
+from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.task import Task, parameter_places
 
@@ -123,7 +124,7 @@ class Plan:
         axes = next((a for a in known if a is not None), None)
         if visit.stale or axes is None:
             return None
-        leaves = [*given_leaves(visit.args, visit.kwargs), *visit.outputs]
+        leaves = [*tree_leaves((visit.args, visit.kwargs)), *visit.outputs]
         layout = [*axes[0], *axes[1]]
         fits = len(leaves) == len(layout) and all(
             axis is None or (isinstance(leaf, Tensor) and axis.fits(leaf, batch))

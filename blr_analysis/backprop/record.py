@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class Visit:
         """Once the forward pass is over: let go of its graph, and note whether the input stands."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
-        self.args, self.kwargs = _each(_detached, self.args, self.kwargs)
+        self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
     def shrink(self) -> None:
         """Let go of the inputs' numbers; their shapes stay."""
@@ -234,8 +234,8 @@ def record(
     counts: dict[str, int] = {}
 
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        given = given_leaves(args, kwargs)
-        leaves, spec = ([output], None) if type(output) is Tensor else tree_flatten(output)
+        given = tree_leaves((args, kwargs))
+        leaves, spec = tree_flatten(output)
         if any(map(_inside_transform, (*given, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
@@ -259,9 +259,9 @@ def record(
         if shapes:
             args, kwargs, edges, versions = tree_map(_shape, (args, kwargs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
-        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+        return tree_unflatten(leaves, spec)
 
-    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), _hooks(units, visit):
+    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), watched(units, visit):
         outputs, targets = task.run(batch, params, indices)
     check_rows(outputs, size)
     for seen in visits:
@@ -270,34 +270,17 @@ def record(
 
 
 @contextmanager
-def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
-    handles: list[Any] = []
-    try:
+def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``visit(unit, args, kwargs, output)`` sees every call of the units, and may answer
+    with another output."""
+    with ExitStack() as hooks:
         for unit in units:
 
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, unit: Unit = unit) -> Any:
                 return visit(unit, args, kwargs, output)
 
-            handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
+            hooks.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def given_leaves(args: Any, kwargs: Any) -> list[Any]:
-    """What a layer was given, flat; what nearly all are given is so already."""
-    return list(args) if _flat(args, kwargs) else tree_leaves((args, kwargs))
-
-
-def _each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if _flat(args, kwargs):
-        return tuple(map(change, args)), kwargs
-    return tree_map(change, (args, kwargs))
-
-
-def _flat(args: Any, kwargs: Any) -> bool:
-    return not kwargs and all(type(x) is Tensor for x in args)
 
 
 def _inside_transform(leaf: Any) -> bool:

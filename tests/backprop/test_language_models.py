@@ -97,6 +97,7 @@ def test_norms_of_every_name_are_read_by_themselves() -> None:
         assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_router_in_single_precision_does_not_misplace_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
