@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from blr_analysis import ranks
 from blr_analysis.backprop.layers import (
@@ -209,16 +208,9 @@ def swept(
     return sums
 
 
-def _see(
-    sums: InputMoments,
-    mask: Tensor | None,
-    batch: int,
-    unit: Unit,
-    args: Any,
-    kwargs: Any,
-    output: Any,
-) -> None:
-    module, names = unit.module, unit.names
+def _see(sums: InputMoments, mask: Tensor | None, batch: int, unit: Unit, *call: Any) -> None:
+    module: Any = unit.module
+    names, (args, kwargs, _) = unit.names, call
     given = [*args, *kwargs.values()]
     times = batch if len(given[0]) == 1 else 1  # one row that all examples share
     if isinstance(module, nn.MultiheadAttention) and "in_proj_weight" in names:
@@ -229,9 +221,7 @@ def _see(
         sums.add(joint, rows, times, given[0])
     if "weight" not in names:
         return
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    shape = tuple(weight.shape)
+    shape = tuple(module.weight.shape)
     if unit.rule is embedding:
         own, size = names["weight"], shape[0]
         seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
@@ -240,7 +230,6 @@ def _see(
         sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
         return
     if unit.rule is convolution:
-        assert isinstance(module, _ConvNd)
         patches = unfold(upcast(given[0]), module)  # [R, g, I, T]
         rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
         layout = MatrixShape(len(rows), shape[0] // len(rows), rows.shape[-1], shape)

@@ -24,16 +24,7 @@ from blr_analysis.data import check_rows
 from blr_analysis.task import Task
 
 # Autograd's names of the operations that move rows to places that the data choose.
-ROUTING = (
-    "Index",
-    "Gather",
-    "Scatter",
-    "MaskedSelect",
-    "MaskedScatter",
-    "Take",
-    "Put",
-    "CopySlices",
-)
+ROUTING = ("Index", "Gather", "Scatter", "Masked", "Take", "Put", "CopySlices")
 
 SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
