@@ -213,7 +213,7 @@ def _see(sums: InputMoments, mask: Tensor | None, batch: int, unit: Unit, *call:
     names, (args, kwargs, _) = unit.names, call
     given = [*args, *kwargs.values()]
     times = batch if len(given[0]) == 1 else 1  # one row that all examples share
-    if isinstance(module, nn.MultiheadAttention) and "in_proj_weight" in names:
+    if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in names:
         e = module.embed_dim
         layout = MatrixShape(3, e, e, (3 * e, e))
         rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
@@ -225,7 +225,7 @@ def _see(sums: InputMoments, mask: Tensor | None, batch: int, unit: Unit, *call:
     if unit.rule is embedding:
         own, size = names["weight"], shape[0]
         seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if module.padding_idx is not None:
             seen[module.padding_idx] = 0  # which never learns
         sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
         return

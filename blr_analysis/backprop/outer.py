@@ -36,7 +36,6 @@ CACHED = 2**18  # numbers that are made and used at once, so that they stay in t
 TURNED = 2**19  # the same of inputs turned into a basis: products of few rows are slow
 TALL = 512  # rows of output gradients: from them on columns are multiplied one by one
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
-SUMMED = 64  # examples whose patches are put side by side at once
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,8 @@ class Outer(Term):
         d = sum(self.grads[1:], start=self.grads[0])
         sums: Tree = {}
         if self.weight is not None:
-            whole = sum(_summed(d[at], self.inputs[at]) for at in slices(len(d), SUMMED))
-            sums[self.weight] = self.layout.parameter(whole)
+            left, right = (x.transpose(0, 1).flatten(1, 2) for x in (d, self.inputs))
+            sums[self.weight] = self.layout.parameter(torch.bmm(left.mT, right))
         if self.bias is not None:
             sums[self.bias] = d.sum((0, 2)).flatten()
         return sums
@@ -431,12 +430,6 @@ def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
         return (columns.square_().flatten(1) @ each).view(-1, 1, 1)
     flat = columns.mul_(variance.sqrt()).transpose(1, 2).flatten(2)
     return torch.bmm(flat, flat.mT)
-
-
-def _summed(d: Tensor, a: Tensor) -> Tensor:
-    """Σ_i Σ_t d_it a_itᵀ, ``[g, O, I]``."""
-    left, right = (x.transpose(0, 1).flatten(1, 2) for x in (d, a))
-    return torch.bmm(left.mT, right)
 
 
 def _add_position_squares(a: Tensor, squares: Tensor, into: Tensor) -> None:

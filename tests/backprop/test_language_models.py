@@ -97,12 +97,19 @@ def test_norms_of_every_name_are_read_by_themselves() -> None:
         assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """With the models' modules, whose import takes long."""
+    found = pytest.importorskip("transformers")
+    for kind in ("Mixtral", "Gemma2", "Cohere", "DeepseekV3"):
+        getattr(found, f"{kind}ForCausalLM")
+    return found
+
+
 def test_a_router_in_single_precision_does_not_misplace_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, transformers: Any
 ) -> None:
     """Which would send all layers before it through the whole model, one example at a time."""
-    transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 12}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
     config = transformers.MixtralConfig(**small, **heads, head_dim=4, use_cache=False)
@@ -118,8 +125,9 @@ def test_a_router_in_single_precision_does_not_misplace_rows(
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "DeepseekV3"])
-def test_models_whose_norms_are_in_single_precision_run_in_double(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_models_whose_norms_are_in_single_precision_run_in_double(
+    kind: str, transformers: Any
+) -> None:
     small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
     ends: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
