@@ -241,15 +241,15 @@ def test_a_query_names_the_model_that_the_index_was_made_with(
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "the", "answer": ""}], "line 1 .* no answer"),
+        ([{"prompt": "the", "answer": ""}], "line 1 .* has '' for its answer"),
         ([{"prompt": 4, "answer": " book"}], "line 1 .* has 4 for its prompt: write it as text"),
         ([{"prompt": 4, "answer": 5}], "has 4"),
         ([{"text": 12345}], "12345 for its text: write it as text"),
-        ([{"text": "the book"}, {"source": "a"}], "line 2 .* no text"),
+        ([{"text": "the book"}, {"source": "a"}], "line 2 .* has None for its text"),
         ([{"messages": 4}], "no list of messages"),
         ([{"prompt": " ".join(["the"] * 16), "answer": " book"}], "17 tokens"),
         ([{"text": "the"}], "leaves nothing to predict"),
-        ([{"text": "the book"}, {"text": " "}], "line 2 .* an empty one"),
+        ([{"text": "the book"}, {"text": " "}], "line 2 .* has ' ' for its text"),
         ([{"text": " ".join(["the"] * 40)}], "max_length"),
         ([{"other": "the"}], "no column of a usual name"),
         ([{"messages": "the"}], "no list of messages"),

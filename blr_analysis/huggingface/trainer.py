@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import BLRError, InputError, OptimizerError, StorageError
 from blr_analysis.files import drafted
+from blr_analysis.huggingface.questions import IGNORED
 from blr_analysis.huggingface.recording import (
     FOLDER,
     RUN,
@@ -27,7 +28,6 @@ from blr_analysis.huggingface.recording import (
     recipe_of,
     write_learned,
 )
-from blr_analysis.huggingface.tokens import IGNORED
 from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.posterior import Posterior, n_data_of
 from blr_analysis.posterior.capture import unwrap

@@ -22,8 +22,7 @@ from blr_analysis.huggingface.data import (
     text_columns,
 )
 from blr_analysis.huggingface.models import checkpoint_names, load_model
-from blr_analysis.huggingface.questions import read_tokens
-from blr_analysis.huggingface.tokens import Tokens
+from blr_analysis.huggingface.questions import Tokens, read_tokens
 
 pytest.importorskip("transformers")
 
