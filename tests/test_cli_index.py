@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
-from blr_analysis.errors import DataError, InputError, ModelError, StorageError
+from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import held
 from blr_analysis.huggingface.models import load_language_model, load_model
 from blr_analysis.huggingface.questions import language_task
@@ -274,16 +274,14 @@ def test_tokens_and_adapters_of_other_models(model: Path, adapter: Path, tmp_pat
         language_task(loaded, rows)
     wide = tiny.save(tmp_path / "wide", tiny.build("llama", "causal_lm", hidden_size=16))
     other = tiny.save(tmp_path / "other", tiny.build("gpt2", "causal_lm"))
-    for base, word in ((wide, "another base"), (other, "another base"), (tmp_path / "x", "--base")):
-        with pytest.raises(ModelError, match=word):
+    for base in (wide, other, tmp_path / "x"):
+        with pytest.raises(ModelError, match="--base"):
             load_language_model(adapter, base=base)
-    spoilt = {"NONE": (StorageError, {"peft_type": "NONE"}), "rank": (ModelError, {"r": 0})}
-    for name, (error, change) in spoilt.items():
+    for name, change in {"NONE": {"peft_type": "NONE"}, "rank": {"r": 0}}.items():
         place = shutil.copytree(adapter, tmp_path / name) / "adapter_config.json"
         place.write_text(json.dumps(json.loads(place.read_text()) | change))
-        with pytest.raises(error) as caught:
+        with pytest.raises(ModelError, match="does not fit"):
             load_language_model(tmp_path / name, base=model)
-        assert "another base" not in str(caught.value)
 
 
 # The commands

@@ -58,11 +58,10 @@ def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
         where, kind = repr(str(place)), "folder" if place.is_dir() else place.suffix.lower()
         if kind not in READERS:
             raise DataError(f"{where} is none of {', '.join(READERS)}: convert it")
+        if not place.exists():
+            raise StorageError(f"there is no file {where}.")
         with told_as(DataError, f"{where} is no {kind} that can be read", "is it in UTF-8?"):
-            try:
-                table = READERS[kind](place)
-            except OSError as error:
-                raise StorageError(f"cannot read {where}: {error}.") from error
+            table = READERS[kind](place)
     if not len(table):
         raise DataError(f"{where} holds no examples")
     if table.index.name != "line":

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,7 @@ from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
 from blr_analysis.huggingface.data import class_indices, label_column, places_of, read_rows
-from blr_analysis.huggingface.models import (
-    Pretrained,
-    checkpoint_names,
-    load_model,
-    load_tuned,
-)
+from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, load_tuned
 from blr_analysis.huggingface.questions import Tokens, read_length, read_tokens
 from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
@@ -45,8 +40,7 @@ FOLDER = "precision"
 TINY = 1e-30  # δ of what is fitted, whose data part alone is asked for
 DEFINITION = (
     "g_i the gradient of example i's loss, -log p(y_i|x_i), of a text the sum over its tokens; "
-    "without prior_precision; summed over n_data examples (published merging scripts average: "
-    "divide by n_data to compare)"
+    "summed over n_data examples (published merging scripts average: divide by n_data to compare)"
 )
 
 
@@ -195,10 +189,10 @@ def fisher(
         if parts is not None:
             cut = {k: take_off(s.clone(), TINY, s.dtype) for k, s in parts.items()}
             parts = {names[k]: s.mul_(scale).cpu() for k, s in cut.items()}
-        if leads and parts is None:
-            write_factors(target, q, names=names, scale=scale, **about)
-        elif leads:
+        if leads and parts is not None:
             write_precision(target, parts, dtype=dtype, kind=q.record["kind"], **about)
+        elif leads:
+            write_factors(target, q, names=names, scale=scale, **about)
         for sums in kept.values():
             sums.remove()
     tensors = (parts or q.form.tensors()).values()
@@ -235,11 +229,10 @@ class Asked:
     def __post_init__(self) -> None:
         one_of("kind", self.kind, tuple(CURVATURES))
         one_of("structure", self.structure, ("diag", *FACTORED))
-        positive_int("samples", self.samples)
         check_dtype(self.dtype)
         if self.structure != "diag" and self.dtype is not None:
             raise InputError(f"structure={self.structure!r} is kept in float32: leave dtype out")
-        if self.samples > 1 and self.kind != "mc":
+        if positive_int("samples", self.samples) > 1 and self.kind != "mc":
             raise InputError("samples belongs to kind='mc', whose labels are drawn")
 
     def read(self, loaded: Pretrained, data: Any) -> tuple[Tokens, int, tuple[str, ...]]:
@@ -259,7 +252,8 @@ class Asked:
             table = table.iloc[order[: self.examples].sort()[0].tolist()]
         labels, named = None, ()
         if not causal and (self.kind == "emp" or self.label is not None):
-            named, config = (label_column(table, where, self.label),), loaded.model.config
+            config: Any = loaded.model.config
+            named = (label_column(table, where, self.label),)
             known = {str(k): int(v) for k, v in (config.label2id or {}).items()}
             given, places = table[named[0]].tolist(), places_of(table, where)
             labels = class_indices(given, places, known, config.num_labels)
@@ -309,15 +303,13 @@ def fisher_cost(
     """
     asked = Asked(**how)
     loaded = load_tuned(model, base=base, task=task, device=device)
-    unlabelled = replace(asked, kind="mc") if asked.kind == "emp" else asked
-    encoded = unlabelled.read(loaded, data)[0]
-    ours = encoded.task(loaded)
+    ours = asked.read(loaded, data)[0].task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
     backward = exact if asked.kind == "ggn" else asked.samples
     if asked.structure == "gram":
         backward = 0
-    run = round(len(encoded) * (1 + 2 * backward) / 3)
+    run = round(ours.n_data * (1 + 2 * backward) / 3)
     stages = [Stage("precision", run)]
     if asked.structure == "kron":
         stages.append(Stage("eigenvalues", run, rotated=True))

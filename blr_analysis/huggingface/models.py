@@ -28,10 +28,7 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
-AUTO = {
-    "classification": "AutoModelForSequenceClassification",
-    "causal_lm": "AutoModelForCausalLM",
-}
+AUTO = {"classification": "AutoModelForSequenceClassification", "causal_lm": "AutoModelForCausalLM"}
 ENDINGS = {
     "classification": ("ForSequenceClassification",),
     "causal_lm": ("ForCausalLM", "LMHeadModel"),
@@ -69,10 +66,7 @@ class Pretrained:
 
 
 def load_model(
-    folder: str | os.PathLike[str],
-    *,
-    task: str | None = None,
-    device: str | torch.device = "cpu",
+    folder: str | os.PathLike[str], *, task: str | None = None, device: str | torch.device = "cpu"
 ) -> Pretrained:
     """Load a sequence classifier or a causal language model with its tokenizer.
 

@@ -80,8 +80,7 @@ class Tokens:
 
     def task(self, loaded: Pretrained, **about: Any) -> Task:
         """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
-        how: Any = {"batch_size": BATCH, "collate_fn": self.collate}
-        loader = DataLoader(self, **how)  # type: ignore[arg-type]
+        loader: Any = DataLoader(self, batch_size=BATCH, collate_fn=self.collate)  # type: ignore[arg-type]
         about = {"likelihood": loaded.likelihood, "batch_size": BATCH, **about}
         return Task(loaded.model, loader, **about)
 
@@ -110,11 +109,7 @@ def read_length(loaded: Pretrained, max_length: int | None) -> int:
 
 
 def language_task(
-    loaded: Pretrained,
-    data: Any,
-    *,
-    text: str | None = None,
-    max_length: int | None = None,
+    loaded: Pretrained, data: Any, *, text: str | None = None, max_length: int | None = None
 ) -> Task:
     """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
@@ -164,24 +159,24 @@ def read_tokens(
     """
     causal = loaded.task == "causal_lm"
     answered = answer_columns(table) if causal and text is None else ()
-    columns = answered or text_columns(table, where, text)
+    columns = tuple(answered or text_columns(table, where, text))
     if causal and not answered and len(columns) > 1:
         raise DataError(f"a language model reads one text, not {columns}: name it, text= (--text)")
     held = table[[*columns]].astype(object)
     each = held.where(held.notna(), None).itertuples(index=False, name=None)
     rows, shown, cut = [], [], 0
     for k, (place, values) in enumerate(zip(places_of(table, where), each, strict=True)):
-        encoded = _sequence if causal else _texts
-        words, row = encoded(loaded, columns, values, place)
-        longer = max_length is not None and len(row["input_ids"]) > max_length
         if causal:
+            words, row = _sequence(loaded, columns, values, place)
             _check(loaded, row, max_length, place)
-            row = {n: ids[:max_length] for n, ids in row.items()}
-        else:
-            row = _ids(loaded, *values, truncation=True, max_length=max_length) if longer else row
-            row["labels"] = 0 if labels is None else labels[k]
-        cut += longer
-        rows.append(row)
+            kept = {n: ids[:max_length] for n, ids in row.items()}
+        else:  # a text, which may be empty, or a pair
+            texts = [v if isinstance(v, str) else _words(v, columns[0], place) for v in values]
+            words, row = " ".join(texts), _ids(loaded, *texts)
+            kept = _ids(loaded, *texts, truncation=max_length is not None, max_length=max_length)
+            kept["labels"] = 0 if labels is None else labels[k]
+        cut += len(kept["input_ids"]) < len(row["input_ids"])
+        rows.append(kept)
         shown.append(words)
     return columns, Tokens(rows, loaded.pad_id, max_length, cut, loaded.tokenizer), shown
 
@@ -198,14 +193,6 @@ def answer_columns(table: Any) -> tuple[str, ...]:
 
 
 Encoded = tuple[str, dict[str, Any]]  # a row's words and ids, of language models with labels
-
-
-def _texts(
-    loaded: Pretrained, columns: tuple[str, ...], values: tuple[Any, ...], place: str
-) -> Encoded:
-    """A classifier's text, which may be empty, or pair."""
-    words = [v if isinstance(v, str) else _words(v, columns[0], place) for v in values]
-    return " ".join(words), _ids(loaded, *words)
 
 
 def _sequence(
