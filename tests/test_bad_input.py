@@ -520,7 +520,6 @@ def test_numbers_that_overflow() -> None:
         (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
         (lambda q: q.save(None), "path must be a file or folder name, got None"),
         (lambda q: q.load(3), "path must be a file or folder name, got 3"),
-        (lambda q: q.precision_product(3), "expected tensors by parameter name, got int"),
     ],
 )
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])

@@ -373,7 +373,7 @@ def test_a_dry_run_counts_what_the_run_then_does(
     said = []
     for more in ((), ("--by", "source", "--passes", 50), ("--test", model / "asked.jsonl")):
         code, out, err = run(capsys, *argv, *more)
-        assert code == 0 and [line.split()[0] for line in out.splitlines()][3:] == [
+        assert code == 0 and [line.split()[0] for line in out.splitlines()][2:] == [
             "disk",
             "besides",
         ]

@@ -166,23 +166,17 @@ def audit_forecast(
 ) -> Forecast:
     """What the analyses of an audit cost, of groups those of short trainings."""
     from blr_analysis.audit.findings import groups_of
-    from blr_analysis.backprop.engine import n_outputs
-    from blr_analysis.posterior import Forecast, Stage
-    from blr_analysis.sensitivity.sequences import DRAWS
+    from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity.what_if import EPOCHS, what_if
 
-    n, kron = task.n_data, source.structure == "kron"
-    sequences = task.likelihood.is_sequence
-    outputs = 1 + DRAWS if sequences else n_outputs(task, task.parameters())
-    stages = [*source.stages(task), Stage("sensitivity", n, outputs, rotated=kron)]
-    stages += [Stage("leave one out", n, 1 if sequences else outputs, rotated=kron)]
-    stages += [Stage("suspects and stationarity", 2 * n)]
+    n = task.n_data
+    examples = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity
     if test is not None:
-        stages.append(Stage("test data", test.n_data))
+        examples += test.n_data
     if groups := len(groups_of(task, by)):
         seeds = signature(what_if).parameters["seeds"].default
-        stages.append(Stage("groups taken out", (groups + 1) * seeds * (passes or EPOCHS) * n))
-    return Forecast.of(task, stages, disk=2 * sum(p.nbytes for p in task.parameters().values()))
+        examples += (groups + 1) * seeds * (passes or EPOCHS) * n
+    return Forecast.of(task, examples, disk=2 * sum(p.nbytes for p in task.parameters().values()))
 
 
 @takes("sensitivity/what_if.py", "what_if", "solver", "seeds", "passes")

@@ -70,7 +70,7 @@ def index(
         if shared.dry_run:
             saved = source.posterior.stat().st_size if source.posterior else 0
             kind: dict[str, Any] = {"structure": source.structure, "saved": saved}
-            show_forecast(build_cost(task, source.stages(task), rank, **kind))
+            show_forecast(build_cost(task, source.examples(task), rank, **kind))
             return
         q = source.posterior_of(task, say)
         say("indexing")

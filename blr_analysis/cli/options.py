@@ -205,12 +205,10 @@ def spelled(command: Any) -> Any:
 
 
 def show_forecast(cost: Forecast, *, besides: str = "") -> None:
-    """Passes, time, memory and disk, a line each; and what is not counted."""
-    hours, rest = divmod(round(cost.seconds), 3600)
+    """Passes, memory and disk, a line each; and what is not counted."""
     pairs(
         {
             "passes": f"{cost.passes:.2f} over the data",
-            "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
             "memory": f"about {cost.memory / 2**30:.1f} GiB",
             "disk": f"{cost.disk / 2**20:,.1f} MiB",
             **({"besides": besides} if besides else {}),

@@ -25,7 +25,6 @@ from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,
-    Stage,
     check_dtype,
     fit_kept,
     take_off,
@@ -310,8 +309,6 @@ def fisher_cost(
     if asked.structure == "gram":
         backward = 0
     run = round(ours.n_data * (1 + 2 * backward) / 3)
-    stages = [Stage("precision", run)]
-    if asked.structure == "kron":
-        stages.append(Stage("eigenvalues", run, rotated=True))
+    run *= 2 if asked.structure == "kron" else 1
     disk = size * (asked.dtype or torch.float32).itemsize
-    return Forecast.of(ours, stages, disk=disk, structure=asked.structure)
+    return Forecast.of(ours, run, disk=disk, structure=asked.structure)
