@@ -80,11 +80,7 @@ def root(
 
 
 @takes("demo/job.py", "run", "seed")
-def demo(
-    shared: Shared,
-    out: Out = Path("blr-demo"),
-    **how: Any,
-) -> None:
+def demo(shared: Shared, out: Out = Path("blr-demo"), **how: Any) -> None:
     """Train a small network on handwritten digits with IVON, and audit its data.
 
     Needs nothing but this package, and about a minute on two cores:
@@ -136,7 +132,7 @@ def audit(
     """
     from blr_analysis import audit as jobs
     from blr_analysis import ranks
-    from blr_analysis.report import write_report
+    from blr_analysis.report.page import write_page
 
     column, say = None if by == "none" else by, Teller()
     with shared.folder(out) as folder:
@@ -156,7 +152,7 @@ def audit(
             files.append(jobs.write_text(as_text(printed), folder, "summary.txt"))
             say("writing the page")
             shown = None if source.data is None else task.metadata["text"]
-            files.append(write_report(findings, folder / "report.html", texts=shown))
+            files.append(write_page(findings, folder / "report.html", texts=shown))
     show(printed)
     show(jobs.written(folder, files))
 
@@ -215,10 +211,10 @@ def what_if_(
     without the examples (without.safetensors) are written.
     """
     from blr_analysis.audit import in_text, write_picture
-    from blr_analysis.audit.sections import has_classes, trust, what_if_section
+    from blr_analysis.audit.sections import trust, what_if_section
     from blr_analysis.files import drafted
     from blr_analysis.files.shards import save_file
-    from blr_analysis.plots import plot_what_if
+    from blr_analysis.plots.what_if import has_classes, plot_what_if
     from blr_analysis.report.decisions import read_decisions
     from blr_analysis.sensitivity import what_if
     from blr_analysis.tables import write_table

@@ -14,12 +14,7 @@ from blr_analysis.learning_rule.inference.fitted import Fitted
 from blr_analysis.memory_map import MemoryMap
 from blr_analysis.merging.curve import MergeCurve
 from blr_analysis.merging.mismatch import GradientMismatch
-from blr_analysis.plots.examples import (
-    image_of,
-    plot_deviations,
-    plot_examples,
-    plot_suspicious,
-)
+from blr_analysis.plots.examples import image_of, plot_deviations, plot_examples, plot_suspicious
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch
