@@ -143,9 +143,7 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients(
 
 
 @pytest.mark.slow
-def test_ggn_is_the_exact_fisher_to_which_sampled_labels_tend(
-    models: Models, tmp_path: Path
-) -> None:
+def test_ggn_is_exact_and_sampled_labels_tend_to_it(models: Models, tmp_path: Path) -> None:
     """Σ_i Σ_c p_c g_ic²: every label weighed by its probability."""
     bert = models["bert"]
     model, tokenizer = reload(bert)
@@ -170,9 +168,8 @@ def test_sampled_tokens_are_the_models_own(models: Models, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_labels_are_drawn_by_example_and_seed_and_need_none(
-    name: str, tmp_path: Path, models: Models
-) -> None:
+def test_labels_are_drawn_by_example_and_seed(name: str, tmp_path: Path, models: Models) -> None:
+    """And the file needs none."""
     (tmp_path / "d.txt").write_text("\n\n".join(TEXTS) + "\n")
     on(models[name], tmp_path / "one", seed=5)
     on(models[name], tmp_path / "again", tmp_path / "d.txt", seed=5, memory_budget=1)  # one a pass
@@ -186,14 +183,10 @@ def test_it_lies_beside_the_model_and_asks_no_network(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bert = models["bert"]
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a connection was tried")
-
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for place, call in ((socket.socket, "connect"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(place, call, lambda *_, **__: pytest.fail("a connection was tried"))
     model = shutil.copytree(bert, tmp_path / "m")
     fisher(model, bert / "data.jsonl", kind="emp")
     with pytest.raises(StorageError, match="--force"):
@@ -218,12 +211,11 @@ def test_some_of_the_examples_stand_for_all(models: Models, tmp_path: Path) -> N
 
 def test_names_are_those_of_the_files(tmp_path: Path, models: Models) -> None:
     """A GPT-2 saved without its head: the files lack the prefix that the model's names have."""
-    llama = models["llama"]
     whole = tiny.build("gpt2", "causal_lm")
     model = tiny.save(tmp_path / "m", whole.transformer)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    fisher(model, llama / "data.jsonl", kind="emp")
+    fisher(model, models["llama"] / "data.jsonl", kind="emp")
     found, record = storage.read(model / "precision")
     assert set(found) == set(Folder.open(model).specs) and "wte.weight" in found
     assert record["tied"] == {"wte.weight": ["transformer.wte.weight", "lm_head.weight"]}
