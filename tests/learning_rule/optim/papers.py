@@ -1,9 +1,7 @@
 """The steps of the papers, line by line, over all weights of a network as one vector of float64.
 
-A transcription yields the weights after every step, and the precision or Hessian learned (None
-where there is none). It draws what the optimizer draws, from a generator of the same seed; where
-the root that turns noise into a draw is the optimizer's own affair, it takes the weights that the
-loss has seen.
+A transcription yields the weights after every step, and the precision or Hessian learned. It draws
+what the optimizer draws, or takes the weights that the loss has seen.
 """
 
 from __future__ import annotations

@@ -11,16 +11,11 @@ from blr_analysis.posterior import fit_laplace
 from blr_analysis.task import Task
 
 
-def regression(n: int = 60, p: int = 5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, p, generator=generator, dtype=torch.float64)
-    return x, torch.randn(n, 1, generator=generator, dtype=torch.float64)
-
-
 def test_one_step_solves_ridge_regression() -> None:
     """ρ = 1: mean and precision are the closed form's (K&R 14), whatever the start."""
-    x, y = regression()
-    delta = 3.0
+    generator, delta = torch.Generator().manual_seed(0), 3.0
+    x, y = torch.randn(2, 60, 5, generator=generator, dtype=torch.float64)
+    y = y[:, :1]
     model = nn.Linear(5, 1, bias=False).double()
     optimizer = Newton(model.parameters(), ess=60, weight_decay=delta / 60)
     loss = optimizer.step(lambda: 0.5 * (model(x) - y).square().mean())
