@@ -225,9 +225,8 @@ def test_groups_have_settings_of_their_own(name: str) -> None:
     advance(name, model, optimizer, 0, 2)
     moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
     assert moved == [False, True, True, False] and frozen not in optimizer.state
-    for wrong in ({"ess": -1.0}, {"lr": "fast"}, {"beta1": 1.0}):
-        with pytest.raises(InputError, match=next(iter(wrong))):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **wrong})
+    with pytest.raises(InputError, match="beta1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "beta1": 1.0})
     assert len(optimizer.param_groups) == 2
 
 
