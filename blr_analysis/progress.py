@@ -31,9 +31,6 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
-    if show is False:
-        yield from items
-        return
     with bar(total, label, show) as shown:
         for item in items:
             yield item

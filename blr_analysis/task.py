@@ -28,24 +28,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
+from blr_analysis import data as reading
 from blr_analysis.checks import bare_name as bare_name
 from blr_analysis.checks import instance, positive_int
-from blr_analysis.data import (
-    Forward,
-    check_inputs,
-    checked,
-    chosen_indices,
-    default_forward,
-    describe,
-    moved,
-    opened,
-    padded_behind,
-    read_data,
-    read_metadata,
-    row_labels,
-    versions,
-)
-from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError, told_as
+from blr_analysis.errors import DeviceError, InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
@@ -53,6 +39,8 @@ from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.ranks import whole_model
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import Snapshots
+
+ANOTHER = {"checkpoints": (), "prior_precision": None}  # which other data, or weights, have not
 
 
 class Task:
@@ -112,7 +100,7 @@ class Task:
         *,
         likelihood: Loss = "categorical",
         weights: Tensor | Sequence[float] | None = None,
-        forward: Forward | None = None,
+        forward: reading.Forward | None = None,
         batch_size: int | None = None,
         memory_budget: int | None = None,
         progress: bool | None = None,
@@ -130,26 +118,26 @@ class Task:
         self.model = model = whole_model(unwrapped(model))
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
-        sizes = {"batch_size": batch_size, "memory_budget": memory_budget}
-        sizes = {n: v if v is None else positive_int(n, v) for n, v in sizes.items()}
-        self.chunk_size, self.memory_budget = sizes.values()
+        self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        if memory_budget is not None:
+            positive_int("memory_budget", memory_budget)
+        self.memory_budget = memory_budget
         self.batch_size = self.chunk_size or 256
         self.progress = progress
         self.device = _device(device, model)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        data, described = opened(data, target, dtype)
-        self.examples = read_data(data)
-        self.n_data = len(self.examples)
+        data, described = reading.opened(data, target, dtype)
+        examples = reading.read_data(data)
+        self.n_data = len(examples)
         if weights is not None:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)
-        self.forward: Forward = forward or default_forward
+        self.forward: reading.Forward = forward or reading.default_forward
         metadata = described if metadata is None else metadata
-        self.metadata = read_metadata(metadata, self.n_data)
-        given = {} if metadata is None else metadata
-        columns = {f"metadata {k!r}": given[k] for k in given}
-        labels = row_labels(columns | {"weights": weights}, self.n_data, self.examples.labels)
-        if labels != self.examples.labels:
-            self.examples = replace(self.examples, labels=labels)
+        self.metadata = reading.read_metadata(metadata, self.n_data)
+        columns = {} if metadata is None else {k: metadata[k] for k in metadata}
+        columns |= {"weights": weights}
+        labels = reading.row_labels(columns, self.n_data, examples.labels)
+        self.examples = replace(examples, labels=labels)
         self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
@@ -161,13 +149,7 @@ class Task:
 
     @classmethod
     def from_sklearn(
-        cls,
-        estimator: Any,
-        X: Any,
-        y: Any,
-        *,
-        likelihood: Likelihood | None = None,
-        metadata: Mapping[str, Sequence[Any]] | None = None,
+        cls, estimator: Any, X: Any, y: Any, *, likelihood: Any = None, metadata: Any = None
     ) -> Task:
         """A fitted scikit-learn estimator, or a Pipeline that ends in one, and its training data.
 
@@ -196,18 +178,12 @@ class Task:
             ('categorical', 2.0)
         """
         read = read_estimator(estimator, X, y, likelihood)
-        data = read_data((read.inputs, read.targets))
-        task = cls(
-            read.model,
-            replace(
-                data,
-                labels=row_labels({"X": X, "y": y}, len(data)),
-                classes=read.classes,
-            ),
-            likelihood=likelihood or read.likelihood,
-            forward=centred if read.likelihood.name == "categorical" else None,
-            metadata=metadata,
-        )
+        data = reading.read_data((read.inputs, read.targets))
+        labels = reading.row_labels({"X": X, "y": y}, len(data))
+        data = replace(data, labels=labels, classes=read.classes)
+        forward = centred if read.likelihood.name == "categorical" else None
+        kind = likelihood or read.likelihood
+        task = cls(read.model, data, likelihood=kind, forward=forward, metadata=metadata)
         if read.labels:
             task.metadata.setdefault("label", read.labels)
         task.prior_precision = read.prior_precision
@@ -230,9 +206,7 @@ class Task:
     @property
     def quiet(self) -> Task:
         """The same task, without progress bars."""
-        silent = copy.copy(self)
-        silent.progress = False
-        return silent
+        return self._changed(progress=False)
 
     def subset(self, indices: Sequence[int] | Tensor) -> Task:
         """The same task on some of its examples (indices, or a boolean mask), in that order.
@@ -240,31 +214,21 @@ class Task:
         Raises:
             InputError: a mask of another length, or an index out of range.
         """
-        chosen = chosen_indices(indices, self.n_data, labels=self.examples.labels)
+        chosen = reading.chosen_indices(indices, self.n_data, labels=self.examples.labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
-        return self._made(
-            data=self.examples.subset(chosen),
+        return self._changed(
+            examples=self.examples.subset(chosen),
+            n_data=len(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
+            **ANOTHER,
         )
 
-    def _made(self, **other: Any) -> Task:
-        """A task of the same arguments, but for these."""
-        own = {
-            "model": self.model,
-            "data": self.examples,
-            "likelihood": self.likelihood,
-            "forward": self.forward,
-            "batch_size": self.chunk_size,
-            "memory_budget": self.memory_budget,
-            "progress": self.progress,
-            "device": self.device,
-            "metadata": self.metadata,
-        }
-        made = Task(**(own | other))
-        made.mean_over_outputs = self.mean_over_outputs
-        made.recipe = self.recipe
+    def _changed(self, **attributes: Any) -> Task:
+        """The same task, but for these attributes."""
+        made = copy.copy(self)
+        vars(made).update(attributes)
         return made
 
     def with_model(self, task: Task) -> Task:
@@ -275,13 +239,16 @@ class Task:
             InputError: DataFrames with other columns, or with other words for their classes.
         """
         self.examples.check_coded_as(task.examples)
-        if self.model is task.model and self.device == task.device:
-            self.plan_with(task)
-            return self
-        made = self.under(task.model, task.device)
-        if self.likelihood.estimated and task.likelihood.estimated:
-            made.likelihood = task.likelihood
-        made.plan_with(task)
+        made = self
+        if self.model is not task.model or self.device != task.device:
+            made = self.under(task.model, task.device)
+            if self.likelihood.estimated and task.likelihood.estimated:
+                made.likelihood = task.likelihood
+        alike = made.likelihood.is_sequence == task.likelihood.is_sequence
+        if made.forward is task.forward and alike:
+            mine, theirs = (_form(t.fetch(torch.zeros(1, dtype=torch.long))) for t in (made, task))
+            if mine == theirs:  # read alike
+                made.plans = task.plans
         return made
 
     def holding(self, buffers: Mapping[str, Tensor]) -> Task:
@@ -298,16 +265,7 @@ class Task:
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
-        return self._made(model=model, device=device)
-
-    def plan_with(self, task: Task) -> None:
-        """Read the model as another task does, where both run it alike on batches of one form."""
-        first = torch.zeros(1, dtype=torch.long)
-        alike = self.likelihood.is_sequence == task.likelihood.is_sequence
-        if self.model is task.model and self.forward is task.forward and alike:
-            mine, theirs = (_form(t.fetch(first)) for t in (self, task))
-            if mine == theirs:
-                self.plans = task.plans
+        return self._changed(model=model, device=device, plans={}, **ANOTHER)
 
     def fetch(self, indices: Tensor) -> Any:
         """The collated batch of these examples, on the task's device; of a causal language model,
@@ -316,9 +274,9 @@ class Task:
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
-        batch = moved(self.examples.batch(indices), self.device)
+        batch = reading.moved(self.examples.batch(indices), self.device)
         if isinstance(self.likelihood.kind, CausalLM):
-            batch = padded_behind(batch, self.likelihood.kind.ignore_index)
+            batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
         if not self._overwrites:
             return batch
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
@@ -356,14 +314,10 @@ class Task:
                 raise ModelError(f"parameter {name!r} is on the meta device; load the weights")
         for dtype, name in kinds.items():
             if dtype not in (torch.float32, torch.float64):
-                raise ModelError(
-                    f"parameter {name!r} is {dtype}; give real numbers of 16+ bits: model.float()"
-                )
+                raise ModelError(f"parameter {name!r} is {dtype}; give real numbers: model.float()")
         if len(kinds) > 1:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
-            raise ModelError(
-                f"the parameters are of several dtypes ({each}); make them one with model.float()"
-            )
+            raise ModelError(f"the parameters are of several dtypes ({each}): use model.float()")
         return next(iter(kinds))
 
     def run(
@@ -381,36 +335,31 @@ class Task:
             DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
                 dtype.
         """
-        if self.forward is default_forward:
-            check_inputs(batch, indices)
-        params = narrow(params)
-        before = versions(batch)
-        try:
-            with _differentiable(self.model), _swapped(self.model, params):
-                result = self.forward(self.model, batch)
-                if not (isinstance(result, tuple) and len(result) == 2):
-                    raise InputError(
-                        f"forward must return a tuple (outputs, targets), got {describe(result)}"
-                    )
-                outputs, targets = result
-        except (BLRError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # the user's own code
-            raise ModelError(
-                f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
-                f"{error}; do data, forward= and posterior belong to it?"
-            ) from error
-        self._overwrites = versions(batch) != before
-        outputs, targets = checked(outputs, targets, self.likelihood, indices)
+        if self.forward is reading.default_forward:
+            reading.check_inputs(batch, indices)
+        before = reading.versions(batch)
+
+        def failed() -> str:
+            return f"the model failed on a batch of {reading.describe(batch)}"
+
+        with (
+            told_as(ModelError, failed, "do data, forward= and posterior belong to it?"),
+            _differentiable(self.model),
+            _swapped(self.model, narrow(params)),
+        ):
+            result = self.forward(self.model, batch)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            got = reading.describe(result)
+            raise InputError(f"forward must return a tuple (outputs, targets), got {got}")
+        self._overwrites = reading.versions(batch) != before
+        outputs, targets = reading.checked(*result, self.likelihood, indices)
         if not self._looked_at:
             normalised = self.likelihood.looks_normalised(outputs.detach())
             self._looked_at = normalised or len(outputs) >= SEVERAL
             if normalised:
-                warnings.warn(
-                    "the model's outputs look like probabilities, and are read as logits; leave "
-                    "its softmax or sigmoid out, or give a loss of probabilities as likelihood=",
-                    stacklevel=2,
-                )
+                said = "the model's outputs look like probabilities, and are read as logits; leave "
+                said += "softmax or sigmoid out, or give a loss of probabilities as likelihood="
+                warnings.warn(said, stacklevel=2)
         return outputs, targets
 
     @contextmanager
@@ -421,24 +370,18 @@ class Task:
             ModelError: a BatchNorm layer is in training mode or keeps no running statistics.
         """
         for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
+                fault = "is in training mode; call model.eval()"
                 if module.running_mean is None:
-                    raise ModelError(
-                        f"BatchNorm layer {name!r} uses batch statistics; build it with "
-                        "track_running_stats=True and train, or use GroupNorm"
-                    )
-                if module.training:
-                    raise ModelError(
-                        f"BatchNorm layer {name!r} is in training mode; call model.eval()"
-                    )
+                    fault = "uses batch statistics; train with running ones, or use GroupNorm"
+                raise ModelError(f"BatchNorm layer {name!r} {fault}")
         modes = {module: module.training for module in self.model.modules()}
         try:
             self.model.eval()
             yield
         finally:
             for module, mode in modes.items():
-                if module.training != mode:
-                    module.training = mode
+                module.training = mode
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -459,14 +402,12 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    places: list[tuple[Any, str, Any]] = []
-    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
-        places.append((checkpoint, "_checkpoint_without_reentrant_generator", once))
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            places.append((torch.backends.cudnn, "enabled", False))
-        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            places.append((module, "sparse", False))
+    layers = list(model.modules())
+    places: list[Any] = [(checkpoint, "_checkpoint_without_reentrant_generator", once)]
+    if any(isinstance(layer, nn.RNNBase) for layer in layers):
+        places.append((torch.backends.cudnn, "enabled", False))
+    words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    places += [(layer, "sparse", False) for layer in words if layer.sparse]
     before = [getattr(place, name) for place, name, _ in places]
     try:
         for place, name, value in places:
@@ -480,33 +421,26 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The model at these parameters and buffers, detached from its own others."""
-    held = [
-        (part._parameters, attribute, p, f"{path}.{attribute}" if path else attribute)
+    places = [
+        (held, attribute, own, f"{path}.{attribute}" if path else attribute)
         for path, part in model.named_modules()
-        for attribute, p in part._parameters.items()
-        if p is not None
-    ]
-    buffers = [
-        (part._buffers, attribute, own, params[name])
-        for path, part in model.named_modules()
-        for attribute, own in part.named_buffers(recurse=False)
-        if (name := f"{path}.{attribute}" if path else attribute) in params
+        for held in (part._parameters, part._buffers)
+        for attribute, own in held.items()
+        if own is not None
     ]
     values: dict[int, Tensor] = {}
-    for _, _, p, name in held:  # the first place of a tied tensor is its name
-        if id(p) not in values:
-            values[id(p)] = stored(params[name], p) if name in params else p.detach()
+    for _, _, own, name in places:  # the first place of a tied tensor is its name
+        if isinstance(own, nn.Parameter) and id(own) not in values:
+            values[id(own)] = stored(params[name], own) if name in params else own.detach()
+        elif name in params and not isinstance(own, nn.Parameter):
+            values[id(own)] = params[name].to(own)
     try:
-        for place, attribute, p, _ in held:
-            place[attribute] = values[id(p)]  # type: ignore[assignment]
-        for place, attribute, own, value in buffers:
-            place[attribute] = value.to(own)
+        for held, attribute, own, _ in places:
+            held[attribute] = values.get(id(own), own)  # type: ignore[assignment]
         yield
     finally:
-        for place, attribute, p, _ in held:
-            place[attribute] = p
-        for place, attribute, own, _ in buffers:
-            place[attribute] = own
+        for held, attribute, own, _ in places:
+            held[attribute] = own  # type: ignore[assignment]
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
@@ -563,7 +497,6 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
     wanted = find_device(device)
     elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
     if elsewhere is not None:
-        raise DeviceError(
-            f"parameter {elsewhere!r} is on another device; move it: model.to({str(wanted)!r})"
-        )
+        remedy = f"move it: model.to({str(wanted)!r})"
+        raise DeviceError(f"parameter {elsewhere!r} is on another device; {remedy}")
     return wanted

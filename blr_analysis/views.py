@@ -1,56 +1,32 @@
-"""How a result shows itself: one open door to tables, one to pictures.
+"""How a result shows itself: ``.table`` and ``.plot()``.
 
-Results live below pandas and matplotlib, yet offer ``.table`` and ``.plot()``. The two
-functions here are the doors: a result class inherits :class:`Tabular` or :class:`Plottable`,
-and a module further up registers how to make its table or picture::
-
-    @make_table.register
-    def _(result: Scores) -> DataFrame: ...
-
-:mod:`blr_analysis.tables` and :mod:`blr_analysis.plots` register the makers of this package
-and are imported the first time somebody asks; any other module may register its own. This
-module imports neither pandas nor matplotlib.
-
-    >>> class Odd(Tabular):
-    ...     def __init__(self, values): self.values = values
-    >>> @make_table.register
-    ... def _(result: Odd): return {"value": list(result.values)}
-    >>> Odd([1, 2]).table
-    {'value': [1, 2]}
+Results live below pandas and matplotlib. A result class inherits :class:`Tabular` or
+:class:`Plottable`; how its table is made stands in :mod:`blr_analysis.tables`, how its picture is
+drawn is registered by :mod:`blr_analysis.plots`; both are imported when somebody asks first.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, singledispatch
+from importlib import import_module
 from typing import Any
 
 from blr_analysis.errors import BLRError, InputError
 
-__all__ = ["GroupRows", "Plottable", "Tabular", "make_plot", "make_table"]
-
-
 ROWS, COLUMNS, LINE = 10, 30, 400  # of a table, and characters of a line, that a notebook shows
 
 
-@singledispatch
 def make_table(result: object) -> Any:
-    """The DataFrame of a result, by the maker registered for its class.
-
-    Args:
-        result: an object whose class, or one of its bases, has a maker.
-
-    Returns:
-        A ``pandas.DataFrame`` with one row per example (or per group).
+    """The ``pandas.DataFrame`` of a result, one row per example (or per group).
 
     Raises:
-        InputError: no maker is registered for this class.
+        InputError: none is known for this class.
     """
-    return _maker(make_table, result, "table", "blr_analysis.tables")(result)
+    return import_module("blr_analysis.tables").table_of(result)
 
 
 @singledispatch
@@ -68,7 +44,11 @@ def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
     Raises:
         InputError: no maker is registered for this class.
     """
-    return _maker(make_plot, result, "picture", "blr_analysis.plots")(result, ax, **options)
+    import_module("blr_analysis.plots")
+    maker = make_plot.dispatch(type(result))
+    if maker is make_plot.dispatch(object):
+        raise InputError(f"no picture is known for {type(result).__name__}")
+    return maker(result, ax, **options)
 
 
 class Tabular:
@@ -127,29 +107,4 @@ class GroupRows(Tabular):
 
 
 def _line(result: object) -> str:
-    said = repr(result)
-    return (
-        f"<p><code>{html.escape(said if len(said) <= LINE else type(result).__name__)}</code></p>"
-    )
-
-
-def _maker(door: Any, result: object, thing: str, module: str) -> Callable[..., Any]:
-    """The maker for a result that nobody had registered before ``module`` was imported."""
-    kind = type(result)
-    nobody = door.dispatch(object)
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package in ("", "blr_analysis"):
-            raise
-        raise BLRError(
-            f"a {thing} needs the package {package!r}, which is not installed: "
-            f"run `pip install {package}`"
-        ) from missing
-    if door.dispatch(kind) is nobody:
-        raise InputError(
-            f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: register it with "
-            f"`@blr_analysis.views.{nobody.__name__}.register`"
-        )
-    return door.dispatch(kind)
+    return f"<p><code>{html.escape(repr(result)[:LINE])}</code></p>"

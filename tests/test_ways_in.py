@@ -159,7 +159,7 @@ def test_datasets(model: nn.Module) -> None:
     assert task.metadata["text"][3] == "example 3"
     named = data["train"].rename_column("label", "animal")
     same(blr.Task(Dictionary(model), named, target="animal"), blr.Task(model, (X, Y)))
-    with pytest.raises(DataError, match="'train'"):
+    with pytest.raises(DataError, match="several splits"):
         blr.Task(model, data)
     spelled = data["train"].remove_columns("label").add_column("kind", ["ab"[k] for k in Y])
     coded = blr.Task(Dictionary(model), spelled, target="kind")
