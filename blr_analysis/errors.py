@@ -72,10 +72,8 @@ def told_as(
     """
     try:
         yield
-    except (BLRError, MemoryError):
-        raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's
+        if isinstance(error, BLRError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
         failed = what if isinstance(what, str) else what()
         said = f"{failed}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -31,25 +31,20 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
-    with bar(total, label, show) as shown:
+    with Bar(total, label, show) as shown:
         for item in items:
             yield item
             shown.update()
 
 
-def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Bar:
-    """The bar of :func:`track` for work that tells its own progress (``update``); ``options`` are
-    tqdm's."""
-    delay = 0.0 if show else GLANCE
-    return Bar(show, total=total, desc=label, delay=delay, leave=False, **options)
-
-
 class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar, which logs once what is left of long work."""
+    """The bar of :func:`track` for work that tells its own progress (``update``), which logs once
+    what is left of long work; ``options`` are tqdm's."""
 
-    def __init__(self, show: bool | None, *, desc: str, **options: Any) -> None:
-        self.began, self.done, self.what = 0.0 if show is False else perf_counter(), 0.0, desc
-        super().__init__(desc=desc, disable=None if show is None else not show, **options)
+    def __init__(self, total: int | None, label: str, show: bool | None, **options: Any) -> None:
+        self.began, self.done, self.what = 0.0 if show is False else perf_counter(), 0.0, label
+        how = {"disable": None if show is None else not show, "delay": 0.0 if show else GLANCE}
+        super().__init__(total=total, desc=label, leave=False, **how, **options)
 
     def update(self, n: float | None = 1) -> bool | None:
         self.done += n or 0
@@ -57,6 +52,9 @@ class Bar(tqdm):  # type: ignore[type-arg]
             self.began = 0.0
             left = spent * ((self.total or 0) / self.done - 1)
             if left > LONG:
-                text = "%s: about %s more (%.3g of %.3g done)"
-                LOG.info(text, self.what, self.format_interval(left), self.done, self.total)
+                rest, done = self.format_interval(left), f"{self.done:.3g} of {self.total:.3g} done"
+                LOG.info("%s: about %s more (%s)", self.what, rest, done)
         return super().update(n)
+
+
+bar = Bar

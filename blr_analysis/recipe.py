@@ -13,14 +13,15 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import one_of, positive_int, positive_number
-from blr_analysis.errors import InputError
+from blr_analysis.checks import instance, one_of, positive_int, positive_number
+from blr_analysis.errors import InputError, told_as
 
 SCHEDULES: dict[str | None, Callable[[float], float]] = {
     None: lambda part: 1.0,
@@ -78,10 +79,10 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.optimizer, self.lr, self.options = optimizer, lr, options
         self.schedule, self.initial, self.train = schedule, initial, train
         self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
+        self.epochs = self.batch_size = 0
         if train is not None:
             if not callable(train):
                 raise InputError("train must be a function (data, seed) -> model or state dict")
-            self.epochs, self.batch_size = 0, 0
             return
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
@@ -93,8 +94,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             positive_number("lr", lr)
         elif isinstance(optimizer, str | type):
             raise InputError("a recipe needs lr=, the rate of its optimizer")
-        if initial is not None and not isinstance(initial, Mapping):
-            raise InputError("initial must be the state dict before training")
+        if initial is not None:
+            instance("initial", initial, Mapping, "the state dict before training")
         with torch.random.fork_rng(devices=[]):  # what is drawn here is not missed in training
             self.made(nn.Linear(1, 1), n_data=1, steps=1)
 
@@ -103,10 +104,11 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             return f"Recipe(train={getattr(self.train, '__name__', 'function')})"
         shown = {"lr": self.lr and self.lr * self.factor, "epochs": self.epochs}
         shown |= {"batch_size": self.batch_size, "schedule": self.schedule, **self.options}
-        said = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
         name = self.optimizer
-        said = [repr(name) if isinstance(name, str) else name.__name__, *said]
-        return f"Recipe({', '.join(said)}{', initial=...' * (self.initial is not None)})"
+        said = [repr(name) if isinstance(name, str) else name.__name__]
+        said += [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        said += ["initial=..."] if self.initial is not None else []
+        return f"Recipe({', '.join(said)})"
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -115,29 +117,21 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             return None
         told = ("optimizer", "lr", "epochs", "batch_size", "schedule")
         about = {name: getattr(self, name) for name in told} | self.options
-        try:
+        with suppress(TypeError):
             return json.loads(json.dumps(about))
-        except TypeError:
-            return None
+        return None
 
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
         """The optimizer of a model's trainable parameters, for so many examples and steps."""
         params = [p for p in model.parameters() if p.requires_grad]
-        factory, options = self._factory, dict(self.options)
-        try:
-            if not isinstance(self.optimizer, str | type):
-                optimizer = factory(params)
-            else:
-                taken = inspect.signature(factory).parameters
-                if "ess" in taken:
-                    options = {"ess": n_data, **options}
-                if "model" in taken:
-                    options = {"model": model, **options}
-                if "steps" in options:
-                    options["steps"] = steps
-                optimizer = factory(params, lr=self.lr, **options)
-        except TypeError as error:
-            raise InputError(f"the recipe's optimizer cannot be made: {error}") from error
+        factory, options = self._factory, {}
+        if isinstance(self.optimizer, str | type):
+            taken = inspect.signature(factory).parameters
+            options = {n: v for n, v in {"ess": n_data, "model": model}.items() if n in taken}
+            options |= {"lr": self.lr, **self.options}
+            options |= {"steps": steps} if "steps" in options else {}
+        with told_as(InputError, "the recipe's optimizer cannot be made"):
+            optimizer = factory(params, **options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError("the recipe's optimizer makes no torch.optim.Optimizer")
         for group in optimizer.param_groups:

@@ -13,25 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from blr_analysis.checks import bare_name, some
 from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.files import Folder
 
 PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the weights that were kept
-FILES = ("model*.safetensors", "adapter_model.safetensors", "*.safetensors")
 State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's own trainable parameters and persistent buffers."""
-    kept = model.state_dict()
-    names = {n for n, p in model.named_parameters() if p.requires_grad}
-    own = dict(model.named_parameters())
-    buffers = {n: b for n, b in model.named_buffers() if n in kept}
-    return {n: own[n].detach() for n in own if n in names} | buffers
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return trained | buffers_of(model)
 
 
 def buffers_of(model: nn.Module) -> State:
@@ -100,13 +95,8 @@ def _source(one: Any) -> Any:
         return one.state_dict()
     if not isinstance(one, str | os.PathLike):
         raise InputError(f"a checkpoint is a state dict or a file, got {type(one).__name__}")
-    path = Path(one)
-    if path.is_file():
-        return lambda: _read([path])
-    for pattern in FILES:
-        if found := sorted(path.glob(pattern)):
-            return lambda: _read(found)
-    raise StorageError(f"{str(path)!r} holds no safetensors file of weights")
+    adapter = (Path(one) / "adapter_model.safetensors").is_file()
+    return Folder.open(one, stem="adapter_model" if adapter else "model").tensors
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
@@ -131,31 +121,24 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
     return [sources[step] for step in thinned(list(sources), end)]
 
 
-def _read(paths: Sequence[Path]) -> State:
-    held: State = {}
-    for path in paths:
-        try:
-            held |= load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise StorageError(f"{str(path)!r} is no safetensors file: {error}") from error
-    return held
-
-
 def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> State:
     """The state by the model's own names."""
-    places = {bare_name(n).replace(".default.", "."): t for n, t in held.items()}
+
+    def plain(name: str) -> str:
+        return bare_name(name).replace(".default.", ".")
+
+    places = {plain(n): t for n, t in held.items()}
     aliases: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(p), []).append(name)
     own, state, wrong = dict(model.named_parameters()), {}, []
     for name, tensor in state_of(model).items():
-        names = aliases.get(id(own.get(name)), [name])
-        keys = [k for n in names if (k := bare_name(n).replace(".default.", ".")) in places]
-        found = places[keys[0]] if keys else None
-        if not isinstance(found, Tensor) or found.shape != tensor.shape:
-            wrong += [name]
-        else:
+        names = map(plain, aliases.get(id(own.get(name)), [name]))
+        found = next((places[n] for n in names if n in places), None)
+        if isinstance(found, Tensor) and found.shape == tensor.shape:
             state[name] = found.detach().to(tensor.device)
+        else:
+            wrong.append(name)
     if wrong:
         raise ModelError(f"{where} is another model's: no {some(wrong)} of this model's shape")
     for name, tensor in state.items():

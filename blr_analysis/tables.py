@@ -38,6 +38,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,41 +54,47 @@ from blr_analysis.memory_map import REGIONS, error_size, variance_size
 
 # One row per example
 
+ANSWERED = "target=targets prediction=predictions"
 COLUMNS = {  # by the class of the result; one with a question mark is not there where it is None
-    "Scores": "target prediction loss error variance deviation self_influence leverage",
-    "LeaveOneOut": "target prediction prediction_before loss loss_before deviation leverage "
-    "correction",
-    "Predictions": "loss target? mean?",
-    "SequenceScores": "tokens loss loss_per_token error self_influence variance? variance_error?",
-    "SequenceLeaveOneOut": "tokens loss loss_before loss_per_token loss_per_token_before "
-    "correction",
-    "TokenScores": "sequence position target loss change loss_without",
-    "SiteLeaveOneOut": "loss loss_before",
-    "SiteScores": "loss deviation",
-    "Suspicions": "kind target? prediction? proposed loss left_out unfamiliarity closeness twin",
+    "Scores": f"{ANSWERED} loss=losses error variance deviation self_influence leverage",
+    "LeaveOneOut": f"{ANSWERED} prediction_before=predictions_before loss=losses "
+    "loss_before=losses_before deviation leverage correction",
+    "Predictions": "loss=losses target?=targets mean?",
+    "SequenceScores": "tokens loss=losses loss_per_token=losses/tokens error self_influence "
+    "variance? variance_error?",
+    "SequenceLeaveOneOut": "tokens loss=losses loss_before=losses_before "
+    "loss_per_token=losses/tokens loss_per_token_before=losses_before/tokens correction",
+    "TokenScores": "sequence position target loss=losses change loss_without=losses_without",
+    "SiteLeaveOneOut": "loss=losses loss_before=losses_before",
+    "SiteScores": "loss=losses deviation",
+    "Suspicions": "kind target?=targets prediction?=predictions proposed loss=losses "
+    "left_out_loss=left_out unfamiliarity closeness twin",
 }
-ATTRIBUTES = {"target": "targets", "prediction": "predictions", "loss": "losses"}
 SIZES = {"error": error_size, "variance": variance_size}
 
 
 def example_table(result: Any, columns: str) -> pd.DataFrame:
     """One row per example in the order of the dataset: index, the columns, the user's metadata."""
     values: dict[str, Any] = {"index": np.arange(len(result.losses))}
-    for column in columns.split():
-        name = column.removesuffix("?")
-        value = _column(result, name)
+    for column, where in _named(columns):
+        name, (attribute, _, per) = column.removesuffix("?"), where.partition("/")
+        value = getattr(result, attribute.removesuffix("?"))
+        if value is not None and (per or name in SIZES):
+            value = value / getattr(result, per) if per else SIZES[name](value)
         if value is not None or name == column:
             values[name] = value
     return _frame(values, getattr(result, "metadata", None))
 
 
-def _column(result: Any, name: str) -> Any:
-    if "_per_token" in name:
-        return _column(result, name.replace("_per_token", "")) / result.tokens
-    stem, _, when = name.partition("_")
-    attribute = "_".join(filter(None, (ATTRIBUTES.get(stem, stem), when)))
-    value = getattr(result, attribute if hasattr(result, attribute) else name)
-    return value if value is None or name not in SIZES else SIZES[name](value)
+def _parts(parts: Iterable[Any], columns: str) -> pd.DataFrame:
+    """One row for each part."""
+    rows = [[attrgetter(where)(part) for _, where in _named(columns)] for part in parts]
+    return pd.DataFrame(rows, columns=[name for name, _ in _named(columns)])
+
+
+def _named(columns: str) -> list[tuple[str, str]]:
+    """The names of the columns, and where they stand in a result."""
+    return [(name, where or name) for name, _, where in (c.partition("=") for c in columns.split())]
 
 
 def _array(values: Any) -> Any:
@@ -159,7 +166,7 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     ============= ========================================================== ===============
     """
     table = example_table(suspicions, COLUMNS["Suspicions"])
-    table = table.rename(columns={"left_out": "left_out_loss"}).assign(
+    table = table.assign(
         kind=pd.Categorical(suspicions.kind, ["label", "unfamiliar", "duplicate", "none"]),
         twin=-1 if suspicions.twin is None else table["twin"],
     )
@@ -383,20 +390,14 @@ def _plan(plan: Any) -> pd.DataFrame:
     note       tied copies, precisions that are missing
     ========== =====================================================================
     """
-    rows = [
-        {
-            "tensor": item.name,
-            "fate": item.fate,
-            "dtype": str(item.spec.dtype).removeprefix("torch."),
-            "shape": " × ".join(map(str, item.spec.shape)) or "1",
-            "bytes": item.spec.nbytes,
-            "weights": ", ".join(f"{a:g}" for a in item.weights),
-            "precisions": ", ".join(item.curved),
-            "note": item.note,
-        }
-        for item in plan.items
-    ]
-    return pd.DataFrame(rows)
+    columns = "tensor=name fate dtype=spec.dtype shape=spec.shape bytes=spec.nbytes weights "
+    table = _parts(plan.items, columns + "precisions=curved note")
+    return table.assign(
+        dtype=[str(dtype).removeprefix("torch.") for dtype in table["dtype"]],
+        shape=[" × ".join(map(str, shape)) or "1" for shape in table["shape"]],
+        weights=[", ".join(f"{a:g}" for a in weights) for weights in table["weights"]],
+        precisions=table["precisions"].map(", ".join),
+    )
 
 
 def _report(report: Any) -> pd.DataFrame:
@@ -424,22 +425,11 @@ def rule_table(table: Any) -> pd.DataFrame:
     runs           the module that runs it
     ============== ===========================================================================
     """
-    rows = [
-        {
-            "algorithm": row.algorithm,
-            "family": row.family,
-            "loss": row.look.name,
-            "hessian": row.curvature.name,
-            "departures": ", ".join(row.move.departures),
-            "approximations": row.approximations,
-            "section": row.section,
-            "analysable": bool(row.analysable),
-            "through": row.analysable,
-            "runs": row.runs,
-        }
-        for row in table.rows
-    ]
-    return pd.DataFrame(rows)
+    columns = "algorithm family loss=look.name hessian=curvature.name departures=move.departures "
+    columns += "approximations section analysable through=analysable runs"
+    table = _parts(table.rows, columns)
+    departures = table["departures"].map(", ".join)
+    return table.assign(departures=departures, analysable=table["analysable"].astype(bool))
 
 
 def _topics(topics: Any) -> pd.DataFrame:
