@@ -15,17 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data as tud
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
 
 from blr_analysis.checks import some
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, told_as
@@ -50,7 +42,7 @@ class Examples:
     """
 
     dataset: Any
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] = tud.default_collate
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
     labels: tuple[Any, ...] | None = None
@@ -92,7 +84,7 @@ class Examples:
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
         labels = self.labels and tuple(self.labels[i] for i in indices)
-        return replace(self, dataset=Subset(self.dataset, list(indices)), labels=labels)
+        return replace(self, dataset=tud.Subset(self.dataset, list(indices)), labels=labels)
 
     def check_coded_as(self, others: Examples) -> None:
         """Raise :class:`InputError` where a column or a class has another number in the others."""
@@ -116,13 +108,13 @@ class Examples:
         return self._tensors is not None
 
     @cached_property
-    def _tensors(self) -> tuple[TensorDataset, Tensor | None] | None:
+    def _tensors(self) -> tuple[tud.TensorDataset, Tensor | None] | None:
         """The tensors, and which of their rows, of a part of them; None of any other data."""
         dataset, rows = self.dataset, None
-        while type(dataset) is Subset:
+        while type(dataset) is tud.Subset:
             own = torch.as_tensor(dataset.indices)
             dataset, rows = dataset.dataset, own if rows is None else own[rows]
-        if not isinstance(dataset, TensorDataset) or self.collate is not default_collate:
+        if not isinstance(dataset, tud.TensorDataset) or self.collate is not tud.default_collate:
             return None
         if rows is not None and len(rows):
             rows = torch.where(rows < 0, rows + len(dataset), rows)
@@ -150,9 +142,7 @@ def read_data(data: Any) -> Examples:
     return examples
 
 
-def opened(
-    data: Any, target: str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Any, Mapping[str, Any] | None]:
+def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
     numbers of a DataFrame in the model's ``dtype``.
 
@@ -228,7 +218,7 @@ def _of_numbers(feature: Any) -> bool:
 
 
 def _examples(data: Any) -> Examples:
-    if isinstance(data, DataLoader):
+    if isinstance(data, tud.DataLoader):
         inside = _examples(data.dataset).dataset
         _check_sampler(data)
         return Examples(inside, data.collate_fn)
@@ -239,11 +229,11 @@ def _examples(data: Any) -> Examples:
     if several and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
     inner = data
-    while isinstance(inner, Subset):
+    while isinstance(inner, tud.Subset):
         if np.asarray(inner.indices).dtype == bool:
             raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
         inner = inner.dataset
-    unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
+    unfit = isinstance(data, (tud.IterableDataset, Mapping, str, bytes))
     if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         wanted = "a map-style Dataset, a DataLoader over one, or (X, y) tensors"
         got = f"{type(data).__name__}; list what is iterable, take one of several splits"
@@ -251,7 +241,7 @@ def _examples(data: Any) -> Examples:
     return Examples(data)
 
 
-def _pair(data: Sequence[Any]) -> TensorDataset:
+def _pair(data: Sequence[Any]) -> tud.TensorDataset:
     if len(data) != 2:
         raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
     tensors: list[Tensor] = []
@@ -262,12 +252,12 @@ def _pair(data: Sequence[Any]) -> TensorDataset:
     x, y = tensors
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise DataError(f"X and y must have the same length, got {[*x.shape]} and {[*y.shape]}")
-    return TensorDataset(x, y)
+    return tud.TensorDataset(x, y)
 
 
-def _check_sampler(loader: DataLoader[Any]) -> None:
+def _check_sampler(loader: tud.DataLoader[Any]) -> None:
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-    every = isinstance(sampler, SequentialSampler | RandomSampler)
+    every = isinstance(sampler, tud.SequentialSampler | tud.RandomSampler)
     every = every and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
     if not every or getattr(sampler, "replacement", False):
         kind = type(sampler or loader.batch_sampler).__name__
@@ -288,9 +278,7 @@ def _bytes(batch: Any) -> bytes:
     return b"".join(told)
 
 
-def row_labels(
-    given: Mapping[str, Any], n_data: int, known: tuple[Any, ...] | None = None
-) -> tuple[Any, ...] | None:
+def row_labels(given: Mapping[str, Any], n_data: int, known: Any = None) -> Any:
     """The one index of all the pandas objects among these, which have a row for each example, and
     of the data, where it is ``known``.
 
@@ -299,9 +287,7 @@ def row_labels(
     Raises:
         InputError: they differ.
     """
-    held = {
-        tuple(x.index) for x in given.values() if hasattr(x, "to_numpy") and hasattr(x, "index")
-    }
+    held = {tuple(x.index) for x in given.values() if hasattr(x, "reindex")}
     held |= set() if known is None else {known}
     places = tuple(range(n_data))
     others = held - {places}
@@ -330,7 +316,7 @@ def chosen_indices(
         indices = indices.to_numpy() if hasattr(indices, "to_numpy") else indices
         indices = list(indices) if isinstance(indices, range | set) else indices
         values = indices if isinstance(indices, Tensor) else torch.tensor(indices)
-    values = values.reshape(1) if values.ndim == 0 else values
+    values = torch.atleast_1d(values)
     if values.ndim != 1 or (len(values) and (values.is_floating_point() or values.is_complex())):
         got = f"{values.dtype} of shape {tuple(values.shape)}"
         raise InputError(f"{name} must hold booleans or integer indices, got {got}")
@@ -344,31 +330,19 @@ def chosen_indices(
     return chosen
 
 
-def distinct_indices(
-    indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
-) -> list[int]:
-    """The same, of which there must be one at least, and none twice."""
-    chosen = chosen_indices(indices, n_data, name, labels)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise InputError(f"{name} must name an example or more, and each once")
-    return chosen
-
-
 def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
     """A boolean Series in the order of the examples, where it is certain."""
     own, places = list(mask.index), list(range(n_data))
     known = places if labels is None else list(labels)
     if own == known or len(own) != n_data:
         return mask
-    if set(known) != set(places):  # no label that may be meant as a place
-        if own == places:
-            return mask
-        if mask.index.is_unique and set(own) == set(known):
-            return mask.reindex(known)
-    raise InputError(
-        f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the {n_data} examples; "
-        f"pass {name}.to_numpy() if it is in their order"
-    )
+    named = set(known) != set(places)  # no label that may be meant as a place
+    if named and own == places:
+        return mask
+    if named and mask.index.is_unique and set(own) == set(known):
+        return mask.reindex(known)
+    said = f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the examples"
+    raise InputError(f"{said}; pass {name}.to_numpy() if it is in their order")
 
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
@@ -398,14 +372,13 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch on a device: tensors inside lists, tuples and mappings, and what has ``.to``."""
-    if isinstance(batch, Mapping):
-        return {k: moved(v, device) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(v, device) for v in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(moved(v, device) for v in batch)
-    send = getattr(batch, "to", None)
-    return send(device) if callable(send) else batch
+
+    def send(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {k: moved(v, device) for k, v in x.items()}
+        return x.to(device) if callable(getattr(x, "to", None)) else x
+
+    return tree_map(send, batch, is_leaf=lambda x: isinstance(x, Mapping))
 
 
 def padding(batch: Any) -> tuple[Tensor | None, Any]:
@@ -477,26 +450,20 @@ def check_inputs(batch: Any, indices: Tensor | None) -> None:
     """Refuse NaN and inf in the x of (x, y) pairs, which a saturated layer would hide."""
     x = batch[0] if isinstance(batch, tuple | list) and batch else None
     if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 0:
-        _check_finite(x, indices, DataError, "the inputs hold NaN or inf", "drop or mend those")
+        _check_finite(x, indices, DataError, "the inputs hold NaN or inf {}; drop or mend those")
 
 
-def _check_finite(
-    x: Tensor, indices: Tensor | None, error: type[BLRError], said: str, remedy: str
-) -> None:
+def _check_finite(x: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
     if not bool(torch.isfinite(x.sum())):  # the quicker question
-        bad = ~torch.isfinite(x).reshape(len(x), -1).all(1)
-        _refuse(bad, indices, error, said, remedy)
+        _refuse(~torch.isfinite(x).reshape(len(x), -1).all(1), indices, error, said)
 
 
-def _refuse(
-    bad: Tensor, indices: Tensor | None, error: type[BLRError], said: str, remedy: str
-) -> None:
+def _refuse(bad: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
     """Raise the error where there are bad rows, with the first of them."""
     rows = bad.nonzero().flatten().cpu()
     if len(rows):
         named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
-        first = f"in {len(rows)} examples, the first at index {int(named[0])}"
-        raise error(f"{said} {first}; {remedy}")
+        raise error(said.format(f"in {len(rows)} examples, the first at index {int(named[0])}"))
 
 
 def checked(
@@ -529,10 +496,10 @@ def checked(
     outputs, targets = likelihood.prepare(outputs, targets)
     counted = likelihood.counted(targets)
     if counted is not None:  # sequences without a token to score would have no loss at all
-        remedy = "drop those sequences"
-        _refuse(~counted.any(-1), indices, DataError, "every label is ignored", remedy)
-    said, remedy = "the model's outputs are NaN or inf", "check weights and inputs"
-    _check_finite(outputs.detach(), indices, ModelError, said, remedy)
+        said = "every label is ignored {}; drop those sequences"
+        _refuse(~counted.any(-1), indices, DataError, said)
+    said = "the model's outputs are NaN or inf {}; check weights and inputs"
+    _check_finite(outputs.detach(), indices, ModelError, said)
     return outputs, targets
 
 

@@ -90,7 +90,7 @@ def read_estimator(
     if name not in _READERS:
         known = f"{', '.join(_READERS)} and their Pipelines; of a search give best_estimator_"
         raise InputError(f"no likelihood is known for {name}, but for {known}")
-    x, values = _inputs(estimator, X), _targets(y)
+    x, values = _checked(estimator, X, y)
     labels = words = None
     if values.ndim == 1 and hasattr(estimator, "classes_"):
         classes = estimator.classes_
@@ -177,29 +177,20 @@ _READERS = {
 }
 
 
-def _inputs(estimator: Any, X: Any) -> Tensor:
-    """What the estimator sees, dense, in float64."""
+def _checked(estimator: Any, X: Any, y: Any) -> tuple[Tensor, np.ndarray]:
+    """What the estimator sees, dense, in float64, and y, without NaN, inf and None."""
     from sklearn.utils import check_array
 
     X = X.toarray() if hasattr(X, "toarray") else X
-    with told_as(DataError, "X is not what the estimator was fitted to"):
-        values = check_array(X, dtype="float64", input_name="X", copy=True)
-    if values.shape[1] != estimator.n_features_in_:
+    with told_as(DataError, "X or y is not what the estimator was fitted to"):
+        x = check_array(X, dtype="float64", input_name="X", copy=True)
+        values = check_array(y, dtype=None, ensure_2d=False, input_name="y")
+    if x.shape[1] != estimator.n_features_in_:
         columns = estimator.n_features_in_
-        raise InputError(f"X of shape {values.shape} for an estimator of {columns} columns")
-    return torch.from_numpy(values)
-
-
-def _targets(y: Any) -> np.ndarray:
-    """y as an array, without NaN, inf and None."""
-    from sklearn.utils import assert_all_finite
-
-    values = np.asarray(y)
-    with told_as(DataError, "y is not what the estimator was fitted to"):
-        assert_all_finite(values, input_name="y")
+        raise InputError(f"X of shape {x.shape} for an estimator of {columns} columns")
     if values.dtype == object and None in values.tolist():
         raise DataError("y holds None; drop those examples")
-    return values
+    return torch.from_numpy(x), values
 
 
 def _linear(estimator: Any) -> nn.Linear:

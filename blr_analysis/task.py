@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -193,10 +193,8 @@ class Task:
         return self.n_data
 
     def __repr__(self) -> str:
-        return (
-            f"Task({type(self.model).__name__}, {self.n_data} examples, {self.likelihood.name}, "
-            f"device={self.device})"
-        )
+        about = f"{self.n_data} examples, {self.likelihood.name}, device={self.device}"
+        return f"Task({type(self.model).__name__}, {about})"
 
     @property
     def dataset(self) -> Any:
@@ -257,10 +255,7 @@ class Task:
         if all(torch.equal(own[n], b.to(own[n])) for n, b in buffers.items() if n in own):
             return self
         model = copy.deepcopy(self.model)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+        model.load_state_dict(dict(buffers), strict=False)
         return self.under(model, self.device)
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
@@ -300,24 +295,19 @@ class Task:
         own = dict(self.model.named_parameters())
         return {n: shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
 
-    def check_parameters(self, names: Iterable[str]) -> torch.dtype:
+    def check_parameters(self, names: Collection[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
 
         Raises:
             ModelError: several dtypes, complex or whole numbers, no values.
         """
         own = dict(self.model.named_parameters())
-        kinds: dict[torch.dtype, str] = {}
-        for name in names:
-            kinds.setdefault(working(own[name].dtype), name)
-            if own[name].is_meta:
-                raise ModelError(f"parameter {name!r} is on the meta device; load the weights")
-        for dtype, name in kinds.items():
-            if dtype not in (torch.float32, torch.float64):
-                raise ModelError(f"parameter {name!r} is {dtype}; give real numbers: model.float()")
-        if len(kinds) > 1:
+        kinds = {working(own[name].dtype): name for name in names}
+        if away := [name for name in names if own[name].is_meta]:
+            raise ModelError(f"parameter {away[0]!r} is on the meta device; load the weights")
+        if len(kinds) > 1 or not kinds.keys() <= {torch.float32, torch.float64}:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
-            raise ModelError(f"the parameters are of several dtypes ({each}): use model.float()")
+            raise ModelError(f"parameters must be real, of one dtype ({each}): use model.float()")
         return next(iter(kinds))
 
     def run(
@@ -421,13 +411,7 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The model at these parameters and buffers, detached from its own others."""
-    places = [
-        (held, attribute, own, f"{path}.{attribute}" if path else attribute)
-        for path, part in model.named_modules()
-        for held in (part._parameters, part._buffers)
-        for attribute, own in held.items()
-        if own is not None
-    ]
+    places = _places(model)
     values: dict[int, Tensor] = {}
     for _, _, own, name in places:  # the first place of a tied tensor is its name
         if isinstance(own, nn.Parameter) and id(own) not in values:
@@ -436,11 +420,11 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
             values[id(own)] = params[name].to(own)
     try:
         for held, attribute, own, _ in places:
-            held[attribute] = values.get(id(own), own)  # type: ignore[assignment]
+            held[attribute] = values.get(id(own), own)
         yield
     finally:
         for held, attribute, own, _ in places:
-            held[attribute] = own  # type: ignore[assignment]
+            held[attribute] = own
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
@@ -449,10 +433,9 @@ def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     with told_as(InputError, "weights must be numbers, one per example"):
         held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
         w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
-    if w.shape != (n_data,):
-        raise InputError(f"weights of shape {tuple(w.shape)} for {n_data} examples; give one each")
-    if not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
-        raise InputError("weights must be finite, 0 or more, and not all 0")
+    if w.shape != (n_data,) or not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
+        wanted = f"{n_data} finite numbers, 0 or more, not all 0"
+        raise InputError(f"weights must be {wanted}, got a shape of {tuple(w.shape)}")
     return Weighted(likelihood.plain, w)
 
 
@@ -463,12 +446,18 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
     places, and a module that is registered twice has its own only once, because
     ``functional_call`` would swap those twice and give back the wrong ones.
     """
-    return {
-        f"{path}.{attribute}" if path else attribute: p
+    return {name: p for *_, p, name in _places(module) if isinstance(p, nn.Parameter)}
+
+
+def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, str]]:
+    """Every place below a module that holds a parameter or a buffer: where, what, by which name."""
+    return [
+        (held, attribute, tensor, f"{path}.{attribute}" if path else attribute)
         for path, part in module.named_modules()
-        for attribute, p in part._parameters.items()
-        if p is not None
-    }
+        for held in (part._parameters, part._buffers)
+        for attribute, tensor in held.items()
+        if tensor is not None
+    ]
 
 
 def _form(batch: Any) -> Any:
