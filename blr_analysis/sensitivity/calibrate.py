@@ -25,7 +25,7 @@ from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.sensitivity.corrections import (
     bound_of,
     left_out_by,
-    prediction_variance,
+    prediction_variances,
     self_influence,
     taken,
 )
@@ -154,9 +154,11 @@ def _left_out(task: Task, q: Posterior, chosen: Tensor) -> Losses:
         before, rise = (torch.cat(part) for part in zip(*parts, strict=True))
         return lambda scale: before + scale * rise
     word, bound, kept = taken(q, "auto"), bound_of(q), []
-    for chunk in chunks(task.quiet, q.mean, indices=chosen):
-        seen = chunk.outputs, chunk.targets, errors(task, chunk), prediction_variance(q, chunk)
-        kept.append([t.cpu().double() if t.is_floating_point() else t.cpu() for t in seen])
+    for chunk in chunks(task.quiet, q.mean, by_parts=True, indices=chosen):
+        error = errors(task, chunk)
+        for rows, v in prediction_variances(q, chunk):
+            seen = chunk.outputs[rows], chunk.targets[rows], error[rows], v
+            kept.append([t.cpu().double() if t.is_floating_point() else t.cpu() for t in seen])
     f, y, e, v = (torch.cat(part) for part in zip(*kept, strict=True))
     likelihood = task.likelihood.at(chosen)
 

@@ -112,12 +112,6 @@ def prediction_variances(q: Posterior, chunk: Chunk) -> Iterator[tuple[slice, Te
         yield rows, v
 
 
-def prediction_variance(q: Posterior, chunk: Chunk) -> Tensor:
-    """The same of the whole chunk."""
-    parts = [v for _, v in prediction_variances(q, chunk)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def self_influence(q: Posterior, chunk: Chunk, error: Tensor, *, last: bool = False) -> Tensor:
     """g_iᵀ Σ g_i of a chunk, ``[B]``, from its e_i: one backward pass."""
     influence = q.form.gram(chunk.terms(error.unsqueeze(1), last=last)).flatten()

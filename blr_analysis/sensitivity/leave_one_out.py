@@ -29,6 +29,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import (
+    HIGH,
     WORDS,
     bound_of,
     left_out_by,
@@ -184,6 +185,9 @@ def leave_one_out(
                 RuntimeWarning,
                 stacklevel=3,
             )
+    steep = int(((levers > HIGH) & (used != WORDS.index("descent"))).sum())
+    curved = q.at_minimum and not isinstance(likelihood.kind, Gaussian)
+    rough = f"{steep} losses are rough, of leverage above {HIGH}: refine= solves them"
     return LeaveOneOut(
         logits=after,
         losses=likelihood.nll(after, targets),
@@ -197,7 +201,7 @@ def leave_one_out(
         correction=[WORDS[k] for k in used.tolist()],
         likelihood=likelihood,
         metadata=task.metadata,
-        note=q.note,
+        note="; ".join(filter(None, [q.note, rough if steep and curved else ""])),
     )
 
 

@@ -225,10 +225,10 @@ def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
 
 
 def checked_grid(grid: Any) -> list[float]:
-    """The δ of a grid, rising.
+    """The δ of a grid, rising, each once.
 
     Raises:
-        InputError: none, not positive and finite, or the same twice.
+        InputError: none, or not positive and finite.
     """
     try:
         values = [positive_number("grid", v) for v in grid]
@@ -236,7 +236,4 @@ def checked_grid(grid: Any) -> list[float]:
         raise InputError(f"grid must be a sequence of numbers, got {grid!r}") from error
     if not values:
         raise InputError("grid is empty; give prior precisions, such as 0.1, 1, 10")
-    if len(set(values)) < len(values):
-        twice = next(v for v in values if values.count(v) > 1)
-        raise InputError(f"grid holds {twice:g} more than once; name each δ once")
-    return sorted(values)
+    return sorted(set(values))

@@ -487,7 +487,6 @@ OPTIONS: list[tuple[Any, type, str]] = [
     (lambda b: blr.calibrate(b.task, b.q, probe=0), InputError, "probe"),
     (lambda b: blr.rerun(b.task, seeds=0), InputError, "seeds"),
     (lambda b: blr.select_prior_precision(b.task, []), InputError, "empty"),
-    (lambda b: blr.select_prior_precision(b.task, [1.0, 1.0]), InputError, "more than once"),
     (lambda b: blr.select_prior_precision(b.task, [-1.0]), InputError, "positive"),
     (lambda b: blr.select_prior_precision(b.task, [torch.inf]), InputError, "finite"),
     (lambda b: blr.select_prior_precision(b.task, 3.0), InputError, "sequence"),
