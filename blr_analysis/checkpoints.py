@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
-from blr_analysis.files import Folder, drafted
+from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.snapshots import State, state_of, thinned
+from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
@@ -31,17 +30,6 @@ LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
 OPTIMIZER, RECORDER = "optimizer/", "recorder/"  # before what is theirs
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
 COUNTS = ("passes", "recorded")  # of the recorder, beside its means
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One step: weights, buffers and what was learned, or the file that holds them."""
-
-    step: int
-    held: State | Path
-
-    def read(self) -> State:
-        return self.held if isinstance(self.held, dict) else Folder.open(self.held).tensors()
 
 
 class Checkpoints:
@@ -93,11 +81,11 @@ class Checkpoints:
             one_of("structure", structure, ("kron",))
         self.recorder = KroneckerRecorder(self.model, every=EVERY) if structure else None
         self.done = 0
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: dict[int, State | Path] = {}  # by step
         self._steps_by_look: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
-        kept = ", ".join(str(s.step) for s in self._thinned(self.model))
+        kept = ", ".join(map(str, self._thinned(self.model)))
         return f"Checkpoints({self.done} steps, kept: {kept or 'none'})"
 
     def step(self) -> None:
@@ -111,22 +99,21 @@ class Checkpoints:
         self.done += 1
         self._steps_by_look[_look(self.model)] = self.done
         if self._due():
-            self.snapshots.append(self._snapshot())
+            self._keep()
 
     def _due(self) -> bool:
         if self.steps is None:
             return self.done & (self.done - 1) == 0
         return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
 
-    def _snapshot(self) -> Snapshot:
+    def _keep(self) -> None:
         held = self._present()
-        if self.folder is None:
-            return Snapshot(self.done, held)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        place = self.folder / f"step-{self.done:08d}.safetensors"
-        with drafted(place) as draft:
-            save_file({n: t.contiguous() for n, t in held.items()}, draft, {"format": "pt"})
-        return Snapshot(self.done, place)
+        self.snapshots[self.done] = held
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.snapshots[self.done] = place = self.folder / f"step-{self.done:08d}.safetensors"
+            with drafted(place) as draft:
+                save_file({n: t.contiguous() for n, t in held.items()}, draft, {"format": "pt"})
 
     def _learned(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Each number that the optimizer keeps of a parameter: its name, and where it stands."""
@@ -164,38 +151,36 @@ class Checkpoints:
     def begin(self, step: int = 0) -> None:
         """Before the first step, whose weights are kept too; or after this many, where a training
         is resumed, with what the folder holds of them."""
-        self.done, self.snapshots, self._steps_by_look = step, [], {}
+        self.done, self.snapshots, self._steps_by_look = step, {}, {}
         for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
             taken = int(place.stem.removeprefix("step-"))
             if step and taken <= step:
-                self.snapshots.append(Snapshot(taken, place))
+                self.snapshots[taken] = place
             else:
                 place.unlink()  # of another training
         if step == 0:
-            self.snapshots.append(self._snapshot())
+            self._keep()
 
     @property
     def first(self) -> State | None:
         """The weights and buffers that training began with, where they were kept."""
-        held = next((s.read() for s in self.snapshots if s.step == 0), None)
+        held = read(self.snapshots[0]) if 0 in self.snapshots else None
         return None if held is None else {name: held[name] for name in state_of(self.model)}
 
     def settle(self) -> None:
         """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
-        kept = [s for s in self.snapshots if s.step == 0] + self._thinned(self.model)
-        for snapshot in self.snapshots:
-            if snapshot not in kept and isinstance(snapshot.held, Path):
-                snapshot.held.unlink(missing_ok=True)
-        self.snapshots = kept
+        kept = {0, *self._thinned(self.model)}
+        for held in [self.snapshots.pop(step) for step in {*self.snapshots} - kept]:
+            if isinstance(held, Path):
+                held.unlink(missing_ok=True)
 
-    def states(self, model: nn.Module) -> list[Callable[[], State]]:
+    def states(self, model: nn.Module) -> list[State | Path]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
-        return [snapshot.read for snapshot in self._thinned(unwrapped(model))]
+        return [self.snapshots[step] for step in self._thinned(unwrapped(model))]
 
-    def _thinned(self, model: nn.Module) -> list[Snapshot]:
+    def _thinned(self, model: nn.Module) -> list[int]:
         end = self._steps_by_look.get(_look(model), self.done)
-        wanted = thinned([s.step for s in self.snapshots], end)
-        return [s for s in self.snapshots if s.step in wanted]
+        return thinned(list(self.snapshots), end)
 
     def posterior(
         self, *, n_data: int, prior_precision: Any = None, initial: Any = None
@@ -214,11 +199,12 @@ class Checkpoints:
         if self.optimizer is None and self.recorder is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
         asked = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
+        make, source = Posterior.from_recorder, self.recorder
+        if source is None:
+            make, source = Posterior.from_optimizer, self.optimizer
 
         def now() -> Posterior:
-            if self.recorder is not None:
-                return Posterior.from_recorder(self.recorder, self.model, **asked)
-            return Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
+            return make(source, self.model, **asked)  # type: ignore[arg-type]
 
         return self.before(now(), now)
 
@@ -227,8 +213,8 @@ class Checkpoints:
         as they were at the snapshots."""
         found, present = [], self._present()
         try:
-            for k, snapshot in enumerate(self._thinned(self.model)):
-                self._write(snapshot.read())
+            for k, step in enumerate(self._thinned(self.model)):
+                self._write(read(self.snapshots[step]))
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
                     q = now()

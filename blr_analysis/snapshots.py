@@ -60,8 +60,7 @@ class Snapshots:
 
     def __iter__(self) -> Iterator[State]:
         for k, source in enumerate(self._sources):
-            held: Any = source() if callable(source) else source
-            yield checked_state(held, self._model, f"checkpoints[{k}]")
+            yield checked_state(read(source), self._model, f"checkpoints[{k}]")
 
 
 def thinned(steps: Sequence[int], end: int) -> list[int]:
@@ -79,24 +78,28 @@ def thinned(steps: Sequence[int], end: int) -> list[int]:
 
 def _sources(given: Any, model: nn.Module) -> list[Any]:
     if callable(kept := getattr(given, "states", None)):
-        found: Any = kept(model)
-        return list(found)
+        given = kept(model)
     if isinstance(given, str | os.PathLike):
         return _folder(Path(given), model)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise InputError("checkpoints must be a list of state dicts or files, or a folder")
-    return [_source(one) for one in given]
+    return [one.state_dict() if isinstance(one, nn.Module) else _opened(one) for one in given]
 
 
-def _source(one: Any) -> Any:
+def _opened(one: Any) -> Mapping[str, Any] | Folder:
+    """A state, or where it is written."""
     if isinstance(one, Mapping):
         return one
-    if isinstance(one, nn.Module):
-        return one.state_dict()
     if not isinstance(one, str | os.PathLike):
         raise InputError(f"a checkpoint is a state dict or a file, got {type(one).__name__}")
     adapter = (Path(one) / "adapter_model.safetensors").is_file()
-    return Folder.open(one, stem="adapter_model" if adapter else "model").tensors
+    return Folder.open(one, stem="adapter_model" if adapter else "model")
+
+
+def read(one: Any) -> Any:
+    """The state by name, as it was kept."""
+    held = _opened(one) if isinstance(one, str | os.PathLike) else one
+    return held.tensors() if isinstance(held, Folder) else held
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
@@ -109,11 +112,11 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
     }
     if not numbered:
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
-    sources = {step: _source(numbered[step]) for step in sorted(numbered)}
+    sources = {step: _opened(numbered[step]) for step in sorted(numbered)}
     last = state_of(model)
 
     def kept(step: int) -> bool:
-        return _equal(checked_state(sources[step](), model, f"checkpoint-{step}"), last)
+        return _equal(checked_state(read(sources[step]), model, f"checkpoint-{step}"), last)
 
     most = max(sources)
     after = 2 * most if numbered[most].is_file() else most + 1  # whose half is the last file

@@ -464,18 +464,6 @@ TABLES = {
 }
 
 
-def table_of(result: object) -> pd.DataFrame:
-    """The DataFrame of a result.
-
-    Raises:
-        InputError: none is known for its class.
-    """
-    for kind in type(result).__mro__:
-        if kind.__name__ in TABLES:
-            return TABLES[kind.__name__](result)
-    raise InputError(f"no table is known for {type(result).__name__}")
-
-
 # Files: CSV for eyes and spreadsheets, Parquet for programs
 
 

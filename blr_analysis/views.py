@@ -2,7 +2,7 @@
 
 Results live below pandas and matplotlib. A result class inherits :class:`Tabular` or
 :class:`Plottable`; how its table is made stands in :mod:`blr_analysis.tables`, how its picture is
-drawn is registered by :mod:`blr_analysis.plots`; both are imported when somebody asks first.
+drawn in :mod:`blr_analysis.plots`; both are imported when somebody asks first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, singledispatch
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -26,29 +26,29 @@ def make_table(result: object) -> Any:
     Raises:
         InputError: none is known for this class.
     """
-    return import_module("blr_analysis.tables").table_of(result)
+    return _maker(result, import_module("blr_analysis.tables").TABLES)(result)
 
 
-@singledispatch
 def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
-    """The picture of a result, by the maker registered for its class.
+    """The picture of a result, on a ``matplotlib.axes.Axes``.
 
     Args:
-        result: an object whose class, or one of its bases, has a maker.
-        ax: the ``matplotlib.axes.Axes`` to draw on; a new figure of its own if None.
-        options: what that maker understands.
-
-    Returns:
-        The ``matplotlib.axes.Axes`` drawn on.
+        result: an object whose class, or one of its bases, has one.
+        ax: the Axes to draw on; a new figure of its own if None.
+        options: what this kind of picture understands.
 
     Raises:
-        InputError: no maker is registered for this class.
+        InputError: none is known for this class.
     """
-    import_module("blr_analysis.plots")
-    maker = make_plot.dispatch(type(result))
-    if maker is make_plot.dispatch(object):
-        raise InputError(f"no picture is known for {type(result).__name__}")
-    return maker(result, ax, **options)
+    return _maker(result, import_module("blr_analysis.plots").PICTURES)(result, ax, **options)
+
+
+def _maker(result: object, makers: Mapping[str, Any]) -> Any:
+    """What shows a result, by the name of its class or of the nearest of its bases."""
+    for kind in type(result).__mro__:
+        if kind.__name__ in makers:
+            return makers[kind.__name__]
+    raise InputError(f"a {type(result).__name__} has no table or picture of this kind")
 
 
 class Tabular:
