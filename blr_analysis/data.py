@@ -198,15 +198,12 @@ def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[A
     label = target or next((n for n in ("labels", "label") if n in names), None)
     words = [name for name in names if not _of_numbers(data.features[name])]
     aside = [n for n in names if n != label and (n in words or (n == "labels" and target))]
-    classes = getattr(data.features.get(label), "names", None)
-    rows = data.remove_columns(aside)
-    if label in words:
-        y, classes = _labels(data.select_columns([label]).to_pandas()[label], np.float32)
-        rows = rows.remove_columns([label]).add_column("labels", y.numpy())
-    elif label not in (None, "labels"):
+    rows = data.class_encode_column(label) if label in words else data
+    classes = getattr(rows.features.get(label), "names", None)
+    rows = rows.remove_columns(aside)
+    if label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
-    examples = read_data(rows.with_format("torch"))
-    examples = replace(examples, classes=None if classes is None else tuple(classes))
+    examples = replace(read_data(rows.with_format("torch")), classes=classes and tuple(classes))
     return examples, {name: list(data[name]) for name in aside}
 
 

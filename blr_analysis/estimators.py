@@ -19,7 +19,6 @@ number added to all logits of a softmax, is taken out of the outputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,34 +42,16 @@ def centred(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return outputs - outputs.mean(-1, keepdim=True), batch[1]
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """What a task is made of.
-
-    Attributes:
-        model: the estimator as it predicts, in float64.
-        likelihood: what it was fitted to, with its ``class_weight``; "balanced" ones are read
-            from these labels, so that test data take those of the training data.
-        prior_precision: δ by parameter name; None where it hangs on a noise that there is not.
-        inputs, targets: the data as the estimator sees them: transformed, labels as 0 … C−1.
-        labels, classes: each example's label, and all of them in the order of their places, by
-            their own names, where those are no numbers; None.
-    """
-
-    model: nn.Module
-    likelihood: Likelihood
-    prior_precision: dict[str, float] | None
-    inputs: Tensor
-    targets: Tensor
-    labels: list[str] | None
-    classes: tuple[str, ...] | None
-
-
-def read_estimator(
-    estimator: Any, X: Any, y: Any, likelihood: Likelihood | None = None
-) -> Estimator:
+def read_estimator(estimator: Any, X: Any, y: Any, likelihood: Likelihood | None) -> Any:
     """A fitted estimator, or a Pipeline that ends in one, and the data that it was fitted to;
     ``likelihood`` is taken in place of the one that would be read.
+
+    Returns:
+        The estimator as it predicts, in float64; what it was fitted to, with its ``class_weight``
+        ("balanced" ones are read from these labels, so that test data take those of the training
+        data); δ by parameter name, None where it hangs on a noise that there is not; the data as
+        the estimator sees them, transformed, and labels as 0 … C−1; each example's label, and all
+        of them in the order of their places, by their own names, where those are no numbers.
 
     Raises:
         InputError: not fitted, no likelihood known for it here, a penalty that is no square, other
@@ -101,7 +82,7 @@ def read_estimator(
         values = np.searchsorted(classes, values).astype(np.int64)
     targets = torch.from_numpy(values if values.dtype == np.int64 else values.astype(np.float64))
     given = None if likelihood is None else likelihood.plain
-    return Estimator(*_READERS[name](estimator, x, targets, given), x, targets, labels, words)
+    return *_READERS[name](estimator, x, targets, given), x, targets, labels, words
 
 
 Read = tuple[nn.Module, Likelihood, dict[str, float] | None]

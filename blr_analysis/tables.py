@@ -435,12 +435,10 @@ def rule_table(table: Any) -> pd.DataFrame:
 def _topics(topics: Any) -> pd.DataFrame:
     """One row per topic and word, the most probable first: topic (from 0), rank (from 1), word,
     probability (E[β_kw])."""
-    rows = [
-        (topic, rank, word, probability)
-        for topic, pairs in enumerate(zip(topics.words, topics.probabilities, strict=True))
-        for rank, (word, probability) in enumerate(zip(*pairs, strict=True), start=1)
-    ]
-    return pd.DataFrame(rows, columns=["topic", "rank", "word", "probability"])
+    columns = {"word": topics.words, "probability": topics.probabilities}
+    table = pd.DataFrame(columns).explode([*columns]).rename_axis("topic").reset_index()
+    table.insert(1, "rank", table.groupby("topic").cumcount() + 1)
+    return table.astype({"probability": float})
 
 
 TABLES = {
@@ -484,20 +482,12 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
     if stem in ("", ".", "..") or Path(stem).name != stem:
         raise InputError(f"stem must be a file name without folder or suffix; got {stem!r}")
     csv, parquet = Path(folder, f"{stem}.csv"), Path(folder, f"{stem}.parquet")
-    storable = _storable(table)
     with drafted(csv) as one, drafted(parquet) as two:
         table.to_csv(one, index=False)
-        storable.to_parquet(two, index=False)
-    return csv, parquet
-
-
-def _storable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the columns that Parquet cannot hold turned into text."""
-    for name in table.select_dtypes(object).columns:
         try:
-            pyarrow.array(table[name], from_pandas=True)
+            table.to_parquet(two, index=False)
         except pyarrow.ArrowException:
-            said = f"column {name!r} mixes types that Parquet cannot hold: written as text"
-            warnings.warn(said, stacklevel=3)
-            table = table.assign(**{name: table[name].map(str)})
-    return table
+            words = table.select_dtypes(object)
+            warnings.warn(f"of {[*words]} some mix types: written to Parquet as text", stacklevel=2)
+            table.assign(**words.astype(str)).to_parquet(two, index=False)
+    return csv, parquet

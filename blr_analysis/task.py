@@ -177,16 +177,16 @@ class Task:
             >>> task.likelihood.name, task.prior_precision["weight"]
             ('categorical', 2.0)
         """
-        read = read_estimator(estimator, X, y, likelihood)
-        data = reading.read_data((read.inputs, read.targets))
+        model, kind, prior, x, targets, words, classes = read_estimator(estimator, X, y, likelihood)
+        data = reading.read_data((x, targets))
         labels = reading.row_labels({"X": X, "y": y}, len(data))
-        data = replace(data, labels=labels, classes=read.classes)
-        forward = centred if read.likelihood.name == "categorical" else None
-        kind = likelihood or read.likelihood
-        task = cls(read.model, data, likelihood=kind, forward=forward, metadata=metadata)
-        if read.labels:
-            task.metadata.setdefault("label", read.labels)
-        task.prior_precision = read.prior_precision
+        data = replace(data, labels=labels, classes=classes)
+        forward = centred if kind.name == "categorical" else None
+        kind = likelihood or kind
+        task = cls(model, data, likelihood=kind, forward=forward, metadata=metadata)
+        if words:
+            task.metadata.setdefault("label", words)
+        task.prior_precision = prior
         return task
 
     def __len__(self) -> int:
@@ -361,10 +361,8 @@ class Task:
         """
         for name, module in self.model.named_modules():
             if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
-                fault = "is in training mode; call model.eval()"
-                if module.running_mean is None:
-                    fault = "uses batch statistics; train with running ones, or use GroupNorm"
-                raise ModelError(f"BatchNorm layer {name!r} {fault}")
+                remedy = "call model.eval(), keep running statistics, or use GroupNorm"
+                raise ModelError(f"BatchNorm layer {name!r} mixes the batch's examples; {remedy}")
         modes = {module: module.training for module in self.model.modules()}
         try:
             self.model.eval()
@@ -392,12 +390,12 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    layers = list(model.modules())
     places: list[Any] = [(checkpoint, "_checkpoint_without_reentrant_generator", once)]
-    if any(isinstance(layer, nn.RNNBase) for layer in layers):
-        places.append((torch.backends.cudnn, "enabled", False))
-    words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
-    places += [(layer, "sparse", False) for layer in words if layer.sparse]
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            places.append((torch.backends.cudnn, "enabled", False))
+        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            places.append((layer, "sparse", False))
     before = [getattr(place, name) for place, name, _ in places]
     try:
         for place, name, value in places:

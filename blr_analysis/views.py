@@ -7,17 +7,14 @@ drawn in :mod:`blr_analysis.plots`; both are imported when somebody asks first.
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 from blr_analysis.errors import BLRError, InputError
-
-ROWS, COLUMNS, LINE = 10, 30, 400  # of a table, and characters of a line, that a notebook shows
 
 
 def make_table(result: object) -> Any:
@@ -60,13 +57,9 @@ class Tabular:
         return make_table(self)
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows: the result in a line, and the first rows of its table."""
-        try:
-            table = self.table
-        except BLRError:
-            return None  # as text, then
-        rows = table.head(ROWS).to_html(max_cols=COLUMNS)
-        return f"{_line(self)}{rows}<p>{len(table):,} rows</p>"
+        """What a notebook shows: the first and last rows of the table; without one, text."""
+        with suppress(BLRError):
+            return self.table._repr_html_()
 
 
 class Plottable:
@@ -84,13 +77,10 @@ class Plottable:
         """
         return make_plot(self, ax, **options)
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook shows: the result in a line, and its picture."""
-        try:
-            png = self.plot()._repr_png_()
-        except BLRError:
-            return None  # as text, then
-        return f'{_line(self)}<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the picture; without one, text."""
+        with suppress(BLRError):
+            return self.plot()._repr_png_()
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,3 @@ class GroupRows(Tabular):
     """
 
     rows: Sequence[Mapping[str, Any]]
-
-
-def _line(result: object) -> str:
-    return f"<p><code>{html.escape(repr(result)[:LINE])}</code></p>"
