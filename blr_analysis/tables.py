@@ -357,20 +357,15 @@ def _merge_curve(curve: Any) -> pd.DataFrame:
     best                  whether this row is ``curve.best``
     ===================== ==================================================== =============
     """
-    rows = [
-        {
-            "method": point.method,
-            "weight": point.weights[0] if len(set(point.weights)) == 1 else float("nan"),
-            **{f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)},
-            "nll": point.nll,
-            "accuracy": point.accuracy,
-            **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
-            **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
-            "failure": point.failure,
-            "best": point is curve.best,
-        }
-        for point in curve.points
-    ]
+    rows = []
+    for point in curve.points:
+        shared = point.weights[0] if len(set(point.weights)) == 1 else float("nan")
+        row = {"method": point.method, "weight": shared}
+        row |= {f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)}
+        row |= {"nll": point.nll, "accuracy": point.accuracy}
+        row |= {f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)}
+        row |= {f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)}
+        rows.append(row | {"failure": point.failure, "best": point is curve.best})
     return pd.DataFrame(rows)
 
 
@@ -383,7 +378,7 @@ def _plan(plan: Any) -> pd.DataFrame:
     tensor     its name
     fate       merged, or copied (integers in which all models agree)
     dtype      as it is written
-    shape      as text, such as 64 × 32
+    shape      of it
     bytes      as it is written
     weights    α_t of every model, in order
     precisions what stands for every H_t: own, base (H_0 + δ) or zero
@@ -391,13 +386,7 @@ def _plan(plan: Any) -> pd.DataFrame:
     ========== =====================================================================
     """
     columns = "tensor=name fate dtype=spec.dtype shape=spec.shape bytes=spec.nbytes weights "
-    table = _parts(plan.items, columns + "precisions=curved note")
-    return table.assign(
-        dtype=[str(dtype).removeprefix("torch.") for dtype in table["dtype"]],
-        shape=[" × ".join(map(str, shape)) or "1" for shape in table["shape"]],
-        weights=[", ".join(f"{a:g}" for a in weights) for weights in table["weights"]],
-        precisions=table["precisions"].map(", ".join),
-    )
+    return _parts(plan.items, columns + "precisions=curved note")
 
 
 def _report(report: Any) -> pd.DataFrame:

@@ -36,7 +36,7 @@ from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
-from blr_analysis.ranks import whole_model
+from blr_analysis.ranks import divided, is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import Snapshots
 
@@ -47,8 +47,7 @@ class Task:
     """A model, the data it was trained on, and its likelihood.
 
     Args:
-        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps; of one
-            that ``fully_shard`` divides, a copy that is whole on every process. It is
+        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps. It is
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
             gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
@@ -115,7 +114,10 @@ class Task:
             raise InputError("forward must be a function (model, batch) -> (outputs, targets)")
         if lazy := [n for n, p in model.named_parameters() if is_lazy(p)]:
             raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
-        self.model = model = whole_model(unwrapped(model))
+        self.model = model = unwrapped(model)
+        if divided(model) or any(map(is_sharded, model.parameters())):
+            remedy = "load get_model_state_dict(full_state_dict=True) into a plain model"
+            raise ModelError(f"the model is sharded over processes; {remedy}")
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
         self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)

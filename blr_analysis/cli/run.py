@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
         ranks = sys.modules.get("blr_analysis.ranks")
-        if ranks is None or ranks.speaks():
+        if ranks is None or ranks.first() or not expected:
             more = "" if debug or expected else " (--debug shows where)"
             print(f"{NAME}: {_said(error)}{more}", file=sys.stderr)
         code = BAD_INPUT if expected else UNEXPECTED
