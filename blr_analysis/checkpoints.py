@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,14 +199,11 @@ class Checkpoints:
         """
         if self.optimizer is None and self.recorder is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
-        asked = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
         make, source = Posterior.from_recorder, self.recorder
         if source is None:
             make, source = Posterior.from_optimizer, self.optimizer
-
-        def now() -> Posterior:
-            return make(source, self.model, **asked)  # type: ignore[arg-type]
-
+        told = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
+        now = partial(make, source, self.model, **told)  # type: ignore[arg-type]
         return self.before(now(), now)
 
     def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:

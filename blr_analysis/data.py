@@ -331,15 +331,13 @@ def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -
     """A boolean Series in the order of the examples, where it is certain."""
     own, places = list(mask.index), list(range(n_data))
     known = places if labels is None else list(labels)
-    if own == known or len(own) != n_data:
+    meant = set(known) == set(places)  # a label may be meant as a place
+    if own == known or len(own) != n_data or (own == places and not meant):
         return mask
-    named = set(known) != set(places)  # no label that may be meant as a place
-    if named and own == places:
-        return mask
-    if named and mask.index.is_unique and set(own) == set(known):
-        return mask.reindex(known)
-    said = f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the examples"
-    raise InputError(f"{said}; pass {name}.to_numpy() if it is in their order")
+    if meant or not mask.index.is_unique or set(own) != set(known):
+        said = f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the examples"
+        raise InputError(f"{said}; pass {name}.to_numpy() if it is in their order")
+    return mask.reindex(known)
 
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:

@@ -91,10 +91,8 @@ class MemoryMap(Tabular, Plottable):
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.counts().items())
-        return (
-            f"MemoryMap({counts}; high error: > {self.error_threshold:.3g}, "
-            f"high {VARIANCES[self.variance_kind]}: > {self.variance_threshold:.3g})"
-        )
+        high = f"high error: > {self.error_threshold:.3g}, high {VARIANCES[self.variance_kind]}"
+        return f"MemoryMap({counts}; {high}: > {self.variance_threshold:.3g})"
 
 
 @torch.inference_mode(False)  # also where the caller switched it on

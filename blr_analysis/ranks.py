@@ -87,10 +87,7 @@ def total(tensors: Iterable[Tensor]) -> None:
     own = list(tensors)
     _agree(len(own), sum(t.numel() for t in own))
     for t in own:
-        summed = t.contiguous()
-        _reduce(summed, dist.ReduceOp.SUM)
-        if summed is not t:
-            t.copy_(summed)
+        _reduce(t, dist.ReduceOp.SUM)
 
 
 def gathered(rows: Tensor, indices: Tensor, n_data: int) -> Tensor:
@@ -125,14 +122,13 @@ def _agree(*numbers: float) -> None:
     _reduce(both, dist.ReduceOp.MAX)
     most, least = both[: len(own)], -both[len(own) :]
     if bool((most - least > 1e-6 * most.abs()).any()):
-        raise InputError(
-            "the ranks hold different models or data: give all the same, or use ranks.alone()"
-        )
+        remedy = "give all the same, or use ranks.alone()"
+        raise InputError(f"the ranks hold different models or data: {remedy}")
 
 
 def _reduce(tensor: Tensor, how: Any) -> None:
     where = "cuda" if dist.get_backend() == "nccl" else tensor.device
-    moved = tensor.to(where)
+    moved = tensor.to(where).contiguous()
     try:
         dist.all_reduce(moved, how)
     except RuntimeError as error:  # what gloo and nccl raise where a connection breaks

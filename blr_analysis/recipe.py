@@ -100,25 +100,24 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             self.made(nn.Linear(1, 1), n_data=1, steps=1)
 
     def __repr__(self) -> str:
-        if self.train is not None:
-            return f"Recipe(train={getattr(self.train, '__name__', 'function')})"
-        shown = {"lr": self.lr and self.lr * self.factor, "epochs": self.epochs}
-        shown |= {"batch_size": self.batch_size, "schedule": self.schedule, **self.options}
-        name = self.optimizer
-        said = [repr(name) if isinstance(name, str) else name.__name__]
-        said += [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        rate = self.lr and self.lr * self.factor
+        said = [f"{n}={v!r}" for n, v in (self._told | {"lr": rate}).items() if v is not None]
         said += ["initial=..."] if self.initial is not None else []
+        name = self.train or self.optimizer
+        said = [repr(name) if isinstance(name, str) else name.__name__, *said]
         return f"Recipe({', '.join(said)})"
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        told = () if self.train else ("lr", "epochs", "batch_size", "schedule")
+        return {name: getattr(self, name) for name in told} | self.options
 
     @property
     def record(self) -> dict[str, Any] | None:
         """What a posterior's file keeps; None of what is no plain text and numbers."""
-        if self.train is not None or not isinstance(self.optimizer, str):
-            return None
-        told = ("optimizer", "lr", "epochs", "batch_size", "schedule")
-        about = {name: getattr(self, name) for name in told} | self.options
-        with suppress(TypeError):
-            return json.loads(json.dumps(about))
+        if self.train is None and isinstance(self.optimizer, str):
+            with suppress(TypeError):
+                return json.loads(json.dumps({"optimizer": self.optimizer, **self._told}))
         return None
 
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:

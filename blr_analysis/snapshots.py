@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import bare_name, some
+from blr_analysis.checks import bare_name, instance, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder
 
@@ -83,23 +83,18 @@ def _sources(given: Any, model: nn.Module) -> list[Any]:
         return _folder(Path(given), model)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise InputError("checkpoints must be a list of state dicts or files, or a folder")
-    return [one.state_dict() if isinstance(one, nn.Module) else _opened(one) for one in given]
+    return list(given)
 
 
-def _opened(one: Any) -> Mapping[str, Any] | Folder:
-    """A state, or where it is written."""
+def read(one: Any) -> Mapping[str, Any]:
+    """The state by name, as it was kept."""
+    if isinstance(one, nn.Module):
+        return one.state_dict()
     if isinstance(one, Mapping):
         return one
-    if not isinstance(one, str | os.PathLike):
-        raise InputError(f"a checkpoint is a state dict or a file, got {type(one).__name__}")
+    instance("a checkpoint", one, str | os.PathLike, "a state dict or a file")  # type: ignore[arg-type]
     adapter = (Path(one) / "adapter_model.safetensors").is_file()
-    return Folder.open(one, stem="adapter_model" if adapter else "model")
-
-
-def read(one: Any) -> Any:
-    """The state by name, as it was kept."""
-    held = _opened(one) if isinstance(one, str | os.PathLike) else one
-    return held.tensors() if isinstance(held, Folder) else held
+    return Folder.open(one, stem="adapter_model" if adapter else "model").tensors()
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
@@ -112,16 +107,15 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
     }
     if not numbered:
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
-    sources = {step: _opened(numbered[step]) for step in sorted(numbered)}
+    steps = sorted(numbered)
     last = state_of(model)
 
     def kept(step: int) -> bool:
-        return _equal(checked_state(read(sources[step]), model, f"checkpoint-{step}"), last)
+        return _equal(checked_state(read(numbered[step]), model, f"checkpoint-{step}"), last)
 
-    most = max(sources)
-    after = 2 * most if numbered[most].is_file() else most + 1  # whose half is the last file
-    end = next((step for step in reversed(sources) if kept(step)), after)
-    return [sources[step] for step in thinned(list(sources), end)]
+    after = 2 * steps[-1] if numbered[steps[-1]].is_file() else steps[-1] + 1
+    end = next((step for step in reversed(steps) if kept(step)), after)
+    return [numbered[step] for step in thinned(steps, end)]
 
 
 def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> State:

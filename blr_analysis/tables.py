@@ -48,7 +48,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
 from blr_analysis.memory_map import REGIONS, error_size, variance_size
 
@@ -119,8 +119,6 @@ def _frame(
         names = [name] if len(parts) == 1 else [f"{name}_{c}" for c in range(len(parts))]
         arrays |= dict(zip(names, parts, strict=True))
     for name, values in (metadata or {}).items():
-        if len(values) != n:
-            raise DataError(f"metadata {name!r} holds {len(values)} values for {n} examples")
         arrays[_free(str(name), arrays)] = [
             _array(v).tolist() if isinstance(v, Tensor | np.ndarray) else v for v in values
         ]
@@ -466,10 +464,7 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
 
     Raises:
         StorageError: the folder cannot be made or written.
-        InputError: ``stem`` is empty or contains a path.
     """
-    if stem in ("", ".", "..") or Path(stem).name != stem:
-        raise InputError(f"stem must be a file name without folder or suffix; got {stem!r}")
     csv, parquet = Path(folder, f"{stem}.csv"), Path(folder, f"{stem}.parquet")
     with drafted(csv) as one, drafted(parquet) as two:
         table.to_csv(one, index=False)

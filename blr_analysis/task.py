@@ -330,15 +330,9 @@ class Task:
         if self.forward is reading.default_forward:
             reading.check_inputs(batch, indices)
         before = reading.versions(batch)
-
-        def failed() -> str:
-            return f"the model failed on a batch of {reading.describe(batch)}"
-
-        with (
-            told_as(ModelError, failed, "do data, forward= and posterior belong to it?"),
-            _differentiable(self.model),
-            _swapped(self.model, narrow(params)),
-        ):
+        failed = f"the model failed on a batch of {reading.describe(batch)}"
+        remedy = "do data, forward= and posterior belong to it?"
+        with told_as(ModelError, failed, remedy), _running(self.model, narrow(params)):
             result = self.forward(self.model, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             got = reading.describe(result)
@@ -383,48 +377,32 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _differentiable(model: nn.Module) -> Iterator[None]:
-    """The model as it can be differentiated with other weights swapped in: what is inside of
-    non-reentrant checkpoints runs once (they would run it again in the backward pass, when those
-    weights are gone), recurrent layers by torch's own kernels (cuDNN's have no backward in eval
-    mode), and the gradients of embeddings are dense."""
+def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model at these parameters and buffers, detached from its own others, and as it can be
+    differentiated: what is inside of non-reentrant checkpoints runs once (they would run it again
+    in the backward pass, when those weights are gone), recurrent layers by torch's own kernels
+    (cuDNN's have no backward in eval mode), and the gradients of embeddings are dense."""
 
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    places: list[Any] = [(checkpoint, "_checkpoint_without_reentrant_generator", once)]
-    for layer in model.modules():
-        if isinstance(layer, nn.RNNBase):
-            places.append((torch.backends.cudnn, "enabled", False))
-        elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            places.append((layer, "sparse", False))
-    before = [getattr(place, name) for place, name, _ in places]
+    layers, cudnn, values = [*model.modules()], torch.backends.cudnn, dict[int, Tensor]()
+    words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    entries: list[Any] = [(vars(layer), "sparse", False) for layer in words]
+    entries.append((vars(checkpoint), "_checkpoint_without_reentrant_generator", once))
+    for held, key, own, name in _places(model):  # the first place of a tied tensor is its name
+        value = stored(params[name], own).to(own.device) if name in params else own.detach()
+        entries.append((held, key, values.setdefault(id(own), value)))
+    before, enabled = [held[key] for held, key, _ in entries], cudnn.enabled
     try:
-        for place, name, value in places:
-            setattr(place, name, value)
+        cudnn.enabled = enabled and not any(isinstance(layer, nn.RNNBase) for layer in layers)
+        for held, key, value in entries:
+            held[key] = value
         yield
     finally:
-        for (place, name, _), value in zip(places, before, strict=True):
-            setattr(place, name, value)
-
-
-@contextmanager
-def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model at these parameters and buffers, detached from its own others."""
-    places = _places(model)
-    values: dict[int, Tensor] = {}
-    for _, _, own, name in places:  # the first place of a tied tensor is its name
-        if isinstance(own, nn.Parameter) and id(own) not in values:
-            values[id(own)] = stored(params[name], own) if name in params else own.detach()
-        elif name in params and not isinstance(own, nn.Parameter):
-            values[id(own)] = params[name].to(own)
-    try:
-        for held, attribute, own, _ in places:
-            held[attribute] = values.get(id(own), own)
-        yield
-    finally:
-        for held, attribute, own, _ in places:
-            held[attribute] = own
+        cudnn.enabled = enabled
+        for (held, key, _), value in zip(entries, before, strict=True):
+            held[key] = value
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
@@ -472,11 +450,8 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
     """
-    try:
+    with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
         return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
-    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise DeviceError(f'device {device!r} cannot be used here ({why}); "cpu" can') from error
 
 
 def _device(device: str | torch.device | None, model: nn.Module) -> torch.device:
