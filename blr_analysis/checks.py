@@ -60,12 +60,10 @@ def _within(name: str, value: Any, wanted: str, fits: Callable[[float], bool]) -
 
 def whole(value: Any) -> int | None:
     """A whole number, ``3.0`` and NumPy's too, but no booleans; None for anything else."""
-    try:
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    with suppress(TypeError):
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
@@ -75,7 +73,7 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     return value
 
 
-def instance(name: str, value: Any, kind: type, wanted: str) -> None:
+def instance(name: str, value: Any, kind: Any, wanted: str) -> None:
     """Raise :class:`InputError` unless the value is of this type, ``wanted`` in words."""
     if not isinstance(value, kind):
         raise InputError(f"{name} must be {wanted}, got {type(value).__name__}")
@@ -114,10 +112,9 @@ def install(extra: str) -> str:
 
 def package_version() -> str:
     """The version that is installed; 0.0.0 for a source tree that never was."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("blr-analysis")
-    except PackageNotFoundError:
-        return "0.0.0"
+    return "0.0.0"
 
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -70,8 +70,7 @@ class Examples:
         with told_as(DataError, failed, f"each index 0 … {len(self) - 1} must give an example"):
             for i in order:
                 items.append(self.dataset[i])
-        said = f"the collate function failed on examples {some(order)}"
-        with told_as(DataError, said, "pass a DataLoader with its collate_fn"):
+        with told_as(DataError, f"the collate function failed on examples {some(order)}"):
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
@@ -154,8 +153,7 @@ def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]
     framed = hasattr(data, "infer_objects")
     names = list(data.column_names if hub else data.columns if framed else ())
     if target is not None and target not in names:
-        known = ", ".join(map(str, names)) or "none"
-        raise InputError(f"target={target!r} is no column of the data; columns: {known}")
+        raise InputError(f"target={target!r} is no column of the data, but for {some(names)}")
     if hub:
         return _from_hub(data, target)
     return _from_frame(data, target, dtype) if framed else (data, None)
@@ -232,9 +230,10 @@ def _examples(data: Any) -> Examples:
         inner = inner.dataset
     unfit = isinstance(data, (tud.IterableDataset, Mapping, str, bytes))
     if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        wanted = "a map-style Dataset, a DataLoader over one, or (X, y) tensors"
-        got = f"{type(data).__name__}; list what is iterable, take one of several splits"
-        raise DataError(f"data must be {wanted}, got {got}")
+        got = type(data).__name__
+        raise DataError(
+            f"data must be a Dataset, DataLoader, list, or (X, y), one split, got {got}"
+        )
     return Examples(data)
 
 
@@ -257,8 +256,7 @@ def _check_sampler(loader: tud.DataLoader[Any]) -> None:
     every = isinstance(sampler, tud.SequentialSampler | tud.RandomSampler)
     every = every and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
     if not every or getattr(sampler, "replacement", False):
-        kind = type(sampler or loader.batch_sampler).__name__
-        raise DataError(f"the DataLoader draws its examples by {kind}; pass the dataset itself")
+        raise DataError(f"the DataLoader draws by {sampler}; pass the dataset itself")
 
 
 def _bytes(batch: Any) -> bytes:
@@ -289,8 +287,7 @@ def row_labels(given: Mapping[str, Any], n_data: int, known: Any = None) -> Any:
     places = tuple(range(n_data))
     others = held - {places}
     if len(others) > 1 or (others and places in held and set(*others) == set(places)):
-        said = f"the row labels of {', '.join(given)} and the data differ"
-        raise InputError(f"{said}; order alike, or pass .to_numpy()")
+        raise InputError("the row labels of data, metadata and weights differ; pass .to_numpy()")
     return next(iter(others or held), None)
 
 
@@ -315,8 +312,7 @@ def chosen_indices(
         values = indices if isinstance(indices, Tensor) else torch.tensor(indices)
     values = torch.atleast_1d(values)
     if values.ndim != 1 or (len(values) and (values.is_floating_point() or values.is_complex())):
-        got = f"{values.dtype} of shape {tuple(values.shape)}"
-        raise InputError(f"{name} must hold booleans or integer indices, got {got}")
+        raise InputError(f"{name} must hold booleans or integer indices, got {describe(values)}")
     if values.dtype == torch.bool:
         if len(values) != n_data:
             raise InputError(f"the mask {name} has {len(values)} entries for {n_data} examples")
@@ -335,19 +331,15 @@ def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -
     if own == known or len(own) != n_data or (own == places and not meant):
         return mask
     if meant or not mask.index.is_unique or set(own) != set(known):
-        said = f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the examples"
-        raise InputError(f"{said}; pass {name}.to_numpy() if it is in their order")
+        raise InputError(f"the index of {name} is not that of the examples; pass {name}.to_numpy()")
     return mask.reindex(known)
 
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
     """The places of a pandas Index of labels."""
     places = {label: i for i, label in enumerate(labels or ())}
-    if labels is None or len(places) < len(labels):
-        what = "the task has none" if labels is None else "which repeat here"
-        raise InputError(f"{name} holds row labels, {what}; pass mask.to_numpy(), or places")
-    if strange := [label for label in chosen if label not in places]:
-        raise InputError(f"{name} holds {strange[0]!r}, the label of no example; pass a mask")
+    if labels is None or len(places) < len(labels) or not {*chosen} <= places.keys():
+        raise InputError(f"{name} holds labels that no example, or several have; pass a mask")
     return [places[label] for label in chosen]
 
 
@@ -360,8 +352,7 @@ def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
         with told_as(InputError, f"metadata column {name!r} must be one value per example"):
             columns[name] = list(column.tolist() if isinstance(column, Tensor) else column)
         if isinstance(column, str) or len(columns[name]) != n_data:
-            count = len(columns[name])
-            raise InputError(f"metadata column {name!r} has {count} values for {n_data} examples")
+            raise InputError(f"metadata column {name!r} must hold {n_data} values, one per example")
     return columns
 
 
@@ -425,12 +416,10 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     """``(x, y)`` pairs, x a tensor or a dict of arguments, and dicts with ``labels``."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            found = sorted(batch)
-            raise DataError(f"a dict batch needs a 'labels' entry, found {found}; see forward=")
+            raise DataError(f"a dict batch needs 'labels', found {sorted(batch)}; see forward=")
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        kind = type(batch).__name__
-        raise DataError(f"cannot read a batch of {kind}; give (x, y), a dict, or forward=")
+        raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
     x, y = batch
     if isinstance(x, Mapping):
         return model(**x), y
@@ -476,8 +465,7 @@ def checked(
     if isinstance(outputs, Tensor) and outputs.dtype in HALF:
         outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
-        got = describe(outputs)
-        raise ModelError(f"the model must return a tensor of real numbers, got {got}; see forward=")
+        raise ModelError(f"the model must return real numbers, got {describe(outputs)}; forward=?")
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
     likelihood.check_outputs(outputs)
@@ -486,8 +474,7 @@ def checked(
     with told_as(DataError, "the targets must be a tensor of numbers"):
         targets = torch.as_tensor(targets, device=outputs.device)
     if targets.ndim == 0 or len(targets) != len(outputs):
-        shape = tuple(targets.shape)
-        raise DataError(f"{len(outputs)} outputs, targets {shape}; give one each per example")
+        raise DataError(f"targets {[*targets.shape]} for {len(outputs)} outputs; give one each")
     outputs, targets = likelihood.prepare(outputs, targets)
     counted = likelihood.counted(targets)
     if counted is not None:  # sequences without a token to score would have no loss at all
@@ -501,8 +488,7 @@ def checked(
 def check_rows(outputs: Tensor, size: int) -> None:
     """Raise :class:`ModelError` unless there is one row of outputs per example."""
     if len(outputs) != size:
-        said = f"the model returned {len(outputs)} rows of outputs for {size} examples"
-        raise ModelError(f"{said}; see forward=")
+        raise ModelError(f"the model returned {len(outputs)} rows of outputs for {size} examples")
 
 
 def versions(batch: Any) -> list[int]:

@@ -11,10 +11,10 @@ input that is wrong, says what was expected and what to do about it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 class BLRError(Exception):
@@ -58,11 +58,10 @@ class InitialPrecisionWarning(UserWarning):
 
 
 @contextmanager
-def told_as(
-    kind: type[BLRError], what: str | Callable[[], str], remedy: str = ""
-) -> Iterator[None]:
+def told_as(kind: type[BLRError], what: Any, remedy: str = "") -> Iterator[None]:
     """Around code of others, the user's or a library's, which may raise anything: an error of this
-    kind, which says what failed, how, and the remedy. Ours, and want of memory, stay as they are.
+    kind, which says what failed (a text, or what makes it), how, and the remedy. Ours, and want of
+    memory, stay as they are.
 
     >>> with told_as(InputError, "it failed on 0", "give 1"):
     ...     1 / 0

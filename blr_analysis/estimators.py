@@ -69,8 +69,7 @@ def read_estimator(estimator: Any, X: Any, y: Any, likelihood: Likelihood | None
             X = estimator[:-1].transform(X) if len(estimator.steps) > 1 else X
         return read_estimator(estimator.steps[-1][1], X, y, likelihood)
     if name not in _READERS:
-        known = f"{', '.join(_READERS)} and their Pipelines; of a search give best_estimator_"
-        raise InputError(f"no likelihood is known for {name}, but for {known}")
+        raise InputError(f"no likelihood is known for {name}, but for {', '.join(_READERS)}")
     x, values = _checked(estimator, X, y)
     labels = words = None
     if values.ndim == 1 and hasattr(estimator, "classes_"):
@@ -165,10 +164,11 @@ def _checked(estimator: Any, X: Any, y: Any) -> tuple[Tensor, np.ndarray]:
     X = X.toarray() if hasattr(X, "toarray") else X
     with told_as(DataError, "X or y is not what the estimator was fitted to"):
         x = check_array(X, dtype="float64", input_name="X", copy=True)
-        values = check_array(y, dtype=None, ensure_2d=False, input_name="y")
+        values = check_array(y, dtype=None, ensure_2d=False, input_name="y")  # type: ignore
     if x.shape[1] != estimator.n_features_in_:
-        columns = estimator.n_features_in_
-        raise InputError(f"X of shape {x.shape} for an estimator of {columns} columns")
+        raise InputError(
+            f"X of shape {x.shape}, but {estimator.n_features_in_} columns were fitted"
+        )
     if values.dtype == object and None in values.tolist():
         raise DataError("y holds None; drop those examples")
     return torch.from_numpy(x), values

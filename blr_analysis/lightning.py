@@ -1,11 +1,11 @@
 """Training with the rule's optimizers, and watching it, in Lightning.
 
-The callbacks are loaded when they are asked for, and lightning with them:
+With this module lightning is imported:
 
     from blr_analysis.lightning import LightningMonitor, VariationalSteps
     from blr_analysis.lightning import LightningCheckpoints  # checkpoints and recipe for a Task
 """
 
-from blr_analysis.huggingface import LightningCheckpoints as LightningCheckpoints
-from blr_analysis.huggingface import LightningMonitor as LightningMonitor
-from blr_analysis.huggingface import VariationalSteps as VariationalSteps
+from blr_analysis.huggingface.lightning import LightningCheckpoints as LightningCheckpoints
+from blr_analysis.huggingface.lightning import LightningMonitor as LightningMonitor
+from blr_analysis.huggingface.lightning import VariationalSteps as VariationalSteps

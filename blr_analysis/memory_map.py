@@ -125,8 +125,7 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
         ['regular', 'uncertain', 'unpredictable', 'memorable']
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
-        got = type(scores).__name__
-        raise InputError(f"memory_map expects the scores of a network, got {got}: see its plot()")
+        raise InputError("memory_map expects the scores of a network; others have their plot()")
     if quantile != 0:
         share("quantile", quantile)
     error, kind = error_size(scores.error), "along_error"

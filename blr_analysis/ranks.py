@@ -122,8 +122,7 @@ def _agree(*numbers: float) -> None:
     _reduce(both, dist.ReduceOp.MAX)
     most, least = both[: len(own)], -both[len(own) :]
     if bool((most - least > 1e-6 * most.abs()).any()):
-        remedy = "give all the same, or use ranks.alone()"
-        raise InputError(f"the ranks hold different models or data: {remedy}")
+        raise InputError("the ranks hold different models or data; see ranks.alone()")
 
 
 def _reduce(tensor: Tensor, how: Any) -> None:

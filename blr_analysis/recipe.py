@@ -81,8 +81,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
         self.epochs = self.batch_size = 0
         if train is not None:
-            if not callable(train):
-                raise InputError("train must be a function (data, seed) -> model or state dict")
+            instance("train", train, Callable, "a function (data, seed) -> model or state dict")
             return
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
@@ -104,8 +103,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         said = [f"{n}={v!r}" for n, v in (self._told | {"lr": rate}).items() if v is not None]
         said += ["initial=..."] if self.initial is not None else []
         name = self.train or self.optimizer
-        said = [repr(name) if isinstance(name, str) else name.__name__, *said]
-        return f"Recipe({', '.join(said)})"
+        name = repr(name) if isinstance(name, str) else getattr(name, "__name__", "function")
+        return f"Recipe({', '.join([name, *said])})"
 
     @property
     def _told(self) -> dict[str, Any]:
@@ -131,8 +130,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             options |= {"steps": steps} if "steps" in options else {}
         with told_as(InputError, "the recipe's optimizer cannot be made"):
             optimizer = factory(params, **options)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError("the recipe's optimizer makes no torch.optim.Optimizer")
+        instance("what it makes", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         for group in optimizer.param_groups:
             group["peak"] = group["lr"] * self.factor
         return optimizer
@@ -140,8 +138,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     @property
     def _factory(self) -> Callable[..., Any]:
         if not isinstance(self.optimizer, str):
-            if not callable(self.optimizer):
-                raise InputError(f"optimizer must be a name or a function, got {self.optimizer!r}")
+            instance("optimizer", self.optimizer, Callable, "a name or a function")
             return self.optimizer
         name = self.optimizer.lower()
         if name not in OPTIMIZERS:

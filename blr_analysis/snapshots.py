@@ -86,13 +86,13 @@ def _sources(given: Any, model: nn.Module) -> list[Any]:
     return list(given)
 
 
-def read(one: Any) -> Mapping[str, Any]:
+def read(one: Any) -> Any:
     """The state by name, as it was kept."""
     if isinstance(one, nn.Module):
         return one.state_dict()
     if isinstance(one, Mapping):
         return one
-    instance("a checkpoint", one, str | os.PathLike, "a state dict or a file")  # type: ignore[arg-type]
+    instance("a checkpoint", one, str | os.PathLike, "a state dict or a file")
     adapter = (Path(one) / "adapter_model.safetensors").is_file()
     return Folder.open(one, stem="adapter_model" if adapter else "model").tensors()
 

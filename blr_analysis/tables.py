@@ -36,7 +36,7 @@ What was not computed is NaN, or not there.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -106,9 +106,7 @@ def _array(values: Any) -> Any:
     return values if hasattr(values, "ndim") else np.asarray(values, object if words else None)
 
 
-def _frame(
-    columns: Mapping[str, Any], metadata: Mapping[str, Sequence[Any]] | None = None
-) -> pd.DataFrame:
+def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
     """The columns, of C > 1 values ``name_0`` … ``name_{C−1}``, None as NaN, and behind them the
     user's metadata."""
     n = len(next(iter(columns.values())))
@@ -258,12 +256,11 @@ def _by_class(result: Any) -> pd.DataFrame:
     before, after = result.before, result.after
     columns = {"class": result.targets, "nll_before": before.losses, "nll_after": after.losses}
     columns |= {"accuracy_before": before.correct, "accuracy_after": after.correct}
-    frame = _frame(columns).astype(np.float64)
+    frame: Any = _frame(columns).astype(np.float64)
     if "class" not in frame or (frame["class"] % 1).any():
-        said = "a table by class needs one whole-number target per example"
-        raise InputError(f"{said}; use what_if_each(by=a metadata column)")
+        raise InputError("a table by class needs one whole-number target per example")
     groups = frame.astype({"class": np.int64}).groupby("class", as_index=False)
-    table = groups.mean()
+    table: Any = groups.mean()
     table.insert(1, "n", groups.size()["size"])
     if after.correct is not None:  # a difference of trainings can lead below 0
         table["nll_after"] = table["nll_after"].clip(lower=0.0)
@@ -367,33 +364,6 @@ def _merge_curve(curve: Any) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _plan(plan: Any) -> pd.DataFrame:
-    """One row per tensor of the result.
-
-    ========== =====================================================================
-    column     what
-    ========== =====================================================================
-    tensor     its name
-    fate       merged, or copied (integers in which all models agree)
-    dtype      as it is written
-    shape      of it
-    bytes      as it is written
-    weights    α_t of every model, in order
-    precisions what stands for every H_t: own, base (H_0 + δ) or zero
-    note       tied copies, precisions that are missing
-    ========== =====================================================================
-    """
-    columns = "tensor=name fate dtype=spec.dtype shape=spec.shape bytes=spec.nbytes weights "
-    return _parts(plan.items, columns + "precisions=curved note")
-
-
-def _report(report: Any) -> pd.DataFrame:
-    """That of the plan, and ``fallback``: the entries where task arithmetic stands."""
-    table = _plan(report.plan)
-    table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
-    return table
-
-
 def rule_table(table: Any) -> pd.DataFrame:
     """The rows of :data:`blr_analysis.learning_rule.table.ROWS`; see :func:`blr_analysis.table1`.
 
@@ -442,8 +412,6 @@ TABLES = {
     "PriorSelection": _rows,
     "GradientMismatch": _rows,
     "MergeCurve": _merge_curve,
-    "MergePlan": _plan,
-    "MergeReport": _report,
     "Table1": rule_table,
     "TopicWords": _topics,
 }

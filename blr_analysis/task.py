@@ -116,8 +116,7 @@ class Task:
             raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
         self.model = model = unwrapped(model)
         if divided(model) or any(map(is_sharded, model.parameters())):
-            remedy = "load get_model_state_dict(full_state_dict=True) into a plain model"
-            raise ModelError(f"the model is sharded over processes; {remedy}")
+            raise ModelError("the model is sharded; load its full state dict into a plain one")
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
         self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
@@ -331,8 +330,7 @@ class Task:
             reading.check_inputs(batch, indices)
         before = reading.versions(batch)
         failed = f"the model failed on a batch of {reading.describe(batch)}"
-        remedy = "do data, forward= and posterior belong to it?"
-        with told_as(ModelError, failed, remedy), _running(self.model, narrow(params)):
+        with told_as(ModelError, failed), _running(self.model, narrow(params)):
             result = self.forward(self.model, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             got = reading.describe(result)
@@ -357,8 +355,9 @@ class Task:
         """
         for name, module in self.model.named_modules():
             if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
-                remedy = "call model.eval(), keep running statistics, or use GroupNorm"
-                raise ModelError(f"BatchNorm layer {name!r} mixes the batch's examples; {remedy}")
+                raise ModelError(
+                    f"BatchNorm layer {name!r} mixes examples; eval() it, or use GroupNorm"
+                )
         modes = {module: module.training for module in self.model.modules()}
         try:
             self.model.eval()
@@ -386,7 +385,8 @@ def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    layers, cudnn, values = [*model.modules()], torch.backends.cudnn, dict[int, Tensor]()
+    layers, values = [*model.modules()], dict[int, Tensor]()
+    cudnn: Any = torch.backends.cudnn
     words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     entries: list[Any] = [(vars(layer), "sparse", False) for layer in words]
     entries.append((vars(checkpoint), "_checkpoint_without_reentrant_generator", once))
@@ -412,8 +412,7 @@ def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
         held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
         w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
     if w.shape != (n_data,) or not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
-        wanted = f"{n_data} finite numbers, 0 or more, not all 0"
-        raise InputError(f"weights must be {wanted}, got a shape of {tuple(w.shape)}")
+        raise InputError(f"weights must be {n_data} finite numbers, 0 or more, and not all 0")
     return Weighted(likelihood.plain, w)
 
 
@@ -461,6 +460,5 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
     wanted = find_device(device)
     elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
     if elsewhere is not None:
-        remedy = f"move it: model.to({str(wanted)!r})"
-        raise DeviceError(f"parameter {elsewhere!r} is on another device; {remedy}")
+        raise DeviceError(f"parameter {elsewhere!r} is on another device; use model.to({device!r})")
     return wanted
