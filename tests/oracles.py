@@ -160,7 +160,7 @@ def rows(tree: Mapping[str, Tensor]) -> Tensor:
 def dense_precision(q: Posterior) -> Tensor:
     """S in the order of the posterior's mean, from its products with unit vectors."""
     eye = torch.eye(sum(m.numel() for m in q.mean.values()), dtype=torch.float64)
-    products = q.precision_product(unflatten(eye, q.mean))
+    products = q.form.times(unflatten(eye, q.mean))
     return rows({n: products[n] for n in q.mean})
 
 

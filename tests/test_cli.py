@@ -6,7 +6,6 @@ import inspect
 import io
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -21,29 +20,24 @@ import pytest
 import torch
 import typer
 from commands import CommandContract, refused, run
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from safetensors.torch import load_file
 
 import blr_analysis as blr
-from blr_analysis.audit import in_text, investigate, sections, write
-from blr_analysis.audit import pictures as pictures_module
+from blr_analysis.audit import in_text, investigate, sections
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.cli.options import option, read_size
-from blr_analysis.errors import BLRError, InputError, PosteriorWarning
-from blr_analysis.files import folder_for
+from blr_analysis.errors import InputError, PosteriorWarning
 from blr_analysis.huggingface.fisher import fisher
 from blr_analysis.learning_rule.table import ROWS, table1
 from blr_analysis.terminal import as_text, show
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
-import sys
+import sys, torch
 from dataclasses import dataclass
-import torch
 from torch import nn
 from blr_analysis import Recipe, Task
 import beside
@@ -52,11 +46,9 @@ import beside
 class Settings:
     classes: int = 3
 
-G = torch.Generator().manual_seed(0)
-X = torch.randn(60, 1, 4, 4, generator=G)
-Y = (X.mean((1, 2, 3)) * 8).round().long().clamp(-1, 1) + 1
-XT = torch.randn(30, 1, 4, 4, generator=G)
-YT = (XT.mean((1, 2, 3)) * 8).round().long().clamp(-1, 1) + 1
+def data(n, seed):
+    x = torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return x, (x.mean((1, 2, 3)) * 8).round().long().clamp(-1, 1) + 1
 
 def model(outputs=3):
     g = torch.Generator().manual_seed(1)
@@ -68,84 +60,57 @@ def model(outputs=3):
 def make_task():
     metadata = {"source": ["web", "book", "web"] * 20, "year": range(2000, 2060),
                 "checked": [True, False] * 30, "the word": ["it's", "its", "is"] * 20}
-    recipe = Recipe("sgd", lr=0.1, epochs=2, batch_size=30)
-    net = model(Settings().classes)
+    recipe, net = Recipe("sgd", lr=0.1, epochs=2, batch_size=30), model(Settings().classes)
     earlier = {name: 0.5 * value for name, value in net.state_dict().items()}
-    return Task(net, (X, Y), metadata=metadata, checkpoints=[earlier], recipe=recipe)
+    return Task(net, data(60, 0), metadata=metadata, checkpoints=[earlier], recipe=recipe)
 
-def make_test():
-    return Task(model(), (XT, YT))
-
-def regression():
-    return Task(model(1), (X, X.sum((1, 2, 3))), likelihood="gaussian")
-
-def wider():
-    return Task(model(), (torch.randn(9, 1, 5, 5), Y[:9]))
-
-def several():
-    return Task(model(3), (X, X[:, 0, 0, :3]), likelihood="gaussian")
-
-def tags():
-    return Task(model(3), (X, (X[:, 0, 0, :3] > 0).float()), likelihood="bernoulli")
-
+X = data(60, 0)[0]
 TASK = make_task()
-
-def fails():
-    return {}["gone"]
-
-def leaves():
-    sys.exit(3)
+make_test = lambda: Task(model(), data(30, 2))
+regression = lambda: Task(model(1), (X, X.sum((1, 2, 3))), likelihood="gaussian")
+tags = lambda: Task(model(3), (X, (X[:, 0, 0, :3] > 0).float()), likelihood="bernoulli")
+wider = lambda: Task(model(), (torch.randn(9, 1, 5, 5), data(9, 0)[1]))
+empty = lambda: Task(model(), (X[:0], X[:0]))
+number = lambda: 3
+needs = lambda argument: TASK
+leaves = lambda: sys.exit(3)
 
 def interrupts():
     raise KeyboardInterrupt
 
-def number():
-    return 3
-
-def needs(argument):
-    return TASK
+def fails():
+    return {}["gone"]
 
 if __name__ == "__main__":
     raise RuntimeError("training must not start")
 """
-
+FILES = {"script.py": SCRIPT, "beside.py": "", "imports.py": "\nimport nothing_of_the_kind\n"}
+FILES["broken.py"] = "\ndef broken(:\n    pass\n"
 GONE = SCRIPT.splitlines().index('    return {}["gone"]') + 1
 TASK, Q = "script.py:make_task", ("-p", "q.safetensors")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a script, the module that it imports, a posterior and an index."""
+    """A folder with scripts, a posterior and an index."""
     folder = tmp_path_factory.mktemp("user")
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "beside.py").write_text("VALUE = 1\n")
-    task, _ = load_tasks(f"{folder}/script.py:make_task")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    task, _ = load_tasks(f"{folder}/{TASK}")
     blr.fit_laplace(task, prior_precision=2.0).save(folder / "q.safetensors")
-    argv = ("index", f"{folder}/script.py:make_task", "-p", f"{folder}/q.safetensors")
+    argv = ("index", f"{folder}/{TASK}", "-p", f"{folder}/q.safetensors")
     assert main([*argv, "--out", f"{folder}/index"]) == 0
     return folder
 
 
 @pytest.fixture
 def here(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A working folder with script.py, its posterior q.safetensors and their index alone."""
-    for name in ("script.py", "beside.py", "q.safetensors", "index"):
+    """A working folder with the scripts, the posterior q.safetensors and their index alone."""
+    for name in (*FILES, "q.safetensors", "index"):
         (tmp_path / name).symlink_to(place / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
-
-
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are laid out and written, and not rendered."""
-
-    def drawn(figure: Figure, path: Any, **_: Any) -> None:
-        figure.draw_without_rendering()
-        if not hasattr(path, "write"):
-            Path(path).write_bytes(b"")
-
-    monkeypatch.setattr(Figure, "savefig", drawn)
 
 
 def inputs() -> tuple[blr.Task, blr.Task, blr.Posterior]:
@@ -171,37 +136,30 @@ class TestAudit(CommandContract):
         task, test, q = inputs()
         scores, loo = blr.sensitivity(task, q), blr.leave_one_out(task, q)
         each, wrong = blr.what_if_each(task, q, evaluate=test), blr.suspicious(task, q)
-        self.printed(said, scores, loo, each, wrong)
-        tables = ("table", "suspicious", "leave_one_out", "removals")
-        pictures = ("memory_map", "deviations", "leave_one_out", "suspicious", "removals")
-        names = {f"{n}.{s}" for n in tables for s in ("csv", "parquet")}
-        names |= {f"{n}.png" for n in pictures}
+        tables = {
+            name: pd.read_parquet(out / f"{name}.parquet")
+            for name in ("table", "suspicious", "leave_one_out", "removals")
+        }
+        names = {f"{name}.{suffix}" for name in tables for suffix in ("csv", "parquet")}
+        names |= {f"{name}.png" for name in ("memory_map", "deviations", *[*tables][1:])}
         names |= {"posterior.safetensors", "summary.txt", "report.html"}
         assert {path.name for path in out.iterdir()} == names
         assert all((out / name).stat().st_size > 500 for name in names - {"removals.csv"})
-        table = pd.read_parquet(out / "table.parquet")
-        pd.testing.assert_series_equal(table["deviation"], scores.table["deviation"])
+        table = tables["table"]
+        assert table["deviation"].tolist() == scores.table["deviation"].tolist()
         assert table["left_out_prediction"].tolist() == loo.predictions.tolist()
         assert table["left_out_loss"].tolist() == loo.losses.tolist()
         assert table["kind"].tolist() == wrong.kind
         assert table["source"].tolist() == task.metadata["source"]
-        found = pd.read_parquet(out / "suspicious.parquet")
-        pd.testing.assert_frame_equal(
-            found, wrong.table, check_dtype=False, check_categorical=False
-        )
-        pd.testing.assert_frame_equal(pd.read_parquet(out / "removals.parquet"), each)
+        loose = {"check_dtype": False, "check_categorical": False}
+        pd.testing.assert_frame_equal(tables["suspicious"], wrong.table, **loose)
+        pd.testing.assert_frame_equal(tables["removals"], each)
         again = blr.Posterior.load(out / "posterior.safetensors")
         assert torch.equal(again.variance("1.weight"), q.variance("1.weight"))
         assert len(again.earlier) == len(q.earlier) == 1
         assert (out / "summary.txt").read_text().splitlines()[:30] == said.splitlines()[:30]
-        assert "\x1b" not in said
-
-    def printed(self, said: str, scores: Any, loo: Any, each: Any, wrong: Any) -> None:
-        _, test, _ = inputs()
-        with torch.no_grad():
-            outputs = test.model(test.dataset.tensors[0])
-        y = test.dataset.tensors[1]
-        nll = torch.nn.functional.cross_entropy(outputs, y).item()
+        x, y = test.dataset.tensors
+        nll = torch.nn.functional.cross_entropy(outputs := test.model(x), y).item()
         hits = (outputs.argmax(-1) == y).double().mean().item()
         estimate = ["leave-one-out estimate", f"{loo.nll:.4f}", f"{loo.accuracy:.1%}"]
         assert cells(said, "leave-one-out estimate") == estimate
@@ -228,11 +186,9 @@ class TestWhatIf(CommandContract):
         task, test, q = inputs()
         result = blr.what_if(task, q, remove=Y(task) == 1, evaluate=test, seeds=2)
         row = ["all", "30", f"{result.before.nll:.3f}", f"{result.nll:.3f}"]
-        assert cells(said, "all")[:4] == row
-        words = " ".join(said.split())
+        assert cells(said, "all")[:4] == row and result.interval is not None
+        words, (low, high) = " ".join(said.split()), result.interval
         assert f"{result.removed} of 60 training examples" in words
-        assert result.interval is not None
-        low, high = result.interval
         assert f"between {low:.3f} and {high:.3f}" in words
         pd.testing.assert_frame_equal(pd.read_parquet(out / "by_class.parquet"), result.by_class)
         left = load_file(out / "without.safetensors")
@@ -241,52 +197,47 @@ class TestWhatIf(CommandContract):
     @pytest.mark.parametrize(
         ("flags", "options", "said"),
         [
-            (("--solver", "posterior"), {"solver": "posterior"}, "in one step"),
-            (("--passes", "1", "--seeds", "1"), {"passes": 1, "seeds": 1}, "by short trainings"),
-            (("--solver", "cg", "--passes", "9"), {"solver": "cg", "passes": 9}, "a descent of 9"),
-            (("--solver", "retrain"), {"solver": "retrain"}, "by whole trainings"),
+            ("--solver posterior", {"solver": "posterior"}, "in one step"),
+            ("--passes 1 --seeds 1", {"passes": 1, "seeds": 1}, "by short trainings"),
+            ("--solver cg --passes 9", {"solver": "cg", "passes": 9}, "a descent of 9"),
+            ("--solver retrain", {"solver": "retrain"}, "by whole trainings"),
         ],
     )
     def test_each_solver(
-        self, here: Path, capsys: Any, flags: Any, options: Any, said: str
+        self, here: Path, capsys: Any, flags: str, options: Any, said: str
     ) -> None:
-        code, out, err = run(capsys, "what-if", TASK, *Q, "--remove", "target == 1", *flags)
+        code, out, err = run(capsys, "what-if", TASK, *Q, "--remove", "target == 1", *flags.split())
         task, _, q = inputs()
         result = blr.what_if(task, q, remove=Y(task) == 1, **options)
         assert code == 0 and said in " ".join(out.split()), err
         assert cells(out, "all")[3] == f"{result.nll:.3f}"
         assert not result.note or result.note in " ".join(out.split())
 
-    @pytest.mark.parametrize(
-        "query",
-        [
+    def test_queries_labels_and_decisions_mean_the_same_as_in_python(
+        self, here: Path, capsys: Any
+    ) -> None:
+        Path("d.csv").write_text("index,action,label\n3,relabel,2\n4,relabel,2\n6,keep,\n7,drop,\n")
+        twice = {"relabel": {3: 2, 4: 2}}
+        ways: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+            (
+                ("--relabel", "index in [3, 4]: 2", "--remove", "index == 7"),
+                {**twice, "remove": [7]},
+            ),
+            (("--relabel", "index == 3: 2", "--relabel", "index == 4: 2"), twice),
+            (("--decisions", "d.csv"), {**twice, "remove": [7]}),
+        ]
+        for query in (
             "source == 'web' and year > 2030",
             "not (target in [0, 1] or loss > 2)",
-            "index in [3, 17]",
             '`the word` == "it\'s" and checked',
-        ],
-    )
-    def test_a_query_means_the_same_as_in_python(self, here: Path, capsys: Any, query: str) -> None:
-        code, out, err = run(
-            capsys, "what-if", TASK, *Q, "--remove", query, "--solver", "posterior"
-        )
+        ):
+            ways.append((("--remove", query), {"remove": query}))
         task, _, q = inputs()
-        result = blr.what_if(task, q, remove=query, solver="posterior")
-        assert code == 0 and cells(out, "all")[3] == f"{result.nll:.3f}", err
-
-    def test_relabelled(self, here: Path, capsys: Any) -> None:
-        Path("d.csv").write_text("index,action,label\n3,relabel,2\n4,relabel,2\n6,keep,\n7,drop,\n")
-        task, _, q = inputs()
-        ways = {
-            ("--relabel", "index in [3, 4]: 2", "--remove", "index == 7"): {"remove": [7]},
-            ("--relabel", "index == 3: 2", "--relabel", "index == 4: 2"): {},
-            ("--decisions", "d.csv"): {"remove": [7]},
-        }
-        for flags, more in ways.items():
+        for flags, asked in ways:
             code, out, err = run(capsys, "what-if", TASK, *Q, *flags, "--solver", "posterior")
-            truth = blr.what_if(task, q, relabel={3: 2, 4: 2}, solver="posterior", **more)
+            truth = blr.what_if(task, q, solver="posterior", **asked)
             assert code == 0 and cells(out, "all")[3] == f"{truth.nll:.3f}", err
-            assert "2 relabelled" in out
+            assert ("2 relabelled" in out) == ("relabel" in asked)
 
 
 class TestIndex(CommandContract):
@@ -295,9 +246,8 @@ class TestIndex(CommandContract):
 
     def check(self, out: Path, said: str) -> None:
         assert cells(said, "examples")[1] == "60"
-        _, _, q = inputs()
-        ours = blr.Index.open(out).posterior
-        own = q.earlier[-1]  # the checkpoint nearest half of the run
+        ours, own = blr.Index.open(out).posterior, inputs()[2].earlier[-1]
+        # the checkpoint nearest half of the run
         assert torch.equal(ours.variance("1.weight"), own.variance("1.weight"))
 
 
@@ -313,8 +263,7 @@ class TestQuery(CommandContract):
         assert found["influence"].tolist() == pytest.approx(exact["influence"].tolist(), rel=1e-4)
         assert found["question"].tolist() == exact["test"].tolist()
         assert found["example"].tolist() == exact["train"].tolist()
-        targets = Y(task)[found["example"].tolist()]
-        assert found["train_target"].tolist() == targets.tolist()
+        assert found["train_target"].tolist() == Y(task)[found["example"].tolist()].tolist()
         assert found["source"].tolist() == [task.metadata["source"][i] for i in found["example"]]
         first = found.iloc[0]
         row = ["0", *(str(first[n]) for n in ("test_target", "test_prediction", "example"))]
@@ -338,7 +287,8 @@ class TestAlgorithms(CommandContract):
 
 
 class TestDemo(CommandContract):
-    name, word, argv, bad = "demo", "file", (), ()
+    name, word, argv, bad = "demo", "script.py", (), ("--force",)
+    to = ("--out", "out")
 
     def test_a_bad_path_is_one_line(self, here: Path, capsys: Any) -> None:
         assert "script.py" in refused(capsys, "demo", "--force", "--out", "script.py")
@@ -355,7 +305,50 @@ def Y(task: blr.Task) -> torch.Tensor:
     return task.dataset.tensors[1]
 
 
-# Options
+@pytest.mark.slow
+def test_audit_by_a_metadata_column_and_of_other_likelihoods(here: Path, capsys: Any) -> None:
+    argv = ("audit", TASK, "--fit", "diag", "--out", "audit", "--force", "--passes", "1")
+    code, out, _ = run(capsys, *argv, "--by", "source")
+    assert code == 0 and "What if a source were gone?" in out
+    assert "the training data themselves" in " ".join(out.split())
+    assert "This posterior is diagonal" in out
+    assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
+    for name in ("leave_one_out.png", "mine.png"):  # as of an audit with test data; a stranger's
+        Path("audit", name).touch()
+    for name in ("regression", "tags"):
+        given = (f"script.py:{name}", "--prior-precision", "1")
+        code, out, err = run(capsys, "audit", *given, "--out", "audit", "--force")
+        assert code == 0 and "What if" not in out, err
+        left = {path.name for path in Path("audit").iterdir()}
+        assert not left & {"removals.csv", "removals.parquet", "removals.png", "leave_one_out.png"}
+        assert {"table.csv", "mine.png"} <= left
+        assert ("left_out_prediction" in pd.read_csv("audit/table.csv")) == (name == "regression")
+        asked = ("--remove", "index == 3", "--out", "less", "--force")
+        code, out, err = run(capsys, "what-if", *given, *asked)
+        assert code == 0 and cells(out, "all")[1] == "60", err
+        assert {p.name for p in Path("less").iterdir()} == {"what_if.png", "without.safetensors"}
+
+
+def test_metadata_with_the_names_of_columns_keep_their_values() -> None:
+    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    metadata = {"kind": ["so"] * 12, "prediction": ["me"] * 12, "loss_weight": [1.0] * 12}
+    task = blr.Task(torch.nn.Linear(2, 3), (x, torch.arange(12) % 3), metadata=metadata)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+    table = investigate(task, q, by=None).table
+    assert table["kind_metadata"].tolist() == ["so"] * 12
+    assert table["prediction_metadata"].tolist() == ["me"] * 12
+    assert "left_out_loss_weight" not in table
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> None:
+    task, _, q = inputs()
+    better = blr.calibrate(task, q)
+    code, _, err = run(capsys, "what-if", TASK, *Q, "--calibrate", "--remove", "index == 3")
+    assert code == 0 and f"temperature {better.temperature:.3g}" in err
+
+
+# Options and help
 
 
 def test_options_are_those_of_the_functions() -> None:
@@ -370,9 +363,6 @@ def test_options_are_those_of_the_functions() -> None:
         assert made.default == inspect.signature(function).parameters[name].default
         (shown,) = made.annotation.__metadata__
         assert len(shown.help) > 20 and ":class:" not in shown.help and "  " not in shown.help
-
-
-def test_sizes() -> None:
     sizes = {"1": 1, "5GB": 5 * 10**9, "256MiB": 256 * 2**20, "1.5 k": 1500, "2e9": 2 * 10**9}
     assert {text: read_size("--x", text) for text in sizes} == sizes
     for text in ("", "GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB"):
@@ -380,57 +370,16 @@ def test_sizes() -> None:
             read_size("--x", text)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("sketched")
-@pytest.mark.parametrize("name", ["regression", "several", "tags"])
-def test_audit_of_other_likelihoods(here: Path, capsys: Any, name: str) -> None:
-    argv = (f"script.py:{name}", "--prior-precision", "1")
-    code, out, err = run(capsys, "audit", *argv, "--test", name, "--out", "audit")
-    assert code == 0, err
-    assert "What if" not in out and not Path("audit/removals.csv").exists()
-    table, found = pd.read_csv("audit/table.csv"), pd.read_csv("audit/suspicious.csv")
-    assert ("left_out_prediction" in table) == (name == "regression")
-    assert found["index"].is_unique and "label" in found["kind"].tolist()
-    code, out, err = run(capsys, "what-if", *argv, "--remove", "index == 3", "--out", "less")
-    assert code == 0 and cells(out, "all")[1] == "60", err
-    assert {p.name for p in Path("less").iterdir()} == {"what_if.png", "without.safetensors"}
-
-
-def test_metadata_with_the_names_of_columns_keep_their_values() -> None:
-    x = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
-    metadata = {"kind": ["so"] * 12, "prediction": ["me"] * 12, "loss_weight": [1.0] * 12}
-    task = blr.Task(torch.nn.Linear(2, 3), (x, torch.arange(12) % 3), metadata=metadata)
-    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-    table = investigate(task, q, by=None).table
-    assert table["kind_metadata"].tolist() == ["so"] * 12
-    assert table["prediction_metadata"].tolist() == ["me"] * 12
-    assert "left_out_loss_weight" not in table
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("sketched")
-def test_audit_by_a_metadata_column_and_by_none(here: Path, capsys: Any) -> None:
-    argv = ("audit", TASK, "--fit", "diag", "--out", "audit", "--force", "--passes", "1")
-    code, out, _ = run(capsys, *argv, "--by", "source")
-    assert code == 0 and "What if a source were gone?" in out
-    assert "the training data themselves" in " ".join(out.split())
-    assert "This posterior is diagonal" in out
-    assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
-    for name in ("leave_one_out.png", "mine.png"):  # as of an audit with test data; a stranger's
-        Path("audit", name).touch()
-    code, out, _ = run(capsys, *argv, "--by", "none")
-    assert code == 0 and "What if" not in out
-    left = {path.name for path in Path("audit").iterdir()}
-    assert not left & {"removals.csv", "removals.parquet", "removals.png", "leave_one_out.png"}
-    assert {"table.csv", "mine.png"} <= left
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> None:
-    task, _, q = inputs()
-    better = blr.calibrate(task, q)
-    code, _, err = run(capsys, "what-if", TASK, *Q, "--calibrate", "--remove", "index == 3")
-    assert code == 0 and f"temperature {better.temperature:.3g}" in err
+def test_every_example_of_the_help_is_a_command_line() -> None:
+    """Every option is known and takes its value."""
+    program: Any = typer.main.get_command(app)
+    pages = [program.help, *(command.help for command in program.commands.values())]
+    lines = {line.strip() for page in pages for line in page.split("\n") if line.startswith("  ")}
+    examples = [line for line in lines if line.startswith("blr-analysis ") and line[-1] != "."]
+    assert len(examples) >= 25
+    for example in examples:
+        name, *rest = shlex.split(example)[1:]
+        program.commands[name].make_context(name, rest)
 
 
 # Failures
@@ -441,20 +390,24 @@ def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> Non
     [
         ("audit", "Missing argument"),
         ("loo", "No such command"),
-        ("audit T -p q.safetensors --fit kron", "belong to a fit"),
-        ("audit T -p q.safetensors --prior-precision 1", "belong to a fit"),
+        ("audit T Q --fit kron", "belong to a fit"),
+        ("audit T Q --prior-precision 1", "belong to a fit"),
         ("audit T --prior-precision -1", "above 0"),
         ("audit T --fit none", "'kron'"),
         ("audit T -p gone.safetensors", "nothing is stored"),
         ("audit T -p script.py", "script.py"),
-        ("audit script.py:make_test -p q.safetensors", "60 examples"),
+        ("audit script.py:make_test Q", "60 examples"),
         ("audit script.py", "SCRIPT.py:NAME"),
-        ("audit script.py:gone", "make_task, make_test"),
+        ("audit script.py:gone", "make_task, TASK"),
         ("audit script.py:number", "gives int"),
         ("audit script.py:needs", "argument"),
+        ("audit script.py:leaves", "SystemExit: 3"),
         ("audit script.py:fails", f"failed in line {GONE}: KeyError: 'gone'"),
+        ("audit script.py:empty", "no examples"),
+        ("audit imports.py:task", "the script 'imports.py' failed in line 2: "),
+        ("audit broken.py:task", "the script 'broken.py' failed in line 2: "),
         ("audit T --test gone", "defines no 'gone'"),
-        ("audit T -p q.safetensors --test regression", "another model"),
+        ("audit T Q --test regression", "another model"),
         ("audit T --by colour", "no column 'colour'"),
         ("audit T --by colour --dry-run", "no column 'colour'"),
         ("audit T q.safetensors", "leave 'q.safetensors' out"),
@@ -464,17 +417,17 @@ def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> Non
         ("audit T --out ''", "empty"),
         ("what-if T", "--remove"),
         ("what-if T --remove index==3 --decisions d.csv", "--decisions"),
-        ("what-if T -p q.safetensors --remove 'target >= 0'", "all 60"),
-        ("what-if T -p q.safetensors --remove 'target == 9'", "selects none"),
-        ("what-if T -p q.safetensors --remove 'nothing > 3'", "no query of"),
-        ("what-if T -p q.safetensors --remove target=3", "no query of"),
-        ("what-if T -p q.safetensors --relabel 'index == 3'", "QUERY:LABEL"),
-        ("what-if T -p q.safetensors --relabel 'index == 3: 9'", "9"),
-        ("what-if T -p q.safetensors --remove index==3 --solver guess", "solver"),
-        ("what-if T --decisions gone", "'gone': No such file"),
+        ("what-if T Q --remove 'target >= 0'", "all 60"),
+        ("what-if T Q --remove 'target == 9'", "selects none"),
+        ("what-if T Q --remove 'nothing > 3'", "no query of"),
+        ("what-if T Q --remove target=3", "no query of"),
+        ("what-if T Q --relabel 'index == 3'", "QUERY:LABEL"),
+        ("what-if T Q --relabel 'index == 3: 9'", "9"),
+        ("what-if T Q --remove index==3 --solver guess", "solver"),
+        ("what-if T --decisions gone", "No such file"),
         ("index T --fit full --out i", "not full"),
         ("index T --out i --text words", "MODEL DATA"),
-        ("query index script.py:gone", "make_task, make_test"),
+        ("query index script.py:gone", "make_task, TASK"),
         ("query index script.py:regression", "another model"),
         ("query index script.py:wider", "shape"),
         ("query index script.py:make_test --data script.py:make_test", "60 examples"),
@@ -487,21 +440,15 @@ def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> Non
 )
 def test_bad_input_is_one_line_and_code_2(here: Path, capsys: Any, argv: str, word: str) -> None:
     before = {path.name for path in here.iterdir()} | {"__pycache__"}
-    words = [TASK if part == "T" else part for part in shlex.split(argv)]
+    short = {"T": [TASK], "Q": Q}
+    words = [word for part in shlex.split(argv) for word in short.get(part, [part])]
     assert word in refused(capsys, *words)
     assert {path.name for path in here.iterdir()} <= before
 
 
-@pytest.mark.parametrize("source", ["import nothing_of_the_kind", "def broken(:\n    pass"])
-def test_a_script_that_cannot_be_run(here: Path, capsys: Any, source: str) -> None:
-    Path("bad.py").write_text(f"\n{source}\n")
-    assert "the script 'bad.py' failed in line 2: " in refused(capsys, "audit", "bad.py:task")
-
-
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_debug_shows_the_traceback(here: Path, capsys: Any, where: str) -> None:
-    argv = ["audit", "script.py:fails"]
-    code, _, err = run(capsys, *(["--debug", *argv] if where == "before" else [*argv, "--debug"]))
+@pytest.mark.parametrize("argv", ["--debug audit script.py:fails", "audit script.py:fails --debug"])
+def test_debug_shows_the_traceback(here: Path, capsys: Any, argv: str) -> None:
+    code, _, err = run(capsys, *argv.split())
     assert code == 2 and 'return {}["gone"]' in err
     assert err.splitlines()[-1].startswith("blr-analysis: fails()")
 
@@ -518,57 +465,50 @@ def test_faults_and_warnings_are_one_line(capsys: Any, monkeypatch: pytest.Monke
     assert err.splitlines() == ["warning: of other data", said]
 
 
-# Interruptions
-
-
 def test_interrupted_in_the_script(here: Path, capsys: Any) -> None:
     code, out, err = run(capsys, "audit", "script.py:interrupts", "--out", "audit")
-    assert (code, out) == (130, "")
-    assert err.splitlines()[-1] == "blr-analysis: interrupted"
+    assert (code, out, err.splitlines()[-1]) == (130, "", "blr-analysis: interrupted")
     assert not Path("audit").exists()
 
 
-def test_interrupted_between_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, _, q = inputs()
-    findings = investigate(task, q, by=None)
-    real = pictures_module.write_table
-
-    def interrupted(*given: Any) -> Any:
-        if given[2] != "table":
-            raise KeyboardInterrupt
-        return real(*given)
-
-    monkeypatch.setattr(pictures_module, "write_table", interrupted)
-    with pytest.raises(KeyboardInterrupt), folder_for("audit") as folder:
-        write(findings, folder)
-    assert sorted(path.name for path in Path("audit").iterdir()) == ["table.csv", "table.parquet"]
-    assert len(pd.read_parquet("audit/table.parquet")) == 60
+def test_the_guard_main_does_not_run_and_the_path_is_given_back(here: Path) -> None:
+    before = list(sys.path)
+    task, none = load_tasks("script.py:TASK")
+    assert isinstance(task, blr.Task) and none is None and sys.path == before
 
 
-# A shell lets its background jobs ignore Ctrl-C, and what they start as well.
+# Processes of their own. A shell lets its background jobs ignore Ctrl-C, and what they start too.
+
+
 PROGRAM = """import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from blr_analysis.cli import main
 sys.exit(main())"""
-ALONE = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).resolve().parents[1]
+ALONE: Any = {
+    "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True
+}  # fmt: skip
 
 
-def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["blr-analysis", "--help"])
-        runpy.run_module("blr_analysis", run_name="__main__")
-    assert ended.value.code == 0 and "what-if" in capsys.readouterr().out
+def test_the_package_runs_as_a_module_and_help_loads_nothing_heavy() -> None:
+    """--help and wrong command lines answer before torch could have been imported."""
+    asked = "import sys; from blr_analysis.cli import main; main(['audit', '-h']); main(['query'])"
+    heavy = "print(sorted({'torch', 'pandas', 'matplotlib', 'bokeh', 'sklearn'} & {*sys.modules}))"
+    argv = [sys.executable, "-c", f"{asked}; {heavy}"]
+    done = subprocess.run(argv, capture_output=True, check=True, **ALONE)
+    assert "--passes" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+    argv = [sys.executable, "-m", "blr_analysis", "--version"]
+    done = subprocess.run(argv, capture_output=True, check=True, **ALONE)
+    assert done.stdout.split()[:2] == ["blr-analysis", blr.__version__]
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_demo_trains(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_demo_trains_and_a_reader_that_goes_away(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", PROGRAM, "demo", "--out", "digits"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(argv, env=ALONE, cwd=tmp_path, **pipes)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    process = subprocess.Popen(argv, **pipes, **ALONE)
     assert process.stderr is not None
-    for line in process.stderr:
-        if "training" in line:
-            break
+    next(line for line in process.stderr if "training" in line)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     out, err = process.communicate(timeout=60)
@@ -576,19 +516,26 @@ def test_ctrl_c_while_the_demo_trains(tmp_path: Path) -> None:
     assert err.splitlines()[-1] == "blr-analysis: interrupted" and "Traceback" not in err
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not [name for name in left if not name.startswith("step-")]
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away() -> None:
     shell = f"{sys.executable} -c '{PROGRAM}' --help | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=ALONE)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, **ALONE)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 
-def test_no_text_steers_the_terminal() -> None:
+# Terminals
+
+
+def test_any_width_of_terminal(here: Path) -> None:
+    task, test, q = inputs()
+    findings = in_text(*sections(investigate(task, q, test=test, by=None)).values())
+    for width in (40, 60, 80, 140):
+        file = io.StringIO()
+        show(findings, Console(file=file, width=width, highlight=False))
+        lines = file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width and any("unpred" in line for line in lines)
+        assert not any(line != line.rstrip() for line in lines)
     said = as_text(Text("web\u202e, \x1b[31mred\u200b\nnext"))
-    assert said == "web?, ?[31mred?\nnext\n"
+    assert said == "web?, ?[31mred?\nnext\n"  # no text steers the terminal
 
 
 def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,64 +549,3 @@ def test_an_ascii_terminal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0, err.buffer.getvalue()
     assert "training examples taken out" in said and "-----" in said
     assert "?" not in said.replace("gone?", "") and b"Traceback" not in err.buffer.getvalue()
-
-
-# Help
-
-
-def test_every_example_of_the_help_is_a_command_line() -> None:
-    """Every option is known and takes its value."""
-    program: Any = typer.main.get_command(app)
-    pages = [program.help, *(command.help for command in program.commands.values())]
-    lines = {line.strip() for page in pages for line in page.split("\n") if line.startswith("  ")}
-    examples = [line for line in lines if line.startswith("blr-analysis ") and line[-1] != "."]
-    assert len(examples) >= 25
-    for example in examples:
-        name, *rest = shlex.split(example)[1:]
-        program.commands[name].make_context(name, rest)
-
-
-def test_help_loads_nothing_heavy() -> None:
-    """--help and wrong command lines answer before torch could have been imported."""
-    asked = "import sys; from blr_analysis.cli import main; main(['audit', '-h']); main(['query'])"
-    heavy = "print(sorted({'torch', 'pandas', 'matplotlib', 'bokeh', 'sklearn'} & {*sys.modules}))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{asked}; {heavy}"], capture_output=True, text=True, check=True
-    )
-    assert "--passes" in done.stdout and done.stdout.splitlines()[-1] == "[]"
-
-
-def test_any_width_of_terminal(here: Path) -> None:
-    task, test, q = inputs()
-    findings = in_text(*sections(investigate(task, q, test=test, by=None)).values())
-    for width in (40, 60, 80, 140):
-        file = io.StringIO()
-        show(findings, Console(file=file, width=width, highlight=False))
-        lines = file.getvalue().splitlines()
-        assert max(map(len, lines)) <= width
-        assert any("unpred" in line for line in lines)
-        assert not any(line != line.rstrip() for line in lines)
-
-
-# The script
-
-
-def test_the_guard_main_does_not_run_and_the_path_is_given_back(here: Path) -> None:
-    before = list(sys.path)
-    task, none = load_tasks("script.py:TASK")
-    assert isinstance(task, blr.Task) and none is None
-    assert sys.path == before
-
-
-def test_errors_of_the_package_inside_the_script_name_the_script(here: Path) -> None:
-    Path("empty.py").write_text(
-        "import torch\nfrom blr_analysis import Task\n"
-        "def task():\n    return Task(torch.nn.Linear(1, 2), (torch.ones(0, 1), torch.ones(0)))\n"
-    )
-    with pytest.raises(BLRError, match=r"task\(\) in 'empty.py' failed in line 4: .*no examples"):
-        load_tasks("empty.py:task")
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--version")
-    assert code == 0 and out.split()[:2] == ["blr-analysis", blr.__version__]

@@ -118,14 +118,6 @@ def test_a_dry_run_writes_nothing(here: Path, capsys: Any) -> None:
     assert run(capsys, "merge", "recipe.yml", "--dry-run")[1] == out
 
 
-def test_every_tensor_is_listed_on_demand(here: Path, capsys: Any) -> None:
-    for more in (["--dry-run"], ["merged"]):
-        code, out, _ = run(capsys, "merge", "recipe.yml", "--tensors", *more)
-        assert code == 0
-        assert re.search(r"embed.weight +merged +11x6 +float32 +0.5 1.5\n", out)
-        assert len(re.findall(r"^layers\.", out, re.MULTILINE)) == 4
-
-
 def test_shards_have_the_size_that_was_asked_for(here: Path, capsys: Any) -> None:
     assert (
         run(capsys, "merge", "recipe.yml", "merged", "--shard-size", "300B", "--threads", "1")[0]
@@ -183,7 +175,7 @@ def test_start_up_and_merging_load_only_what_they_need(here: Path) -> None:
         others = {"pydantic", "ruamel.yaml", "peft", "lightning", "pytorch_lightning"}
         loaded = sorted((others | tables) & set(sys.modules))
         if loaded: sys.exit(f"at start-up: {loaded}")
-        code = main(["merge", "recipe.yml", "out", "--tensors"])
+        code = main(["merge", "recipe.yml", "out"])
         loaded = sorted(tables & set(sys.modules))
         sys.exit(code or (f"while merging: {loaded}" if loaded else 0))
     """

@@ -16,12 +16,11 @@ import blr_analysis as blr
 from blr_analysis.audit import Findings
 from blr_analysis.cli import main
 from blr_analysis.cli.inputs import load_tasks
-from blr_analysis.demo import Digits, load, network, recipe, run, train
+from blr_analysis.demo import load, network, recipe, run, train
 
 FILES = {
     *(f"{name}.{suffix}" for name in ("table", "leave_one_out") for suffix in ("csv", "parquet")),
-    *(f"suspicious.{suffix}" for suffix in ("csv", "parquet", "png")),
-    *(f"removals.{suffix}" for suffix in ("csv", "parquet", "png")),
+    *(f"{n}.{s}" for n in ("suspicious", "removals") for s in ("csv", "parquet", "png")),
     *(f"{name}.png" for name in ("memory_map", "deviations", "leave_one_out")),
     *("posterior.safetensors", "digits.py", "summary.txt", "report.html", "checkpoints"),
 }
@@ -34,10 +33,15 @@ def test_the_split_is_a_partition_of_all_digits() -> None:
     assert not torch.equal(data.rows, other.rows)
     assert data.images.shape == (1198, 1, 8, 8)
     assert (float(data.images.min()), float(data.images.max())) == (0.0, 1.0)
+    means = torch.stack([data.images[data.labels == c].mean(0) for c in range(10)])
+    nearest = torch.cdist(data.test_images.flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == data.test_labels).double().mean() > 0.85  # labelled by what they show
 
 
-def test_training_repeats_itself_and_leaves_the_global_generator_alone() -> None:
-    data = load()
+def test_training_repeats_itself_and_leaves_generator_and_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, threads = load(), torch.get_num_threads()
     state, part = torch.get_rng_state(), (data.images[:200], data.labels[:200])
     first, second, third = (train(*part, epochs=3, seed=seed)[0] for seed in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -45,16 +49,10 @@ def test_training_repeats_itself_and_leaves_the_global_generator_alone() -> None
     for a, b, other, start in zip(*every, strict=True):
         assert torch.equal(a, b)
         assert not torch.equal(a, start) and not torch.equal(a, other)
-
-
-def test_the_number_of_threads_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = torch.get_num_threads()
     monkeypatch.setattr("blr_analysis.demo.job.load", lambda seed: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "x")
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.slow
@@ -62,44 +60,38 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """One test for one run: workers that share the tests would each run the demo again."""
     folder, file = tmp_path / "digits", io.StringIO()
     findings, truth = run(folder, console=Console(file=file, width=120))
-    check_files(folder, findings)
-    check_words(file.getvalue(), findings, truth)
-    check_script(folder, findings, capsys)
-    check_promises(findings, truth)
-
-
-def check_files(folder: Path, findings: Findings) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     assert all(path.stat().st_size > 500 for path in folder.iterdir() if path.is_file())
-    table = pd.read_parquet(folder / "table.parquet")
+    table, removals = (pd.read_parquet(folder / f"{n}.parquet") for n in ("table", "removals"))
     assert table["row"].tolist() == load().rows.tolist() and len(table) == 1198
-    removals = pd.read_parquet(folder / "removals.parquet")
     pd.testing.assert_frame_equal(removals, findings.removals)
     posterior = blr.Posterior.load(folder / "posterior.safetensors")
     assert (posterior.structure, len(posterior.earlier)) == ("kron", 3)
     assert posterior.temperature == findings.posterior.temperature
+    check_words(file.getvalue(), findings, truth)
+    check_script(folder, findings, posterior, capsys)
+    check_promises(findings, truth)
 
 
 def check_words(out: str, findings: Findings, truth: dict[int, float]) -> None:
     """What is printed was computed."""
-    assert f"{findings.loo.nll:.4f}" in out and f"{findings.on_test.nll:.4f}" in out
     data, model = load(), network()
     model.load_state_dict(findings.posterior.mean)
     with torch.no_grad():
         nll = F.cross_entropy(model(data.test_images), data.test_labels).item()
     assert findings.on_test.nll == pytest.approx(nll, rel=1e-6)
-    assert all(f"{value:.3f}" in out for value in findings.removals["nll_after"])
-    assert all(f"{value:.3f}" in out for value in truth.values()) and "\x1b" not in out
-    assert "The temperature was measured" in out
+    for value in (findings.loo.nll, findings.on_test.nll):
+        assert f"{value:.4f}" in out
+    assert all(f"{v:.3f}" in out for v in (*findings.removals["nll_after"], *truth.values()))
+    assert "The temperature was measured" in out and "\x1b" not in out
     expected = findings.removals.set_index("group")["nll_after"]
     assert list(truth) == [int(expected.idxmax()), int(expected.idxmin())]
 
 
-def check_script(folder: Path, findings: Findings, capsys: pytest.CaptureFixture[str]) -> None:
+def check_script(folder: Path, findings: Findings, posterior: Any, capsys: Any) -> None:
     """The script that it writes states the same task."""
     task, test = load_tasks(f"{folder}/digits.py:train", "test")
     assert test is not None and task.recipe.epochs == recipe(task.n_data).epochs
-    posterior = blr.Posterior.load(folder / "posterior.safetensors")
     assert blr.leave_one_out(task, posterior).nll == pytest.approx(findings.loo.nll, rel=1e-5)
     assert all(torch.equal(w, posterior.mean[name]) for name, w in task.parameters().items())
     argv = ["what-if", f"{folder}/digits.py:train", "-p", f"{folder}/posterior.safetensors"]
@@ -122,10 +114,3 @@ def check_promises(findings: Findings, truth: dict[int, Any]) -> None:
     after = findings.removals.set_index("group")["nll_after"]
     rise = {c: nll - on_test.nll for c, nll in truth.items()}
     assert all(abs(after[c] - nll) < 0.35 * rise[c] for c, nll in truth.items())
-
-
-def test_digits_are_labelled_by_what_they_show() -> None:
-    data: Digits = load()
-    means = torch.stack([data.images[data.labels == c].mean(0) for c in range(10)])
-    nearest = torch.cdist(data.test_images.flatten(1), means.flatten(1)).argmin(1)
-    assert (nearest == data.test_labels).double().mean() > 0.85

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +20,17 @@ from blr_analysis.likelihoods import (
     BY_NAME,
     Bernoulli,
     Categorical,
+    CausalLM,
     Gaussian,
     Likelihood,
     MeanAndVariance,
     Poisson,
+    TokenCategorical,
     Weighted,
     resolve,
 )
 
-N, C = 8, 4
+N, C, T = 8, 4, 5
 W = torch.tensor([0.5, 15.0, 1.0, 2.0], dtype=torch.float64)
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,77 +41,41 @@ def focal(f: Tensor, y: Tensor) -> Tensor:
     return -((1 - logp.exp()) ** 2) * logp
 
 
-def classes(seed: int = 3) -> Tensor:
-    return torch.randint(C, (N,), generator=torch.Generator().manual_seed(seed))
+def whole(high: int, *shape: int, seed: int = 3) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def soft() -> Tensor:
-    return normal(N, C, seed=5).softmax(-1)
+CLASSES, TOKENS = whole(C, N), whole(C, N, T)
+TOKENS[0, 2:], TOKENS[1, 0] = -100, -100
+SOFT, BITS = normal(N, C, seed=5).softmax(-1), (normal(N, C, seed=6) > 0).double()
+NUMBERS, COUNTS = normal(N, C, seed=7), whole(6, N, C, seed=8).double()
 
 
-def bits() -> Tensor:
-    return (normal(N, C, seed=6) > 0).double()
-
-
-def numbers() -> Tensor:
-    return normal(N, C, seed=7)
-
-
-def counts() -> Tensor:
-    return torch.randint(6, (N, C), generator=torch.Generator().manual_seed(8)).double()
-
-
-# What torch.distributions calls p(y | f), and targets; then torch's own loss modules.
-KINDS: list[tuple[Likelihood, Callable[[Tensor], d.Distribution], Tensor]] = [
-    (Categorical(), lambda f: d.Categorical(logits=f), classes()),
-    (Bernoulli(), lambda f: d.Independent(d.Bernoulli(logits=f), 1), bits()),
-    (Gaussian(), lambda f: d.Independent(d.Normal(f, 1.0), 1), numbers()),
-    (Gaussian(0.3), lambda f: d.Independent(d.Normal(f, 0.3**0.5), 1), numbers()),
-    (Poisson(), lambda f: d.Independent(d.Poisson(f.exp()), 1), counts()),
-]
-MODULES: list[tuple[nn.Module, Tensor]] = [
-    (nn.CrossEntropyLoss(), classes()),
-    (nn.CrossEntropyLoss(weight=W, reduction="sum"), classes()),
-    (nn.CrossEntropyLoss(label_smoothing=0.2), classes()),
-    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.2, ignore_index=1), classes()),
-    (nn.CrossEntropyLoss(reduction="none"), soft()),
-    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.1), soft()),
-    (nn.NLLLoss(weight=W, ignore_index=2), classes()),
-    (nn.BCEWithLogitsLoss(), bits()),
-    (nn.BCEWithLogitsLoss(weight=W, pos_weight=W.flip(0)), bits()),
-    (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0).double()), soft()),
-    (nn.MSELoss(), numbers()),
-    (nn.PoissonNLLLoss(), counts()),
-    (nn.PoissonNLLLoss(full=True), counts()),
-    (nn.HuberLoss(delta=0.7), numbers()),
-    (nn.BCELoss(), bits()),
-    (nn.PoissonNLLLoss(log_input=False), counts()),
-    (nn.GaussianNLLLoss(full=True, eps=1e-3), numbers()),
-]
-
-
-def own_outputs(module: nn.Module, f: Tensor) -> Tensor:
-    """What a module takes: log-probabilities, probabilities, rates, or means and variances."""
-    if isinstance(module, nn.GaussianNLLLoss):
-        variance = normal(N, C, seed=2).exp()
-        variance[0, 0] = 1e-9  # below eps
-        return torch.cat((f, variance), -1)
-    if isinstance(module, nn.PoissonNLLLoss) and not module.log_input:
-        return f.exp()
-    kinds = {nn.NLLLoss: lambda f: f.log_softmax(-1), nn.BCELoss: torch.sigmoid}
-    return kinds.get(type(module), lambda f: f)(f)
-
-
-def by_torch(module: nn.Module) -> Loss:
-    """torch's own loss of every example."""
+def each(module: nn.Module) -> Loss:
+    """torch's own loss of every example, from what our likelihood takes for outputs."""
     one = copy.copy(module)
-    one.reduction = "sum"
+    one.reduction = "none"
 
     def loss(f: Tensor, y: Tensor) -> Tensor:
         if isinstance(module, nn.GaussianNLLLoss):
-            pairs = zip(*f.chunk(2, -1), y, strict=True)
-            return torch.stack([one(m[None], t[None], v[None]) for m, v, t in pairs])
-        return torch.stack([one(f[i : i + 1], y[i : i + 1]) for i in range(len(f))])
+            found = one(*f[:, : y.shape[1]].split(y.shape[1], 1), y, f[:, y.shape[1] :])
+        else:
+            found = one(f, y)
+        return found.flatten(1).sum(1) if found.ndim > 1 else found
+
+    return loss
+
+
+def of_tokens(likelihood: TokenCategorical) -> Loss:
+    """Each sequence's summed cross-entropy by torch, from raw outputs and labels."""
+    w = None if likelihood.weight is None else torch.tensor(likelihood.weight).double()
+    smoothing, ignored = likelihood.label_smoothing, likelihood.ignore_index
+    one = nn.CrossEntropyLoss(w, label_smoothing=smoothing, ignore_index=ignored, reduction="none")
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        if isinstance(likelihood, CausalLM):
+            f, y = f[:, :-1], y[:, 1:]
+        return one(f.mT, y).sum(1)
 
     return loss
 
@@ -118,12 +84,55 @@ def density(make: Callable[[Tensor], d.Distribution]) -> Loss:
     return lambda f, y: -make(f).log_prob(y)
 
 
+# What torch.distributions calls p(y | f), and targets; then torch's own loss modules.
+KINDS: list[tuple[Likelihood, Callable[[Tensor], d.Distribution], Tensor]] = [
+    (Categorical(), lambda f: d.Categorical(logits=f), CLASSES),
+    (Bernoulli(), lambda f: d.Independent(d.Bernoulli(logits=f), 1), BITS),
+    (Gaussian(), lambda f: d.Independent(d.Normal(f, 1.0), 1), NUMBERS),
+    (Gaussian(0.3), lambda f: d.Independent(d.Normal(f, 0.3**0.5), 1), NUMBERS),
+    (Gaussian(W), lambda f: d.Independent(d.Normal(f, W.to(f).sqrt()), 1), NUMBERS),
+    (Poisson(), lambda f: d.Independent(d.Poisson(f.exp()), 1), COUNTS),
+]
+MODULES: list[tuple[nn.Module, Tensor]] = [
+    (nn.CrossEntropyLoss(), CLASSES),
+    (nn.CrossEntropyLoss(weight=W, reduction="sum"), CLASSES),
+    (nn.CrossEntropyLoss(label_smoothing=0.2), CLASSES),
+    (nn.CrossEntropyLoss(ignore_index=2), CLASSES),
+    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.2, ignore_index=1), CLASSES),
+    (nn.CrossEntropyLoss(reduction="none"), SOFT),
+    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.1), SOFT),
+    (nn.NLLLoss(weight=W, ignore_index=2), CLASSES),
+    (nn.BCEWithLogitsLoss(), BITS),
+    (nn.BCEWithLogitsLoss(weight=W, pos_weight=W.flip(0)), BITS),
+    (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0).double()), SOFT),
+    (nn.MSELoss(), NUMBERS),
+    (nn.PoissonNLLLoss(), COUNTS),
+    (nn.PoissonNLLLoss(full=True), COUNTS),
+    (nn.HuberLoss(delta=0.7), NUMBERS),
+    (nn.BCELoss(), BITS),
+    (nn.PoissonNLLLoss(log_input=False), COUNTS),
+    (nn.GaussianNLLLoss(full=True, eps=1e-3), NUMBERS),
+]
+SEQUENCES = [
+    *(TokenCategorical(), CausalLM(), TokenCategorical(ignore_index=0)),
+    *(TokenCategorical(weight=W, label_smoothing=0.2), CausalLM(label_smoothing=0.1)),
+]
+
+
 def members() -> dict[str, tuple[Likelihood, Tensor, Tensor, Loss]]:
     """Likelihood, outputs, targets and its loss of every example by torch."""
     f = 2 * normal(N, C)
+    spread = torch.cat((f, normal(N, C, seed=2).exp()), -1)
+    spread[0, C] = 1e-9  # below eps
+    own = {"NLLLoss": f.log_softmax(-1), "BCELoss": f.sigmoid(), "GaussianNLLLoss": spread}
     found = {repr(one): (one, f, y, density(make)) for one, make, y in KINDS}
     for module, y in MODULES:
-        found[f"{module} {y.ndim}"] = (resolve(module), own_outputs(module, f), y, by_torch(module))
+        rates = isinstance(module, nn.PoissonNLLLoss) and not module.log_input
+        outputs = f.exp() if rates else own.get(type(module).__name__, f)
+        found[f"{module} {y.ndim}"] = (resolve(module), outputs, y, each(module))
+    for one in SEQUENCES:
+        y = TOKENS.masked_fill(TOKENS == -100, one.ignore_index)
+        found[repr(one)] = (one, normal(N, T, C), y, of_tokens(one))
     return found
 
 
@@ -134,41 +143,36 @@ MEMBERS = members()
 class TestLikelihoodContract:
     """Loss, error and Hessian of every likelihood, against torch and automatic differentiation."""
 
-    def test_the_loss_is_torchs(self, name: str) -> None:
-        likelihood, f, y, loss = MEMBERS[name]
-        likelihood.check_outputs(f)
-        y = likelihood.prepare_targets(y, f)
-        found = likelihood.nll(f, y)
-        assert found.shape == (N,) and relative(found, loss(f, y)) < 1e-12
-
-    def test_error_and_hessian_are_its_derivatives(self, name: str) -> None:
-        likelihood, f, y, loss = MEMBERS[name]
-        y = likelihood.prepare_targets(y, f)
+    def test_loss_error_and_hessian_are_torchs(self, name: str) -> None:
+        likelihood, raw, labels, loss = MEMBERS[name]
+        likelihood.check_outputs(raw)
+        raw = raw.clone().requires_grad_()
+        outputs, y = likelihood.prepare(raw, labels)  # of sequences shifted and masked
+        truth, f = loss(raw, labels), outputs.detach()
+        assert truth.shape == (N,) and relative(likelihood.nll(f, y), truth.detach()) < 1e-12
         if name.startswith("NLLLoss"):
-            loss = by_torch(nn.CrossEntropyLoss(W, ignore_index=2))  # softmax(log p) = p
-
-        def one(f: Tensor, y: Tensor) -> Tensor:
-            return loss(f.unsqueeze(0), y.unsqueeze(0)).sum()
-
-        pairs = list(zip(f, y, strict=True))
-        error = torch.stack(
-            [torch.autograd.functional.jacobian(partial(one, y=t), x) for x, t in pairs]
-        )
-        assert relative(likelihood.error(f, y), error) < 1e-12
-        if not isinstance(likelihood, MeanAndVariance):  # whose Λ is a mean
-            bends = [torch.autograd.functional.hessian(partial(one, y=t), x) for x, t in pairs]
-            assert relative(likelihood.hessian(f, y), torch.stack(bends)) < 1e-12
+            truth = each(nn.CrossEntropyLoss(W, ignore_index=2))(raw, y)  # softmax(log p) = p
+        (slope,) = torch.autograd.grad(truth.sum(), raw, create_graph=True)
+        (error,) = torch.autograd.grad(outputs, raw, likelihood.error(f, y), retain_graph=True)
+        assert relative(error, slope.detach()) < 1e-12
+        if isinstance(likelihood, MeanAndVariance):  # whose Λ is a mean
+            return check_hessian_parts(likelihood, f, y)
+        v = normal(*raw.shape, seed=5)
+        along = likelihood.prepare(v, labels)[0] if likelihood.is_sequence else v
+        (bend,) = torch.autograd.grad(slope, raw, v, retain_graph=True)
+        product = likelihood.hessian_times(f, y, along)
+        (product,) = torch.autograd.grad(outputs, raw, product)
+        assert relative(product, bend) < 1e-12
         check_hessian_parts(likelihood, f, y)
 
     def test_weights_multiply_it(self, name: str) -> None:
-        likelihood, f, y, _ = MEMBERS[name]
-        w = torch.arange(N).double()
-        weighted = Weighted(likelihood, w)
-        y = weighted.prepare_targets(y, f)
-        for ask in ("nll", "error", "hessian"):
+        likelihood, raw, y, _ = MEMBERS[name]
+        weighted = Weighted(likelihood, torch.arange(N).double())
+        f, y = weighted.prepare(raw, y)
+        for ask in ("nll", "error") if likelihood.is_sequence else ("nll", "error", "hessian"):
             plain = getattr(likelihood, ask)(f, y)
-            found = getattr(weighted, ask)(f, y)
-            assert relative(found, plain * w.view(-1, *[1] * (plain.ndim - 1))) < 1e-12
+            w = torch.arange(N).double().view(-1, *[1] * (plain.ndim - 1))
+            assert relative(getattr(weighted, ask)(f, y), plain * w) < 1e-12
         check_hessian_parts(weighted, f, y)
         half = weighted.at(torch.tensor([3, 5]))
         assert relative(half.nll(f[[3, 5]], y[[3, 5]]), weighted.nll(f, y)[[3, 5]]) < 1e-12
@@ -178,14 +182,19 @@ class TestLikelihoodContract:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_everything_keeps_the_outputs_dtype(self, name: str, dtype: torch.dtype) -> None:
         likelihood, f, y, _ = MEMBERS[name]
-        f = f.to(dtype)
-        y = likelihood.prepare_targets(y, f)
-        asked = (likelihood.error, likelihood.hessian, likelihood.hessian_root, likelihood.nll)
+        f, y = likelihood.prepare(f.to(dtype), y)
+        asked = [likelihood.error, likelihood.nll]
+        asked += [] if likelihood.is_sequence else [likelihood.hessian, likelihood.hessian_root]
         assert {ask(f, y).dtype for ask in asked} == {likelihood.mean(f).dtype} == {dtype}
 
 
 def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """The root, the products and the two parts, against Λ."""
+    """The root, the products and the two parts, against Λ, which is not formed of sequences."""
+    if likelihood.is_sequence:
+        for ask in (likelihood.hessian, likelihood.hessian_root):
+            with pytest.raises(InputError, match="empirical_fisher"):
+                ask(f, y)
+        return
     hessian, v = likelihood.hessian(f, y), normal(3, *f.shape, seed=11)
     root = likelihood.hessian_root(f, y)
     assert relative(root @ root.mT, hessian) < 1e-12
@@ -198,7 +207,7 @@ def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 @pytest.mark.parametrize(("likelihood", "make", "y"), KINDS, ids=[repr(k[0]) for k in KINDS])
 def test_mean_and_draws_are_the_distributions(likelihood, make, y) -> None:
-    """E[y|f]; E[e] = 0 and E[e eᵀ] = Λ over draws, which come from the generator."""
+    """E[y|f], and E[e] = 0 over draws, which come from the generator."""
     f = 2 * normal(N, C)
     p = make(f)
     truth = p.probs if isinstance(p, d.Categorical) else p.mean
@@ -213,28 +222,30 @@ def test_mean_and_draws_are_the_distributions(likelihood, make, y) -> None:
     assert float((e.mean(0) / (e.std(0) / len(e) ** 0.5)).abs().max()) < 4
 
 
-LIKELIHOODS = [
+DRAWN = [
     *((likelihood, y) for likelihood, _, y in KINDS),
-    (Categorical(weight=W, label_smoothing=0.1), classes()),
-    (Categorical(label_smoothing=0.1), soft()),
-    (Bernoulli(pos_weight=3.0, weight=W), bits()),
-    (Gaussian(W), numbers()),
-    (MeanAndVariance(), normal(N, C // 2, seed=7)),
-    (Weighted(Categorical(weight=W), torch.full((100_000,), 2.5)), classes()),
+    (Categorical(weight=W, label_smoothing=0.1), CLASSES),
+    (Categorical(label_smoothing=0.1), SOFT),
+    (Categorical(weight=W, ignore_index=int(CLASSES[0])), CLASSES),  # drawn, though it is ignored
+    (Bernoulli(pos_weight=3.0, weight=W), BITS),
+    (MeanAndVariance(), NUMBERS[:, : C // 2]),
+    (Weighted(Categorical(weight=W), torch.full((50_000,), 2.5)), CLASSES),
+    *((likelihood, TOKENS[:, :2]) for likelihood in SEQUENCES if likelihood.ignore_index == -100),
 ]
 
 
-@pytest.mark.parametrize(("likelihood", "y"), LIKELIHOODS, ids=[repr(k[0]) for k in LIKELIHOODS])
+@pytest.mark.parametrize(("likelihood", "y"), DRAWN, ids=[repr(k[0]) for k in DRAWN])
 def test_drawn_errors_have_the_hessian_as_mean_square(likelihood, y) -> None:
-    f = normal(N, C).abs() + 0.3
-    y = likelihood.prepare_targets(y, f)
-    f, y = (t[2:3].expand(100_000, *t.shape[1:]) for t in (f, y))
+    f = normal(N, *y.shape[1:], C) if likelihood.is_sequence else normal(N, C)
+    f, y = likelihood.prepare(f.abs() + 0.3, y)
+    f, y = (t[2:3].expand(50_000, *t.shape[1:]) for t in (f, y))
     drawn = likelihood.resample(f, y, torch.Generator().manual_seed(0))
-    e = likelihood.drawn_error(f, y, likelihood.prepare_targets(drawn, f))
+    e = likelihood.drawn_error(f, y, likelihood.prepare_targets(drawn, f)).flatten(1)
     products = e.unsqueeze(-1) * e.unsqueeze(-2)
     spread = products.std(0) / len(e) ** 0.5
-    hessian = likelihood.hessian(f, y)[0]
-    assert float(((products.mean(0) - hessian) / spread.clamp_min(1e-12)).abs().max()) < 4.5
+    unit = torch.eye(e.shape[1]).to(f).view(-1, 1, *f.shape[1:])
+    hessian = likelihood.at(torch.arange(1)).hessian_times(f[:1], y[:1], unit).flatten(1)
+    assert float(((products.mean(0) - hessian) / spread.clamp_min(1e-9)).abs().max()) < 4.5
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=repr)
@@ -259,25 +270,19 @@ def test_predictions_and_who_is_right() -> None:
     assert Bernoulli().prediction(one).tolist() == [1, 0]
     assert Gaussian().prediction(one).tolist() == pytest.approx([0.3, -0.3])
     assert Poisson().prediction(one).tolist() == pytest.approx([math.exp(0.3), math.exp(-0.3)])
-    assert Gaussian().correct(one, one) is None
-    assert Poisson().correct(one, one) is None
+    assert Gaussian().correct(one, one) is Poisson().correct(one, one) is None
 
 
-def test_distances() -> None:
+def test_distances_and_moves() -> None:
     before, after = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3), 0.0]])
     assert float(Categorical().distance(before, after)) == pytest.approx(0.5)  # ¼ + ¼
     assert float(Bernoulli().distance(before, after)) == pytest.approx(0.25)
-    assert float(Gaussian().distance(before, torch.tensor([[3.0, 4.0]]))) == pytest.approx(5.0)
     assert float(Poisson().distance(before, torch.tensor([[3.0, 4.0]]))) == pytest.approx(5.0)
-    for likelihood, *_ in KINDS:
-        assert float(likelihood.distance(after, after)) == 0
-
-
-def test_variances_move_on_the_log_scale() -> None:
-    """μ' = μ + Δμ and log v' = log v + Δv / v."""
+    # μ' = μ + Δμ and log v' = log v + Δv / v
     f, step = torch.tensor([[1.0, -1.0, 2.0, 0.5]]), torch.tensor([[0.5, 0.0, -4.0, 1.0]])
     wanted = [1.5, -1.0, 2 * math.exp(-2), 0.5 * math.exp(2)]
     assert MeanAndVariance().moved(f, step).tolist()[0] == pytest.approx(wanted)
+    assert float(MeanAndVariance().distance(f, f + step)) == pytest.approx(0.5)
     assert torch.equal(Gaussian().moved(f, step), f + step)
 
 
@@ -303,49 +308,34 @@ def test_probabilities_are_told_from_logits() -> None:
     ],
 )
 def test_targets_are_brought_into_form(likelihood, targets, prepared) -> None:
-    outputs = torch.zeros(2, 3, dtype=torch.float64)
-    found = likelihood.prepare_targets(targets, outputs)
+    found = likelihood.prepare_targets(targets, torch.zeros(2, 3, dtype=torch.float64))
     wanted = torch.as_tensor(prepared)
     assert torch.equal(found, wanted if likelihood.integer_targets else wanted.double())
     assert found.dtype == (torch.int64 if likelihood.integer_targets else torch.float64)
-
-
-def test_targets_of_one_output_may_be_flat() -> None:
-    outputs = torch.zeros(3, 1)
-    for likelihood in (Bernoulli(), Gaussian(), Poisson()):
-        found = likelihood.prepare_targets(torch.tensor([0, 1, 1]), outputs)
-        assert found.tolist() == [[0.0], [1.0], [1.0]]
-
-
-def test_resolve() -> None:
-    assert {name: type(resolve(name)) for name in BY_NAME} == BY_NAME
-    own = Gaussian(0.5)
-    assert resolve(own) is own
+    flat = Gaussian().prepare_targets(torch.tensor([0, 1, 1]), torch.zeros(3, 1))
+    assert flat.tolist() == [[0.0], [1.0], [1.0]]
 
 
 def test_negative_curvature_of_a_function_counts_as_none() -> None:
-    f, y = 3 * normal(N, C), classes()
-    likelihood = resolve(focal)
+    f, likelihood = 3 * normal(N, C), resolve(focal)
     exact = torch.stack(
-        [torch.func.hessian(lambda f, y=y[i]: focal(f[None], y[None])[0])(f[i]) for i in range(N)]
-    )
+        [torch.func.hessian(lambda f, y=y: focal(f[None], y[None])[0])(g)
+         for g, y in zip(f, CLASSES, strict=True)]
+    )  # fmt: skip
     values, turn = torch.linalg.eigh(exact)
     assert float(values.min()) < -1e-2
     kept = turn @ torch.diag_embed(values.clamp_min(0)) @ turn.mT
-    assert relative(likelihood.hessian(f, y), kept) < 1e-12
-    check_hessian_parts(likelihood, f, y)
+    assert relative(likelihood.hessian(f, CLASSES), kept) < 1e-12
+    check_hessian_parts(likelihood, f, CLASSES)
 
 
 @pytest.mark.parametrize("shape", [(N,), (N, 1)])
 def test_a_loss_that_curves_near_the_targets_alone_is_taken(shape: tuple[int, ...]) -> None:
     x, y = normal(N, 3), 100 + normal(*shape, seed=1)
     task = blr.Task(nn.Linear(3, 1).double(), (x, y), likelihood=nn.HuberLoss())
-    assert float(blr.sensitivity(task, _flat(task)).error.abs().max()) == 1
-
-
-def _flat(task: blr.Task) -> blr.Posterior:
     ones = {n: torch.ones_like(p) for n, p in task.parameters().items()}
-    return blr.Posterior(task.parameters(), ones, prior_precision=1.0, n_data=N)
+    q = blr.Posterior(task.parameters(), ones, prior_precision=1.0, n_data=N)
+    assert float(blr.sensitivity(task, q).error.abs().max()) == 1
 
 
 class Scaled(Gaussian):
@@ -359,17 +349,22 @@ class Scaled(Gaussian):
 
 
 def test_settings_are_said_and_compared() -> None:
+    assert {name: type(resolve(name)) for name in BY_NAME} == BY_NAME
+    own = Gaussian(0.5)
+    assert resolve(own) is own
     assert repr(Categorical(weight=[1, 2.5])) == "Categorical(weight=[1.0, 2.5])"
     assert Categorical().recorded == "categorical"
+    assert Bernoulli(pos_weight=3).recorded == "Bernoulli(pos_weight=[3.0])"
     assert repr(Scaled(torch.ones(2))) == "Scaled(by=tensor([1., 1.]))"
     assert Scaled(torch.ones(2)).same(Scaled(torch.ones(2)))
     assert not Scaled(torch.ones(2)).same(Scaled(torch.zeros(2)))
-    assert Bernoulli(pos_weight=3).recorded == "Bernoulli(pos_weight=[3.0])"
     assert resolve(nn.MSELoss()).same(Gaussian(0.5, normalized=False))
-    assert not Categorical(label_smoothing=0.1).same(Categorical())
-    assert Categorical(label_smoothing=0.1).judged_by(Categorical())
-    assert not Categorical().judged_by(Categorical(label_smoothing=0.1))
     assert not Gaussian(2.0).judged_by(Gaussian())
+    assert TokenCategorical(weight=W).same(TokenCategorical(weight=list(W)))
+    for kind in (Categorical, CausalLM):
+        smoothed = kind(label_smoothing=0.1)
+        assert smoothed.judged_by(kind()) and not kind().judged_by(smoothed)
+        assert not smoothed.same(kind()) and "label_smoothing=0.1" in smoothed.recorded
 
 
 class Focal(nn.Module):
@@ -403,21 +398,25 @@ def test_two_of_one_loss_are_the_same(make, other) -> None:
     assert not resolve(other()).same(resolve(make()))
 
 
+def task_of(likelihood: Any, y: Tensor, **options: Any) -> blr.Task:
+    model = nn.Linear(3, C).double()
+    for p in model.parameters():
+        p.data = normal(*p.shape, seed=2)
+    return blr.Task(model, (normal(len(y), 3), y), likelihood=likelihood, **options)
+
+
+def fitted(likelihood: Any, y: Tensor, **options: Any) -> blr.Posterior:
+    return blr.fit_laplace(task_of(likelihood, y), structure="diag", prior_precision=1.0, **options)
+
+
 def test_a_loss_module_of_ones_own_serves_test_data_and_additions() -> None:
-    model, x, y = nn.Linear(3, C).double(), normal(N, 3), classes()
-    task, test = (blr.Task(model, (x, y), likelihood=Focal()) for _ in range(2))
+    task, test, other = (task_of(Focal(gamma), CLASSES) for gamma in (2.0, 2.0, 1.0))
     q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
-    scores = blr.sensitivity(task, q)
-    influence = blr.influence(task, q, test)
+    scores, influence = blr.sensitivity(task, q), blr.influence(task, q, test)
     assert relative(torch.as_tensor(influence.diagonal()), scores.self_influence) < 1e-9
     assert blr.what_if(task, q, add=test).nll > 0
     with pytest.raises(InputError, match="likelihood"):
-        blr.influence(task, q, blr.Task(model, (x, y), likelihood=Focal(gamma=1.0)))
-
-
-def fitted(likelihood, y: Tensor, **options) -> blr.Posterior:
-    task = blr.Task(nn.Linear(3, C).double(), (normal(len(y), 3), y), likelihood=likelihood)
-    return blr.fit_laplace(task, structure="diag", prior_precision=1.0, **options)
+        blr.influence(task, q, other)
 
 
 def prepared(likelihood: Likelihood, y: Tensor) -> Tensor:
@@ -449,36 +448,24 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: Gaussian("one"), InputError, "variance"),
     (lambda: Gaussian(None), InputError, "variance"),
     (lambda: MeanAndVariance(eps=0.0), InputError, "eps"),
-    (lambda: fitted(Categorical(weight=[1.0, 2.0]), classes()), DataError, "2 entries for 4"),
-    (lambda: fitted(Bernoulli(pos_weight=[1.0, 2.0]), bits()), DataError, "2 entries for 4"),
-    (lambda: fitted(Gaussian([1.0, 2.0]), numbers()), DataError, "2 entries for 4"),
-    (lambda: fitted("categorical", 2 * soft()), DataError, "sum to one"),
-    (lambda: fitted("categorical", soft() - 0.5), DataError, "sum to one"),
-    (lambda: fitted(nn.GaussianNLLLoss(), numbers()[:, :2]), ModelError, "negative"),
-    (lambda: fitted(lambda f, y: ((f - y) ** 2).mean(), numbers()), InputError, "per example"),
-    (
-        lambda: fitted(lambda f, y: (f - f.mean(0) - y).square().sum(-1), numbers()),
-        InputError,
-        "depends on",
-    ),
-    (lambda: fitted(nn.L1Loss(), numbers()), InputError, "second derivative"),
-    (lambda: fitted(nn.MultiMarginLoss(), classes()), InputError, "second derivative"),
-    (
-        lambda: fitted(lambda f, y: (f.detach() - y).square().sum(-1), numbers()),
-        InputError,
-        "differentiable",
-    ),
-    (lambda: fitted(lambda f, y: f.nonsense, numbers()), InputError, "nonsense"),
-    (lambda: fitted(focal, classes(), curvature="mc_fisher"), InputError, "ggn"),
-    *(
-        (
-            lambda w=w: blr.Task(nn.Linear(3, C), (normal(N, 3), classes()), weights=w),
-            InputError,
-            "w",
-        )
-        for w in (torch.ones(N - 1), -torch.ones(N), torch.zeros(N), ["a"] * N)
-    ),
-]
+    *((lambda w=w: TokenCategorical(w), InputError, "ignore_index") for w in (None, 1.5, "-100")),
+    (lambda: TokenCategorical(weight=[1.0]).check_outputs(normal(2, T, C)), DataError, "1 entries"),
+    (lambda: fitted(Categorical(weight=[1.0, 2.0]), CLASSES), DataError, "2 entries for 4"),
+    (lambda: fitted(Bernoulli(pos_weight=[1.0, 2.0]), BITS), DataError, "2 entries for 4"),
+    (lambda: fitted(Gaussian([1.0, 2.0]), NUMBERS), DataError, "2 entries for 4"),
+    (lambda: fitted("categorical", 2 * SOFT), DataError, "sum to one"),
+    (lambda: fitted("categorical", SOFT - 0.5), DataError, "sum to one"),
+    (lambda: fitted(nn.GaussianNLLLoss(), NUMBERS[:, :2]), ModelError, "negative"),
+    (lambda: fitted(lambda f, y: ((f - y) ** 2).mean(), NUMBERS), InputError, "per example"),
+    (lambda: fitted(lambda f, y: (f - f.mean(0) - y).norm(dim=1), NUMBERS), InputError, "depends"),
+    (lambda: fitted(nn.L1Loss(), NUMBERS), InputError, "second derivative"),
+    (lambda: fitted(nn.MultiMarginLoss(), CLASSES), InputError, "second derivative"),
+    (lambda: fitted(lambda f, y: (f.detach() - y).norm(dim=1), NUMBERS), InputError, "different"),
+    (lambda: fitted(lambda f, y: f.nonsense, NUMBERS), InputError, "nonsense"),
+    (lambda: fitted(focal, CLASSES, curvature="mc_fisher"), InputError, "ggn"),
+    *((lambda w=w: task_of("categorical", CLASSES, weights=w), InputError, "w")
+      for w in (torch.ones(N - 1), -torch.ones(N), torch.zeros(N), ["a"] * N)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "match"), REFUSED)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from blr_analysis import plots
 from blr_analysis.audit.findings import Findings
-from blr_analysis.audit.sections import plain
 from blr_analysis.files import drafted
+from blr_analysis.plots._canvas import name_of, whole_figure
 from blr_analysis.sensitivity import LeaveOneOut
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
@@ -21,20 +21,15 @@ from blr_analysis.task import Task
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture
 GRID = 24
 # What only some audits find, by its files.
-SOMETIMES = (
-    *("removals.csv", "removals.parquet", "removals.png"),
-    *("leave_one_out.png", "suspicious.png"),
-)
+SOMETIMES = ["leave_one_out.png", "suspicious.png"]
+SOMETIMES += [f"removals.{suffix}" for suffix in ("csv", "parquet", "png")]
 
 
-def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
-    """Each picture that the findings allow, as (file stem, figure)."""
+def pictures(findings: Findings) -> Iterator[tuple[str, Axes]]:
+    """Each picture that the findings allow, as (file stem, its axes)."""
     images, labels = images_of(findings.task), verdicts(findings)
-    yield (
-        "memory_map",
-        _figure(plots.plot_memory_map(findings.memory, images=images, labels=labels)),
-    )
-    yield "deviations", _figure(plots.plot_deviations(findings.scores, labels=labels))
+    yield "memory_map", plots.plot_memory_map(findings.memory, images=images, labels=labels)
+    yield "deviations", plots.plot_deviations(findings.scores, labels=labels)
     if findings.on_test is not None:
         yield "leave_one_out", _against_test(findings)
     worst = findings.suspects["index"].tolist()[:GRID]
@@ -42,9 +37,9 @@ def pictures(findings: Findings) -> Iterator[tuple[str, Figure]]:
         kinds = findings.table["kind"]
         titles = [f"#{i} {kinds[i]}\n{labels[i]}" for i in worst]
         title = "Suspicious: wrong labels, strangers, duplicates"
-        yield "suspicious", _figure(plots.plot_examples(images, worst, titles, title=title))
+        yield "suspicious", plots.plot_examples(images, worst, titles, title=title)
     if findings.removals is not None:
-        yield "removals", _figure(plots.plot_what_if(findings.removals))
+        yield "removals", plots.plot_what_if(findings.removals)
 
 
 def verdicts(findings: Findings) -> Mapping[int, str]:
@@ -53,14 +48,14 @@ def verdicts(findings: Findings) -> Mapping[int, str]:
     table = findings.suspicions.table.sort_values("index")
     if "target" not in table:
         return {int(i): "" for i in table["index"]}
-    labels = table["target"].map(plain).tolist()
-    others = table["proposed"].map(plain).tolist()
+    labels = table["target"].map(name_of).tolist()
+    others = table["proposed"].map(name_of).tolist()
     doubts = (table["kind"] == "label") & table["proposed"].notna()
     told = zip(labels, others, doubts, strict=True)
     return {i: f"{y} or {z}?" if doubt else y for i, (y, z, doubt) in enumerate(told)}
 
 
-def _against_test(findings: Findings) -> Figure:
+def _against_test(findings: Findings) -> Axes:
     """The leave-one-out loss beside the test loss, of all data and of each of a few classes."""
     loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
     assert on_test is not None and there is not None
@@ -69,10 +64,10 @@ def _against_test(findings: Findings) -> Figure:
     if classifies and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
         classes = loo.targets.unique().tolist()
         for c in classes if len(classes) <= MOST_CLASSES else ():
-            labels.append(plain(c))
+            labels.append(name_of(c))
             ours.append(float(loo.losses[loo.targets == c].double().mean()))
             theirs.append(float(on_test.losses[there == c].double().mean()))
-    return _figure(plots.plot_leave_one_out(ours, theirs, labels=labels))
+    return plots.plot_leave_one_out(ours, theirs, labels=labels)
 
 
 def images_of(task: Task) -> Any:
@@ -106,22 +101,22 @@ def write(
     posterior = folder / "posterior.safetensors"
     findings.posterior.save(posterior)
     files.append(posterior)
-    files += [write_picture(figure, folder, stem) for stem, figure in pictures(findings)]
+    files += [write_picture(ax, folder, stem) for stem, ax in pictures(findings)]
     if earlier:
         for name in set(SOMETIMES) - {file.name for file in files}:
             (folder / name).unlink(missing_ok=True)
     return files
 
 
-def write_picture(drawn: Any, folder: Path, stem: str) -> Path:
-    """Write a figure, or the one of these axes, as ``folder/stem.png``, whole or not at all.
+def write_picture(ax: Axes, folder: Path, stem: str) -> Path:
+    """Write the figure of these axes as ``folder/stem.png``, whole or not at all.
 
     Raises:
         StorageError: it cannot be written.
     """
     target = folder / f"{stem}.png"
     with drafted(target) as draft:
-        getattr(drawn, "figure", drawn).savefig(draft, dpi=150, format="png")
+        whole_figure(ax).savefig(draft, dpi=150, format="png")
     return target
 
 
@@ -135,7 +130,3 @@ def write_text(text: str, folder: Path, name: str) -> Path:
     with drafted(target) as draft:
         draft.write_text(text, encoding="utf-8")
     return target
-
-
-def _figure(ax: Any) -> Figure:
-    return ax.figure

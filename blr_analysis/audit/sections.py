@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from blr_analysis.audit.findings import Findings
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.memory_map import MemoryMap
+from blr_analysis.plots._canvas import Names, name_of
 from blr_analysis.plots.memory import extremes, shares_above
+from blr_analysis.plots.what_if import whole
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.predictive import measure_of
 from blr_analysis.posterior.stationarity import stationarity
@@ -60,11 +61,11 @@ class Section:
         return list(zip(*self.columns.values(), strict=True))
 
 
-def sections(findings: Findings, named: Callable[[Any], str] | None = None) -> dict[str, Section]:
-    """All that the findings allow, in the order of reading; ``named`` calls classes by name."""
-    named, removals = named or plain, findings.removals
+def sections(findings: Findings, names: Names | None = None) -> dict[str, Section]:
+    """All that the findings allow, in the order of reading; ``names`` are those of groups."""
+    removals = findings.removals
     found = {
-        "trust": trust(findings.task, findings.posterior, findings, named),
+        "trust": trust(findings.task, findings.posterior, findings, names),
         "influential": influential(findings),
         "suspicious": suspects(findings),
         "new": generalisation(findings),
@@ -72,7 +73,7 @@ def sections(findings: Findings, named: Callable[[Any], str] | None = None) -> d
     }
     if removals is not None:
         where = "the test data" if findings.test is not None else "the training data themselves"
-        found["removals"] = without_each(removals, findings.noun, where, named)
+        found["removals"] = without_each(removals, findings.noun, where, names)
     return found
 
 
@@ -80,7 +81,7 @@ def trust(
     task: Task,
     posterior: Posterior,
     findings: Findings | None = None,
-    named: Callable[[Any], str] | None = None,
+    names: Names | None = None,
 ) -> Section:
     """How far the answers hold: what the reader must know before the first number."""
     said = []
@@ -101,7 +102,7 @@ def trust(
             f"are rough{out}."
         )
     if findings is not None and findings.removals is not None:
-        said += doubts(findings.removals, named or plain)
+        said += doubts(findings.removals, names)
     verdict = f"The model is {stationarity(task, posterior).verdict}."
     return Section("How far to trust it", verdict, notes=said)
 
@@ -200,13 +201,13 @@ def regions(memory: MemoryMap) -> Section:
 
 
 def without_each(
-    removals: pd.DataFrame, noun: str, where: str, named: Callable[[Any], str] | None = None
+    removals: pd.DataFrame, noun: str, where: str, names: Names | None = None
 ) -> Section:
     """What each group is worth: the table of ``what_if_each``, the largest change first."""
     order = removals["nll_change"].abs().argsort(kind="stable").to_numpy()[::-1]
     table = removals.iloc[order]
     columns: dict[str, Sequence[Any]] = {
-        noun: table["group"].map(named or plain).tolist(),
+        noun: [name_of(group, names) for group in table["group"]],
         "examples": [f"{n:,}" for n in table["n"]],
         "NLL without": [f"{v:.3f}" for v in table["nll_after"]],
         "change": [f"{v:+.3f}" for v in table["nll_change"]],
@@ -224,11 +225,11 @@ def without_each(
     return Section(f"What if a {noun} were gone?", lead, columns, notes)
 
 
-def doubts(removals: pd.DataFrame, named: Callable[[Any], str]) -> list[str]:
+def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
     """Why not to trust the answers for some groups, a sentence for each reason."""
     said = []
     for why, rows in removals[removals["note"] != ""].groupby("note", sort=False):
-        groups = [named(group) for group in rows["group"]]
+        groups = [name_of(group, names) for group in rows["group"]]
         more = f" and {len(groups) - NAMED} more" if len(groups) > NAMED else ""
         some = f"Without {', '.join(groups[:NAMED])}{more}"
         said.append(f"{'Groups taken out' if len(groups) == len(removals) else some}: {why}.")
@@ -247,21 +248,16 @@ def how(solver: str, passes: float) -> str:
 
 def what_if_section(result: WhatIf, where: str, n_data: int) -> Section:
     """One what-if: before and after, on the whole and by class."""
-    rows = [("all", len(result.targets), result.before.nll, result.nll)]
-    shares = [(result.before.accuracy, result.accuracy)]
-    if has_classes(result):
-        for row in result.by_class.to_dict("records"):
-            rows.append((str(row["class"]), row["n"], row["nll_before"], row["nll_after"]))
-            shares.append((row["accuracy_before"], row["accuracy_after"]))
+    table = whole(result)
     columns: dict[str, Sequence[Any]] = {
-        "class": [name for name, *_ in rows],
-        "examples": [f"{n:,}" for _, n, *_ in rows],
-        "NLL": [f"{before:.3f}" for *_, before, _ in rows],
-        "without": [f"{after:.3f}" for *_, after in rows],
+        "class": table["class"].map(name_of).tolist(),
+        "examples": [f"{n:,}" for n in table["n"]],
+        "NLL": [f"{v:.3f}" for v in table["nll_before"]],
+        "without": [f"{v:.3f}" for v in table["nll_after"]],
     }
     if result.accuracy is not None:
-        columns["accuracy"] = [f"{before:.1%}" for before, _ in shares]
-        columns["without "] = [f"{after:.1%}" for _, after in shares]
+        columns["accuracy"] = [f"{v:.1%}" for v in table["accuracy_before"]]
+        columns["without "] = [f"{v:.1%}" for v in table["accuracy_after"]]
     changes = [f"{result.removed:,} of {n_data:,} training examples taken out"]
     changes += [f"{result.relabelled:,} relabelled"] * bool(result.relabelled)
     done = how(result.solver, result.passes)
@@ -275,12 +271,6 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> Section:
     return Section("What if they were gone?", lead, columns, notes)
 
 
-def has_classes(result: WhatIf) -> bool:
-    """Whether what-if results can be told apart by class."""
-    targets = result.targets
-    return result.accuracy is not None and (targets.ndim == 1 or targets.shape[-1] == 1)
-
-
 def sources(table: pd.DataFrame, quantity: str, asked: Sequence[str] | None = None) -> Section:
     """The training examples that each question rests on; ``asked`` are the questions' words."""
     names = {
@@ -291,7 +281,7 @@ def sources(table: pd.DataFrame, quantity: str, asked: Sequence[str] | None = No
         "train_target": "label",
     }
     columns: dict[str, Sequence[Any]] = {
-        shown: table[name].map(plain).tolist() for name, shown in names.items() if name in table
+        shown: table[name].map(name_of).tolist() for name, shown in names.items() if name in table
     }
     if asked is not None:
         first = ~table["question"].duplicated()
@@ -309,11 +299,6 @@ def short(values: Any) -> list[str]:
     return [f"{v:.3g}" for v in values]
 
 
-def plain(value: Any) -> str:
-    """A number as short as it can be: 3 for 3.0."""
-    return f"{value:.4g}" if isinstance(value, float | np.floating) else str(value)
-
-
 def _answers(table: pd.DataFrame, other: str) -> dict[str, Any]:
     """The label and what the model says instead, where each is one value; of texts how they
     begin."""
@@ -321,4 +306,4 @@ def _answers(table: pd.DataFrame, other: str) -> dict[str, Any]:
     columns = [c for c in ("target", other) if c in table and table[c].notna().to_numpy().any()]
     if not columns and "text" in table:
         return {"text": [str(text)[:EXCERPT] for text in table["text"]]}
-    return {said[name]: table[name].map(plain).tolist() for name in columns}
+    return {said[name]: table[name].map(name_of).tolist() for name in columns}

@@ -1,4 +1,5 @@
-"""The command line: ``blr-analysis demo | audit | map | loo | what-if | fisher | merge``."""
+"""The command line: ``blr-analysis demo | audit | what-if | index | query | fisher | merge |
+algorithms``."""
 
 from __future__ import annotations
 

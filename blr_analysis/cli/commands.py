@@ -80,11 +80,7 @@ def root(
 
 
 @takes("demo/job.py", "run", "seed")
-def demo(
-    shared: Shared,
-    out: Out = Path("blr-demo"),
-    **how: Any,
-) -> None:
+def demo(shared: Shared, out: Out = Path("blr-demo"), **how: Any) -> None:
     """Train a small network on handwritten digits with IVON, and audit its data.
 
     Needs nothing but this package, and about a minute on two cores:
@@ -136,7 +132,7 @@ def audit(
     """
     from blr_analysis import audit as jobs
     from blr_analysis import ranks
-    from blr_analysis.report import write_report
+    from blr_analysis.report.page import write_page
 
     column, say = None if by == "none" else by, Teller()
     with shared.folder(out) as folder:
@@ -156,7 +152,7 @@ def audit(
             files.append(jobs.write_text(as_text(printed), folder, "summary.txt"))
             say("writing the page")
             shown = None if source.data is None else task.metadata["text"]
-            files.append(write_report(findings, folder / "report.html", texts=shown))
+            files.append(write_page(findings, folder / "report.html", texts=shown))
     show(printed)
     show(jobs.written(folder, files))
 
@@ -166,23 +162,17 @@ def audit_forecast(
 ) -> Forecast:
     """What the analyses of an audit cost, of groups those of short trainings."""
     from blr_analysis.audit.findings import groups_of
-    from blr_analysis.backprop.engine import n_outputs
-    from blr_analysis.posterior import Forecast, Stage
-    from blr_analysis.sensitivity.sequences import DRAWS
+    from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity.what_if import EPOCHS, what_if
 
-    n, kron = task.n_data, source.structure == "kron"
-    sequences = task.likelihood.is_sequence
-    outputs = 1 + DRAWS if sequences else n_outputs(task, task.parameters())
-    stages = [*source.stages(task), Stage("sensitivity", n, outputs, rotated=kron)]
-    stages += [Stage("leave one out", n, 1 if sequences else outputs, rotated=kron)]
-    stages += [Stage("suspects and stationarity", 2 * n)]
+    n = task.n_data
+    examples = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity
     if test is not None:
-        stages.append(Stage("test data", test.n_data))
+        examples += test.n_data
     if groups := len(groups_of(task, by)):
         seeds = signature(what_if).parameters["seeds"].default
-        stages.append(Stage("groups taken out", (groups + 1) * seeds * (passes or EPOCHS) * n))
-    return Forecast.of(task, stages, disk=2 * sum(p.nbytes for p in task.parameters().values()))
+        examples += (groups + 1) * seeds * (passes or EPOCHS) * n
+    return Forecast.of(task, examples, disk=2 * sum(p.nbytes for p in task.parameters().values()))
 
 
 @takes("sensitivity/what_if.py", "what_if", "solver", "seeds", "passes")
@@ -221,10 +211,10 @@ def what_if_(
     without the examples (without.safetensors) are written.
     """
     from blr_analysis.audit import in_text, write_picture
-    from blr_analysis.audit.sections import has_classes, trust, what_if_section
+    from blr_analysis.audit.sections import trust, what_if_section
     from blr_analysis.files import drafted
     from blr_analysis.files.shards import save_file
-    from blr_analysis.plots import plot_what_if
+    from blr_analysis.plots.what_if import has_classes, plot_what_if
     from blr_analysis.report.decisions import read_decisions
     from blr_analysis.sensitivity import what_if
     from blr_analysis.tables import write_table

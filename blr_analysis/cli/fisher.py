@@ -4,15 +4,12 @@ only this command needs is imported inside of it, so that no other pays for it."
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from blr_analysis.cli.options import Base, Shared, show_forecast, takes
 from blr_analysis.terminal import Teller, pairs
-
-if TYPE_CHECKING:
-    from blr_analysis.huggingface.fisher import FisherResult
 
 
 @takes("huggingface/fisher.py", "fisher", "kind", "structure", "samples", "label", "task")
@@ -89,11 +86,6 @@ def fisher(
     kept = {"label": label, "seed": seed, "out": out, "force": shared.force}
     result = compute(model, data, **how, **kept, memory_budget=shared.memory)
     say("done")
-    show_result(result)
-
-
-def show_result(result: FisherResult) -> None:
-    """What was computed and where it lies, a line each."""
     used = "" if result.examples == result.n_data else f" ({result.examples:,} used, scaled)"
     if result.truncated:
         most = f"{result.max_length} tokens (--max-length)"

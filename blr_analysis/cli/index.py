@@ -70,7 +70,7 @@ def index(
         if shared.dry_run:
             saved = source.posterior.stat().st_size if source.posterior else 0
             kind: dict[str, Any] = {"structure": source.structure, "saved": saved}
-            show_forecast(build_cost(task, source.stages(task), rank, **kind))
+            show_forecast(build_cost(task, source.examples(task), rank, **kind))
             return
         q = source.posterior_of(task, say)
         say("indexing")
@@ -87,9 +87,8 @@ def index(
         with drafted(out / SOURCE) as draft:
             draft.write_text(json.dumps(about, indent=2), encoding="utf-8")
     _say_rough(say, built)
-    what, asked = ("examples", "SCRIPT.py:TASK")
-    if source.data is not None:
-        what, asked = ("sequences", "QUESTIONS.jsonl")
+    of_script, of_texts = ("examples", "SCRIPT.py:TASK"), ("sequences", "QUESTIONS.jsonl")
+    what, asked = of_script if source.data is None else of_texts
     error = built.error
     pairs(
         {
@@ -193,8 +192,6 @@ def query(
         if not refine:
             _say_rough(say, opened)
         count = min(top, opened.n_data)
-        if count < top:
-            say(f"all {count} examples of the index, fewer than --top {top}")
         exactly = min(max(refine, count), opened.n_data) if refine else 0
         matches: Any = opened.top(asked, count, refine=exactly, normalize=normalize, harmful=False)
         if trained is not None and not asked.likelihood.is_sequence:  # labels come with the pairs

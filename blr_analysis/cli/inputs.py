@@ -21,7 +21,7 @@ from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
-    from blr_analysis.posterior import Posterior, Stage
+    from blr_analysis.posterior import Posterior
     from blr_analysis.task import Task
 
 MODULE = "blr_analysis_user_script"  # not "__main__": what stands under that guard does not run
@@ -113,14 +113,14 @@ class Source:
             theirs = None if self.test is None else texts_of(loaded, Path(self.test), **how)
         return shared.of(ours), None if theirs is None else shared.of(theirs)
 
-    def stages(self, task: Task) -> list[Stage]:
-        """The sweeps over the data that its posterior takes."""
-        from blr_analysis.posterior import fit_stages
+    def examples(self, task: Task) -> int:
+        """How many examples the fit of its posterior runs."""
+        from blr_analysis.posterior import fit_examples
 
         if self.posterior is not None:
-            return []
+            return 0
         found = self.prior_precision is None and task.prior_precision is None
-        return fit_stages(task, self.structure, found=found) * (1 + len(task.checkpoints))
+        return fit_examples(task, self.structure, found=found) * (1 + len(task.checkpoints))
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""

@@ -39,9 +39,6 @@ def merge(
             metavar="OUT", help="The folder to write: new, or empty.", show_default=False
         ),
     ] = None,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="List the fate of every tensor.")
-    ] = False,
     shard_size: Annotated[
         str,
         typer.Option(
@@ -89,7 +86,7 @@ def merge(
     """
     from dataclasses import replace
 
-    from blr_analysis.files import check_free, check_room
+    from blr_analysis.files.placing import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
     from blr_analysis.merging.folders import execute, reference_folder
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan
@@ -135,8 +132,6 @@ def merge(
         check_room(out, plan.bytes_written)
     if shared.dry_run or out is None:
         show_plan(plan, parsed)
-        if tensors:
-            show_tensors(plan, {})
         typer.echo("\nNothing was written (--dry-run).")
         return
     if replaces:
@@ -148,8 +143,6 @@ def merge(
     say("done")
     for sentence in outcome(report):
         typer.echo(sentence)
-    if tensors:
-        show_tensors(report.plan, report.fallback)
     beside = "a card, the recipe and the report beside them"
     typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
 
@@ -197,19 +190,6 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     ]  # fmt: skip
     heads = ("fate", "tensors", "numbers", "dtype", "to write", "note")
     _show("Tensors", dict(zip(heads, zip(*rows, strict=True), strict=True)))
-
-
-def show_tensors(plan: MergePlan, fallback: Mapping[str, int]) -> None:
-    """The fate of each."""
-    rows = [
-        (item.name, item.fate, "x".join(map(str, item.spec.shape)),
-         str(item.spec.dtype).removeprefix("torch."), " ".join(f"{a:.4g}" for a in item.weights),
-         f"{fallback[item.name]:,}" if item.name in fallback else "", item.note)
-        for item in plan.items
-    ]  # fmt: skip
-    heads = ("tensor", "fate", "shape", "dtype", "weights", "by task arithmetic", "note")
-    columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
-    _show("Every tensor", {name: cells for name, cells in columns.items() if any(cells)})
 
 
 def _show(title: str, columns: Mapping[str, Sequence[str]]) -> None:

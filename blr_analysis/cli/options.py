@@ -101,7 +101,7 @@ class Shared:
     def folder(self, out: Path | None) -> Iterator[Path]:
         """A folder ready to be written, where one was named and this is no dry run."""
         from blr_analysis import ranks
-        from blr_analysis.files import folder_for
+        from blr_analysis.files.placing import folder_for
 
         if (out := self.free(out)) is None or self.dry_run or not ranks.first():
             yield Path()
@@ -205,12 +205,10 @@ def spelled(command: Any) -> Any:
 
 
 def show_forecast(cost: Forecast, *, besides: str = "") -> None:
-    """Passes, time, memory and disk, a line each; and what is not counted."""
-    hours, rest = divmod(round(cost.seconds), 3600)
+    """Passes, memory and disk, a line each; and what is not counted."""
     pairs(
         {
             "passes": f"{cost.passes:.2f} over the data",
-            "time": f"about {hours}:{rest // 60:02}:{rest % 60:02}",
             "memory": f"about {cost.memory / 2**30:.1f} GiB",
             "disk": f"{cost.disk / 2**20:,.1f} MiB",
             **({"besides": besides} if besides else {}),

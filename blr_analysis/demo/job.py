@@ -14,19 +14,17 @@ from torch import nn
 
 from blr_analysis import audit
 from blr_analysis.demo.training import Digits, load, recipe, train
-from blr_analysis.files import folder_for
+from blr_analysis.files.placing import folder_for
 from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import fit_laplace
-from blr_analysis.report import write_report
+from blr_analysis.report.page import write_page
 from blr_analysis.sensitivity import calibrate, what_if
 from blr_analysis.task import Task
 from blr_analysis.terminal import as_text, show
 
-FOLDER = "blr-demo"
-
 
 def run(
-    out: str | Path = FOLDER,
+    out: str | Path = "blr-demo",
     *,
     seed: int = 0,
     console: Console | None = None,
@@ -67,9 +65,7 @@ def run(
         )
         files.append(audit.write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
         files.append(audit.write_text(as_text(results), folder, "summary.txt"))
-        page = write_report(
-            findings, folder / "report.html", title="Audit of the demo's digits", truth=truth
-        )
+        page = write_page(findings, folder / "report.html", truth=truth)
         files.append(page)
     show(Group(results, audit.written(folder, files)), console)
     script, posterior_file = folder / "digits.py", folder / "posterior.safetensors"

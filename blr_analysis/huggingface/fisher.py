@@ -33,7 +33,6 @@ from blr_analysis.posterior import (
     FACTORED,
     Forecast,
     Posterior,
-    Stage,
     check_dtype,
     fit_kept,
     take_off,
@@ -298,11 +297,9 @@ def fisher_cost(
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
     backward = 0 if structure == "gram" else exact if kind == "ggn" else samples
     run = round(len(encoded) * (1 + 2 * backward) / 3)
-    stages = [Stage("precision", run)]
-    if structure == "kron":
-        stages.append(Stage("eigenvalues", run, rotated=True))
+    run *= 2 if structure == "kron" else 1
     itemsize = torch.float32.itemsize if dtype is None else dtype.itemsize
-    return Forecast.of(ours, stages, disk=size * itemsize, structure=structure)
+    return Forecast.of(ours, run, disk=size * itemsize, structure=structure)
 
 
 def _definition(q: Posterior, loaded: Pretrained) -> str:

@@ -228,12 +228,13 @@ def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ..
     return tuple(values.reshape(-1).tolist())
 
 
-def per_output(name: str, given: tuple[float, ...], outputs: Tensor, count: int) -> Tensor:
-    """Those numbers as a tensor beside outputs, ``[count]`` or ``[1]``.
+def per_output(name: str, given: tuple[float, ...] | None, outputs: Tensor) -> Tensor:
+    """Those numbers as a tensor beside outputs, ``[C]`` or ``[1]``; None is 1.
 
     Raises:
         DataError: their number is not that of the outputs.
     """
-    if len(given) not in (1, count):
-        raise DataError(f"{name} has {len(given)} entries for {count} outputs; give one per output")
+    given, c = given or (1.0,), outputs.shape[-1]
+    if len(given) not in (1, c):
+        raise DataError(f"{name} has {len(given)} entries for {c} outputs; give one per output")
     return outputs.new_tensor(given)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blr_analysis.checks import tolerance, whole
@@ -15,35 +14,7 @@ from blr_analysis.likelihoods.base import Likelihood, numbers
 SHORT = 16  # numbers of a row from which on torch goes through it by vectors
 
 
-class Classes(Likelihood):
-    """Targets that number one of C classes, or are ``ignore_index`` where they do not count."""
-
-    ignore_index: Any = None  # a whole number; None: all targets count
-
-    def classes(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """The targets as int64, checked."""
-        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-            raise DataError(
-                f"{self.name} targets must be integers, got {targets.dtype}; use y.long()"
-            )
-        targets = targets.long()
-        self.check_values(targets, outputs)
-        return targets
-
-    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        ignored, c = self.ignore_index, outputs.shape[-1]
-        kept = targets if ignored is None else targets[targets != ignored]
-        if kept.numel():
-            low, high = (int(v) for v in torch.aminmax(kept))
-            if low < 0 or high >= c:
-                wanted = f"0 … {c - 1}" if ignored is None else f"0 … {c - 1}, or be {ignored}"
-                raise DataError(
-                    f"{self.name} targets must lie in {wanted} (the model has {c} logits), "
-                    f"found {low if low < 0 else high}"
-                )
-
-
-class Categorical(Classes):
+class Categorical(Likelihood):
     """Softmax classification, C ≥ 2 logits; the loss of ``torch.nn.CrossEntropyLoss``.
 
     Targets are classes 0 … C−1, whole numbers ``[B]``, or soft ones ``[B, C]`` whose rows sum to
@@ -88,22 +59,20 @@ class Categorical(Classes):
             raise InputError(f"label_smoothing must lie in 0 … 1, got {label_smoothing!r}")
         if ignore_index is not None and whole(ignore_index) is None:
             raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
-        self.ignore_index = ignore_index
+        self.ignore_index: Any = ignore_index
 
     def check_outputs(self, outputs: Tensor) -> None:
+        shape = tuple(outputs.shape)
         if outputs.ndim == 3:
-            raise DataError(
-                "the categorical likelihood needs outputs of shape [batch, C], got "
-                f'{tuple(outputs.shape)}; of tokens use likelihood="tokens" or "causal_lm", with '
-                "settings CausalLM(label_smoothing=...)"
-            )
+            raise DataError(f'outputs of shape {shape} need likelihood="tokens" or "causal_lm"')
         super().check_outputs(outputs)
+        if shape[1] < 2:
+            raise DataError('a single logit per example needs likelihood="bernoulli"')
+        self.check_weight(outputs)
+
+    def check_weight(self, outputs: Tensor) -> None:
+        """Raise :class:`DataError` unless there is a weight for every class."""
         c = outputs.shape[-1]
-        if c < 2:
-            raise DataError(
-                "the categorical likelihood needs at least 2 logits per example, got 1; "
-                'use likelihood="bernoulli" for a single logit'
-            )
         if self.weight is not None and len(self.weight) != c:
             raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
 
@@ -122,56 +91,80 @@ class Categorical(Classes):
             )
         return self.classes(targets, outputs)
 
-    def shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """t, what the loss asks of every class, ``[B, C]``."""
-        c = outputs.shape[-1]
-        ignored = self._ignored(targets)
-        known = targets if ignored is None else targets.masked_fill(ignored, 0)
-        if known.ndim == 2:
-            t = known.to(outputs.dtype)
-        else:
-            t = torch.zeros_like(outputs).scatter_(1, known.unsqueeze(1), 1)
-        if self.label_smoothing:
-            t = (1 - self.label_smoothing) * t + self.label_smoothing / c
+    def classes(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """The targets as int64, checked."""
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise DataError(f"{self.name} targets must be integers, got {targets.dtype}; y.long()")
+        targets = targets.long()
+        self.check_values(targets, outputs)
+        return targets
+
+    def check_values(self, targets: Tensor, outputs: Tensor) -> None:
+        ignored, c = self.ignore_index, outputs.shape[-1]
+        kept = targets if ignored is None else targets[targets != ignored]
+        if kept.numel():
+            low, high = (int(v) for v in torch.aminmax(kept))
+            if low < 0 or high >= c:
+                wanted = f"0 … {c - 1}" if ignored is None else f"0 … {c - 1}, or be {ignored}"
+                raise DataError(
+                    f"{self.name} targets must lie in {wanted} (the model has {c} logits), "
+                    f"found {low if low < 0 else high}"
+                )
+
+    def _ignored(self, targets: Tensor) -> Tensor | None:
+        """Which targets do not count, as they; None where all do."""
+        if self.ignore_index is None or targets.is_floating_point():
+            return None
+        ignored = targets == self.ignore_index
+        return ignored if bool(ignored.any()) else None
+
+    def _plain(self, targets: Tensor) -> bool:
+        """Whether the loss asks of every example for one class, with weight 1 if it counts."""
+        return not (targets.is_floating_point() or self.weight or self.label_smoothing)
+
+    def _shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """t, what the loss asks of every class, in the shape of the outputs."""
+        t, ignored = targets, self._ignored(targets)
+        if not t.is_floating_point():
+            t = torch.zeros_like(outputs).scatter_(-1, _known(targets, ignored), 1)
+        t = (1 - self.label_smoothing) * t + self.label_smoothing / outputs.shape[-1]
         if self.weight is not None:
             t = t * outputs.new_tensor(self.weight)
         return t if ignored is None else t.masked_fill(ignored.unsqueeze(-1), 0.0)
 
-    def _ignored(self, targets: Tensor) -> Tensor | None:
-        if self.ignore_index is None or targets.ndim == 2:
-            return None
-        return targets == self.ignore_index
-
-    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """s = Σ_c t_c, ``[B, 1]``."""
-        return self.shares(outputs, targets).sum(-1, keepdim=True)
-
     def _times_mass(
-        self, plain: Tensor, outputs: Tensor, targets: Tensor, *, root: bool = False
+        self, values: Tensor, outputs: Tensor, targets: Tensor, power: float = 1.0
     ) -> Tensor:
-        """s or √s times ``[…, B, numbers]``; s = 1 of classes that count alike."""
-        if targets.ndim == 1 and self.weight is None and self.ignore_index is None:
-            return plain
-        s = self.mass(outputs, targets)
-        return (s.sqrt() if root else s) * plain
+        """Values ``[..., numbers]`` times s^power."""
+        if not self._plain(targets):
+            return self._shares(outputs, targets).sum(-1, keepdim=True) ** power * values
+        ignored = self._ignored(targets)
+        return values if ignored is None else values.masked_fill(ignored.unsqueeze(-1), 0.0)
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        p = self._times_mass(_softmax(outputs), outputs, targets)
-        return p - self.shares(outputs, targets)
+        p = _softmax(outputs)
+        if self._plain(targets):
+            return _less_one(p, targets, self._ignored(targets))
+        return self._times_mass(p, outputs, targets) - self._shares(outputs, targets)
+
+    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
+        """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
+        e = _less_one(_softmax(outputs), drawn, self._ignored(targets))
+        return e if self._plain(targets) else self._times_mass(e, outputs, targets, 0.5)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = _softmax(outputs)
-        plain = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-        return self._times_mass(plain.flatten(1), outputs, targets).view_as(plain)
+        sp = self._times_mass(p, outputs, targets)
+        return torch.diag_embed(sp) - sp.unsqueeze(-1) * p.unsqueeze(-2)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         p = _softmax(outputs)
-        plain = p * (vectors - (p * vectors).sum(-1, keepdim=True))
-        return self._times_mass(plain, outputs, targets)
+        sp = self._times_mass(p, outputs, targets)
+        return sp * (vectors - (p * vectors).sum(-1, keepdim=True))
 
-    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         p = _softmax(outputs)
-        v = self._times_mass(p, outputs, targets, root=True)
+        v = self._times_mass(p, outputs, targets, 0.5)
         return self._times_mass(p, outputs, targets), v
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -187,20 +180,14 @@ class Categorical(Classes):
         below = (p.unsqueeze(-1) / rest.clamp_min(tiny).unsqueeze(-2)).tril(-1)
         size = (p[:, :-1] / left[:, :-1].clamp_min(tiny) * rest).sqrt()
         columns = torch.eye(*below.shape[-2:], dtype=p.dtype, device=p.device) - below
-        plain = columns * size.unsqueeze(-2)
-        return self._times_mass(plain.flatten(1), outputs, targets, root=True).view_as(plain)
+        return columns * self._times_mass(size, outputs, targets, 0.5).unsqueeze(-2)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        soft = targets.ndim == 2
-        weight = None if self.weight is None else outputs.new_tensor(self.weight)
-        return F.cross_entropy(
-            outputs,
-            targets,
-            weight=weight,
-            ignore_index=-100 if soft or self.ignore_index is None else self.ignore_index,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
-        )
+        logp = outputs.log_softmax(-1)
+        if not self._plain(targets):
+            return -(self._shares(outputs, targets) * logp).sum(-1)
+        losses = -logp.gather(-1, _known(targets, self._ignored(targets)))
+        return self._times_mass(losses, outputs, targets).squeeze(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return _softmax(outputs)
@@ -213,17 +200,10 @@ class Categorical(Classes):
         ignored."""
         right = outputs.argmax(-1) == (targets.argmax(-1) if targets.ndim == 2 else targets)
         ignored = self._ignored(targets)
-        if ignored is None or not bool(ignored.any()):
-            return right
-        return right.to(outputs.dtype).masked_fill(ignored, torch.nan)
+        return right if ignored is None else right.to(outputs.dtype).masked_fill(ignored, torch.nan)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(_softmax(outputs), 1, generator=generator).squeeze(-1)
-
-    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
-        """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
-        plain = _softmax(outputs) - F.one_hot(drawn, outputs.shape[-1]).to(outputs.dtype)
-        return self._times_mass(plain, outputs, targets, root=True)
 
 
 def _softmax(outputs: Tensor) -> Tensor:
@@ -231,6 +211,17 @@ def _softmax(outputs: Tensor) -> Tensor:
     if outputs.shape[-1] >= SHORT:
         return outputs.softmax(-1)
     return outputs.mT.softmax(-2).mT.contiguous()
+
+
+def _known(classes: Tensor, ignored: Tensor | None) -> Tensor:
+    """The classes ``[..., 1]``, the first one where they are ignored."""
+    return (classes if ignored is None else classes.masked_fill(ignored, 0)).unsqueeze(-1)
+
+
+def _less_one(p: Tensor, classes: Tensor, ignored: Tensor | None) -> Tensor:
+    """p − onehot(classes), 0 where they are ignored, in place."""
+    p = p.scatter_add_(-1, _known(classes, ignored), -torch.ones_like(p[..., :1]))
+    return p if ignored is None else p.masked_fill_(ignored.unsqueeze(-1), 0.0)
 
 
 def _soft(targets: Tensor) -> Tensor:

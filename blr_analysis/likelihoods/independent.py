@@ -75,11 +75,8 @@ class Bernoulli(_Independent):
 
     def _weights(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """a and w."""
-        a, w = (
-            per_output(name, given or (1.0,), outputs, outputs.shape[-1])
-            for name, given in (("pos_weight", self.pos_weight), ("weight", self.weight))
-        )
-        return a, w
+        a = per_output("pos_weight", self.pos_weight, outputs)
+        return a, per_output("weight", self.weight, outputs)
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
         a, w = self._weights(outputs)
@@ -99,7 +96,7 @@ class Bernoulli(_Independent):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         a, w = self._weights(outputs)
         losses = F.binary_cross_entropy_with_logits(
-            outputs, targets, w, reduction="none", pos_weight=None if self.pos_weight is None else a
+            outputs, targets, w, reduction="none", pos_weight=a
         )
         return losses.sum(-1)
 
@@ -150,7 +147,7 @@ class Gaussian(_Independent):
         if self.variance != self.variance:
             raise InputError("the residuals are 0: no noise to estimate; give one as likelihood=")
         given = self.variance if isinstance(self.variance, tuple) else (self.variance,)
-        return per_output("variance", given, outputs, outputs.shape[-1])
+        return per_output("variance", given, outputs)
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""

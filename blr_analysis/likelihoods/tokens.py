@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.likelihoods.categorical import Categorical, Classes
+from blr_analysis.likelihoods.base import Likelihood
+from blr_analysis.likelihoods.categorical import Categorical
 
 
-class TokenCategorical(Classes):
+class TokenCategorical(Categorical):
     """A softmax at every token (``likelihood="tokens"``): outputs ``[B, T, C]``, targets [B, T].
 
     Tokens whose target is ``ignore_index`` (padding, prompts) do not count: their error is 0, and
@@ -47,32 +48,14 @@ class TokenCategorical(Classes):
     """
 
     name = "tokens"
-    is_classification = True
-    integer_targets = True
     is_sequence = True
 
     def __init__(
         self, ignore_index: int = -100, weight: Any = None, label_smoothing: float = 0.0
     ) -> None:
-        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-            raise InputError(f"ignore_index must be a whole number, got {ignore_index!r}")
-        self.ignore_index = ignore_index
-        token = Categorical(weight, label_smoothing)
-        self.weight, self.label_smoothing = token.weight, token.label_smoothing
-
-    @property
-    def token(self) -> Categorical:
-        """The loss of a single token."""
-        return Categorical(self.weight, self.label_smoothing, self.ignore_index)
-
-    @property
-    def plain_tokens(self) -> bool:
-        """Whether that has no settings."""
-        return self.weight is None and not self.label_smoothing
-
-    @property
-    def recorded(self) -> str:
-        return self.name if self.plain_tokens else repr(self)
+        if ignore_index is None:
+            raise InputError("ignore_index must be a whole number, got None")
+        super().__init__(weight, label_smoothing, ignore_index)
 
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
@@ -80,12 +63,12 @@ class TokenCategorical(Classes):
                 f"the {self.name} likelihood needs outputs of shape [batch, tokens, C], got "
                 f'{tuple(outputs.shape)}; reshape them in forward=, or use "categorical"'
             )
-        self.token.check_outputs(outputs.flatten(0, 1))
+        self.check_weight(outputs)
 
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs, 0 where the target is ignored, and targets ``[B, T]``, checked."""
         targets = self.prepare_targets(targets, outputs)
-        counts = targets != self.ignore_index
+        counts = self.counted(targets)
         if not bool(counts.all()):
             outputs = outputs.masked_fill(~counts.unsqueeze(-1), 0.0)
         return outputs, targets
@@ -101,46 +84,13 @@ class TokenCategorical(Classes):
     def counted(self, targets: Tensor) -> Tensor:
         return targets != self.ignore_index
 
-    def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if not self.plain_tokens:
-            flat = self.token.error(outputs.flatten(0, 1), targets.flatten())
-            return flat.view_as(outputs)
-        counts = self.counted(targets).unsqueeze(-1)
-        index = targets.unsqueeze(-1).masked_fill(~counts, 0)
-        p = outputs.softmax(-1)
-        p = p.scatter_add_(-1, index, -torch.ones_like(p[..., :1]))
-        return p if bool(counts.all()) else p.masked_fill_(~counts, 0.0)
-
     def token_nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Every token's loss in nats, ``[B, T]``, −log p_t[y_t] without settings; 0 where the
-        target is ignored."""
-        if not self.plain_tokens:
-            flat = self.token.nll(outputs.flatten(0, 1), targets.flatten())
-            return flat.view_as(targets)
-        counts = self.counted(targets)
-        index = targets.masked_fill(~counts, 0).unsqueeze(-1)
-        losses = outputs.logsumexp(-1) - outputs.gather(-1, index).squeeze(-1)
-        return losses * counts
+        """Every token's loss in nats, ``[B, T]``; 0 where the target is ignored."""
+        return super().nll(outputs, targets)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The sum over the tokens that count, in nats, ``[B]``."""
         return self.token_nll(outputs, targets).sum(-1)
-
-    def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """Λ u, token by token, for u ``[..., B, T, C]``; see :meth:`prepare` for what is ignored:
-        outputs that are 0 whatever the weights have no Jacobian, and so no share in JᵀΛJ."""
-        p = outputs.softmax(-1)
-        product = p * (vectors - (p * vectors).sum(-1, keepdim=True))
-        return product if self.plain_tokens else self._mass(outputs, targets) * product
-
-    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """s of every token, ``[B, T, 1]``."""
-        return self.token.mass(outputs.flatten(0, 1), targets.flatten()).view(*targets.shape, 1)
-
-    def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
-        """√s (p − onehot(ŷ)) at every token that counts, whose mean square over ŷ ~ p is Λ."""
-        plain = type(self)(self.ignore_index).error(outputs, drawn)
-        return plain if self.plain_tokens else self._mass(outputs, targets).sqrt() * plain
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> NoReturn:
         raise InputError(
@@ -149,12 +99,7 @@ class TokenCategorical(Classes):
         )
 
     hessian_root = hessian
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.softmax(-1)
-
-    def prediction(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(-1)
+    hessian_parts = Likelihood.hessian_parts
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The fraction of the tokens that count which are predicted right, ``[B]``."""
@@ -195,10 +140,7 @@ class CausalLM(TokenCategorical):
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
         if outputs.shape[1] < 2:
-            raise DataError(
-                "a causal language model needs sequences of at least 2 tokens, got batches of 1: "
-                "nothing follows a single token"
-            )
+            raise DataError("nothing follows a single token: give sequences of at least 2 tokens")
 
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and labels shifted against each other, ``[B, T − 1, C]`` and ``[B, T − 1]``."""

@@ -10,12 +10,7 @@ so that colour-blind readers and grey prints miss nothing; axis labels say which
 
 from __future__ import annotations
 
-from blr_analysis.plots.examples import (
-    image_of,
-    plot_deviations,
-    plot_examples,
-    plot_suspicious,
-)
+from blr_analysis.plots.examples import image_of, plot_deviations, plot_examples, plot_suspicious
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,15 @@ SKY, GREY = "#56B4E9", "#7F7F7F"
 FOUR = (GREY, BLUE, ORANGE, VERMILLION)
 
 Labels = Sequence[Any] | Mapping[int, Any]
+Names = Sequence[str] | Mapping[Any, str]
 MEASURES = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
+UNITS = {
+    "deviation": "deviation without the example  (→ shapes more)",
+    "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
+    "leverage": "leverage  (→ shapes more)",
+    "loss": "loss [nats]  (→ worse)",
+    "left_out_loss": "left-out loss [nats]  (→ worse)",
+}
 THUMBNAIL = 26  # points of the longer side
 LEADER = {"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkB": 3, "relpos": (0, 0.5)}
 LOO = "leave-one-out, from training data"
@@ -87,7 +96,6 @@ def label_points(
     points: np.ndarray,
     texts: Sequence[str],
     images: Sequence[np.ndarray] | None = None,
-    cmap: str = "gray",
 ) -> None:
     """Label points [K, 2] in a column beside the axes, in the order of their heights; each with its
     image, where given, before its text."""
@@ -97,7 +105,7 @@ def label_points(
         content: OffsetBox = TextArea(texts[k], textprops={"fontsize": 8})
         if images is not None:
             zoom = THUMBNAIL / max(images[k].shape[:2])
-            picture = OffsetImage(images[k], zoom=zoom, cmap=cmap, interpolation="nearest")
+            picture = OffsetImage(images[k], zoom=zoom, cmap="gray", interpolation="nearest")
             content = HPacker(children=[picture, content], align="center", pad=0, sep=3)
         at = (float(points[k, 0]), float(points[k, 1]))
         box = AnnotationBbox(content, at, xybox=(1.03, 0.97 - place * step), pad=0, frameon=False,
@@ -130,12 +138,13 @@ def named(indices: Iterable[int], labels: Labels | None) -> list[str]:
         raise InputError("labels do not cover every example: pass one for each index") from fault
 
 
-def name_of(value: Any, names: Mapping[Any, str] | Sequence[str] | None) -> str:
-    """``names[value]``; the value itself where it has no name."""
-    try:
-        return str(value) if names is None else str(names[value])
-    except (KeyError, IndexError, TypeError):
+def name_of(value: Any, names: Names | None = None) -> str:
+    """``names[value]``; else the value itself, as short as it can be: 3 for 3.0."""
+    with suppress(KeyError, IndexError, TypeError):
+        return str(names[value])  # type: ignore[index]
+    if not isinstance(value, float | np.floating):
         return str(value)
+    return f"{value:.{15 if float(value).is_integer() else 4}g}"
 
 
 def shortened(text: str, most: int = 24) -> str:

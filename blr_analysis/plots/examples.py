@@ -13,18 +13,12 @@ from blr_analysis.errors import InputError
 from blr_analysis.plots import _canvas as canvas
 from blr_analysis.sensitivity.suspicious import KINDS, NONE
 
-__all__ = [
-    "image_of",
-    "plot_deviations",
-    "plot_examples",
-    "plot_suspicious",
-]
+__all__ = ["image_of", "plot_deviations", "plot_examples", "plot_suspicious"]
 
 COLOURS = dict(zip((NONE, *KINDS), canvas.FOUR, strict=True))
 MARKERS = dict(zip((NONE, *KINDS), ".^sx", strict=True))
 LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": canvas.VERMILLION, "mec": "black", "zorder": 3}
 RISE = "rise of its own loss without it [nats]  (→ shapes more)"
-SELF_INFLUENCE = "self-influence gᵀΣg [nats]  (→ shapes more)"
 
 
 def plot_deviations(
@@ -38,8 +32,7 @@ def plot_deviations(
     outputs), the self-influence takes its place, and the axis says so.
 
     Args:
-        scores: what :func:`blr_analysis.sensitivity` returns, or its table, or any part of it:
-            ``deviation`` [N] and, in a table, ``index``; or a leave-one-out of sites.
+        scores: what :func:`blr_analysis.sensitivity` returns, or a leave-one-out of sites.
         ax: where to draw; a new figure if None.
         labels: shown beside the index of a labelled example; ``labels[index]``.
         n_labels: how many examples to label.
@@ -48,15 +41,12 @@ def plot_deviations(
         InputError: neither deviation nor self-influence, no examples, or values not finite.
 
     Example:
-        >>> import pandas as pd
-        >>> table = pd.DataFrame({"index": [7, 8, 9], "deviation": [0.1, 0.3, 0.2]})
-        >>> plot_deviations(table).lines[0].get_ydata().tolist()
+        >>> from types import SimpleNamespace
+        >>> scores = SimpleNamespace(deviation=np.array([0.1, 0.3, 0.2]))
+        >>> plot_deviations(scores).lines[0].get_ydata().tolist()
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    index = canvas.as_array(
-        scores["index"] if hasattr(scores, "columns") else np.arange(len(values))
-    )
     order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
     height, few = values[order], len(order) <= 100
     points = np.column_stack([np.arange(1, len(order) + 1), height])
@@ -72,9 +62,7 @@ def plot_deviations(
     top = order[: max(n_labels, 0)]
     top = top[values[top] > 0]
     ax.plot(*points[: len(top)].T, **LARGEST)
-    canvas.label_points(
-        ax, points[: len(top)], canvas.named(index[top].astype(int).tolist(), labels)
-    )
+    canvas.label_points(ax, points[: len(top)], canvas.named(top.tolist(), labels))
     ax.set_xlabel("rank (1 = shapes the model most)")
     ax.set_ylabel(unit)
     ax.set_title(f"How far predictions would move: {canvas.count_of(len(order))}")
@@ -83,23 +71,24 @@ def plot_deviations(
 
 def _values(scores: Any) -> tuple[np.ndarray, str]:
     """The deviations and their name with units, or the self-influences where there are none."""
-    likelihood = getattr(scores, "likelihood", None)
-    deviation = "deviation without the example  (→ shapes more)"
-    if likelihood is not None:
-        deviation = "deviation ‖Δf‖₂ [output]  (→ shapes more)"
-        if likelihood.is_classification:
-            deviation = "deviation ‖Δp‖₁, 0 to 2  (→ shapes more)"
     if (before := getattr(scores, "losses_before", None)) is not None:  # of a leave-one-out
         return canvas.as_array(scores.losses - before), RISE
-    for name, unit in {"deviation": deviation, "self_influence": SELF_INFLUENCE}.items():
-        found = scores.get(name) if hasattr(scores, "columns") else getattr(scores, name, None)
+    for name in ("deviation", "self_influence"):
+        found = getattr(scores, name, None)
         values = canvas.as_array([] if found is None else found).reshape(-1)
         if np.isinf(values).any():
             raise InputError(f"{np.isinf(values).sum()} {name}s are not finite")
         if np.isfinite(values).any():
-            return values, unit
+            return values, _unit(scores, name)
     got = type(scores).__name__
     raise InputError(f"expected scores of examples with a deviation or self_influence, got {got}")
+
+
+def _unit(scores: Any, name: str) -> str:
+    if name == "deviation" and (likelihood := getattr(scores, "likelihood", None)) is not None:
+        unit = "‖Δp‖₁, 0 to 2" if likelihood.is_classification else "‖Δf‖₂ [output]"
+        return f"deviation {unit}  (→ shapes more)"
+    return canvas.UNITS[name]
 
 
 def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
@@ -135,8 +124,9 @@ def image_of(images: Any, index: int) -> np.ndarray:
 
     Args:
         images: anything with ``images[index]``: a tensor or array [N, H, W], [N, C, H, W] or
-            [N, H, W, C], flattened squares [N, H·H], a list, or a Dataset whose items start
-            with the image. Values other than bytes or 0…1 are stretched to 0…1, image by image.
+            [N, H, W, C], flattened squares [N, H·H], a list, also of PIL images, or a Dataset
+            whose items start with the image. Values other than bytes or 0…1 are stretched to 0…1,
+            image by image.
 
     Raises:
         InputError: there is no such example, or it is no image.
@@ -146,6 +136,8 @@ def image_of(images: Any, index: int) -> np.ndarray:
     except (IndexError, KeyError, TypeError) as fault:
         raise InputError(f"images[{index}] does not exist: pass one image per example") from fault
     item = item[0] if isinstance(item, tuple) else item
+    if hasattr(item, "convert"):  # of PIL
+        item = item.convert("L" if item.mode in ("1", "L") else "RGB")
     picture = np.asarray(item.detach().cpu() if hasattr(item, "detach") else item)
     shape = picture.shape
     if picture.ndim == 1 and math.isqrt(picture.size) ** 2 == picture.size > 0:

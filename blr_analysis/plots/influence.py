@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ def plot_influence(
     test: int = 0,
     k: int = SHOWN,
     images: Any = None,
-    names: Mapping[Any, str] | Sequence[str] | None = None,
+    names: canvas.Names | None = None,
 ) -> Axes:
     """The most helpful and the most harmful training examples of one test example, as bars.
 
@@ -94,7 +93,6 @@ def plot_influence(
     return ax
 
 
-def _name(target: Any, names: Any) -> str:
+def _name(target: Any, names: canvas.Names | None) -> str:
     values = target if isinstance(target, list) else [target]
-    short = [f"{v:.3g}" if names is None and isinstance(v, float) else v for v in values]
-    return ", ".join(canvas.name_of(value, names) for value in short)
+    return ", ".join(canvas.name_of(value, names) for value in values)

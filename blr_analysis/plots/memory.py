@@ -24,7 +24,6 @@ def plot_memory_map(
     images: Any = None,
     labels: canvas.Labels | None = None,
     n_extremes: int = 8,
-    cmap: str = "gray",
 ) -> Axes:
     """Draw the error of every example against its variance, with the four regions named.
 
@@ -38,14 +37,12 @@ def plot_memory_map(
             :func:`blr_analysis.plots.image_of`.
         labels: shown beside the index of an extreme; ``labels[index]``.
         n_extremes: how many examples to label; see :func:`extremes`.
-        cmap: for images without colour.
 
     Raises:
         InputError: ``memory`` is no memory map; an extreme has no image or label.
     """
     if not isinstance(memory, MemoryMap):
-        got = type(memory).__name__
-        raise InputError(f"plot_memory_map expects what memory_map(...) returns; got {got}")
+        raise InputError(f"expected what memory_map(...) returns, got {type(memory).__name__}")
     ax = canvas.axes_or_new(ax, (8.0, 5.4))
     points = np.column_stack([memory.variance.numpy(), memory.error.numpy()])
     ax.set_xscale(**canvas.scale_of(points[:, 0]))
@@ -67,7 +64,7 @@ def plot_memory_map(
     ax.set_title(f"Memory map of {canvas.count_of(n)}")
     chosen = extremes(memory, n_extremes)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
-    canvas.label_points(ax, points[chosen], canvas.named(chosen, labels), pictures, cmap)
+    canvas.label_points(ax, points[chosen], canvas.named(chosen, labels), pictures)
     rings = {"s": 30, "fc": "none", "ec": "black", "lw": 0.9, "zorder": 4, "label": "extremes"}
     ax.scatter(*points[chosen].T, **rings)
     return ax

@@ -19,22 +19,11 @@ COLOURS, MARKERS, LINES = (
     "o^sDv",
     ("-", "--", ":", "-.", "-"),
 )
-ACROSS = {
-    "mismatch_per_example": "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N",
-    "mismatch": "gradient mismatch  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖",
-    "mismatch_in_metric": "gradient mismatch in the metric of the precision [√nats]",
-    "distance": "distance  ‖θ_merged − θ_t‖",
-}
+ACROSS = "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N  (→ worse)"
 FEW, MOST_LABELS = 12, 24
 
 
-def plot_mismatch(
-    result: Any,
-    ax: Axes | None = None,
-    *,
-    measure: str = "nll",
-    across: str = "mismatch_per_example",
-) -> Axes:
+def plot_mismatch(result: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
     """Draw each task's gradient mismatch against what the merge costs it.
 
     One point per task and merge, named after its task (of more than 12, for each task that where
@@ -46,8 +35,6 @@ def plot_mismatch(
         result: what :func:`blr_analysis.gradient_mismatch` returns.
         ax: where to draw; a new figure if None.
         measure: "nll": the rise of the mean loss; "accuracy": how much of it is lost.
-        across: what the horizontal axis shows: "mismatch_per_example", "mismatch",
-            "mismatch_in_metric" or "distance".
 
     Returns:
         The Axes.
@@ -56,13 +43,12 @@ def plot_mismatch(
         InputError: an unknown word, or nothing finite to draw.
     """
     one_of("measure", measure, tuple(canvas.MEASURES))
-    one_of("across", across, tuple(ACROSS))
     rows = list(result.rows)
-    x = np.array([row[across] for row in rows], dtype=float)
+    x = np.array([row["mismatch_per_example"] for row in rows], dtype=float)
     y, where = _costs(rows, measure)
     known = np.isfinite(x) & np.isfinite(y)
     if not known.any():
-        raise InputError(f"there is no finite {across} with a finite {measure} to draw")
+        raise InputError(f"there is no finite mismatch with a finite {measure} to draw")
     ax = canvas.axes_or_new(ax)
     merges = list(dict.fromkeys(row["merge"] for row in rows))
     tasks = np.array([row["task"] for row in rows])
@@ -72,11 +58,13 @@ def plot_mismatch(
         if path.sum() > 1:
             ax.plot(x[path], y[path], color="0.75", lw=0.8, zorder=1)
     for k, merge in enumerate(merges):
-        _scatter(ax, x, y, (of == k) & known, k, s=46, linewidths=0.6, label=merge, zorder=3)
+        mine = (of == k) & known
+        look = {**_look(k), "ls": "", "s": 46, "linewidths": 0.6, "edgecolors": "black"}
+        ax.scatter(x[mine], y[mine], label=merge, zorder=3, **look)
     ax.axhline(0.0, color="0.4", lw=0.8, ls="--", zorder=0)
     ax.set_xscale(**canvas.scale_of(x[known]))
     ax.margins(x=0.12, y=0.12)
-    ax.set_xlabel(f"{ACROSS[across]}  (→ worse)")
+    ax.set_xlabel(ACROSS)
     what = "rise of the NLL [nats per example]" if measure == "nll" else "accuracy lost"
     ax.set_ylabel(f"{what}, {where}  (→ worse)")
     ax.set_title("What the merge costs each task")
@@ -108,39 +96,25 @@ def _look(k: int) -> dict[str, Any]:
     return {"color": COLOURS[k], "marker": MARKERS[k], "ls": LINES[k]}
 
 
-def _scatter(
-    ax: Axes, x: np.ndarray, y: np.ndarray, chosen: np.ndarray, k: int, **look: Any
-) -> None:
-    """Some points, in the k-th colour and marker."""
-    look = {**_look(k), "ls": "", "edgecolors": "black", **look}
-    ax.scatter(x[chosen], y[chosen], **look)
-
-
-def plot_merge_curve(
-    curve: Any, ax: Axes | None = None, *, measure: str | None = None, method: str | None = None
-) -> Axes:
+def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
     """Draw how merges do over the weights that were tried, the best marked.
 
-    One α for all models: a curve per task and their mean or, with several methods and none
-    named, the mean of each method. Anything else: the merges in the order tried.
+    One α for all models: a curve per task and their mean or, with several methods, the mean of
+    each method. Anything else: the merges in the order tried.
 
     Args:
         curve: what :func:`blr_analysis.merge_curve` returns.
         ax: where to draw; a new figure if None.
-        measure: "nll" or "accuracy"; None: what the curve's best goes by.
-        method: one of several methods; None: all.
+        measure: "nll" or "accuracy".
 
     Returns:
         The Axes.
 
     Raises:
-        InputError: an unknown measure or method, or nothing finite to draw.
+        InputError: an unknown measure, or nothing finite to draw.
     """
-    measure = one_of(
-        "measure", curve.criterion if measure is None else measure, tuple(canvas.MEASURES)
-    )
-    methods = curve.methods if method is None else (one_of("method", method, curve.methods),)
-    points = [p for p in curve.points if p.method in methods]
+    one_of("measure", measure, tuple(canvas.MEASURES))
+    methods, points, best = curve.methods, curve.points, curve.best
     values = canvas.as_array([getattr(p, measure) for p in points])
     if not np.isfinite(values).any():
         raise InputError(f"the merges have no finite {measure} to draw")
@@ -158,7 +132,6 @@ def plot_merge_curve(
         label = curve.tasks[0] if label == "mean" and len(curve.tasks) == 1 else label
         look = {**_look(k), "lw": 2.0} if shared else {**_look(k), "ls": ""}
         canvas.drawn(ax, x[mine], values[mine], label, look)
-    best = curve.best_of(method)
     place = best.weights[0] if shared else points.index(best) + 1
     said = f"α = {best.weights[0]:.3g}"
     if not shared:

@@ -14,13 +14,6 @@ from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["plot_history", "plot_leave_one_out", "plot_monitor", "plot_prior_selection"]
 
-UNITS = {
-    "deviation": "deviation without the example  (→ shapes more)",
-    "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
-    "leverage": "leverage  (→ shapes more)",
-    "loss": "loss [nats]  (→ worse)",
-    "left_out_loss": "left-out loss [nats]  (→ worse)",
-}
 LINES = ("-", "--", "-.", ":")
 BANDS = ((0.05, 0.95, "5 % to 95 %", 0.3), (0.25, 0.75, "25 % to 75 %", 0.6))
 
@@ -31,8 +24,6 @@ def plot_monitor(
     *,
     kind: str = "generalisation",
     measure: str | None = None,
-    top: int = 4,
-    labels: canvas.Labels | None = None,
 ) -> Axes:
     """Draw what a :class:`blr_analysis.Monitor` has recorded, by epoch.
 
@@ -47,14 +38,12 @@ def plot_monitor(
         ax: where to draw; a new figure if None.
         measure: "nll" (default) or "accuracy"; for sensitivities one that the monitor keeps
             ("deviation" by default, or the first that it keeps).
-        top: how many single examples to draw.
-        labels: shown beside the index of such an example; ``labels[index]``.
 
     Returns:
         The Axes.
 
     Raises:
-        InputError: nothing recorded, an unknown kind or measure, labels that are missing.
+        InputError: nothing recorded, an unknown kind or measure.
     """
     one_of("kind", kind, ("generalisation", "sensitivities"))
     if not len(monitor):
@@ -63,7 +52,7 @@ def plot_monitor(
     if kind == "generalisation":
         _generalisation(monitor, ax, measure or "nll")
     else:
-        _sensitivities(monitor, ax, measure, top, labels)
+        _sensitivities(monitor, ax, measure)
     ax.set_xlabel("epoch")
     canvas.count_ticks(ax)
     return ax
@@ -81,9 +70,7 @@ def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
     ax.legend()
 
 
-def _sensitivities(
-    monitor: Any, ax: Axes, measure: str | None, top: int, labels: canvas.Labels | None
-) -> None:
+def _sensitivities(monitor: Any, ax: Axes, measure: str | None) -> None:
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
     default = "deviation" if "deviation" in monitor.keep else monitor.keep[0]
@@ -99,15 +86,12 @@ def _sensitivities(
         )
     middle = np.median(values, axis=1)
     ax.plot(epochs, middle, color=canvas.BLACK, lw=1.8, marker=marker, label="median")
-    order = np.argsort(-values[-1], kind="stable")[: max(top, 0)]
-    indices = [int(monitor.indices[place]) for place in order.tolist()]
-    names = [f"example {i}" for i in indices] if labels is None else canvas.named(indices, labels)
-    for rank, (place, name) in enumerate(zip(order.tolist(), names, strict=True)):
-        color = canvas.FOUR[::-1][rank % 4]
-        ax.plot(epochs, values[:, place], color=color, lw=1.2, marker=marker, ls=LINES[rank % 4],
-                label=name)  # fmt: skip
+    order = np.argsort(-values[-1], kind="stable")[: len(LINES)]
+    for place, color, dash in zip(order.tolist(), reversed(canvas.FOUR), LINES, strict=False):
+        label = f"example {int(monitor.indices[place])}"
+        ax.plot(epochs, values[:, place], color=color, lw=1.2, marker=marker, ls=dash, label=label)
     ax.set_yscale(**canvas.scale_of(values.reshape(-1)))
-    ax.set_ylabel(UNITS[kept])
+    ax.set_ylabel(canvas.UNITS[kept])
     ax.set_title(f"Sensitivities while training: {canvas.count_of(values.shape[1])}")
     ax.legend(fontsize=8)
 
@@ -150,21 +134,18 @@ def plot_leave_one_out(
     test_values: Any,
     ax: Axes | None = None,
     *,
-    epochs: Sequence[float] | None = None,
     labels: Sequence[Any] | None = None,
     measure: str = "nll",
 ) -> Axes:
     """Draw leave-one-out estimates beside the test values they foretell.
 
-    Two numbers, or numbers with ``labels`` (one per class, model or prior precision), are
-    drawn as pairs of bars; otherwise the values are taken to follow training, as two curves.
+    Pairs of bars: of two numbers, or of one for each class, model or prior precision.
 
     Args:
         loo_values: a number, [K] numbers, or what :func:`blr_analysis.leave_one_out` returns.
         test_values: as many, measured on test data.
         ax: where to draw; a new figure if None.
-        epochs: [K] where the curves' points lie; 1 … K if None.
-        labels: [K] names under the bars.
+        labels: [K] names under the bars; left out, 1 … K.
         measure: "nll" or "accuracy", or the words for another axis label.
 
     Returns:
@@ -175,26 +156,19 @@ def plot_leave_one_out(
 
     Example:
         >>> ax = plot_leave_one_out([0.9, 0.5, 0.4], [0.8, 0.5, 0.45])
-        >>> [line.get_label() for line in ax.lines]
+        >>> [bars.get_label() for bars in ax.containers]
         ['leave-one-out, from training data', 'test data']
     """
     loo, test = _numbers(loo_values, measure), _numbers(test_values, measure)
-    for name, other in (("test_values", test), ("epochs", epochs), ("labels", labels)):
+    for name, other in (("test_values", test), ("labels", labels)):
         if other is not None and len(other) != len(loo):
             raise InputError(f"{name} holds {len(other)} values for {len(loo)} loo_values")
     if not np.isfinite(np.concatenate([loo, test])).any():
         raise InputError("loo_values and test_values must be finite numbers (NaN marks a gap)")
     ax = canvas.axes_or_new(ax)
-    if labels is not None or len(loo) == 1:
-        canvas.paired_bars(ax, loo, test, (canvas.LOO, "test data"), canvas.BLUE)
-        ax.set_xticks(range(len(loo)), [str(name) for name in labels or [""]])
-        ax.margins(y=0.25)
-    else:
-        x = np.arange(1, len(loo) + 1) if epochs is None else canvas.as_array(epochs)
-        canvas.drawn(ax, x, loo, *canvas.LOOKS["loo"])
-        canvas.drawn(ax, x, test, *canvas.LOOKS["test"])
-        ax.set_xlabel("epoch")
-        canvas.count_ticks(ax)
+    canvas.paired_bars(ax, loo, test, (canvas.LOO, "test data"), canvas.BLUE)
+    ax.set_xticks(range(len(loo)), [str(name) for name in labels or range(1, len(loo) + 1)])
+    ax.margins(y=0.25)
     ax.set_ylabel(canvas.MEASURES.get(measure, measure))
     ax.set_title("Leave-one-out estimate against test data")
     ax.legend()

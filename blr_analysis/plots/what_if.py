@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,18 @@ from blr_analysis.checks import one_of
 from blr_analysis.errors import InputError
 from blr_analysis.plots import _canvas as canvas
 
-__all__ = ["plot_what_if"]
+__all__ = ["has_classes", "plot_what_if", "whole"]
 
-MAX_GROUPS = 20
-Truth = Mapping[Any, float] | Sequence[float] | float
+MOST_GROUPS = 20  # of more, those that change most are drawn, and the title says so
 
 
 def plot_what_if(
     result: Any,
     ax: Axes | None = None,
     *,
-    truth: Truth | None = None,
+    truth: Mapping[Any, float] | None = None,
     measure: str = "nll",
-    names: Mapping[Any, str] | Sequence[str] | None = None,
-    max_groups: int = MAX_GROUPS,
+    names: canvas.Names | None = None,
 ) -> Axes:
     """Draw a loss or accuracy before and after a perturbation, a pair of bars per group.
 
@@ -35,12 +33,10 @@ def plot_what_if(
             of its classes where it has classes), or the table of
             :func:`blr_analysis.what_if_each` (one pair for each group taken out).
         ax: where to draw; a new figure if None.
-        truth: the same measure after retraining, drawn as diamonds: by group
-            (``{3: 0.52}``; "all" is the whole set), one for each group in order (NaN where
-            unknown), or one number for a single group or "all".
+        truth: the same measure after retraining, drawn as diamonds, by group (``{3: 0.52}``;
+            "all" is the whole set).
         measure: "nll" or "accuracy".
         names: what groups are called on the axis, ``names[group]``.
-        max_groups: of more groups, those that change most are drawn, and the title says so.
 
     Returns:
         The Axes.
@@ -56,7 +52,7 @@ def plot_what_if(
         ['before', 'after, predicted']
     """
     one_of("measure", measure, tuple(canvas.MEASURES))
-    table, by_group = (result, True) if hasattr(result, "columns") else (_whole(result), False)
+    table, by_group = (result, True) if hasattr(result, "columns") else (whole(result), False)
     key = "group" if "group" in table else "class"
     wanted = {key, f"{measure}_before", f"{measure}_after"}
     if not wanted <= {*table} or not len(table):
@@ -65,8 +61,8 @@ def plot_what_if(
     values = table[[f"{measure}_before", f"{measure}_after"]].to_numpy(float)
     if not np.isfinite(values).all():
         raise InputError(f"the {measure} is not a finite number for every group")
-    known = _truths(truth, table[key].tolist())
-    kept = np.sort(np.argsort(-np.abs(values[:, 1] - values[:, 0]), kind="stable")[:max_groups])
+    known = _truths(truth or {}, table[key].tolist())
+    kept = np.sort(np.argsort(-np.abs(values[:, 1] - values[:, 0]), kind="stable")[:MOST_GROUPS])
     groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in kept]
     ax = canvas.axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
     ends = table[["nll_low", "nll_high"]].to_numpy(float)[kept] if "nll_low" in table else None
@@ -100,29 +96,25 @@ def _draw(
     ax.set_ylim(low, high or -0.3 * low or 1.0)  # room for the legend above losses below 0
 
 
-def _whole(result: Any) -> pd.DataFrame:
+def whole(result: Any) -> pd.DataFrame:
     """The whole evaluation set, then its classes where they can be told apart."""
-    measured = {"nll": result.nll, "accuracy": result.accuracy}
-    whole = {f"{name}_after": [value] for name, value in measured.items()}
-    whole |= {f"{name}_before": [getattr(result.before, name)] for name in measured}
-    table = pd.DataFrame({"class": ["all"], **whole})
-    targets = getattr(result, "targets", None)
-    one_each = targets is None or targets.ndim == 1 or targets.shape[-1] == 1
-    if one_each and result.accuracy is not None:
+    ends = {"before": result.before, "after": result}
+    measured = {f"{m}_{at}": [getattr(r, m)] for m in canvas.MEASURES for at, r in ends.items()}
+    table = pd.DataFrame({"class": ["all"], "n": len(result.targets), **measured})
+    if has_classes(result):
         table = pd.concat([table, result.by_class], ignore_index=True)
-    return table.astype({name: float for name in whole})
+    return table.astype(dict.fromkeys(measured, float))
 
 
-def _truths(truth: Truth | None, groups: list[Any]) -> np.ndarray:
+def has_classes(result: Any) -> bool:
+    """Whether what-if results can be told apart by class."""
+    targets = result.targets
+    return result.accuracy is not None and (targets.ndim == 1 or targets.shape[-1] == 1)
+
+
+def _truths(truth: Mapping[Any, float], groups: list[Any]) -> np.ndarray:
     """One retrained value per group, NaN where unknown."""
-    if isinstance(truth, Mapping) or truth is None:
-        strangers = [key for key in truth or () if key not in groups]
-        if strangers:
-            raise InputError(f"truth names groups that were not analysed: {strangers}")
-        return np.array([float((truth or {}).get(group, np.nan)) for group in groups])
-    values = np.atleast_1d(canvas.as_array(truth))
-    if np.ndim(truth) == 0 and groups[0] == "all":
-        values = np.append(values, [np.nan] * (len(groups) - 1))
-    if values.shape != (len(groups),):
-        raise InputError(f"truth holds {values.size} values for {len(groups)} groups")
-    return values
+    strangers = [key for key in truth if key not in groups]
+    if strangers:
+        raise InputError(f"truth names groups that were not analysed: {strangers}")
+    return np.array([float(truth.get(group, np.nan)) for group in groups])

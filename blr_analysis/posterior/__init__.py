@@ -2,8 +2,7 @@
 
 from blr_analysis.posterior.capture.assemble import write_captured as write_captured
 from blr_analysis.posterior.forecast import Forecast as Forecast
-from blr_analysis.posterior.forecast import Stage as Stage
-from blr_analysis.posterior.forecast import fit_stages as fit_stages
+from blr_analysis.posterior.forecast import fit_examples as fit_examples
 from blr_analysis.posterior.gaussian import Posterior as Posterior
 from blr_analysis.posterior.gaussian import predict as predict
 from blr_analysis.posterior.gaussian import write_factors as write_factors

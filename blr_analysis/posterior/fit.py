@@ -11,7 +11,6 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
-from blr_analysis.backprop.inputs import InputMoments, input_moments
 from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.files import Unfinished
@@ -30,8 +29,6 @@ class Fit:
         task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
         measures: whether the first sweep over all data sums the gradient too, from one column more.
         slope: Σ_i ∇ℓ_i, once it is known.
-        sample: examples whose gradients tell the directions; None: all.
-        vocabulary: words that a language model tells apart; 0 for other models.
     """
 
     task: Task
@@ -49,18 +46,6 @@ class Fit:
     def seeds(self) -> Tensor:
         source = torch.Generator().manual_seed(self.seed)
         return torch.randint(2**31, (self.task.n_data,), generator=source)
-
-    @cached_property
-    def sample(self) -> Tensor | None:
-        return sampled_examples(self.task)
-
-    @cached_property
-    def vocabulary(self) -> int:
-        return vocabulary_of(self.task, self.params)
-
-    def inputs(self) -> InputMoments:
-        """What the layers see, over one sweep of forward passes."""
-        return input_moments(self.task, self.params, kept=self.kept.get("inputs"))
 
     def columns(self, counted: Callable[..., int] = n_outputs) -> int:
         """How many G_i an example has."""

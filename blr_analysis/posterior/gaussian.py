@@ -94,9 +94,8 @@ class Posterior:
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
         if not shapes:
             raise PosteriorError("a posterior needs at least one parameter, got none")
-        if shapes != self.form.shapes:
-            said = differences(shapes, self.form.shapes, ("mean", "precision"))
-            raise PosteriorError(f"mean and precision disagree: {said}")
+        if odd := differences(shapes, form.shapes, ("mean", "precision")):
+            raise PosteriorError(f"mean and precision disagree: {odd}")
         if bad := [n for n, m in self.mean.items() if not bool(torch.isfinite(m).all())]:
             raise PosteriorError(f"the mean of {bad[0]!r} holds NaN or inf; was training stable?")
         self.prior = Prior.read(prior, shapes)
@@ -155,7 +154,7 @@ class Posterior:
         if self.stationarity is None or "calibration" in self.record:
             return ""
         if self.at_minimum:
-            return self.stationarity.caveat
+            return "" if self.stationarity.at_minimum else f"model {self.stationarity.verdict}"
         unknown = self.record.get("rerun", {}).get("known") is False
         by = "trained by a default recipe; " if unknown else ""
         if self._guessed:
@@ -364,14 +363,6 @@ class Posterior:
         made.likelihood = task.likelihood.taking(known)
         return made
 
-    def precision_product(self, v: Tree) -> Tree:
-        """S v for v by parameter name (leading batch dimensions allowed)."""
-        return self.form.times(_vector(v))
-
-    def covariance_product(self, v: Tree) -> Tree:
-        """Σ v."""
-        return self.form.solve(_vector(v))
-
     def changed(self, **parts: Any) -> Posterior:
         """The same with other parts (``mean``, ``form``, ``prior``, ``record``, ``earlier``, …),
         which are believed."""
@@ -425,16 +416,12 @@ class Posterior:
         if any(old != new for old, new in names.items()):
             return self._renamed(names).on(task, same_data=same_data)
         fixed = [places.get(bare_name(n), n) for n in self.record.get("fixed", ())]
-        mine = {n: tuple(m.shape) for n, m in self.mean.items()}
-        theirs = {
-            n: tuple(p.shape)
-            for n, p in parameters.items()
-            if n in mine or (p.requires_grad and n not in fixed)
-        }
-        if mine != theirs:
-            said = differences(mine, theirs, ("posterior", "model"))
+        mine = self.form.shapes
+        learned = {p for p, t in parameters.items() if t.requires_grad and p not in fixed}
+        theirs = {n: p for n, p in parameters.items() if n in mine or n in learned}
+        if odd := differences(mine, theirs, ("posterior", "model")):
             remedy = "pass the model that it was captured from or fitted to"
-            raise PosteriorError(f"the posterior belongs to another model: {said}; {remedy}")
+            raise PosteriorError(f"the posterior belongs to another model: {odd}; {remedy}")
         if same_data and self.n_data != task.n_data:
             said = f"n_data={self.n_data} examples, the task has {task.n_data}"
             remedy = "use the training data"
@@ -445,62 +432,45 @@ class Posterior:
 
     def _renamed(self, names: Mapping[str, str]) -> Posterior:
         """The same with parameters of other names."""
-        tensors, record = stored.renamed(*self._stored(None, True), names)
+        tensors, record = stored.renamed(*self._stored(), names)
         held = {names[n]: m for n, m in narrow(self.mean).items()}
         earlier = tuple(q._renamed(names) for q in self.earlier)
         return self._read(tensors, record, "").changed(mean=type(self.mean)(held), earlier=earlier)
 
-    def save(
-        self, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, mean: bool = True
-    ) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
-
-        Args:
-            dtype: for a diagonal precision: ``torch.bfloat16`` or ``torch.float32`` to store it
-                in; None as it is. What is rounded is the data's part, S − δ; δ is kept exactly
-                and added by :meth:`load`. Means are never rounded.
-            mean: False leaves the means out, for a precision folder beside the model's own
-                weights (diagonal only): the tensors have the model's names and shapes.
 
         Raises:
             StorageError: the place cannot be written; what was there before stays.
-            InputError: ``dtype`` or ``mean=False`` for another structure than "diag".
 
         Example:
             >>> import tempfile
             >>> q = Posterior({"w": torch.zeros(2)}, {"w": torch.tensor([1.5, 3.0])},
             ...               prior_precision=1.0, n_data=10)
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     q.save(f"{folder}/precision", dtype=torch.bfloat16, mean=False)
-            ...     back = Posterior.load(f"{folder}/precision", model=q.mean)
+            ...     q.save(f"{folder}/q.safetensors")
+            ...     back = Posterior.load(f"{folder}/q.safetensors")
             >>> back.precision("w"), back.prior_precision
             (tensor([1.5000, 3.0000]), 1.0)
         """
         place = path_of(path)
-        tensors, record = self._stored(dtype, mean)
-        for k, q in enumerate(self.earlier if mean else ()):
-            held, about = q._stored(None, True)
+        tensors, record = self._stored()
+        for k, q in enumerate(self.earlier):
+            held, about = q._stored()
             tensors |= {f"{EARLIER}{k}/{n}": t for n, t in held.items()}
             record.setdefault("earlier", []).append(about)
         storage.write(place, {n: t.cpu() for n, t in tensors.items()}, record)
 
-    def _stored(self, dtype: torch.dtype | None, mean: bool) -> tuple[Tree, dict[str, Any]]:
+    def _stored(self) -> tuple[Tree, dict[str, Any]]:
         """Tensors and record of one posterior, without the earlier ones."""
-        tensors, record = stored.encode(self.form, self.prior, dtype)
+        tensors, record = stored.encode(self.form, self.prior)
         beside = {f"{n}.initial": m for n, m in (self.initial or {}).items()}
-        if mean:
-            beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
-            beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
-        elif beside:
-            raise InputError("mean=False would lose the prior's mean: leave mean out")
-        elif set(tensors) != set(self.mean):
-            said = f"one precision per weight: leave it out for {self.structure!r}"
-            raise InputError(f"mean=False writes {said}")
+        beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
+        beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
         if clash := sorted(set(beside) & set(tensors)):
-            raise InputError(f"parameters are called {clash[:4]}, as means are: give mean=False")
-        beside_model = {} if mean else dict.fromkeys(FIELDS)
+            raise InputError(f"parameters are called {clash[:4]}, as means are: rename them")
         known = {"n_data": self.n_data, "parameters": list(self.mean)}
-        return {**tensors, **beside}, {**beside_model, **self.record, **record, **known}
+        return {**tensors, **beside}, {**self.record, **record, **known}
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -544,12 +514,6 @@ class Posterior:
         return cls(mean, form, **own, buffers=buffers, earlier=earlier)
 
 
-def _vector(v: Any) -> Tree:
-    if not isinstance(v, Mapping) or not all(isinstance(t, Tensor) for t in v.values()):
-        raise InputError(f"expected tensors by parameter name, got {type(v).__name__}")
-    return dict(v)
-
-
 def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, **record: Any) -> Posterior:
     """Another posterior under the same prior; ``record`` joins what ``q``'s says, but for what was
     measured of it and its data."""
@@ -583,15 +547,11 @@ def write_factors(
         StorageError: the place cannot be written; what was there before stays.
     """
     form = posterior.form.zeros().plus(posterior.form, scale)
-    tensors, about = stored.renamed(form.tensors(), form.record(), names)
+    prior = Prior.of_any(scale * posterior.prior_precision)
+    tensors, about = stored.renamed(*stored.encode(form, prior), names)
     for block in about["blocks"]:
         block["inputs"] *= scale
-    about |= {
-        "structure": posterior.structure,
-        "prior_precision": scale * posterior.prior_precision,
-        "n_data": n_data_of(n_data),
-        "parameters": [names[n] for n in posterior.mean],
-    }
+    about |= {"n_data": n_data_of(n_data), "parameters": [names[n] for n in posterior.mean]}
     known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
     storage.write(path_of(path), tensors, {**known, **record, **stored.hashes(model), **about})
 

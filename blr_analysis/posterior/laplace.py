@@ -32,7 +32,6 @@ from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.fit import Fit
-from blr_analysis.posterior.fit import curvature_root as curvature_root
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
@@ -148,8 +147,6 @@ def fit_kept(
     spared = stated is not None and (task.likelihood.is_sequence or bool(kept))
     fit.measures = not (kind.of_inputs or spared)
     form, more = _fitted(fit, kind, unknown=stated is None)
-    if prior_precision is not None:
-        more["prior_named"] = True
     q = Posterior(
         widened({n: p.clone() for n, p in narrow(params).items()}),
         form,
@@ -201,7 +198,7 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
         "frozen": [n for n, p in named if not p.requires_grad],
         "tied": tied_names(task.model),
         "classifier": task.likelihood.is_classification,
-        "fingerprint": fingerprint(task, fit.params, divided=True),
+        "fingerprint": fingerprint(task, fit.params),
         **({} if task.recipe is None else {"recipe": task.recipe.record}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }
@@ -232,16 +229,10 @@ def _check(fit: Fit, kind: type[Structure]) -> None:
     if not fit.params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
     fit.task.check_parameters(fit.params)
-    check_finite(fit.params)
+    if bad := [n for n, p in fit.params.items() if not bool(torch.isfinite(p).all())]:
+        raise ModelError(f"the weights of {bad[0]!r} hold NaN or inf; was training stable?")
     size = sum(p.numel() for p in fit.params.values())
     kind.check_fit(size, fit.rank)
     if fit.curvature == "exact" and size > EXACT_LIMIT:
         said = f"curvature='exact' takes {size:,} Hessian products"
         raise InputError(f"{said}; use 'ggn' above {EXACT_LIMIT:,} parameters")
-
-
-def check_finite(params: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ModelError` where a weight is NaN or inf."""
-    for name, p in params.items():
-        if not bool(torch.isfinite(p).all()):
-            raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")

@@ -44,11 +44,6 @@ class Stationarity:
         return self.at_minimum or self.least_group <= self.n_data / 2
 
     @property
-    def caveat(self) -> str:
-        """The verdict, where it is one to beware of; "" at the minimum."""
-        return "" if self.at_minimum else f"model {self.verdict}"
-
-    @property
     def verdict(self) -> str:
         """What follows, in one line."""
         gain = f"a step would gain {self.decrement:.2g} nats"

@@ -18,9 +18,8 @@ Its record (``precision_config.json``) says
 ``sample_sha256``       the same of every tensor's first 1,024 numbers, which a merge compares
 ======================  ==========================================================================
 
-so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas). In a narrow
-dtype it is H that is stored: rounding S itself would lose H wherever it is small beside δ (bfloat16
-keeps 8 bits: H = 0.01 beside δ = 10 would be 0 or negative).
+so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas). Bfloat16
+keeps 8 bits, so that only H itself is stored in it, never S (H = 0.01 beside δ = 10 would be lost).
 """
 
 from __future__ import annotations
@@ -36,28 +35,19 @@ from blr_analysis.checks import one_of, path_of, some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
-from blr_analysis.posterior.prior import Given, Prior, Shapes, n_data_of, real_tensors, take_off
+from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
 from blr_analysis.posterior.structures import KINDS as STRUCTURES
 from blr_analysis.posterior.structures import Diagonal, Structure
 from blr_analysis.task import unwrapped
 
-KINDS = (
-    "ivon",
-    "vogn",
-    "adam_v",
-    "rmsprop_v",
-    "adagrad_v",
-    "fisher_mc",
-    "fisher_emp",
-    "ggn",
-)
+KINDS = ("ivon", "vogn", "adam_v", "rmsprop_v", "adagrad_v", "fisher_mc", "fisher_emp", "ggn")
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
 Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
 DTYPES = (None, torch.float32, torch.bfloat16)
-OWN_KEYS = {"structure", "prior_precision", "prior_outside", "rounded", "n_data", "parameters"}
+OWN_KEYS = {"structure", "prior_precision", "prior_outside", "n_data", "parameters"}
 OWN_KEYS |= {"format", "version"}
 
 
@@ -71,39 +61,10 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
     return dtype
 
 
-def encode(form: Structure, prior: Prior, dtype: torch.dtype | None = None) -> Encoded:
-    """Tensors by name and suffix, and the record that :func:`parts_of` needs; the precision in
-    ``dtype`` (None: as it is).
-
-    Raises:
-        InputError: a dtype for a structure that is not diagonal, or one not in ``DTYPES``.
-    """
-    values = form.per_weight
-    if check_dtype(dtype) is not None and values is None:
-        raise InputError(f"dtype={dtype} is for diagonals, not {form.kind!r}: leave dtype out")
-    record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
-    tensors = form.tensors()
-    if dtype is None or values is None:
-        return tensors, record
-    record["rounded"] = True
-    narrower = any(torch.finfo(dtype).eps > torch.finfo(s.dtype).eps for s in values.values())
-    if narrower and (parts := _data_part(values, prior, dtype)) is not None:
-        return parts, {**record, "prior_precision": 0.0, "prior_outside": prior.given}
-    return {n: t.to(dtype) if n in values else t for n, t in tensors.items()}, record
-
-
-def _data_part(
-    values: Mapping[str, Tensor], prior: Prior, dtype: torch.dtype
-) -> dict[str, Tensor] | None:
-    """H = S − δ rounded; None where H is negative somewhere, as IVON allows: then S itself is to be
-    rounded."""
-    parts = {}
-    for name, s in values.items():
-        h = take_off(s.to(torch.float64, copy=True), prior.of(name), s.dtype)
-        if bool((h < 0).any()):
-            return None
-        parts[name] = h.to(dtype)
-    return parts
+def encode(form: Structure, prior: Prior) -> Encoded:
+    """Tensors by name and suffix, and the record that :func:`parts_of` needs."""
+    known = {"structure": form.kind, "prior_precision": prior.given}
+    return form.tensors(), known | form.record()
 
 
 def parts_of(
@@ -134,7 +95,7 @@ def parts_of(
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if form.per_weight is not None:
-        wide = bare or bool(record.get("rounded"))
+        wide = bare or record.get("prior_outside") is not None
         form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
     rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
@@ -182,15 +143,10 @@ def _mean_of(
     tied = record.get("tied") or {}
     keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
     held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
-    wrong = [
-        f"{n}: {f'{held[n]}, not {tuple(shape)}' if n in held else 'not there'}"
-        for n, shape in shapes.items()
-        if held.get(n) != tuple(shape)
-    ]
-    if wrong:
-        said = f"the model is not the one whose precision {path!r} holds: {some(wrong)}"
+    if wrong := differences(held, shapes, ("model", "file")):
+        said = f"the model is not the one whose precision {path!r} holds: {wrong}"
         raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
-    return {n: source.tensor(key) for n, key in keys.items()}
+    return {n: source.tensor(key).clone() for n, key in keys.items()}
 
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
@@ -253,8 +209,7 @@ def write_precision(
         prior_precision: δ that is inside ``tensors``, one number or one per name.
         prior_outside: δ that belongs to the posterior and is not in ``tensors``.
         model: the model's folder, whose sha256 is recorded (``model_sha256``).
-        dtype: float32, bfloat16, or None: as the tensors are. Rounding to a narrower dtype first
-            takes δ out (it becomes ``prior_outside``), so that small numbers beside it survive.
+        dtype: float32, bfloat16 (of tensors with no prior inside), or None: as the tensors are.
         record: what else is known, JSON-able: ``optimizer``, ``batch_size``, ``beta2``, ``step``,
             ``bias_corrected``, ``tied``, ``frozen``, or words of your own.
 
@@ -282,7 +237,10 @@ def write_precision(
     inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))
     if all(any(prior.entries.values()) for prior in (inside, outside)):
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
-    stored, about = encode(Diagonal(held), inside, dtype)
+    if check_dtype(dtype) is torch.bfloat16 and any(inside.entries.values()):
+        raise InputError("dtype=bfloat16 would lose the data beside the prior: give prior_outside")
+    stored, about = encode(Diagonal(held), inside)
+    stored = {name: t if dtype is None else t.to(dtype) for name, t in stored.items()}
     _check_values(stored)
     if prior_outside is not None:
         about = {"prior_outside": outside.given, **about}

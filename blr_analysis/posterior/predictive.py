@@ -139,9 +139,7 @@ def scored_by(likelihood: Likelihood) -> Likelihood:
     and with the constants that make a loss −log p."""
     kind = likelihood.kind
     if isinstance(kind, Categorical):
-        return Categorical(ignore_index=kind.ignore_index)
-    if isinstance(kind, TokenCategorical):
-        return type(kind)(kind.ignore_index)
+        return type(kind)(ignore_index=kind.ignore_index)
     if isinstance(kind, MeanAndVariance):
         return MeanAndVariance(full=True, eps=kind.eps)
     whole = next((k for k in (Bernoulli, Poisson) if isinstance(kind, k)), None)

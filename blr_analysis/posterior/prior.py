@@ -112,12 +112,9 @@ class Prior:
         if not isinstance(initial, Mapping):
             got = type(initial).__name__
             raise PosteriorError(f"initial must be the state dict before training, got {got}")
-        held = {n: tuple(t.shape) for n, t in initial.items() if isinstance(t, Tensor)}
-        wanted = {n: tuple(p.shape) for n, p in params.items()}
-        wrong = [n for n, shape in wanted.items() if held.get(n) != shape]
-        if wrong:
-            said = [f"{n} {held.get(n, 'absent')}, not {wanted[n]}" for n in wrong]
-            raise PosteriorError(f"initial belongs to another model: {some(said)}")
+        held = {n: t for n, t in initial.items() if n in params and isinstance(t, Tensor)}
+        if wrong := differences(held, params, ("initial", "model")):
+            raise PosteriorError(f"initial belongs to another model: {wrong}")
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
         places = narrow(params), narrow(initial)
         if params and all(places[0][n].data_ptr() == places[1][n].data_ptr() for n in params):
@@ -162,11 +159,13 @@ def n_data_of(n_data: Any, *, least: int = 1) -> int:
     return n
 
 
-def differences(mine: Shapes, theirs: Shapes, who: tuple[str, str]) -> str:
-    """The names and shapes in which two sets of parameters differ, for messages."""
-    odd = [n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n)]
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], who: tuple[str, str]) -> str:
+    """The names and shapes in which two sets of parameters (or their shapes) differ, for messages;
+    "" in none."""
+    a, b = ({n: tuple(getattr(x, "shape", x)) for n, x in tree.items()} for tree in (mine, theirs))
+    odd = [n for n in {**a, **b} if a.get(n) != b.get(n)]
     lines = [
-        f"{n}: {mine.get(n, 'absent')} in the {who[0]}, {theirs.get(n, 'absent')} in the {who[1]}"
+        f"{n}: {a.get(n, 'absent')} in the {who[0]}, {b.get(n, 'absent')} in the {who[1]}"
         for n in odd[:MOST]
     ]
     return "; ".join(lines + [f"and {len(odd) - MOST} more"] * (len(odd) > MOST))

@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import PosteriorError
+from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.contract import Spectral, Tree
 
+UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
 LEAST = 1e-7  # of the largest curvature: a smaller prior is lost in rounding
 HALVINGS = 60
 BINS, OCTAVES = 2**16, 60  # of the curvature, below the largest
 TINY = 1e-300
-APART, EXPLAINED = 5, 0.5  # times between the two rules, so far off a minimum: both are said
+EXPLAINED = 0.5  # of the gradient by the prior's pull: less is far off a minimum
 FAR = 100  # times below the evidence's, so far off a minimum: a root that is chance
 PIECE = 2**23  # numbers at a time
 
@@ -100,15 +102,19 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     }
 
 
+def by_evidence(
+    form: Spectral, mean: Mapping[str, Tensor], initial: Mapping[str, Tensor] | None
+) -> tuple[float, dict[str, Any]]:
+    """δ by the weights and the curvature alone, where no gradient of all the data is known, and
+    what a record says of it."""
+    delta, about = chosen_prior(form, Prior({}).around(initial, mean).gap(mean), None)
+    return delta, {"prior_choice": {"delta": delta, **about, "unsure": UNSURE}}
+
+
 def in_words(choice: Mapping[str, Any]) -> str:
-    """δ (the largest, of several), the rule that chose it, and the evidence's where that is far
-    from it off a minimum."""
-    delta, rule = choice["delta"], choice["rule"]
-    said = f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {rule}"
-    if (choice.get("apart") or 1.0) > APART and choice["explained"] < EXPLAINED:
-        other = "evidence" if rule == "stationarity" else "stationarity"
-        said += f" ({choice[other]:.3g} by {other})"
-    return said
+    """δ (the largest, of several) and the rule that chose it."""
+    delta = choice["delta"]
+    return f"{max(delta.values()) if isinstance(delta, Mapping) else delta:.3g} by {choice['rule']}"
 
 
 def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> Tensor:

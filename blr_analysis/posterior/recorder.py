@@ -98,7 +98,13 @@ class KroneckerRecorder:
         self.scale = positive_number("scale", scale)
         self._model, self._parameters = model, _trainable(model)
         self._units = units_of(model, set(self._parameters))
-        self._check_model()
+        if not self._parameters:
+            raise ModelError("the model has no trainable parameters to record")
+        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
+            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
+            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
+        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
+            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
         self.passes = 0  # in training mode, seen so far
         self._recorded = 0  # of them
         self._joints: dict[str, Joint] = {}
@@ -113,15 +119,6 @@ class KroneckerRecorder:
             u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
         ]
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True), *hooks]
-
-    def _check_model(self) -> None:
-        if not self._parameters:
-            raise ModelError("the model has no trainable parameters to record")
-        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
-            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
-            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
-        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
-            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -148,10 +145,12 @@ class KroneckerRecorder:
 
     def _visit(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._watched and isinstance(output, Tensor) and output.requires_grad:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            if self._watched:
                 self._watched = False
                 output.register_hook(lambda _: self._look(unit))
-            if not self._batch or not isinstance(output, Tensor) or not output.requires_grad:
+            if not self._batch:
                 return
             if module is not unit.module:  # of a copy of the model, which took the hooks along
                 return
@@ -174,11 +173,8 @@ class KroneckerRecorder:
         held = [self._parameters[n].grad for n in unit.names.values()]
         if not self.accumulates and any(g is not None and bool(g.any()) for g in held):
             self.accumulates = True
-            warnings.warn(
-                "gradients of several passes add up: if each loss is divided by their number k, "
-                "give scale=1/k, else the factors are k² times too small",
-                stacklevel=2,
-            )
+            said = "gradients of k passes add up: where the loss is divided by k, give scale=1/k"
+            warnings.warn(f"{said}, else factors are k² times too small", stacklevel=2)
 
     @torch.no_grad()
     def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
@@ -278,9 +274,8 @@ class KroneckerRecorder:
         blocks = eigenbases(
             {k: (self._joints[k], *pair) for k, pair in factors.items()}, own, n_data
         )
-        joined = {n for b in blocks for n in b.names}
-        plain = {n: tuple(p.shape) for n, p in own.items() if n not in joined}
-        values = {n: n_data * self._means[n].to(own[n]) for n in plain}
+        form = Kronecker.empty(blocks, own)
+        values = {n: n_data * self._means[n].to(own[n]) for n in form.plain}
         for b in blocks:
             assert b.left is not None
             down, across = (
@@ -289,7 +284,7 @@ class KroneckerRecorder:
             )
             scale = n_data / self._positions[b.key]
             values[b.key] = scale * down.unsqueeze(-1) * across.unsqueeze(-2)
-        return Kronecker(blocks, values, plain, tuple(own))
+        return form.with_values(values)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""
@@ -319,8 +314,7 @@ class KroneckerRecorder:
         self._positions = dict(state["positions"])
         like = next(iter(self._parameters.values()))
         self._means = {k: m.to(like.device, copy=True) for k, m in state["means"].items()}
-        joints = [Joint.read(entry) for entry in state["joints"]]
-        self._joints = {joint.key: joint for joint in joints}
+        self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
         self._seen = []
 
 

@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from blr_analysis import ranks
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
@@ -38,11 +37,10 @@ SAMPLE = 256  # examples whose own gradients are taken
 FEW = 8  # examples, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
+ALIKE = {"outputs": "another model or other inputs", "targets": "other targets"}
 ROUNDED = 2.0**-8  # of the norm: weights that were stored in bfloat16
-TOGETHER = 2**20  # numbers that are taken in double precision at once
 
 
-_SEEN: WeakKeyDictionary[Posterior, tuple[Task, Stationarity]] = WeakKeyDictionary()
 _MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
 
 
@@ -63,15 +61,12 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         >>> stationarity(task, q).at_minimum
         False
     """
-    seen = _SEEN.get(posterior)
-    if seen is not None and seen[0] is task:
-        return seen[1]
     q = posterior.on(task)
-    kept = posterior.stationarity
-    if kept is None or kept.likelihood != task.likelihood.recorded or not recorded(task, q):
-        kept = measured(task, q, loss_and_gradient(task, q.mean)[0])
-    _SEEN[posterior] = (task, kept)
-    return kept
+    kept, known = posterior.stationarity, q.record.get("fingerprint")
+    alike = kept is not None and known and kept.likelihood == task.likelihood.recorded
+    if kept is not None and alike and not differs(known, fingerprint(task, q.mean), strictly=True):
+        return kept
+    return measured(task, q, loss_and_gradient(task, q.mean)[0])
 
 
 def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
@@ -96,12 +91,6 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     return kept
 
 
-def caveat_of(posterior: Posterior) -> str:
-    """What its record says against it, where stationarity was measured; "" where it was not."""
-    kept = posterior.stationarity
-    return "" if kept is None else kept.caveat
-
-
 def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
     """Whether a change that pulls with this gradient is lost in the training that goes on."""
     return stationarity(task, q).decrement > DRIFT * _gain(q, gradient)
@@ -112,20 +101,16 @@ def _gain(q: Posterior, g: Tree) -> float:
     return 0.5 * dot(g, q.form.solve(g))
 
 
-def fingerprint(
-    task: Task, mean: dict[str, Tensor], *, divided: bool = False
-) -> dict[str, list[float]]:
+def fingerprint(task: Task, mean: dict[str, Tensor]) -> dict[str, list[float]]:
     """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
     count, however they are padded. One by one, so that long ones need no room together, but for
-    rows of tensors. ``divided``: by ranks that all ask for it."""
+    rows of tensors."""
     mean = task.cast(mean)
     chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
     rows = task.examples.is_tensors and not task.likelihood.is_sequence
     kept, start = torch.zeros(3, len(chosen), dtype=torch.float64), 0
-    for part, indices in enumerate(chosen.split(task.batch_size if rows else 1)):
+    for indices in chosen.split(task.batch_size if rows else 1):
         own, start = slice(start, start + len(indices)), start + len(indices)
-        if divided and part % ranks.count() != ranks.rank():
-            continue
         with torch.no_grad(), task.evaluation():
             f, y = task.run(task.fetch(indices), mean, indices)
         losses, counted = task.likelihood.at(indices).nll(f, y), task.likelihood.counted(y)
@@ -135,25 +120,7 @@ def fingerprint(
             flat = values.detach().cpu().double().reshape(len(values), -1)
             places = torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64)
             numbers[own] = flat @ places.cos()
-    if divided:
-        ranks.total([kept])
     return dict(zip(("outputs", "targets", "losses"), kept.tolist(), strict=True))
-
-
-def apart(known: Any, seen: Any, what: str) -> int:
-    """In how many of the examples two fingerprints differ."""
-    a, b = (torch.tensor(record[what], dtype=torch.float64) for record in (known, seen))
-    if a.shape != b.shape:
-        return max(len(a), len(b))
-    return int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
-
-
-def recorded(task: Task, q: Posterior) -> bool:
-    """Whether these are the model, the data and the loss of the record, as far as it says."""
-    if not (known := q.record.get("fingerprint")):
-        return False
-    seen = fingerprint(task, q.mean)
-    return not any(apart(known, seen, what) for what in seen)
 
 
 def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bool) -> None:
@@ -184,11 +151,15 @@ def met(task: Task, *posteriors: Posterior) -> None:
     _MET.setdefault(task, WeakSet()).update(posteriors)
 
 
-def differs(known: Any, seen: dict[str, list[float]]) -> str:
-    """What is said of other data than a posterior's; "" of its own."""
-    for what, words in (("outputs", "another model or other inputs"), ("targets", "other targets")):
-        count, tried = apart(known, seen, what), len(seen[what])
-        if 2 * count > tried:
+def differs(known: Any, seen: dict[str, list[float]], *, strictly: bool = False) -> str:
+    """What is said of other data than a posterior's; "" of its own. ``strictly``: also of another
+    loss, and where one example differs."""
+    for what, words in (ALIKE | {"losses": "another loss"} if strictly else ALIKE).items():
+        a, b = (torch.tensor(record[what], dtype=torch.float64) for record in (known, seen))
+        count = tried = len(b)
+        if a.shape == b.shape:
+            count = int(((a - b).abs() > CLOSE * max(float(a.abs().max()), 1e-6)).sum())
+        if count > (0 if strictly else tried / 2):
             said = f"the posterior was learned with {words}: {count} of {tried} examples differ"
             return f"{said}; pass the task that it was fitted to"
     return ""
@@ -219,11 +190,9 @@ def check_weights(task: Task, posterior: Posterior) -> None:
 
 def _distance(task: Task, q: Posterior) -> float:
     """Of the model's weights from the posterior's mean, in the norm of the mean."""
-    own = dict(task.model.named_parameters())
-    gap = size = 0.0
+    own, gaps, sizes = dict(task.model.named_parameters()), [0.0], [1e-150]
     for name, m in q.mean.items():
-        here, there = own[name].detach().to(m).flatten(), m.flatten()
-        for a, b in zip(here.split(TOGETHER), there.split(TOGETHER), strict=True):
-            gap += float((a - b).double().square().sum())
-            size += float(b.double().square().sum())
-    return math.sqrt(gap / max(size, 1e-300))
+        gap = own[name].detach().to(m) - m
+        gaps.append(float(torch.linalg.vector_norm(gap, dtype=torch.double)))
+        sizes.append(float(torch.linalg.vector_norm(m, dtype=torch.double)))
+    return math.hypot(*gaps) / math.hypot(*sizes)

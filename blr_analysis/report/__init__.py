@@ -21,11 +21,10 @@ from blr_analysis.errors import DataError
 from blr_analysis.task import Task
 
 if TYPE_CHECKING:
-    from blr_analysis.audit import Findings
     from blr_analysis.posterior import Posterior
     from blr_analysis.sensitivity import Monitor
 
-__all__ = ["report", "write_report"]
+__all__ = ["report"]
 
 
 def report(
@@ -39,7 +38,6 @@ def report(
     images: Any = None,
     texts: Sequence[str] | None = None,
     monitor: Monitor | None = None,
-    title: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> Path:
     """Run every analysis of a task and write what it says as one HTML file.
@@ -58,11 +56,10 @@ def report(
         test: further examples: how well they are predicted, and which training examples each of
             some of them rests on.
         by, passes: which groups are taken out and how, as in ``blr_analysis.audit.investigate``.
-        images: one image per training example, see :func:`blr_analysis.plots.image_of`; also
-            PIL images. Left out, the task's own inputs if they are images.
+        images: one image per training example, see :func:`blr_analysis.plots.image_of`. Left
+            out, the task's own inputs if they are images.
         texts: one text per training example, in place of a metadata column.
         monitor: what :class:`blr_analysis.Monitor` saw while the model trained.
-        title: the page's heading.
         classes: the classes' names, in the order of the outputs; left out, those of a Hugging Face
             model's configuration.
 
@@ -83,7 +80,8 @@ def report(
         True
     """
     from blr_analysis.audit import investigate
-    from blr_analysis.files import check_file, held
+    from blr_analysis.files.placing import check_file, held
+    from blr_analysis.report.page import write_page
 
     target = Path(path_of(path)).expanduser()
     check_file(target)
@@ -92,23 +90,5 @@ def report(
             raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")
     with held(target):
         findings = investigate(task, posterior, test=test, by=by, passes=passes)
-        return write_report(
-            findings,
-            target,
-            images=images,
-            texts=texts,
-            monitor=monitor,
-            title=title,
-            classes=classes,
-        )
-
-
-def write_report(findings: Findings, path: str | os.PathLike[str], **options: Any) -> Path:
-    """Write the page of an audit that was done; options as in :func:`report`.
-
-    Raises:
-        StorageError: the file cannot be written; what was there before stays.
-    """
-    from blr_analysis.report.page import write_page
-
-    return write_page(findings, Path(path), **options)
+        shown = {"images": images, "texts": texts, "monitor": monitor, "classes": classes}
+        return write_page(findings, target, **shown)

@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.embed import json_item
-from bokeh.models import (
-    BooleanFilter,
-    CDSView,
-    ColumnDataSource,
-    HoverTool,
-    InlineStyleSheet,
-    Span,
-)
+from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool, InlineStyleSheet, Span
 from bokeh.plotting import figure
 from matplotlib.axes import Axes
 

@@ -17,10 +17,10 @@ from PIL import Image
 
 from blr_analysis.audit import Findings
 from blr_analysis.audit.pictures import images_of
-from blr_analysis.audit.sections import plain
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Poisson
 from blr_analysis.plots import image_of
+from blr_analysis.plots._canvas import Names, name_of
 from blr_analysis.sensitivity import TopInfluence, influence
 from blr_analysis.task import Task
 
@@ -126,7 +126,7 @@ def text_column(table: pd.DataFrame) -> str | None:
     return None
 
 
-def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | None:
+def class_names(findings: Findings, given: Sequence[str] | None) -> dict[int, str] | None:
     """The classes' names: those given, or a Hugging Face model's; None where there are none.
 
     Raises:
@@ -140,22 +140,14 @@ def class_names(findings: Findings, given: Sequence[str] | None) -> list[str] | 
     count = 1 + int(table[["target", "left_out_prediction"]].to_numpy().max())
     known = getattr(getattr(task.model, "config", None), "id2label", None) or {}
     known = known if given is None else dict(enumerate(given))
-    names = [str(known[i]) or "(empty)" for i in range(len(known)) if i in known]
+    names = {i: str(known[i]) or "(empty)" for i in range(len(known)) if i in known}
     if given is not None and len(names) < count:
         raise InputError(f"classes= names {len(names)} classes of {count}")
-    unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in enumerate(names))
+    unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in names.items())
     return None if unnamed else names
 
 
-def named(value: Any, names: Sequence[str] | None) -> str:
-    """A class by its name, where it has one; 1 for 1.0."""
-    if names is not None and int(value) < len(names):
-        return names[int(value)]
-    whole = isinstance(value, float | np.floating) and float(value).is_integer()
-    return str(int(value) if whole else value)
-
-
-def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def columns_of(rows: Shown, names: Names | None = None) -> list[dict[str, Any]]:
     """Each column of the table: its name, whether it holds numbers, and its values; classes by
     their names."""
     first, last = ([name for name in side if name in rows.table] for side in (FIRST, LAST))
@@ -164,7 +156,7 @@ def columns_of(rows: Shown, names: Sequence[str] | None = None) -> list[dict[str
     for name in [*[*first, *between, *last][:MOST_COLUMNS], *rows.inputs]:
         values = rows.table[name]
         if names is not None and name in OF_CLASSES:
-            values = values.map(lambda v: named(v, names))
+            values = values.map(lambda v: name_of(v, names))
         numbers = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
         shown = [_cell(v) for v in values]
         columns.append({"name": str(name), "number": bool(numbers), "values": shown})
@@ -188,7 +180,7 @@ def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
 
 
 def tests_of(
-    rows: Shown, neighbours: Neighbours | None, names: Sequence[str] | None
+    rows: Shown, neighbours: Neighbours | None, names: Names | None
 ) -> list[dict[str, Any]]:
     """Each test example with its target, answer and loss, and rows and nats of its neighbours."""
     if neighbours is None:
@@ -202,9 +194,8 @@ def tests_of(
             one[side] = [[rows.place(i), _cell(v)] for i, v in pairs]
         for name, values in known.items():
             value = values[k].tolist()
-            one[name] = ", ".join(map(plain, value)) if isinstance(value, list) else plain(value)
-            if names is not None:
-                one[name] = named(value, names)
+            several = value if isinstance(value, list) else [value]
+            one[name] = ", ".join(name_of(v, names) for v in several)
         words = (v[index] for v in neighbours.test.metadata.values())
         texts = [w for w in words if isinstance(w, str) and len(w) > LONG]
         one["text"] = _short(texts[0], TEXT[1]) if texts else None
@@ -229,14 +220,14 @@ def suspects_of(findings: Findings, rows: Shown) -> list[dict[str, Any]]:
     return told
 
 
-def classes_of(findings: Findings, names: Sequence[str] | None = None) -> list[Any]:
+def classes_of(findings: Findings, names: dict[int, str] | None = None) -> list[Any]:
     """The labels that an example has or would be given, and how they are shown; none for
     regression and several targets."""
     table = findings.suspicions.table
     if not findings.task.likelihood.is_classification or "target" not in table:
         return []
     labels = sorted({_cell(v) for v in table[["target", "proposed"]].to_numpy().flat} - {None})
-    return [[v, v if names is None else names[int(v)]] for v in labels]
+    return [[v, (names or {}).get(v, v)] for v in labels]
 
 
 def _short(text: str, most: int) -> str:
@@ -315,9 +306,6 @@ def picture_of(images: Any, index: int) -> np.ndarray:
     Raises:
         InputError: it is no image.
     """
-    item = images[index] if isinstance(images, Sequence) and index < len(images) else None
-    if isinstance(item, Image.Image):
-        images = {index: np.asarray(item.convert("L" if item.mode in ("1", "L") else "RGB"))}
     picture = image_of(images, index)
     if picture.ndim == 3 and picture.shape[-1] == 4:
         alpha = picture[..., 3:]

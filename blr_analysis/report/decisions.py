@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from blr_analysis.errors import InputError
+from blr_analysis.errors import InputError, told_as
 
 ACTIONS = ("keep", "relabel", "drop")
 
@@ -33,12 +33,9 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
         ...     read_decisions(path)
         {'remove': [3], 'relabel': {5: 8}}
     """
-    try:
+    with told_as(InputError, f"cannot read decisions from {str(path)!r}"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
         rows = table[["index", "action", "label"]].to_numpy()
-    except (OSError, ValueError, KeyError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot read decisions from {str(path)!r}: {said}") from error
     remove: list[int] = []
     relabel: dict[int, int | float] = {}
     for row, (index, action, label) in enumerate(rows):

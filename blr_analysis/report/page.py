@@ -31,7 +31,6 @@ def write_page(
     images: Any = None,
     texts: Sequence[str] | None = None,
     monitor: Monitor | None = None,
-    title: str | None = None,
     classes: Sequence[str] | None = None,
     truth: Mapping[Any, float] | None = None,
 ) -> Path:
@@ -44,8 +43,7 @@ def write_page(
     chosen = names if findings.by == "target" else None  # names of groups
     drawn = {}
     if findings.removals is not None:
-        called = {group: contents.named(group, chosen) for group in findings.removals["group"]}
-        drawn["removals"] = drawn_here(plot_what_if(findings.removals, truth=truth, names=called))
+        drawn["removals"] = drawn_here(plot_what_if(findings.removals, truth=truth, names=chosen))
     if monitor is not None and len(monitor.rows):
         drawn["training"] = drawn_here(plot_monitor(monitor))
     colours = contents.colours_of(rows)
@@ -66,10 +64,12 @@ def write_page(
     }
     script = _own("page.js")
     library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
-    text = _template().render(
-        title=title or f"Audit of {findings.task.n_data:,} training examples",
+    loader = PackageLoader("blr_analysis.report", "")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    text = env.get_template("page.html.jinja").render(
+        title=f"Audit of {findings.task.n_data:,} training examples",
         question=question(findings),
-        said=sections(findings, lambda value: contents.named(value, chosen)),
+        said=sections(findings, chosen),
         policy=policy(library, script),
         style=Markup(_own("page.css")),
         script=Markup(script),
@@ -113,12 +113,6 @@ def policy(*scripts: str) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
     )
-
-
-def _template() -> Any:
-    loader = PackageLoader("blr_analysis.report", "")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return env.get_template("page.html.jinja")
 
 
 def _own(name: str) -> str:

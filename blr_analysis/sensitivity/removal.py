@@ -15,8 +15,8 @@ from torch import Tensor
 from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import add
+from blr_analysis.posterior.fit import curvature_root
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.laplace import curvature_root
 from blr_analysis.posterior.stationarity import drifts
 from blr_analysis.posterior.structures import Full, Structure
 from blr_analysis.progress import track

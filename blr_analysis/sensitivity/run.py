@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 
 from blr_analysis.backprop.engine import Chunk
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.likelihoods import Bernoulli
-from blr_analysis.likelihoods.categorical import Classes
+from blr_analysis.likelihoods import Bernoulli, Categorical
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
@@ -27,7 +26,7 @@ PART = 0.7  # of the logits, whose errors stand for the run's: python -m benchma
 
 def stands_alone(task: Task, q: Posterior) -> bool:
     """Whether the end alone is known of a training of classes, off its minimum."""
-    classes = isinstance(task.likelihood.kind, Classes | Bernoulli)
+    classes = isinstance(task.likelihood.kind, Categorical | Bernoulli)
     return classes and not (q.earlier or q.at_minimum or "checkpoint" in q.record)
 
 

@@ -105,7 +105,7 @@ def test_by_the_losses_of_the_tasks(family: dict[str, Any], tmp_path: Path) -> N
     report = merge(base, folders, tasks=tasks, method="auto", out=tmp_path / "out")
     written = Folder.open(report.folder).tensors()
     assert all(torch.equal(written[n], t) for n, t in merged.items())
-    assert "A_t" in model_card(report)
+    assert "A_t" in model_card(report, "")
 
 
 @pytest.mark.parametrize(

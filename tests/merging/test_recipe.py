@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from merging.models_on_disk import curved, near, state, write_family, write_model
+from merging.models_on_disk import near, state, write_family, write_model
 from torch import Tensor
 
 import blr_analysis as blr
@@ -24,6 +24,10 @@ from blr_analysis.merging.recipe import Recipe, read_recipe, vocabulary
 from blr_analysis.posterior import write_precision
 
 Read = Callable[[str], Recipe]
+HEAD = "merge_method: linear\n"
+BOTH = "models: [{model: ft1}, {model: ft2}]\n"
+TASK = "merge_method: task_arithmetic\nbase_model: base\n"
+ONE = "models: [{model: ft1}]\n"
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,6 @@ def read(place: Path) -> Read:
         return read_recipe(place / "recipe.yml")
 
     return of
-
-
-def weights(recipe: Recipe) -> list[Any]:
-    return [member.weight for member in recipe.job.members]
 
 
 def weight_of(member: Member, name: str) -> float:
@@ -100,14 +100,12 @@ def test_the_precisions_beside_the_models_are_taken(read: Read, place: Path) -> 
 
 
 def test_defaults_are_the_methods_own(read: Read) -> None:
-    models = "models: [{model: ft1}, {model: ft2}]"
-    for method, weight in (("gradient_matching", 1.0), ("fisher", 1.0), ("linear", 1.0)):
-        found = read(f"merge_method: {method}\nbase_model: base\n{models}")
-        assert weights(found) == [weight] * 2
+    own = {"gradient_matching": 1.0, "fisher": 1.0, "linear": 1.0, "task_arithmetic": 0.5}
+    for method, weight in own.items():
+        found = read(f"merge_method: {method}\nbase_model: base\n{BOTH}")
+        assert [member.weight for member in found.job.members] == [weight] * 2
         job = found.job
         assert (job.normalize, job.dtype, job.out_dtype) == (None, torch.float32, None)
-    found = read(f"merge_method: task_arithmetic\nbase_model: base\n{models}")
-    assert weights(found) == [0.5, 0.5]
 
 
 def test_what_a_method_has_no_use_for_is_said(read: Read) -> None:
@@ -153,7 +151,7 @@ def test_a_task_arithmetic_recipe_of_mergekit(read: Read) -> None:
 def test_whose_weight_decides(read: Read) -> None:
     found = read(
         "merge_method: linear\nmodels:\n- model: ft1\n- model: ft2\n"
-        '  parameters: {weight: [{filter: mlp, value: "1e-1"}]}\nparameters: {weight: 0.5}'
+        "  parameters: {weight: [{filter: mlp, value: 1e-1}]}\nparameters: {weight: 0.5}"
     )
     assert found.job.members[0].weight == 0.5
     assert weight_of(found.job.members[1], "layers.0.mlp.weight") == 0.1
@@ -230,12 +228,9 @@ def test_where_models_are(
         read("merge_method: linear\nmodels:\n- model: org/model@v2")
 
 
-HEAD = "merge_method: linear\n"
-BOTH = "models: [{model: ft1}, {model: ft2}]\n"
-TASK = "merge_method: task_arithmetic\nbase_model: base\n"
-ONE = "models: [{model: ft1}]\n"
 BOMB = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
 BOMB += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+FISHER = "merge_method: fisher\nmodels: "
 REFUSED: list[tuple[str, str]] = [
     ("", "valid dictionary"),
     ("merge_method: linear\n\tmodels: []", "line 2"),
@@ -250,27 +245,22 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + "models: [{model: 3}]", r"models\.0\.model: .*string"),
     (HEAD + "models: []", "models: .*at least 1"),
     (HEAD + "models: [{model: ft1, parameters: {weight: [1, .nan]}}]", r"weight.*finite number"),
-    (HEAD + BOTH + "parameters: {weight: true}", "finite number"),
+    (HEAD + BOTH + "parameters: {weight: true}", "valid number"),
     (HEAD + BOTH + "parameters: {weight: []}", "at least 1"),
     (HEAD + BOTH + "parameters: {delta: -1}", "parameters.delta: .*equal to 0"),
     (HEAD + BOTH + "parameters: {missing_precision: none}", "'error', 'base' or 'zero'"),
     (HEAD + BOTH + "dtype: int8", "'bfloat16', 'float16'"),
-    (HEAD + BOTH + "slices: [{sources: [{model: ft1}]}]", "slices: mergekit does this"),
-    (HEAD + BOTH + "modules: {a: {slices: []}}", "modules: mergekit does this"),
-    (HEAD + BOTH + "chat_template: chatml", "mergekit does this"),
-    (HEAD + BOTH + "tokenizer: {source: ft1, tokens: {}}", "tokenizer.tokens: mergekit does this"),
-    (HEAD + BOTH + "parameters: {gamma: 0.1}", "gamma: mergekit does this"),
-    ("merge_method: passthrough\n" + BOTH, "mergekit does this"),
-    ("merge_method: breadcrumbs\n" + BOTH, "mergekit does this"),
-    ("merge_method: fischer\n" + BOTH, "method must be one of.*'fisher'"),
+    (HEAD + BOTH + "slices: [{sources: [{model: ft1}]}]", "slices: .*mergekit does this"),
+    (HEAD + BOTH + "tokenizer: {source: ft1, tokens: {}}", "tokenizer.tokens: .*mergekit"),
+    ("merge_method: passthrough\n" + BOTH, "'passthrough' is none of .*mergekit does this"),
     ("merge_method: task_arithmetic\n" + BOTH, "needs the base"),
     (TASK + "models: [{model: base}]", "no model beside the base"),
     (TASK + "models: [{model: ./ft1+./ft2}]", r"write base_model: \./ft1"),
-    ("merge_method: fisher\nmodels: [{model: ft1}, {model: plain}]", "'plain' has no precision"),
-    ("merge_method: fisher\nmodels: [{model: ft1, precision: ft1/precison}]", "there is no"),
+    (FISHER + "[{model: ft1}, {model: plain}]", "'plain' has no precision"),
+    (FISHER + "[{model: ft1, precision: ft1/precison}]", "there is no"),
     (
-        "merge_method: gradient_matching\nbase_model: base\n"
-        "models: [{model: ft1}, {model: ./base, parameters: {weight: 1}}]",
+        TASK.replace("task_arithmetic", "gradient_matching")
+        + "models: [{model: ft1}, {model: ./base, parameters: {weight: 1}}]",
         "is base_model itself",
     ),
     (HEAD + "models: [{model: ft1}, {model: ./ft2/../ft1}]", "twice"),
@@ -279,10 +269,7 @@ REFUSED: list[tuple[str, str]] = [
     (HEAD + "models: [{model: ~nobody_here/x}]", "names no file"),
     ("merge_method: slerp\nbase_model: base\n" + ONE, "no t"),
     (HEAD + "models: [{model: ft1, data: ft1/config.json}, {model: ft2}]", "data: stand for"),
-    (
-        "merge_method: fisher\nmodels: [{model: ft1, data: recipe.yml, precision: ft1/precision}]",
-        "beside data",
-    ),
+    (FISHER + "[{model: ft1, data: recipe.yml, precision: ft1/precision}]", "beside data"),
     (TASK + "models: [{model: ft1, parameters: {weight: [{filter: mpl, value: 1}]}}]", "'mpl'"),
 ]
 
@@ -347,7 +334,7 @@ EDITS = st.builds(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(raw=st.one_of(RECIPES, st.binary(max_size=80), EDITS))
 def test_any_text_gives_a_job_or_an_error(place: Path, raw: bytes) -> None:
@@ -371,10 +358,8 @@ LLAMA = [
     ("values", "expected"),
     [
         # five layers stand at t = 0, 1/4, 1/2, 3/4, 1
-        ((0.0, 1.0), [0.0, 0.25, 0.5, 0.75, 1.0]),
         ((0.0, 1.0, 0.0), [0.0, 0.5, 1.0, 0.5, 0.0]),
         ((0.0, 3.0, 6.0, 0.0), [0.0, 2.25, 4.5, 4.5, 0.0]),  # 3t = 0, 3/4, 3/2, 9/4, 3
-        ((-2.0,), [-2.0] * 5),
     ],
 )
 def test_a_list_is_interpolated_over_the_layers(
@@ -399,14 +384,11 @@ def test_the_first_fitting_rule_decides() -> None:
 def test_stacks_of_layers() -> None:
     """Each has a depth of its own, the only layer stands at the end, gaps are no layers."""
     names = [f"encoder.block.{i}.w" for i in range(3)] + [f"decoder.block.{i}.w" for i in range(5)]
-    names += ["one.0.w", "head.0.weight", "head.3.weight"]
-    known = depths(names)
+    known = depths([*names, "one.0.w", "head.0.weight", "head.3.weight"])
     assert known == {"encoder.block": 3, "decoder.block": 5, "one": 1}
-    for name, depth in {
-        "encoder.block.1.w": 0.5, "decoder.block.1.w": 0.25, "one.0.w": 1.0, "head.3.weight": 0.0,
-        "encoder.block.1.experts.7.w": 0.5,
-    }.items():  # fmt: skip
-        assert depth_of(name, known) == depth
+    places = {"encoder.block.1.w": 0.5, "decoder.block.1.w": 0.25, "one.0.w": 1.0}
+    places |= {"head.3.weight": 0.0, "encoder.block.1.experts.7.w": 0.5}
+    assert {name: depth_of(name, known) for name in places} == places
 
 
 # Tokens: which model numbers them how, and rows that one vocabulary appends to another.
@@ -491,20 +473,17 @@ def test_rows_that_one_vocabulary_appends(tmp_path: Path, method: str, source: s
 
 
 def test_tokens_that_are_other_words_are_refused(tmp_path: Path) -> None:
-    for k, (name, tokens) in enumerate(TOKENS.items()):
+    others = {"swapped": ["a", "the"], "other": ["the", "a", "<z>"]}
+    for k, (name, tokens) in enumerate((TOKENS | others).items()):
         with_tokens(tmp_path, name, tokens, k)
-    with_tokens(tmp_path, "swapped", ["a", "the"], 3)
-    with_tokens(tmp_path, "other", ["the", "a", "<z>"], 4)
     for models, more, word in (
-        ("[{model: base}, {model: swapped}]", "", "'a': mergekit does this"),
+        ("[{model: base}, {model: swapped}]", "", "'a': .*mergekit does this"),
         ("[{model: one}, {model: two}]", "", "tokenizer_source"),
         ("[{model: two}, {model: other}]", "tokenizer_source: union", "mergekit does this"),
     ):
         with pytest.raises(BLRError, match=word):
             merge(tmp_path, f"merge_method: linear\nmodels: {models}\n{more}")
-    curves = curved(1)
-    write_model(tmp_path / "reserved", {n: t for n, t in curves.items()})
-    put(tmp_path / "reserved", "tokenizer.json", fast(NUMBERED, ("<reserved_0>", 3)))
-    write_model(tmp_path / "named", near(curves, 2))
-    put(tmp_path / "named", "tokenizer.json", fast(NUMBERED, ("<|im_start|>", 3)))
+    for name, token, seed in (("reserved", "<reserved_0>", 1), ("named", "<|im_start|>", 2)):
+        folder = write_model(tmp_path / name, near(state(0), seed))
+        put(folder, "tokenizer.json", fast(NUMBERED, (token, 3)))  # another name for one row
     merge(tmp_path, "merge_method: linear\nmodels: [{model: reserved}, {model: named}]")

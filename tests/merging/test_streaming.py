@@ -47,22 +47,14 @@ def big_family(root: Path, rows: int) -> dict[str, Any]:
     def normal() -> torch.Tensor:
         return torch.randn(rows, 64, generator=generator)
 
-    base = {"embed": normal().bfloat16(), "norm": torch.ones(64)}
-    made = {}
-    for name in ("base", "ft1", "ft2"):
-        tuned = {n: (t + 0.01 * torch.randn_like(t)).to(t.dtype) for n, t in base.items()}
+    base, places = normal().bfloat16(), []
+    for k, name in enumerate(("base", "ft1", "ft2")):
+        tuned = {"embed": (base + 0.01 * k * normal()).bfloat16(), "norm": torch.ones(64)}
         precision = {"embed": normal().abs(), "norm": torch.ones(64)}
-        made[name] = write_model(
-            root / name, base if name == "base" else tuned, precision=precision
-        )
-    models = [made["ft1"], made["ft2"]]
-    return {
-        "base": made["base"],
-        "models": models,
-        "precisions": [m / "precision" for m in models],
-        "base_precision": made["base"] / "precision",
-        "delta": 1e-6,
-    }
+        places.append(write_model(root / name, tuned, precision=precision))
+    first, *curved = (place / "precision" for place in places)
+    given = {"base": places[0], "models": places[1:], "precisions": curved}
+    return {**given, "base_precision": first, "delta": 1e-6}
 
 
 @pytest.mark.slow
@@ -85,14 +77,9 @@ def test_memory_stays_below_the_promise(tmp_path: Path) -> None:
         report = blr.merge(**{family!r}, **more, out={str(tmp_path / "out")!r})
         print(peak() - before, report.plan.workers)
     """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    told = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], **told, env=env)
     grown, _ = map(int, run.stdout.split())
     largest = Folder.open(family["base"]).specs["embed"].nbytes
     assert largest > 2 * bound
@@ -111,45 +98,19 @@ def left(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name.startswith(("out", ".out")))
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = small_plan(tmp_path)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=10))
-    with pytest.raises(StorageError, match="has 10 of"):
-        execute(found, tmp_path / "out")
-    assert left(tmp_path) == []
-
-
-def test_a_disk_that_fills_up_on_the_way_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("when", "word"), [("before", "has 10 of"), ("then", "No space left")])
+def test_a_disk_that_is_full_or_fills_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, word: str
 ) -> None:
     def full(fd: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    found, usage = small_plan(tmp_path), shutil.disk_usage(tmp_path)
+    if when == "before":
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=10))
     monkeypatch.setattr(shards, "_reserve", full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        execute(small_plan(tmp_path), tmp_path / "out")
-    assert left(tmp_path) == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_merge_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    calls = []
-    put = shards.Shards.put
-
-    def stop(self: shards.Shards, *given: Any) -> None:
-        calls.append(given)
-        if len(calls) == 3:
-            raise error
-        put(self, *given)
-
-    monkeypatch.setattr(shards.Shards, "put", stop)
-    with pytest.raises(error):
-        execute(small_plan(tmp_path), tmp_path / "out")
+    with pytest.raises(StorageError, match=word):
+        execute(found, tmp_path / "out")
     assert left(tmp_path) == []
 
 
@@ -168,9 +129,8 @@ def test_a_killed_merge_leaves_no_output_and_the_next_one_cleans_up(tmp_path: Pa
         shards.Shards.put = slow
         blr.merge(**{family!r}, out={str(tmp_path / "out")!r}, threads=1)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as run:
+    argv = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "going\n"
         with pytest.raises(StorageError, match="another run is writing"):
@@ -255,12 +215,9 @@ def on_precision(how: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     return lambda f: change(f["precisions"][0] / "precision.safetensors", how)
 
 
-def on_record(text: str) -> Damage:
-    return lambda f: (f["precisions"][0] / "precision_config.json").write_text(text)
-
-
 def recorded(**more: Any) -> Damage:
-    return on_record(json.dumps(record(**{"parameters": ["scale"], **more})))
+    text = json.dumps(record(**{"parameters": ["scale"], **more}))
+    return lambda f: (f["precisions"][0] / "precision_config.json").write_text(text)
 
 
 def config(place: str | int, **more: Any) -> Damage:
@@ -298,15 +255,13 @@ DAMAGES: list[tuple[Damage, str]] = [
     (lambda f: model_of(f).write_bytes(model_of(f).read_bytes()[:-3]), "truncated"),
     (lambda f: next(f["base"].glob("model-00002*")).unlink(), "model-00002-of-00003"),
     (pickled, "pickle"),
-    (on_record('{"format": "x"}'), "format 'x'"),
-    (recorded(n_data=None), "n_data=None"),
-    (recorded(structure="lowrank"), "structure 'lowrank'"),
-    (recorded(prior_precision={"zz": 1.0}), "one number per tensor"),
-    (recorded(prior_precision=-1.0), "prior_precision=-1.0"),
+    (recorded(format="x"), "format 'x'"),
+    (recorded(structure="lowrank"), "structure='lowrank'"),
+    (recorded(prior_precision={"zz": 1.0}), "prior_precision={'zz': 1.0}"),
     (config("base", num_attention_heads=1), "num_attention_heads is None and 1"),
     (config(0, model_type="other"), "architectures"),
     (config(0, quantization_config={"bits": 4}), "quantised"),
-    (lambda f: (f["base"] / "config.json").write_text("{"), r"config\.json.* truncated"),
+    (lambda f: (f["base"] / "config.json").write_text("{"), r"config\.json.*truncated"),
 ]
 
 
@@ -316,7 +271,7 @@ def test_one_clear_error_and_nothing_written(tmp_path: Path, damage: Damage, wor
     damage(family)
     with pytest.raises(BLRError, match=word):
         blr.merge(**family, out=tmp_path / "out")
-    assert not any(p.name.startswith((".out", "out")) for p in tmp_path.iterdir())
+    assert left(tmp_path) == []
 
 
 F: dict[str, Any] = family_in_memory()

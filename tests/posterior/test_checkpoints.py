@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,20 @@ def unique(model: nn.Module, keep_last: bool = False) -> dict[str, Tensor]:
     return {name: value for name, value in items if name in by_memory.values()}
 
 
-def in_shards(path: Path, stem: str, suffix: str, weights: dict[str, Tensor], save: Any) -> None:
+def in_shards(path: Path, weights: dict[str, Tensor]) -> None:
     names, weight_map = list(weights), {}
     for k, part in enumerate((names[:5], names[5:])):
-        save({n: weights[n] for n in part}, path / f"{stem}-{k}.{suffix}")
-        weight_map |= dict.fromkeys(part, f"{stem}-{k}.{suffix}")
-    (path / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        save_file({n: weights[n] for n in part}, path / f"model-{k}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{k}.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def trainer_folder(weights: str) -> Callable[[Path, nn.Module, Any], Path]:
     def write(path: Path, model: nn.Module, optimizer: Any) -> Path:
         torch.save(optimizer.state_dict(), path / "optimizer.pt")
         held = unique(model, keep_last=weights != "one file")
-        if weights == "bin":
-            torch.save(model.state_dict(), path / "pytorch_model.bin")
-        elif weights == "sharded bin":
-            in_shards(path, "pytorch_model", "bin", held, torch.save)
-        elif weights == "sharded":
-            in_shards(path, "model", "safetensors", held, save_file)
+        if weights == "sharded":
+            in_shards(path, held)
         else:
             save_file(held, path / "model.safetensors", metadata={"format": "pt"})
         return path
@@ -167,8 +164,6 @@ LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[..., Path], str, str]] = {
     "trainer": (trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
     "its last names": (trainers, trainer_folder("last names"), "trainer", "Trainer's groups"),
     "its shards": (trainers, trainer_folder("sharded"), "trainer", "Trainer's groups"),
-    "its pickle": (trainers, trainer_folder("bin"), "trainer", "Trainer's groups"),
-    "its pickled shards": (trainers, trainer_folder("sharded bin"), "trainer", "Trainer's groups"),
     "an older trainer": (older_trainers, trainer_folder("one file"), "trainer", "Trainer's groups"),
     "lightning": (adam, lightning(""), "lightning", "the model's parameters"),
     "lightning, in a module": (adam, lightning("net._orig_mod."), "lightning", "the model's"),
@@ -214,17 +209,16 @@ def test_frozen_parameters_may_or_may_not_be_in_the_state(tmp_path: Path, frozen
     assert "blocks.0.query.weight" not in saved.mean
 
 
-def test_of_two_networks_in_one_file_the_given_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [("", "average."), ("student.", "teacher.")])
+def test_of_two_networks_in_one_file_the_one_without_a_prefix(heads: Any, tmp_path: Path) -> None:
     model, optimizer = trained(adam)
-    both = {"student.": model, "teacher.": Tiny()}
+    both = dict(zip(heads, (model, Tiny()), strict=True))
     weights = {p + n: v for p, net in both.items() for n, v in net.state_dict().items()}
     content = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
     torch.save(content, tmp_path / "last.ckpt")
-    for net in both.values():
-        mean = Posterior.from_checkpoint(tmp_path / "last.ckpt", net, **TOLD).mean
-        assert all(torch.equal(mean[name], p) for name, p in net.named_parameters())
-    with pytest.raises(ModelError, match=r"student.*teacher.*load"):
-        Posterior.from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD)
+    with nullcontext() if "" in heads else pytest.raises(ModelError, match=r"student.*teacher"):
+        mean = Posterior.from_checkpoint(tmp_path / "last.ckpt", Tiny(), **TOLD).mean
+        assert all(torch.equal(mean[name], p) for name, p in model.named_parameters())
 
 
 def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_path: Path) -> None:
@@ -240,28 +234,23 @@ def test_two_readings_that_both_fit_are_refused_unless_the_names_are_given(tmp_p
     same(saved, Posterior.from_optimizer(optimizer, model, **TOLD))
 
 
-def test_what_differs_is_listed(tmp_path: Path) -> None:
+def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(trainers)
     folder = trainer_folder("one file")(tmp_path, model, optimizer)
     other = Tiny()
     other.blocks[1]["key"] = nn.Linear(5, 6)
-    message = r"1 shapes differ \('blocks\.1\.key\.weight \(6, 5\) with a state of \(6, 6\)'\)"
-    with pytest.raises(OptimizerError, match=message):
+    with pytest.raises(OptimizerError, match="does not fit"):
         Posterior.from_checkpoint(folder, other, **TOLD)
     other = Tiny()
     other.blocks[0].requires_grad_(False)
-    with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit.*groups of \[3, 7\]"):
+    with pytest.raises(OptimizerError, match=r"groups of \[5, 12\].*not fit"):
         Posterior.from_checkpoint(folder, other, **TOLD)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("inside", ["", "checkpoint-3/optimizer_0"])
-def test_a_distributed_checkpoint_is_refused_with_the_way_out(tmp_path: Path, inside: str) -> None:
+def test_a_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
     model, _ = trained(adam)
-    place = tmp_path / "dcp" / inside
-    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=place)
-    names = [place.parent if inside else place, place / ".metadata", *place.glob("*.distcp")]
-    assert len(names) > 2
-    for name in names:
-        with pytest.raises(StorageError, match=r"\.metadata is a pickle.*get_state_dict"):
-            Posterior.from_checkpoint(name, Tiny(), **TOLD)
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    for place, word in ((tmp_path, r"torch\.save"), (tmp_path / ".metadata", "weights_only")):
+        with pytest.raises(StorageError, match=word):
+            Posterior.from_checkpoint(place, Tiny(), **TOLD)

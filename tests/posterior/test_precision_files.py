@@ -38,18 +38,17 @@ def test_without_means_the_tensors_are_the_models_names_and_no_others(
     tmp_path: Path, name: str
 ) -> None:
     data = diagonal()
-    q = Posterior(data, {n: t + 2.0 for n, t in data.items()}, prior_precision=2.0, n_data=N)
-    q.save(tmp_path / name, mean=False)
+    whole = {n: t + 2.0 for n, t in data.items()}
+    write_precision(tmp_path / name, whole, **ABOUT, prior_precision=2.0)
     tensors, record = storage.read(tmp_path / name)
-    assert set(tensors) == set(q.mean)
-    for n in q.mean:
-        assert torch.equal(tensors[n], q.precision(n))
+    assert set(tensors) == set(data)
     assert record["prior_precision"] == 2.0 and record["n_data"] == N
     assert set(FIELDS) <= set(record)
-    back = Posterior.load(tmp_path / name, model=q.mean)
-    for n, m in q.mean.items():
-        assert torch.equal(back.mean[n], m)
-        assert torch.equal(back.precision(n), q.precision(n))
+    back = Posterior.load(tmp_path / name, model=data)
+    for n, s in whole.items():
+        assert torch.equal(tensors[n], s)
+        assert torch.equal(back.mean[n], data[n])
+        assert torch.equal(back.precision(n), s)
     assert (back.prior_precision, back.n_data) == (2.0, N)
 
 
@@ -57,10 +56,8 @@ def test_the_mean_from_a_module_a_state_dict_a_folder_or_a_file(tmp_path: Path) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     held = {n: p.detach() for n, p in model.named_parameters()}
-    q = Posterior(
-        held, {n: torch.ones_like(p) for n, p in held.items()}, prior_precision=0.5, n_data=N
-    )
-    q.save(tmp_path / "precision", mean=False)
+    ones = {n: torch.ones_like(p) for n, p in held.items()}
+    write_precision(tmp_path / "precision", ones, **ABOUT, prior_precision=0.5)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     places = (tmp_path, str(tmp_path), tmp_path / "model.safetensors")
     for source in (model, nn.DataParallel(model), model.state_dict(), *places):
@@ -106,26 +103,11 @@ def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path
     other.save(tmp_path / "whole")  # what was outside is inside now
     again = Posterior.load(tmp_path / "whole")
     assert torch.equal(again.precision("net.bias"), data["net.bias"] + 5.0)
-
-
-@pytest.mark.parametrize(
-    ("prior", "precision", "inside", "stored"),
-    [
-        (0.1, [0.1, 5.1], 0.0, [0, 5]),
-        (0.7, [0.7, 5.7], 0.0, [0, 5]),
-        (1.0, [0.5, 3], 1.0, [0.5, 3]),
-    ],
-)
-def test_the_prior_is_taken_out_before_rounding_unless_the_data_are_negative(
-    prior: float, precision: Any, inside: float, stored: Any, tmp_path: Path
-) -> None:
-    """IVON's hess may be below 0 as long as S is not."""
-    held = {"w": torch.tensor(precision)}
-    q = Posterior({"w": torch.zeros(2)}, held, prior_precision=prior, n_data=N)
-    q.save(tmp_path / "p", dtype=torch.bfloat16)
-    tensors, record = storage.read(tmp_path / "p")
-    assert (record["prior_precision"], tensors["w"].tolist()) == (inside, stored)
-    assert torch.equal(Posterior.load(tmp_path / "p").precision("w"), q.precision("w"))
+    half = {"w": torch.tensor([0.5, 3.0]).bfloat16(), "w.mean": torch.zeros(2)}
+    about = {"structure": "diag", "prior_precision": 0.0, "prior_outside": 1e-3, "n_data": N}
+    storage.write(tmp_path / "half", half, {**about, "parameters": ["w"]})
+    expected = half["w"].float() + 1e-3  # nothing of the prior is rounded away
+    assert torch.equal(Posterior.load(tmp_path / "half").precision("w"), expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,7 +115,7 @@ def test_the_prior_is_taken_out_before_rounding_unless_the_data_are_negative(
     values=st.lists(st.just(0.0) | st.floats(1e-30, 1e30), min_size=1, max_size=8),
     prior=st.just(0.0) | st.floats(1e-6, 1e6),
     dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
-    mean=st.booleans(),
+    beside=st.booleans(),
     single=st.booleans(),
 )
 def test_any_posterior_comes_back_as_near_as_its_dtype(
@@ -141,7 +123,7 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
     values: list[float],
     prior: float,
     dtype: torch.dtype | None,
-    mean: bool,
+    beside: bool,
     single: bool,
 ) -> None:
     data = torch.tensor(values, dtype=torch.float64)
@@ -152,13 +134,17 @@ def test_any_posterior_comes_back_as_near_as_its_dtype(
         record={"kind": "ivon", "step": 3},
     )  # fmt: skip
     path = tmp_path_factory.mktemp("any") / ("p.safetensors" if single else "p")
-    q.save(path, dtype=dtype, mean=mean)
-    back = Posterior.load(path, model=None if mean else q.mean)
+    within = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}[dtype] if beside else 0
+    if beside:  # a model: the data's part alone
+        outside = {"prior_outside": prior} if prior else {}
+        write_precision(path, {"w": data}, **{**ABOUT, "step": 3}, **outside, dtype=dtype)
+    else:
+        q.save(path)
+    back = Posterior.load(path, model=q.mean if beside else None)
     error = (back.precision("w") - q.precision("w")).abs()
-    within = {None: 0.0, torch.float32: 2.0**-24, torch.bfloat16: HALF_ULP}[dtype]
     # Of the data's part; S itself was rounded to double precision when it was made.
     allowed = within * (q.precision("w") - prior).abs() * (1 + 1e-9) + 4e-16 * q.precision("w")
-    assert bool((error <= (allowed if dtype else 0.0)).all())
+    assert bool((error <= (allowed if within else 0.0)).all())
     assert torch.equal(back.mean["w"], q.mean["w"])
     assert (back.prior_precision, back.n_data, back.record["step"]) == (prior, N, 3)
     # The data's part is always what is stored, less the prior that the record says is inside.

@@ -71,10 +71,8 @@ def test_a_root_that_is_chance_gives_way_to_the_evidence() -> None:
 def test_the_priors_mean_is_kept(tmp_path: Path) -> None:
     mean, start = {"w": torch.ones(3).double()}, torch.arange(3.0).double()
     q = blr.Posterior(mean, mean, prior_precision=0.5, n_data=3, initial={"w": start})
-    q.save(tmp_path / "whole")
-    q.save(tmp_path / "rounded", dtype=torch.bfloat16)
-    back = [blr.Posterior.load(tmp_path / name) for name in ("whole", "rounded")]
-    for held in (q, *back, q.to("cpu", torch.float32)):
+    q.save(tmp_path / "q")
+    for held in (q, blr.Posterior.load(tmp_path / "q"), q.to("cpu", torch.float32)):
         assert held.initial is not None and torch.equal(held.initial["w"].double(), start)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import PosteriorWarning
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.stationarity import stationarity
 
 DELTA = 2.0
@@ -65,12 +66,27 @@ def test_the_numbers_against_dense_algebra(structure: str) -> None:
     def half_square(v: Tensor) -> float:
         parts = v.split([p.numel() for p in q.mean.values()])
         tree = {n: p.view_as(m) for (n, m), p in zip(q.mean.items(), parts, strict=True)}
-        return 0.5 * float(v @ flatten(q.covariance_product(tree)))
+        return 0.5 * float(v @ flatten(q.form.solve(tree)))
 
     assert found.decrement == pytest.approx(half_square(g))
     assert found.pull == pytest.approx(sum(map(half_square, each)) / len(each))
     assert found.least_group == math.ceil(10 * found.decrement / found.pull)
-    assert stationarity(task, q) is found
+    assert stationarity(task, q) == found
+
+
+def test_the_smallest_group_that_is_told_apart() -> None:
+    """Whose pull is ten times what a step would gain."""
+    for decrement, pull, group in (
+        (0.0, 0.0, 1),
+        (1e-9, 1.0, 1),
+        (2.0, 0.5, 40),
+        (1.0, 0.0, math.inf),
+    ):
+        there = Stationarity(0.1, decrement, pull, 80)
+        assert there.least_group == group
+        assert (there.at_minimum, there.near) == (group == 1, group <= 40)
+        assert ("at the minimum" in there.verdict) == (there.at_minimum or group > 80)
+    assert not Stationarity(0.1, 2.05, 0.5, 80).near
 
 
 def test_the_record_keeps_it(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_influence_is_the_mean_over_the_run(fit: Any) -> None:
     for p in q.run:
         model = at(task, p)
         g, h = (_loss_gradients(model, p, *pair) for pair in ((x, y), (a, b)))
-        solved = p.covariance_product(h)
+        solved = p.form.solve(h)
         total += sum(g[n].flatten(1) @ solved[n].flatten(1).T for n in g)
     found = blr.influence(task, q, blr.Task(task.model, (a, b)))
     torch.testing.assert_close(torch.as_tensor(found), TAU * total / 4, rtol=1e-7, atol=1e-10)
@@ -262,7 +262,7 @@ def test_leave_one_out_averages_the_errors(fit: Any, alone: bool) -> None:
         error = (0.7 * f).softmax(1) - one_hot(y, 10)
     each = jacobians(at(task, q), q, x)
     flat = {n: j.flatten(0, 1) for n, j in each.items()}
-    solved = q.covariance_product(flat)
+    solved = q.form.solve(flat)
     v = sum(
         torch.einsum("ncp,ndp->ncd", each[n].flatten(2), solved[n].view_as(each[n]).flatten(2))
         for n in each

@@ -15,27 +15,18 @@ gradient of one example, which is what ``"squared"`` undoes.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from blr_analysis.errors import OptimizerError
-from blr_analysis.half import HALF
-from blr_analysis.posterior.capture.assemble import (
-    HALF_REASON,
-    Captured,
-    Slot,
-    Told,
-    assemble,
-    by_evidence,
-    left_out,
-    tied_names,
-)
+from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
+from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
-from blr_analysis.posterior.capture.readers import reader_of, split_flat
+from blr_analysis.posterior.capture.readers import reader_of
 from blr_analysis.posterior.prior import Prior, n_data_of
+from blr_analysis.posterior.prior_choice import by_evidence
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.ranks import divided, whole
 
@@ -51,16 +42,15 @@ def from_optimizer(
     """The posterior that a trained model's optimizer holds.
 
     The mean is the model's weights as they are now: call this outside ``sampled_params``, where
-    they are a sample (our IVON is asked and refuses; ``ivon-opt``'s cannot be asked).
+    they are a sample.
     Frozen parameters are no part of the result, and neither are trainable ones that the
     optimizer does not train (the record's ``not_in_optimizer`` names them). A parameter that
     never got a gradient has the prior precision alone (``never_updated``).
 
     Args:
-        optimizer: IVON (ours or ``ivon-opt``'s; what is said of it here holds for VOGN, OGN,
-            Vadam, Vprop and BSAM as well), or torch's Adam, AdamW (with ``amsgrad`` too: v̂
-            counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts) or
-            Adagrad, after training.
+        optimizer: IVON (what is said of it here holds for VOGN, OGN, Vadam, Vprop and BSAM as
+            well), or torch's Adam, AdamW (with ``amsgrad`` too: v̂ counts, not its maximum), NAdam,
+            RAdam, RMSprop (``centered`` too: E[g²] counts) or Adagrad, after training.
         model: the model whose parameters it trained.
         n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
             number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on
@@ -111,27 +101,19 @@ def from_optimizer(
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
     divided(model)
-    names = {id(p): name for name, p in model.named_parameters()}
     order = parameter_order(optimizer, model)
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    shapes = [[p.shape for p in group["params"]] for group in groups]
-    flat = split_flat(groups, shapes, getattr(optimizer, "current_step", None))
     taken = whole if gather else torch.Tensor.detach
     slots = []
-    for k, g in enumerate(groups):
-        for i, p in enumerate(g["params"]):
+    for g, names in zip(optimizer.param_groups, order, strict=True):
+        for p, name in zip(g["params"], names, strict=True):
             if p.requires_grad:
-                state = dict(optimizer.state.get(p, {}) if flat is None else flat[k][i])
+                state = dict(optimizer.state.get(p, {}))
                 if reader.key in state:
                     state[reader.key] = taken(state[reader.key])
-                slots.append(Slot(names[id(p)], taken(p.detach()), state, g))
-    half = [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]
-    if half:
-        said = f"the optimizer keeps {half[0]!r}'s second moment in half precision: {HALF_REASON}"
-        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=2)
-    kind, held = type(optimizer), {name for run in order for name in run}
+                slots.append(Slot(name, taken(p.detach()), state, g))
+    kind = type(optimizer)
     about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
-    return assemble(slots, reader, model, told, about | {"not_in_optimizer": left_out(model, held)})
+    return assemble(slots, reader, model, told, about)
 
 
 def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) -> Captured:

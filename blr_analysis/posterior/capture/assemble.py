@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,13 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
-from blr_analysis.half import working
-from blr_analysis.posterior.capture.readers import Reader, State, steps
+from blr_analysis.half import HALF, working
+from blr_analysis.posterior.capture.readers import Reader, State, beta2, steps
 from blr_analysis.posterior.precision_files import write_precision
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
-from blr_analysis.posterior.prior_choice import chosen_prior
+from blr_analysis.posterior.prior_choice import by_evidence
 from blr_analysis.posterior.structures import Diagonal, Structure
-from blr_analysis.posterior.structures.contract import Spectral
 
-UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
 HALF_REASON = "in half precision a running mean cannot fall, and small squares vanish"
 
 
@@ -78,11 +77,18 @@ def assemble(
     out of S, which may then be 0 where no gradient ever came; a given one is recorded as
     ``prior_outside``.
     """
-    order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
-    slots = sorted(slots, key=lambda slot: order[slot.name])
+    own = dict(model.named_parameters())
+    given = {slot.name: slot for slot in slots}
+    slots = [given[name] for name in own if name in given]
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
-        raise OptimizerError("the optimizer has not stepped, or its parameters are frozen")
+        said = f"the optimizer holds no {reader.key!r} of a parameter"
+        raise OptimizerError(f"{said}: it has not stepped, or all are frozen")
+    if half := [n for n in given if n in learned and given[n].state[reader.key].dtype in HALF]:
+        said = f"the optimizer holds {half[0]!r}'s second moment in half precision: {HALF_REASON}"
+        if record["source"] != "optimizer":
+            raise OptimizerError(f"{said}; use fit_laplace")
+        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=6)
     groups = {s.name: s.group for s in slots}
     scale = (own_scale if reader.scaled else given_scale)(groups, told)
     mean = {slot.name: _mean(slot) for slot in slots}
@@ -104,7 +110,6 @@ def assemble(
         prior, choice = _prior(scale, data, mean, told)
         more |= choice
         data = {n: h + prior[n] for n, h in data.items()}
-    counts = [c for s in slots if (c := steps(s.state, s.group)) is not None]
     about = {
         "kind": reader.kind,
         "definition": scale.definition,
@@ -112,10 +117,11 @@ def assemble(
         **scale.record,
         **record,
         **more,
-        "step": max(counts) if counts else None,
-        "beta2": _beta2(slots[0].group),
+        "step": max(steps(s.state, s.group) for s in slots if s.name in learned),
+        "beta2": beta2(slots[0].group),
         "never_updated": [s.name for s in slots if s.name not in learned],
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "not_in_optimizer": [n for n, p in own.items() if p.requires_grad and n not in groups],
+        "frozen": [name for name, p in own.items() if not p.requires_grad],
         "tied": tied_names(model),
     }
     return Captured(mean, data, _alike(prior), scale.n_data, about)
@@ -141,14 +147,6 @@ def _prior(
     return scale.prior, {} if known else {"prior_choice": choice}
 
 
-def by_evidence(
-    form: Spectral, mean: Mapping[str, Tensor], initial: Mapping[str, Tensor] | None
-) -> tuple[float, dict[str, Any]]:
-    """δ by the weights and the curvature, whose state has no gradient of all the data."""
-    delta, about = chosen_prior(form, Prior({}).around(initial, mean).gap(mean), None)
-    return delta, {"prior_choice": {"delta": delta, **about, "unsure": UNSURE}}
-
-
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
     """The further names of parameters that have several, by their first one."""
     first: dict[int, str] = {}
@@ -157,11 +155,6 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
         if first.setdefault(id(p), name) != name:
             tied.setdefault(first[id(p)], []).append(name)
     return tied
-
-
-def left_out(model: nn.Module, held: Collection[str]) -> list[str]:
-    """Trainable parameters that an optimizer does not hold."""
-    return [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
 
 
 def _mean(slot: Slot) -> Tensor:
@@ -186,34 +179,26 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
     return estimate
 
 
-def _beta2(group: State) -> float | None:
-    """How slowly the second moment forgets."""
-    held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
-    return None if held is None else float(held)
-
-
-def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float | None:
+def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float:
     """How much of h is its start, 0 … 1: what is left of it after t steps in what is there,
 
         Σ β₂ᵗ hess_init / Σ h  over all weights,
 
     or its weight, the mean of β₂ᵗ, where that is larger: a small start holds h below the data's.
-    None where the optimizer counts no steps. Without a step, h is all start.
+    Without a step, h is all start.
 
     Args:
         data: ess · h by name.
     """
-    weight = left = there = 0.0
+    kept = left = there = 0.0
     for slot in slots:
         count = steps(slot.state, slot.group) if slot.state else 0.0
-        if count is None:
-            return None
-        kept = float(slot.group["beta2"]) ** count * slot.value.numel()
-        start = kept * float(slot.group["ess"]) * float(slot.group.get("hess_init", 0.0))
-        weight, left = weight + kept, left + start
-        there += float(data[slot.name].sum()) if slot.state and count else start
+        weight = float(slot.group["beta2"]) ** count * slot.value.numel()
+        start = weight * float(slot.group["ess"]) * float(slot.group.get("hess_init", 0.0))
+        kept, left = kept + weight, left + start
+        there += float(data[slot.name].sum()) if count else start
     share = min(left / there, 1.0) if there > 0 else float(left > 0)
-    return max(share, weight / sum(slot.value.numel() for slot in slots))
+    return max(share, kept / sum(slot.value.numel() for slot in slots))
 
 
 @dataclass(frozen=True)
@@ -312,17 +297,10 @@ def _by_name(told: Told, names: Mapping[str, Any]) -> dict[str, float]:
     return Prior.read(told.prior_precision, dict.fromkeys(names, ())).numbers(names)
 
 
-def write_captured(
-    path: str | os.PathLike[str],
-    captured: Captured,
-    *,
-    model: str | os.PathLike[str] | None = None,
-    dtype: torch.dtype | None = torch.float32,
-    **record: Any,
-) -> None:
+def write_captured(path: str | os.PathLike[str], captured: Captured, **about: Any) -> None:
     """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
     assert isinstance(captured.precision, dict)
-    about = {**captured.record, **record}
+    about = captured.record | about
+    about |= {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
     about.pop("path", None)  # a place on this machine; the file is made to be published
-    told = {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
-    write_precision(path, captured.precision, model=model, dtype=dtype, **{**about, **told})
+    write_precision(path, captured.precision, **about)

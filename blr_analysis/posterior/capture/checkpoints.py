@@ -26,26 +26,12 @@ from torch import Tensor, nn
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
-from blr_analysis.files.folder import read_index
 from blr_analysis.files.headers import read_json
-from blr_analysis.half import HALF
-from blr_analysis.posterior.capture.assemble import (
-    HALF_REASON,
-    Captured,
-    Slot,
-    Told,
-    assemble,
-    left_out,
-    tied_names,
-)
-from blr_analysis.posterior.capture.readers import State, is_state, reader_of_saved, split_flat
+from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
+from blr_analysis.posterior.capture.readers import State, reader_of_saved
+from blr_analysis.posterior.prior import differences
 
-EXPORT = (
-    "whose .metadata is a pickle, which can run code: export it with torch.distributed.checkpoint."
-    "state_dict.get_state_dict(..., StateDictOptions(full_state_dict=True)) and torch.save"
-)
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 RECIPE = "recipe.json"  # that a callback of the package left there
 LAYOUTS = {
     # A checkpoint in one file, as (weights, optimizer); Lightning's first.
@@ -80,14 +66,14 @@ def from_checkpoint(
     ``path`` is one of
 
     * a checkpoint folder of Hugging Face's Trainer (``optimizer.pt`` beside
-      ``model.safetensors`` or ``pytorch_model.bin``, sharded or not);
+      ``model.safetensors``, sharded or not);
     * a Lightning ``.ckpt``, or another file with the weights and the optimizer under
       ``model_state_dict`` and ``optimizer_state_dict``, or ``model`` and ``optimizer``;
     * a file saved with ``torch.save(optimizer.state_dict(), path)``.
 
     The mean is the checkpoint's weights; with the optimizer's state alone it is the model's own.
-    Of several networks of the same names and shapes in one file (student and teacher, a moving
-    average) it is the one whose weights the model has.
+    Of several networks of the same names and shapes in one file (a moving average beside it) it is
+    the one with nothing before its names.
     Files are read with ``weights_only=True`` and nothing else. A saved state numbers its
     parameters; the names follow from the model and are believed only if group sizes, weight
     decays, every shape and the total agree. A different order with the very same shapes cannot
@@ -105,7 +91,7 @@ def from_checkpoint(
         OptimizerError: an unknown optimizer, one in half precision, or one that does not fit
             the model in exactly one way.
         ModelError: the weights are not this model's, or not finite; the file holds several such
-            networks and the model has the weights of none.
+            networks.
 
     Example:
         >>> import tempfile, torch
@@ -121,38 +107,33 @@ def from_checkpoint(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
-    saved = load_saved(Path(path).expanduser())
+    place = Path(path).expanduser()
+    saved, told_of = load_saved(place), place / RECIPE
     groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
     reader = reader_of_saved(states.values(), groups)
-    trainer = saved.source == "trainer"
-    order = name_states(model, saved.optimizer, key=reader.key, names=names, trainer=trainer)
+    how: Any = {"key": reader.key, "names": names, "trainer": saved.source == "trainer"}
+    order = name_states(model, saved.optimizer, **how)
     parameters = dict(model.named_parameters())
     values = parameters if saved.weights is None else _values(saved.weights, model)
-    flat = split_flat(groups, [[parameters[name].shape for name in run] for run in order.groups])
     slots = []
-    for k, (group, run) in enumerate(zip(groups, order.groups, strict=True)):
-        for i, (number, name) in enumerate(zip(group["params"], run, strict=True)):
+    for group, run in zip(groups, order.groups, strict=True):
+        for number, name in zip(group["params"], run, strict=True):
             if parameters[name].requires_grad:
-                state = states.get(number, {}) if flat is None else flat[k][i]
-                slots.append(Slot(name, values[name].detach(), state, group))
-    if half := [s.name for s in slots if getattr(s.state.get(reader.key), "dtype", None) in HALF]:
-        said = f"{str(path)!r} keeps the second moment of {half[0]!r} in half precision"
-        raise OptimizerError(f"{said}: {HALF_REASON}. Use fit_laplace.")
+                slots.append(Slot(name, values[name].detach(), states.get(number, {}), group))
     about = {
         "source": saved.source,
         "path": os.fspath(path),
         "order": order.rule,
         "mean_from": "model" if saved.weights is None else "checkpoint",
-        "not_in_optimizer": left_out(model, order.names),
-        **({} if saved.recipe is None else {"recipe": saved.recipe}),
+        **({"recipe": read_json(told_of)} if told_of.is_file() else {}),
     }
     return assemble(slots, reader, model, told or Told(**options), about)
 
 
 def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The mean by parameter name: from the weights saved, under any of a tied tensor's names, after
-    what the checkpoint puts before all (``model.``, ``_orig_mod.``); of several such networks the
-    one whose weights the model has, else that with nothing before its names."""
+    what the checkpoint puts before all (``model.``, ``_orig_mod.``); of several such networks that
+    with nothing before its names."""
     parameters, tied = dict(model.named_parameters()), tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
     first = next(iter(aliases.values()))
@@ -162,28 +143,18 @@ def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
         keys = {n: [head + a for a in own if head + a in weights] for n, own in aliases.items()}
         return {n: weights[found[0]] for n, found in keys.items() if found}
 
-    def wrong(held: Mapping[str, Tensor]) -> list[str]:
-        shapes = {n: tuple(t.shape) for n, t in held.items()}
-        return [
-            f"{n}: {f'{shapes[n]}, not {tuple(p.shape)}' if n in shapes else 'not there'}"
-            for n, p in parameters.items()
-            if shapes.get(n) != tuple(p.shape)
-        ]
-
-    def own(held: Mapping[str, Tensor]) -> bool:
-        pairs = ((p.detach(), held[n]) for n, p in parameters.items())
-        return all(not p.is_meta and torch.equal(p, w.to(p)) for p, w in pairs)
+    def wrong(held: Mapping[str, Tensor]) -> str:
+        return differences(held, parameters, ("checkpoint", "model"))
 
     networks = {head: held for head in sorted(heads) if not wrong(held := named(head))}
     if not networks:
         best = max(map(named, sorted(heads) or [""]), key=len)
-        said = f"the checkpoint's weights are not this model's: {some(wrong(best))}"
+        said = f"the checkpoint's weights are not this model's: {wrong(best)}"
         raise ModelError(f"{said}. Its tensors are called {some(list(weights))}.")
-    chosen = [head for head, held in networks.items() if own(held)] or [*networks]
-    if len(chosen) > 1 and "" not in chosen and not own(networks[chosen[0]]):
-        said = f"the checkpoint holds several such networks, {some(chosen)}"
-        raise ModelError(f"{said}: load the weights of the trained one into the model")
-    held = networks["" if "" in chosen else chosen[0]]
+    if len(networks) > 1 and "" not in networks:
+        said = f"the checkpoint holds several such networks, {some([*networks])}"
+        raise ModelError(f"{said}: load the trained one, and name the optimizer's state alone")
+    held = networks.get("") or next(iter(networks.values()))
     return {n: held[n] if p.is_meta else held[n].to(p.device) for n, p in parameters.items()}
 
 
@@ -194,7 +165,6 @@ class Saved:
     source: str
     optimizer: Mapping[str, Any]
     weights: Mapping[str, Tensor] | None
-    recipe: dict[str, Any] | None = None
 
 
 def load_saved(path: Path) -> Saved:
@@ -205,11 +175,13 @@ def load_saved(path: Path) -> Saved:
         OptimizerError: several optimizers in one file.
     """
     if path.is_dir():
-        return _load_folder(path)
+        file = next((path / name for name in OPTIMIZERS if (path / name).is_file()), None)
+        if file is None:
+            said = f"{str(path)!r} holds no {OPTIMIZERS[0]}: {some(sorted(os.listdir(path)), 8)}"
+            raise StorageError(f"{said}; name a checkpoint that holds its optimizer, by torch.save")
+        return Saved("trainer", _checked(_torch_load(file), file), Folder.open(path).tensors())
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
-    if path.name == ".metadata" or path.suffix == ".distcp":
-        raise StorageError(f"{str(path)!r} is of a distributed checkpoint, {EXPORT}")
     content = _torch_load(path)
     for source, (weights, optimizer) in LAYOUTS.items():
         if isinstance(content, Mapping) and weights in content and optimizer in content:
@@ -220,41 +192,6 @@ def load_saved(path: Path) -> Saved:
                 raise OptimizerError(f"{said}: save the one that trained the model alone")
             return Saved(source, _checked(states[0], path), _tensors(content[weights], path))
     return Saved("optimizer state", _checked(content, path), None)
-
-
-def _load_folder(folder: Path) -> Saved:
-    file = next((folder / name for name in OPTIMIZERS if (folder / name).is_file()), None)
-    if file is not None:
-        told = folder / RECIPE
-        recipe = read_json(told) if told.is_file() else None
-        return Saved("trainer", _checked(_torch_load(file), file), _load_weights(folder), recipe)
-    if distributed := [*folder.glob(".metadata"), *folder.glob("*/.metadata")]:
-        raise StorageError(f"{str(distributed[0].parent)!r} is a distributed checkpoint, {EXPORT}")
-    held = sorted(p.name for p in folder.iterdir())
-    raise StorageError(
-        f"the folder {str(folder)!r} holds no {' or '.join(OPTIMIZERS)} but {some(held, 8)}: "
-        "name a checkpoint with its optimizer (export DeepSpeed's and FSDP's by torch.save)"
-    )
-
-
-def _load_weights(folder: Path) -> dict[str, Tensor]:
-    if any(folder.glob(f"{SAFE}*")):
-        return Folder.open(folder).tensors()
-    index = folder / f"{PICKLED}.index.json"
-    files = list(read_index(index)) if index.is_file() else [PICKLED]
-    if not (folder / files[0]).is_file():
-        raise StorageError(f"{str(folder)!r} holds no weights: name the optimizer's file")
-    parts = [read_state_dict(folder / file) for file in files]
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The state dict that ``torch.save`` wrote.
-
-    Raises:
-        StorageError: it is not there, or holds more than tensors by name.
-    """
-    return _tensors(_torch_load(path), path)
 
 
 def _torch_load(path: Path) -> Any:
@@ -271,9 +208,9 @@ def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
     held: Any = optimizer if isinstance(optimizer, Mapping) else {}
-    groups = held.get("param_groups")
-    whole = isinstance(held.get("state"), Mapping) and isinstance(groups, list) and groups
-    if not whole or not all(is_state(g) and isinstance(g.get("params"), list) for g in groups):
+    groups = held.get("param_groups") if isinstance(held.get("state"), Mapping) else None
+    named = [isinstance(g, Mapping) and g.get("params") for g in groups or ()]
+    if not named or not all(isinstance(numbers, list) for numbers in named):
         said = sorted(map(str, held)) or type(optimizer)
         raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {said}")
     return held
@@ -314,8 +251,9 @@ def name_states(
     groups = saved["param_groups"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
     orders = _candidates(model, groups, names, trainer)
-    against = {order.rule: _complaint(order, saved, key, shapes) for order in orders}
-    fitting = {tuple(order.names): order for order in reversed(orders) if not against[order.rule]}
+    fitting = {
+        tuple(order.names): order for order in reversed(orders) if _fits(order, saved, key, shapes)
+    }
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     if fitting:
@@ -325,10 +263,9 @@ def name_states(
         ways = f"the saved optimizer's parameters can be named in {len(fitting)} ways"
         raise OptimizerError(f"{ways}: {said}. {BY_NAME}")
     sizes = [len(group["params"]) for group in groups]
-    listed = "; ".join(f"by {rule!r}: {text}" for rule, text in against.items())
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
-        f"({len(shapes)} parameters): {listed}. Freeze what was frozen. {BY_NAME}"
+        f"({len(shapes)} parameters) in any order: freeze what was frozen. {BY_NAME}"
     )
 
 
@@ -365,24 +302,20 @@ def _norm(layer: nn.Module, rule: str) -> bool:
     return called if rule.startswith("classes") else isinstance(layer, nn.LayerNorm)
 
 
-def _complaint(
+def _fits(
     order: Order, saved: Mapping[str, Any], key: str, shapes: Mapping[str, torch.Size]
-) -> str:
-    """What speaks against an order; nothing if all agrees."""
+) -> bool:
+    """Whether names, group sizes, weight decays and shapes all agree with an order."""
     groups = saved["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
-    if unknown := [name for name in order.names if name not in shapes]:
-        return f"the model has no parameters {some(unknown)}"
-    if [*map(len, order.groups)] != [len(group["params"]) for group in groups]:
-        return f"groups of {[*map(len, order.groups)]} parameters"
-    if len(set(order.names)) != len(numbers):
-        return "a name occurs twice"
+    sizes = [len(group["params"]) for group in groups]
+    if [*map(len, order.groups)] != sizes or not shapes.keys() >= {*order.names}:
+        return False
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
-        return f"the second group must not decay, but has {groups[1]['weight_decay']}"
+        return False
     held = [saved["state"].get(number, {}).get(key) for number in numbers]
-    wrong = [
-        f"{name} {tuple(shapes[name])} with a state of {tuple(state.shape)}"
+    alike = (
+        not isinstance(state, Tensor) or state.shape == shapes[name]
         for name, state in zip(order.names, held, strict=True)
-        if isinstance(state, Tensor) and state.shape != shapes[name]
-    ]
-    return f"{len(wrong)} shapes differ ({some(wrong)})" if wrong else ""
+    )
+    return len({*order.names}) == len(numbers) and all(alike)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from blr_analysis.errors import OptimizerError
 
@@ -22,28 +22,29 @@ State = Mapping[str, Any]
 ADVICE = "fit_laplace fits a posterior after any training"
 
 
-def steps(state: State, group: State) -> float | None:
-    """The number of steps taken, counted per parameter or per group; None where nobody counts."""
+def steps(state: State, group: State) -> float:
+    """The number of steps taken, counted per parameter or per group."""
     count = state.get("step", group.get("step"))
-    return None if count is None else float(count)
-
-
-def _counted(state: State, group: State) -> float:
-    count = steps(state, group)
     if count is None:
         said = f"the optimizer's state (entries {sorted(state)}) counts no steps"
         raise OptimizerError(f"{said}: {ADVICE}")
-    return count
+    return float(count)
 
 
-def _mean(key: str, beta: Callable[[State], float]) -> Callable[[State, State], Tensor]:
+def beta2(group: State) -> float | None:
+    """How slowly the second moment forgets."""
+    held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
+    return None if held is None else float(held)
+
+
+def _mean(key: str) -> Callable[[State, State], Tensor]:
     """A running mean that started at 0, without the bias of that."""
-    return lambda state, group: state[key] / (1 - float(beta(group)) ** _counted(state, group))
+    return lambda state, group: state[key] / (1 - (beta2(group) or 0.0) ** steps(state, group))
 
 
 def _sum(key: str, start: str) -> Callable[[State, State], Tensor]:
     """A sum of squares, as their mean."""
-    return lambda state, group: (state[key] - float(group.get(start, 0.0))) / _counted(state, group)
+    return lambda state, group: (state[key] - float(group.get(start, 0.0))) / steps(state, group)
 
 
 @dataclass(frozen=True)
@@ -71,40 +72,25 @@ class Reader:
         return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
 
 
+ADAMS = ("Adam", "AdamW", "NAdam", "RAdam")
 IVON = Reader("ivon", "hess", lambda state, _: state["hess"], ("IVON",), "ess", True)
 READERS = (
     IVON,
-    Reader(
-        "adam_v",
-        "exp_avg_sq",
-        _mean("exp_avg_sq", lambda group: group["betas"][1]),
-        ("Adam", "AdamW", "NAdam", "RAdam"),
-        "betas",
-    ),
-    Reader(
-        "rmsprop_v",
-        "square_avg",
-        _mean("square_avg", lambda group: group["alpha"]),
-        ("RMSprop",),
-        "alpha",
-    ),
-    Reader(
-        "adagrad_v",
-        "sum",
-        _sum("sum", "initial_accumulator_value"),
-        ("Adagrad",),
-        "lr_decay",
-    ),
+    Reader("adam_v", "exp_avg_sq", _mean("exp_avg_sq"), ADAMS, "betas"),
+    Reader("rmsprop_v", "square_avg", _mean("square_avg"), ("RMSprop",), "alpha"),
+    Reader("adagrad_v", "sum", _sum("sum", "initial_accumulator_value"), ("Adagrad",), "lr_decay"),
 )
-SECOND = Reader(
-    "adam_v",
-    "hess",
-    _mean("hess", lambda group: 0.0 if group["hess_init"] else group["beta2"]),
-)
+
+
+def _started(state: State, group: State) -> Tensor:
+    """A running mean; where it started at 0, without the bias of that."""
+    return state["hess"] if group["hess_init"] else _mean("hess")(state, group)
+
+
+SECOND = Reader("adam_v", "hess", _started)
 ROWS: dict[str, Reader] = {
     **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
-    "diagonal Newton": replace(IVON, kind="diagonal_newton"),
     "Adam": SECOND,
     "AdamW": SECOND,
     "AdaDelta": replace(SECOND, kind="adadelta_v"),
@@ -114,7 +100,7 @@ ROWS: dict[str, Reader] = {
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""
 
 
-def reader_of(optimizer: torch.optim.Optimizer) -> Reader:
+def reader_of(optimizer: Optimizer) -> Reader:
     """The row for a live optimizer.
 
     Raises:
@@ -131,15 +117,14 @@ def reader_of_saved(
     Raises:
         OptimizerError: the state is empty, or its entries are of no known optimizer.
     """
-    entries = {key for state in states if is_state(state) for key in state}
+    entries = {key for state in states if isinstance(state, Mapping) for key in state}
     options = {key for group in groups for key in group}
     if (entries or kind) and (reader := _of_row(groups)) is not None:
         return reader
     bases = {base.__name__ for base in (kind.__mro__ if kind else ())}
     for reader in READERS:
         known = bases & set(reader.classes) if kind else reader.option in options
-        held = entries | options if reader.scaled else entries  # ivon-opt's h is in its groups
-        if known and (reader.key in held or (kind and not entries)):
+        if known and (reader.key in entries or (kind and not entries)):
             return reader
     if not entries and not kind and "nesterov" not in options:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
@@ -158,40 +143,3 @@ def _of_row(groups: Sequence[State]) -> Reader | None:
         said = f"{', '.join(sorted(names))} keeps no diagonal precision"
         raise OptimizerError(f"{said}: draw from sampled_params(), or {ADVICE}")
     return None
-
-
-def is_state(state: object) -> bool:
-    """Whether an entry of an optimizer's ``state`` belongs to a parameter."""
-    return isinstance(state, Mapping)
-
-
-def split_flat(
-    groups: Sequence[State], shapes: Sequence[Sequence[torch.Size]], step: int | None = None
-) -> list[list[dict[str, Any]]] | None:
-    """States per parameter from ``ivon-opt``'s flat vectors per group; None for other layouts.
-
-    ``ivon-opt`` keeps one ``hess`` and one ``momentum`` vector in each group: that group's
-    parameters one after the other, the frozen ones included, counted from the start of the
-    group. Vectors that no step has changed give empty states. Its state dict does not say how many
-    steps were taken, the live optimizer (``step``) does.
-
-    Raises:
-        OptimizerError: a vector's length is not that of the group's parameters.
-    """
-    if not any(isinstance(group.get("hess"), Tensor) for group in groups):
-        return None
-    touched = any(
-        bool((group["momentum"] != 0).any()) or bool((group["hess"] != group["hess_init"]).any())
-        for group in groups
-    )
-    result = []
-    for k, (group, sizes) in enumerate(zip(groups, shapes, strict=True)):
-        numels = [size.numel() for size in sizes]
-        if (held := group["hess"].numel()) != sum(numels):
-            said = f"group {k}'s Hessian has {held} entries, its parameters {sum(numels)}"
-            raise OptimizerError(f"{said}: it was saved for another model")
-        pieces = zip(torch.split(group["hess"], numels), sizes, strict=True)
-        result.append(
-            [{"hess": piece.view(size), "step": step} if touched else {} for piece, size in pieces]
-        )
-    return result

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -118,9 +119,9 @@ class Structure(ABC):
     def gram(self, terms: Sequence[Term]) -> Tensor:
         """G_i Σ G_iᵀ from the layers' factored gradients, ``[B, K, K]``."""
 
-    @abstractmethod
     def zeros(self) -> Self:
         """The zero matrix in the same basis."""
+        return self.plus(self, -1.0)
 
     @abstractmethod
     def add(self, terms: Sequence[Term]) -> Self:
@@ -192,9 +193,9 @@ class Spectral(Structure):
         """Uᵀ v, in the shapes of ``values``."""
         return v
 
-    @abstractmethod
     def with_values(self, values: dict[str, Tensor]) -> Self:
         """The same basis with other eigenvalues."""
+        return replace(self, values=values)  # type: ignore[type-var]
 
     @abstractmethod
     def prior_values(self, prior: Prior | Given) -> dict[str, float]:
@@ -249,9 +250,6 @@ class Spectral(Structure):
         parts = [s.double().log().sum() for s in self.values.values()]
         return torch.stack(parts).sum()
 
-    def zeros(self) -> Self:
-        return self.with_values({k: torch.zeros_like(s) for k, s in self.values.items()})
-
     def add(self, terms: Sequence[Term]) -> Self:
         sums = self.square_sums(terms)
         return self.with_values(
@@ -279,19 +277,22 @@ class Spectral(Structure):
             if not bool(torch.isfinite(s).all()):
                 raise PosteriorError(f"the precision of {name!r} holds NaN or inf")
             if not bool((s > 0).all()):
-                said = (
-                    f"the precision of {name!r} must be positive, its least is {float(s.min()):.3g}"
-                )
+                said = f"the precision of {name!r} must be positive, not {float(s.min()):.3g}"
                 raise PosteriorError(f"{said}; give a prior_precision above 0")
+
+
+def tree_of(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tree:
+    """Tensors by name from ``[..., P]``."""
+    parts = flat.split([torch.Size(s).numel() for s in shapes.values()], dim=-1)
+    pairs = zip(shapes.items(), parts, strict=True)
+    return {n: part.reshape((*flat.shape[:-1], *s)) for (n, s), part in pairs}
 
 
 def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:
     """A matrix times unit vectors, some at a time: which of the P, and its rows ``[n, P]``."""
-    sizes = [p.numel() for p in params.values()]
-    like = next(iter(params.values()))
-    for rows in slices(sum(sizes), HELD // max(1, sum(sizes))):
-        eye = like.new_zeros(rows.stop - rows.start, sum(sizes))
+    size, like = sum(p.numel() for p in params.values()), next(iter(params.values()))
+    for rows in slices(size, HELD // max(1, size)):
+        eye = like.new_zeros(rows.stop - rows.start, size)
         eye[:, rows].fill_diagonal_(1)
-        parts = zip(params.items(), eye.split(sizes, dim=1), strict=True)
-        products = times({n: part.reshape(-1, *p.shape) for (n, p), part in parts})
+        products = times(tree_of(eye, {n: p.shape for n, p in params.items()}))
         yield rows, torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Spectral, Tree
+from blr_analysis.posterior.structures.contract import Spectral, Tree, tree_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Diagonal(Spectral):
     @classmethod
     def of_rows(cls, params: Tree, rows: Iterator[tuple[slice, Tensor]]) -> Diagonal:
         flat = torch.cat([block[:, at].diagonal() for at, block in rows])
-        parts = flat.split([p.numel() for p in params.values()])
-        return cls({n: d.view_as(p) for (n, p), d in zip(params.items(), parts, strict=True)})
+        return cls(tree_of(flat, {n: p.shape for n, p in params.items()}))
 
     @classmethod
     def read(
@@ -48,9 +47,6 @@ class Diagonal(Spectral):
     @property
     def per_weight(self) -> Tree:
         return self.values
-
-    def with_values(self, values: dict[str, Tensor]) -> Diagonal:
-        return Diagonal(values)
 
     def prior_values(self, prior: Prior | Given) -> dict[str, float]:
         return Prior.of_any(prior).numbers(self.values)

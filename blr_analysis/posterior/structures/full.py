@@ -14,7 +14,7 @@ from blr_analysis.backprop.terms import Term, total
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
-from blr_analysis.posterior.structures.contract import Structure, Tree
+from blr_analysis.posterior.structures.contract import Structure, Tree, tree_of
 
 LIMIT = 20_000  # parameters of a fit: 3 GB of float64
 
@@ -27,7 +27,6 @@ class Full(Structure):
     def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.matrix = matrix
         self.shapes = {n: tuple(s) for n, s in shapes.items()}
-        self._sizes = [torch.Size(s).numel() for s in self.shapes.values()]
 
     @classmethod
     def check_fit(cls, size: int, rank: int | None) -> None:
@@ -71,20 +70,12 @@ class Full(Structure):
             dim=-1,
         )
 
-    def tree(self, flat: Tensor) -> Tree:
-        """Tensors by name from ``[..., P]``."""
-        parts = flat.split(self._sizes, dim=-1)
-        return {
-            n: part.reshape((*flat.shape[:-1], *s))
-            for (n, s), part in zip(self.shapes.items(), parts, strict=True)
-        }
-
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
         """A function of columns ``[P, n]``, of vectors by name."""
         self._take(v)
         rows = self.flat(v)
         y = function(rows.reshape(-1, rows.shape[-1]).mT)
-        return self.tree(y.mT.reshape(rows.shape))
+        return tree_of(y.mT.reshape(rows.shape), self.shapes)
 
     def times(self, v: Tree) -> Tree:
         return self._map(v, lambda x: self.matrix @ x)
@@ -98,7 +89,7 @@ class Full(Structure):
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         matrix = torch.cholesky_inverse(self.factor) if inverse else self.matrix
-        return self.tree(matrix.diagonal().clone())
+        return tree_of(matrix.diagonal().clone(), self.shapes)
 
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().double().log().sum()
@@ -117,9 +108,6 @@ class Full(Structure):
             if name not in columns:
                 columns[name] = like.new_zeros(*like.shape[:2], *shape)
         return self.flat(columns)
-
-    def zeros(self) -> Full:
-        return Full(torch.zeros_like(self.matrix), self.shapes)
 
     def add(self, terms: Sequence[Term]) -> Full:
         columns = self._columns(terms).flatten(0, 1)

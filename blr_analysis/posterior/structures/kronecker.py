@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from blr_analysis import ranks
+from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.layers import upcast
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import Dense, Term, Tree
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.posterior.fit import Fit
+from blr_analysis.posterior.fit import Fit, sampled_examples, vocabulary_of
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Spectral
 
@@ -42,16 +43,22 @@ class Kronecker(Spectral):
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
         """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
         all data."""
-        times = 1.0 if fit.sample is None else fit.task.n_data / len(fit.sample)
-        moments = factor_sums(fit)
+        sample = sampled_examples(fit.task)
+        times = 1.0 if sample is None else fit.task.n_data / len(sample)
+        moments = factor_sums(fit, sample)
         own = ranks.share(torch.arange(len(moments)))
         blocks = eigenbases(moments, fit.params, times, own.tolist())
         ranks.total(m for b in blocks for m in (b.right, b.left) if m is not None)
+        return cls.empty(blocks, fit.params).summed(fit), {}
+
+    @classmethod
+    def empty(cls, blocks: tuple[Basis, ...], params: Mapping[str, Tensor]) -> Self:
+        """0 in the basis of these blocks, the other parameters' in their own."""
         joined = {n for b in blocks for n in b.names}
-        values = {n: torch.zeros_like(p) for n, p in fit.params.items() if n not in joined}
+        values = {n: torch.zeros_like(p) for n, p in params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
         values |= {b.key: b.right.new_zeros(b.shape) for b in blocks}
-        return cls(blocks, values, plain, tuple(fit.params)).summed(fit), {}
+        return cls(blocks, values, plain, tuple(params))
 
     @classmethod
     def read(
@@ -98,9 +105,6 @@ class Kronecker(Spectral):
             turned.update(block.split(block.back(v[block.key])))
         return {n: turned[n] for n in self.order}
 
-    def with_values(self, values: dict[str, Tensor]) -> Kronecker:
-        return replace(self, values=values)
-
     def prior_values(self, prior: Prior | Given) -> dict[str, float]:
         delta = Prior.of_any(prior)
         values = delta.numbers(self.plain)
@@ -113,13 +117,9 @@ class Kronecker(Spectral):
         return values
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
-        diagonal = {
-            n: 1 / self.values[n] if inverse else self.values[n].clone() for n in self.plain
-        }
+        diagonal = {k: 1 / s if inverse else s.clone() for k, s in self.values.items()}
         for block in self.blocks:
-            s = self.values[block.key]
-            s = 1 / s if inverse else s
-            diagonal.update(block.split(block.squares(s)))
+            diagonal |= block.split(block.squares(diagonal[block.key]))
         return {n: diagonal[n] for n in self.order}
 
     def rotation_cost(self) -> tuple[int, int]:
@@ -157,10 +157,8 @@ class Kronecker(Spectral):
         return [*pairs, (Dense(loose), None)] if loose else pairs
 
     def tensors(self) -> dict[str, Tensor]:
-        stored = {}
         keys = {block.key for block in self.blocks}
-        for name, s in self.values.items():
-            stored[f"{name}.eigenvalues" if name in keys else name] = s
+        stored = {f"{n}.eigenvalues" if n in keys else n: s for n, s in self.values.items()}
         for block in self.blocks:
             stored[f"{block.key}.input_eigenvectors"] = block.right
             if block.left is not None:
@@ -176,23 +174,22 @@ class Kronecker(Spectral):
 Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
 
 
-def factor_sums(fit: Fit) -> Moments:
+def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
     where they take more memory than the weights, as the gradients are."""
-    moments: dict[str, tuple[Joint, Tensor, Tensor]] = {}
-    kept = fit.kept.get("factors")
-    for terms in fit.passes("Kronecker factors", fit.sample, kept, apart=True):
+    moments: Moments = {}
+    kept, vocabulary = fit.kept.get("factors"), vocabulary_of(fit.task, fit.params)
+    padded = fit.task.likelihood.is_sequence
+    for terms in fit.passes("Kronecker factors", sample, kept, apart=True):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
                 continue
-            factors = term.factors(
-                padded=fit.task.likelihood.is_sequence, vocabulary=fit.vocabulary
-            )
+            factors = term.factors(padded=padded, vocabulary=vocabulary)
             if factors is None:
                 continue
             joint, *pair = factors
-            right, left = pair if fit.vocabulary else (m.double() for m in pair)
+            right, left = pair if vocabulary else (m.double() for m in pair)
             if joint.key in moments:
                 moments[joint.key][1].add_(right)
                 moments[joint.key][2].add_(left)
@@ -253,7 +250,7 @@ class Gram(Kronecker):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
         """A in one sweep of forward passes; no label is looked at."""
-        seen = fit.inputs()
+        seen = input_moments(fit.task, fit.params, kept=fit.kept.get("inputs"))
         joined = {n for joint, _ in seen.moments.values() for n in joint.names}
         plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
         blocks, values = [], {}

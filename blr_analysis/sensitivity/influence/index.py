@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -31,10 +31,10 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import check_free, check_room, drafted, held
 from blr_analysis.files.headers import read_json
+from blr_analysis.files.placing import check_free, check_room, drafted, held
 from blr_analysis.files.shards import save_file, shard_name
-from blr_analysis.posterior import Forecast, Stage
+from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import differs
 from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
@@ -407,26 +407,18 @@ class Index:
         return matrix_of(exact).gather(0, places.view_as(names))
 
 
-def build_cost(
-    task: Task, fit: Sequence[Stage], rank: int, *, structure: str, saved: int = 0
-) -> Forecast:
-    """What :meth:`Index.build` costs after the sweeps of ``fit``, if there are any;
-    ``structure`` of the posterior that is fitted, or
-    ``saved``, the bytes of one that is there."""
+def build_cost(task: Task, fit: int, rank: int, *, structure: str, saved: int = 0) -> Forecast:
+    """What :meth:`Index.build` takes beside the ``fit`` examples of the posterior; ``structure`` of
+    one that is fitted, or ``saved``, the bytes of one that is there."""
     n = task.n_data
     columns = min(PROBE[1], n // 2)
     pairs = min(PROBE[0], n - columns) + 2 * (columns or n)  # exactly, and the questions' sums
     size = sum(p.numel() for p in task.parameters().values())
     chooses = rank < size and block_counts(size // BLOCK, rank * torch.float16.itemsize)
-    stages = [
-        *fit,
-        *([Stage("blocks", min(TRIED, n), rotated=True)] if chooses else []),
-        Stage("index", n, rotated=True),
-        Stage("error", pairs, rotated=True),
-    ]
+    examples = fit + (min(TRIED, n) if chooses else 0) + n + pairs
     each = min(rank, size) * torch.float16.itemsize
     posterior = saved or 2 * sum(p.nbytes for p in task.parameters().values())
-    return Forecast.of(task, stages, disk=n * each + posterior, structure=structure)
+    return Forecast.of(task, examples, disk=n * each + posterior, structure=structure)
 
 
 def fingerprint(q: Posterior) -> str:

@@ -54,12 +54,10 @@ def row(model: nn.Module, generator: Any, name: str, params: Any = None, **optio
     return RowOptimizer(params, name, **{**settings, **options})
 
 
-def dropout(
-    model: Any, generator: Any, row: str, params: Any = None, keep_lr: float = 0.0, **options: Any
-) -> Any:
+def dropout(model: Any, generator: Any, row: str, params: Any = None, **options: Any) -> Any:
     last = model[2].weight
-    rest = [p for p in model.parameters() if p is not last]
-    groups = [{"params": [last], "keep": 0.6, "keep_lr": keep_lr}, {"params": rest}]
+    groups = [{"params": [last], "keep": 0.6}]
+    groups += [{"params": [p for p in model.parameters() if p is not last]}]
     extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
     given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
     return Dropout(groups if params is None else params, row=row, **given)
@@ -87,7 +85,6 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Vadam itself": of(Vadam, lr=0.01, ess=N),
     "Vprop itself": of(Vprop, lr=0.01, ess=N),
     **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},
-    "dropout, learned": partial(dropout, row="SGD", keep_lr=0.02),
     "BayesBiNN": of(BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
     "STE": of(STE, lr=0.05),
     "STE with Adam": of(STE, lr=0.05, row="Adam", clip=2.0),
@@ -115,7 +112,7 @@ def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) 
     """One draw with its gradients, however many looks the row takes."""
     with optimizer.sampled_params(train=True, **options):
         optimizer.zero_grad()
-        loss().backward(create_graph=name == "diagonal Newton")
+        loss().backward()
     if name == "bSAM":
         with optimizer.adversarial_params(**options):
             loss().backward()
@@ -135,7 +132,6 @@ def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) 
 def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of the weights and of everything in the state."""
     state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
-    state += [group["keep"] for group in optimizer.param_groups if "keep" in group]
     tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *tensors)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.learning_rule.optim.draws import BLOCK, PIECE, Buffers, blocks, for_blocks
+from blr_analysis.learning_rule.optim.row_optimizer import BLOCK, PIECE, Scratch, blocks, for_blocks
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 30), st.integers(1, 30))
@@ -91,15 +91,12 @@ def test_large_noise_is_drawn_in_streams_that_differ() -> None:
     assert (torch.corrcoef(pieces) - torch.eye(8)).abs().max() < 5 / PIECE**0.5
 
 
-def test_buffers_are_used_again() -> None:
-    buffers = Buffers()
-    like = [torch.zeros(2, 3), torch.zeros(4)]
-    flat, views = buffers.take(like, torch.float32)
-    again, _ = buffers.take(like, torch.float32)
-    assert again is not flat
-    assert [view.shape for view in views] == [(2, 3), (4,)]
-    buffers.give([flat])
-    assert buffers.take(like, torch.float32)[0] is flat
-    buffers.give([flat])
-    buffers.take(like, torch.float64)  # another size: what was free is let go of
-    assert buffers.take(like, torch.float32)[0] is not flat
+def test_memory_is_used_again() -> None:
+    scratch, like = Scratch(), [torch.zeros(2, 3), torch.zeros(4)]
+    flat, views = scratch.take("noise", like, torch.float32)
+    assert [view.shape for view in views] == [(2, 3), (4,)] and views[
+        0
+    ].data_ptr() == flat.data_ptr()
+    assert scratch.take("mean", like, torch.float32)[0] is not flat
+    assert scratch.take("noise", like, torch.float32)[0] is flat
+    assert len(scratch.take("noise", like[:1], torch.float32)[0]) == 6

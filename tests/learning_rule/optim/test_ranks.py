@@ -50,20 +50,17 @@ def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
     return found
 
 
-def parts(ranks: list[int], sync: bool, name: str, contexts: bool) -> dict[str, Tensor]:
-    """Halves of a minibatch in one context or in one each, or one half per process."""
+def parts(ranks: list[int], sync: bool, name: str) -> dict[str, Tensor]:
+    """Halves of a minibatch in one context each, or one half per process."""
     model = network()
     optimizer = make(name, model, sync=sync)
     generators = {rank: torch.Generator().manual_seed(rank) for rank in ranks}
-
     for _ in range(3):
-        for some in [[rank] for rank in ranks] if contexts else [ranks]:
-            optimizer.generator = generators[some[0]]
+        for rank in ranks:
+            optimizer.generator = generators[rank]
             with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
-                for k in some:
-                    outputs = model(X[k::2].double())
-                    (nn.functional.cross_entropy(outputs, Y[k::2]) / len(some)).backward()
+                nn.functional.cross_entropy(model(X[rank::2].double()), Y[rank::2]).backward()
         optimizer.step()
     return {str(k): tensor for k, tensor in enumerate(held(model, optimizer))}
 
@@ -71,9 +68,8 @@ def parts(ranks: list[int], sync: bool, name: str, contexts: bool) -> dict[str, 
 CASES: dict[str, Callable[[list[int], bool], dict[str, Tensor]]] = {
     "IVON, price": partial(draws, hess_approx="price"),
     "IVON, gradsq": partial(draws, hess_approx="gradsq"),
-    "OGN": partial(parts, name="OGN", contexts=False),
-    "Adam": partial(parts, name="Adam", contexts=False),
-    "dropout, learned rate": partial(parts, name="dropout, learned", contexts=True),
+    "OGN": partial(parts, name="OGN"),
+    "Adam": partial(parts, name="Adam"),
 }
 
 
