@@ -11,10 +11,11 @@ input that is wrong, says what was expected and what to do about it.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
 
 class BLRError(Exception):

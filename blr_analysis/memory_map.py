@@ -145,8 +145,8 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
 
 def error_size(error: Tensor) -> Tensor:
     """[N] ‖e_i‖₂ in float64, from e [N, C], or their own."""
-    size = error.detach().cpu().double()
-    return torch.linalg.vector_norm(size.unsqueeze(-1) if size.ndim == 1 else size, dim=-1)
+    error = error.detach().cpu().double()
+    return torch.linalg.vector_norm(error.unsqueeze(-1) if error.ndim == 1 else error, dim=-1)
 
 
 def variance_size(variance: Tensor) -> Tensor:
