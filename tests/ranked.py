@@ -27,7 +27,6 @@ from blr_analysis.backprop.products import Curvature
 from blr_analysis.cli import main
 from blr_analysis.errors import BLRError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import check_learns
 from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
@@ -123,9 +122,7 @@ def refusals() -> list[str]:
     """What is said of a sharded model, by recorders and a task, of too few examples, fewer than
     elsewhere, and of other data."""
     model, words = fully_shard(mlp()), []
-    optimizer = torch.optim.AdamW(model.parameters())
     calls: list[Any] = [
-        lambda: check_learns(optimizer, model),
         lambda: KroneckerRecorder(model),
         lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
     ]

@@ -254,17 +254,14 @@ class Monitor(Plottable):
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
 
-        ``torch.load(..., weights_only=True)`` reads it back.
+        ``torch.load(..., weights_only=True)`` reads it back, and tensors may come back as lists.
         """
         return {
             "last_epoch": self._last,
             "n_data": self.task.n_data,
             "note": self._note,
             "indices": self.indices.clone(),
-            "rows": {
-                name: torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
-                for name in COLUMNS
-            },
+            "rows": {name: [row[name] for row in self.rows] for name in COLUMNS},
             "kept": {name: self.history(name) for name in self.keep},
         }
 
@@ -277,14 +274,16 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            columns = {name: state["rows"][name].tolist() for name in COLUMNS}
+            columns = {name: state["rows"][name] for name in COLUMNS}
             rows = [
                 dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]
-            kept = {name: list(values) for name, values in state["kept"].items()}
-            indices, last, note = state["indices"], int(state["last_epoch"]), str(state["note"])
+            seen = state["kept"].items()
+            kept = {name: [torch.as_tensor(v).float() for v in values] for name, values in seen}
+            last, note = int(state["last_epoch"]), str(state["note"])
+            indices = torch.as_tensor(state["indices"])
             same = state["n_data"] == self.task.n_data and torch.equal(indices, self.indices)
-            shapes = {tuple(values.shape) for values in state["kept"].values()}
+            shapes = {(len(seen), len(v)) for seen in kept.values() for v in seen or [indices]}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
         if not same:
