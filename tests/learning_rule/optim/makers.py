@@ -118,15 +118,35 @@ def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) 
             loss().backward()
 
 
+def step(name: str, optimizer: Any, loss: Callable[[], Tensor], draws: int = 1) -> None:
+    """A step of any of them, after so many draws."""
+    if name == "Newton":
+        optimizer.step(loss)
+        return
+    for _ in range(draws):
+        draw(name, optimizer, loss)
+    optimizer.step()
+
+
 def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
     """Draws ``start`` to ``stop``, with a step after every second one where it can take several."""
     for t in range(start, stop):
-        if name == "Newton":
-            optimizer.step(lambda t=t: loss_of(model, t))
+        if name in ALONE:
+            step(name, optimizer, lambda t=t: loss_of(model, t))
             continue
         draw(name, optimizer, lambda t=t: loss_of(model, t))
-        if t % 2 or name in WHOLE:
+        if t % 2:
             optimizer.step()
+
+
+def trained(
+    name: str, dtype: torch.dtype = torch.float64, stop: int = 2, seed: int = 3
+) -> tuple[Any, Any]:
+    """A model and its optimizer after so many draws."""
+    model = network(dtype)
+    optimizer = make(name, model, seed)
+    advance(name, model, optimizer, 0, stop)
+    return model, optimizer
 
 
 def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
