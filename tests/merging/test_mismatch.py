@@ -222,7 +222,7 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
         gradient_mismatch(tasks, wrong)
     assert all(torch.equal(t, before[0][n]) for n, t in models[0].state_dict().items())
     models[0].train()
-    with pytest.raises(ModelError, match=r"task '1'.*training mode"):
+    with pytest.raises(ModelError, match=r"task '1'.*mixes examples"):
         gradient_mismatch(tasks, merged)
 
 
