@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +158,13 @@ def test_optimizers_train_there(row: str, tmp_path: Path) -> None:
         return model, optimizers.ROWS[row](model, N, torch.Generator("cuda").manual_seed(seed))
 
     def train(model: nn.Module, step: Any, count: int) -> None:
-        def look() -> None:
-            step.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-
+        draws: list[Any] = [partial(getattr(step, "sampled_params", nullcontext), True)]
+        draws += [step.adversarial_params] if row == "BSAM" else []
         for _ in range(count):
-            if hasattr(step, "sampled_params"):
-                with step.sampled_params(train=True):
-                    look()
-            else:
-                look()
-            if row == "BSAM":
-                with step.adversarial_params():
-                    look()
+            for draw in draws:
+                with draw():
+                    step.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
             step.step()
 
     (model, step), (other, again) = made(3), made(5)
