@@ -309,7 +309,7 @@ def Y(task: blr.Task) -> torch.Tensor:
 def test_audit_by_a_metadata_column_and_of_other_likelihoods(here: Path, capsys: Any) -> None:
     argv = ("audit", TASK, "--fit", "diag", "--out", "audit", "--force", "--passes", "1")
     code, out, _ = run(capsys, *argv, "--by", "source")
-    assert code == 0 and "What if a source were gone?" in out
+    assert code == 0 and "What if one source were gone?" in out
     assert "the training data themselves" in " ".join(out.split())
     assert "This posterior is diagonal" in out
     assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
