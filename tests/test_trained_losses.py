@@ -216,17 +216,18 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     assert len(scores.table) == len(loo.table) == 12
 
 
-@pytest.mark.parametrize(("head", "likelihood"), [("softmax", "categorical"), ("sig", "bernoulli")])
-def test_probabilities_given_as_logits_are_warned_of_once(head: str, likelihood: str) -> None:
-    x, y = 5 * normal(20, 2), torch.arange(20) % 2
-    last = nn.Softmax(-1) if head == "softmax" else nn.Sigmoid()
-    model = nn.Sequential(nn.Linear(2, 2 if head == "softmax" else 1), last)
-    nn.init.normal_(model[0].weight, std=3.0, generator=torch.Generator().manual_seed(0))
-    task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=10)
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "last"),
+    [("categorical", 2, nn.Softmax(-1)), ("bernoulli", 1, nn.Sigmoid())],
+)
+def test_probabilities_given_as_logits_are_warned_of_once(likelihood, outputs, last) -> None:
+    linear, data = nn.Linear(2, outputs).double(), (5 * normal(20, 2), torch.arange(20) % 2)
+    linear.weight.data = 3 * normal(outputs, 2, seed=1)
+    task = blr.Task(nn.Sequential(linear, last), data, likelihood=likelihood, batch_size=10)
     with pytest.warns(UserWarning, match="look like probabilities") as seen:
         blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logits = blr.Task(nn.Sequential(model[0]), (x, y), likelihood=likelihood)
+        logits = blr.Task(nn.Sequential(linear), data, likelihood=likelihood)
         blr.fit_laplace(logits, structure="diag", prior_precision=1.0)
