@@ -266,7 +266,8 @@ def test_scores_and_what_ifs_are_drawn_by_their_makers() -> None:
 
 
 def test_examples_in_the_order_given() -> None:
-    ax = plot_examples(IMAGES, torch.tensor([7, 3, 5]), columns=2)
+    ax = plot_examples(IMAGES, torch.tensor([7, 3, 5]), columns=2, title="worst")
+    assert ax.get_title() == "worst"
     for shown, i in zip(ax.images, [7, 3, 5], strict=True):
         np.testing.assert_array_equal(np.asarray(shown.get_array()), IMAGES[i])
     assert [text.get_text() for text in ax.texts] == ["#7", "#3", "#5"]

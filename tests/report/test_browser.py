@@ -50,7 +50,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     api = pytest.importorskip("playwright.sync_api")
     x = torch.rand(N, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(N) % 3
-    x[:, 0, 0, 0] += y
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     task = blr.Task(model, (x, y), metadata={"source": COLUMNS["source"]})
@@ -84,8 +83,8 @@ def page(whole: SimpleNamespace) -> Iterator[SimpleNamespace]:
     whole.window.click("#clear")
     yield whole
     assert whole.faults == [] and whole.window.evaluate("window.hacked") is None
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in whole.asked)
-    assert sum(url.startswith("file:") for url in whole.asked) == 1
+    fetched = [url for url in whole.asked if not url.startswith(("data:", "blob:"))]
+    assert fetched == [whole.path.as_uri()]
 
 
 def pixel(page: SimpleNamespace, k: int) -> tuple[float, float]:
@@ -160,9 +159,8 @@ def test_search_choice_order_and_keys(page: SimpleNamespace) -> None:
 
 def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path) -> None:
     window = page.window
-    cards = window.eval_on_selector_all(
-        "#gallery > li h4", "list => list.map(h => Number(h.textContent.split(/[ :]/)[1]))"
-    )
+    titles = window.locator("#gallery > li h4").all_inner_texts()
+    cards = [int(title.split()[1].rstrip(":")) for title in titles]
     window.focus("#gallery > li >> nth=0 >> input[value=drop]")
     window.keyboard.press("Space")
     window.select_option("#gallery > li >> nth=1 >> select", "2")
@@ -185,7 +183,7 @@ def test_each_class_source_and_region_has_a_colour_and_a_shape(page: SimpleNames
         assert {len({*each}) for each in zip(*looks, strict=True)} == {len({*of})} == {len(looks)}
         legend = window.inner_text("#legend").split("\n")
         fills = window.eval_on_selector_all(
-            "#legend path", "l => l.map(p => p.getAttribute('fill'))"
+            "#legend path", "l => l.map(p => p.attributes.fill.value)"
         )
         shown = dict(zip(legend, fills, strict=True))
         assert shown.items() >= {name: colour for name, colour, _ in looks}.items()
@@ -213,4 +211,3 @@ def test_pictures_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamesp
     widths = "list => list.map(value => value.clientWidth)"
     assert min(window.eval_on_selector_all("#gallery dd", widths)) > 90  # words stay whole
     window.set_viewport_size({"width": 1280, "height": 1000})
-    window.wait_for_timeout(200)
