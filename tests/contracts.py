@@ -7,7 +7,10 @@ hand from brute-force Jacobians and the structure's eigenbasis, the rest is plai
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +52,8 @@ def orthogonal_basis(form: Structure) -> Tensor:
 
 
 def projected(form: Structure, matrix: Tensor) -> Tensor:
-    """What a structure keeps of a group's share: its diagonal in the structure's basis, or all
-    of it within the span of a low-rank basis."""
+    """What a structure keeps of a group's share: the diagonal in its basis; all of it within the
+    span of a low-rank basis."""
     if isinstance(form, Full):
         return matrix
     basis = orthogonal_basis(form)
@@ -88,6 +91,14 @@ def dense_of(task: Task, structure: str, rank: int | None) -> Tensor:
     return kept(form, ggn) + PRIOR * torch.eye(len(ggn), dtype=ggn.dtype)
 
 
+def close(found: Tensor, truth: Tensor, tolerance: float = EXACT) -> None:
+    assert relative(found, truth) < tolerance
+
+
+def parts(task: Task, q: Posterior, size: int, **options: Any) -> Iterator[Any]:
+    return chunks(task, q.mean, Chunking(chunk_size=size, progress=False), **options)
+
+
 class StructureContract:
     """What every structure promises; ``task`` is a fixture of the inheriting class."""
 
@@ -107,24 +118,25 @@ class StructureContract:
         return dense_of(task, self.structure, self.rank)
 
     @pytest.fixture
-    def unit(self, q: Posterior, dense: Tensor) -> dict[str, Tensor]:
+    def eye(self, dense: Tensor) -> Tensor:
+        return torch.eye(len(dense), dtype=dense.dtype)
+
+    @pytest.fixture
+    def unit(self, q: Posterior, eye: Tensor) -> dict[str, Tensor]:
         """All unit vectors, as trees with one leading dimension."""
-        return unflatten(torch.eye(len(dense), dtype=dense.dtype), q.mean)
+        return unflatten(eye, q.mean)
 
-    def test_basis_is_orthogonal(self, q: Posterior) -> None:
-        basis = orthogonal_basis(q.form)
-        eye = torch.eye(basis.shape[1], dtype=basis.dtype)
-        assert relative(basis.mT @ basis, eye) < EXACT
+    @pytest.fixture
+    def name(self, q: Posterior) -> str:
+        return next(iter(q.mean))
 
-    def test_times(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
-        assert relative(rows(q.form.times(unit)), dense) < EXACT
-
-    def test_solve(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
-        assert relative(rows(q.form.solve(unit)), torch.linalg.inv(dense)) < EXACT
-
-    def test_root_solve(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
+    def test_products(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
+        basis, inverse = orthogonal_basis(q.form), torch.linalg.inv(dense)
+        close(basis.mT @ basis, torch.eye(basis.shape[1], dtype=basis.dtype))
+        close(rows(q.form.times(unit)), dense)
+        close(rows(q.form.solve(unit)), inverse)
         root = rows(q.form.root_solve(unit)).mT
-        assert relative(root @ root.mT, torch.linalg.inv(dense)) < EXACT
+        close(root @ root.mT, inverse)
 
     def test_products_take_any_leading_dimensions(self, q: Posterior) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -136,38 +148,36 @@ class StructureContract:
             alone, together = product(one), product(many)
             for name, value in alone.items():
                 assert value.shape == q.mean[name].shape
-                assert relative(together[name], value.expand(2, 3, *value.shape)) < EXACT
+                close(together[name], value.expand(2, 3, *value.shape))
 
-    def test_wrong_vectors_are_named(self, q: Posterior) -> None:
-        name = next(iter(q.mean))
-        missing = {n: m for n, m in q.mean.items() if n != name}
-        with pytest.raises(InputError, match=name.replace(".", r"\.")):
+    def test_what_is_wrong_is_named(self, q: Posterior, name: str) -> None:
+        word, missing = name.replace(".", r"\."), {n: m for n, m in q.mean.items() if n != name}
+        with pytest.raises(InputError, match=word):
             q.form.solve(missing)
-        with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        with pytest.raises(InputError, match=word):
             q.form.times({**q.mean, name: torch.zeros(99)})
+        with pytest.raises(InputError, match=word):
+            q.form.plus_prior(dict.fromkeys(missing, 1.0))
+        q.form.check()
+        for bad in (float("nan"), float("inf"), -2.0):
+            with pytest.raises(PosteriorError, match="precision"):
+                q.form.plus(q.form, bad).check()
 
-    def test_diagonals(self, q: Posterior, dense: Tensor) -> None:
-        inverse = torch.linalg.inv(dense)
-        precisions = flatten({n: q.precision(n) for n in q.mean})
-        variances = flatten({n: q.variance(n) for n in q.mean})
-        assert relative(precisions, dense.diagonal()) < EXACT
-        assert relative(variances, inverse.diagonal()) < EXACT
-        assert all(q.variance(n).shape == m.shape for n, m in q.mean.items())
-
-    def test_diagonals_are_copies(self, q: Posterior) -> None:
-        name = next(iter(q.mean))
+    def test_diagonals_and_logdet(self, q: Posterior, dense: Tensor, name: str) -> None:
+        close(flatten({n: q.precision(n) for n in q.mean}), dense.diagonal())
+        variances = {n: q.variance(n) for n in q.mean}
+        close(flatten(variances), torch.linalg.inv(dense).diagonal())
+        assert all(variances[n].shape == m.shape for n, m in q.mean.items())
         before = q.precision(name).clone()
-        q.precision(name).fill_(-1)
+        q.precision(name).fill_(-1)  # a copy
         assert torch.equal(q.precision(name), before)
-
-    def test_logdet(self, q: Posterior, dense: Tensor) -> None:
         assert abs(float(q.form.logdet() - torch.logdet(dense))) < 1e-9 * len(dense)
 
     def test_the_basis_in_which_it_is_cheapest(
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
     ) -> None:
         """Gradients turned into it, Σ applied there, and turned back, are Σ g; squares add up."""
-        (chunk,) = chunks(task, q.mean, Chunking(chunk_size=100, progress=False))
+        (chunk,) = parts(task, q, 100)
         terms = chunk.jacobian_terms()
         turned = {n: g for term in q.form.into_basis(terms) for n, g in term.jacobian().items()}
         shapes = q.form.basis_shapes()
@@ -176,10 +186,10 @@ class StructureContract:
         assert {n: tuple(g.shape[2:]) for n, g in turned.items()} == shapes
         solved = q.form.backward(q.form.basis_solve({n: turned[n] for n in shapes}))
         ours = torch.cat([solved[n].flatten(2) for n in q.mean], dim=-1)
-        assert relative(ours, jacobian @ torch.linalg.inv(dense)) < EXACT
+        close(ours, jacobian @ torch.linalg.inv(dense))
         squares = q.form.square_sums(terms)
         for name, sums in squares.items():
-            assert relative(sums, turned[name].square().sum((0, 1))) < EXACT
+            close(sums, turned[name].square().sum((0, 1)))
         total = sum(float(sums.sum()) for sums in squares.values())
         assert total == pytest.approx(float(jacobian.square().sum()), rel=1e-10)
         one = {n: torch.ones((1, *s), dtype=dense.dtype) for n, s in shapes.items()}
@@ -191,135 +201,94 @@ class StructureContract:
         record = json.loads(json.dumps(q.form.record()))
         back = KINDS[q.form.kind].read(q.form.tensors(), record, list(q.mean))
         assert back.shapes == q.form.shapes
-        assert relative(rows(back.times(unit)), dense) < EXACT
-
-    def test_one_number_per_weight(self, q: Posterior, dense: Tensor) -> None:
+        close(rows(back.times(unit)), dense)
         values = q.form.per_weight
         assert (values is not None) == (self.structure == "diag")
         if values is not None:
-            assert relative(flatten(values), dense.diagonal()) < EXACT
+            close(flatten(values), dense.diagonal())
 
     @pytest.mark.parametrize("chunk_size", [1, 4, 100])
     def test_gram(
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, chunk_size: int
     ) -> None:
+        """Of all columns, and of one; the terms are left alone."""
         truth = torch.einsum("ncp,pq,ndq->ncd", jacobian, torch.linalg.inv(dense), jacobian)
-        parts = chunks(task, q.mean, Chunking(chunk_size=chunk_size, progress=False))
-        ours = torch.cat([q.form.gram(chunk.jacobian_terms()) for chunk in parts])
-        assert relative(ours, truth) < EXACT
-
-    def test_gram_of_one_column(
-        self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
-    ) -> None:
+        found = [q.form.gram(part.jacobian_terms()) for part in parts(task, q, chunk_size)]
+        close(torch.cat(found), truth)
         generator = torch.Generator().manual_seed(1)
         c = torch.randn(jacobian.shape[:2], generator=generator, dtype=torch.float64)
-        g = torch.einsum("ncp,nc->np", jacobian, c)
-        truth = torch.einsum("np,pq,nq->n", g, torch.linalg.inv(dense), g)
-        parts = chunks(task, q.mean, Chunking(chunk_size=3, progress=False), columns=1)
-        ours = [
-            q.form.gram(chunk.terms(c[chunk.indices].unsqueeze(1))).flatten() for chunk in parts
-        ]
-        assert relative(torch.cat(ours), truth) < EXACT
+        one = parts(task, q, chunk_size, columns=1)
+        found = [q.form.gram(part.terms(c[part.indices].unsqueeze(1))).flatten() for part in one]
+        close(torch.cat(found), torch.einsum("nc,ncd,nd->n", c, truth, c))
+        terms = next(iter(parts(task, q, 3))).jacobian_terms()
+        first, added = q.form.gram(terms), q.form.zeros().add(terms)
+        assert torch.equal(first, q.form.gram(terms))
+        again = q.form.zeros().add(terms).tensors()
+        assert all(torch.equal(value, again[name]) for name, value in added.tensors().items())
 
-    def test_gram_leaves_the_terms_alone(self, task: Task, q: Posterior) -> None:
-        chunk = next(iter(chunks(task, q.mean, Chunking(chunk_size=3, progress=False))))
-        terms = chunk.jacobian_terms()
-        first, added, second = q.form.gram(terms), q.form.zeros().add(terms), q.form.gram(terms)
-        assert torch.equal(first, second)
-        again = q.form.zeros().add(terms)
-        for name, value in added.tensors().items():
-            assert torch.equal(value, again.tensors()[name])
-
-    def test_add_plus_zeros(
+    def test_sums(
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, unit: dict[str, Tensor]
     ) -> None:
-        total = torch.einsum("ncp,ncq->pq", jacobian, jacobian)
         added = q.form.zeros()
-        for chunk in chunks(task, q.mean, Chunking(chunk_size=4, progress=False)):
+        for chunk in parts(task, q, 4):
             added = added.add(chunk.jacobian_terms())
-        truth = projected(q.form, total)
-        assert relative(rows(added.times(unit)), truth) < EXACT
+        truth = projected(q.form, torch.einsum("ncp,ncq->pq", jacobian, jacobian))
+        close(rows(added.times(unit)), truth)
         both = q.form.plus(added, 0.25)
-        assert relative(rows(both.times(unit)), dense + 0.25 * truth) < EXACT
-        back = both.plus(added, -0.25)
-        assert relative(rows(back.times(unit)), dense) < EXACT
-        assert relative(rows(q.form.times(unit)), dense) < EXACT  # nothing changed in place
+        close(rows(both.times(unit)), dense + 0.25 * truth)
+        close(rows(both.plus(added, -0.25).times(unit)), dense)
+        close(rows(q.form.times(unit)), dense)  # nothing changed in place
 
-    def test_plus_prior(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
-        shifted = q.form.plus_prior({n: 0.5 for n in q.mean})
-        truth = dense + 0.5 * torch.eye(len(dense), dtype=dense.dtype)
-        assert relative(rows(shifted.times(unit)), truth) < EXACT
-
-    def test_prior_must_name_every_parameter(self, q: Posterior) -> None:
-        names = list(q.mean)
-        with pytest.raises(InputError, match=names[-1].replace(".", r"\.")):
-            q.form.plus_prior(dict.fromkeys(names[:-1], 1.0))
-
-    def test_floored(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
+    def test_priors_and_floors(
+        self, q: Posterior, dense: Tensor, eye: Tensor, unit: dict[str, Tensor]
+    ) -> None:
+        close(rows(q.form.plus_prior({n: 0.5 for n in q.mean}).times(unit)), dense + 0.5 * eye)
         same, below = q.form.floored(PRIOR)
         assert below == 0
-        assert relative(rows(same.times(unit)), dense) < EXACT
+        close(rows(same.times(unit)), dense)
         lowered = q.form.plus(q.form, -1.5).plus_prior(PRIOR)  # −S/2 + δ: at or below δ everywhere
         raised, below = lowered.floored(PRIOR)
-        truth = PRIOR * torch.eye(len(dense), dtype=dense.dtype)
         assert below == 1
-        assert relative(rows(raised.times(unit)), truth) < EXACT
+        close(rows(raised.times(unit)), PRIOR * eye)
 
-    def test_samples(self, q: Posterior, dense: Tensor) -> None:
+    def test_samples(self, q: Posterior, dense: Tensor, eye: Tensor, name: str) -> None:
         n = 20_000
         draws = rows(q.sample(generator=torch.Generator().manual_seed(0), n=n))
-        gap = draws - flatten(q.mean)
         # With S = R Rᵀ, Rᵀ(θ − m) is standard normal: P means within 5/√n, and the covariance's
         # distance from I is P/√n in Frobenius norm, up to a few per cent.
-        white = gap @ torch.linalg.cholesky(dense)
-        size = len(dense)
+        white = (draws - flatten(q.mean)) @ torch.linalg.cholesky(dense)
         assert float(white.mean(0).abs().max()) < 5 / n**0.5
-        covariance = white.mT @ white / n
-        distance = torch.linalg.matrix_norm(covariance - torch.eye(size, dtype=dense.dtype))
-        assert 0.9 < float(distance) / (size * (size + 1) / n) ** 0.5 < 1.1
+        distance = torch.linalg.matrix_norm(white.mT @ white / n - eye)
+        assert 0.9 < float(distance) / (len(eye) * (len(eye) + 1) / n) ** 0.5 < 1.1
+        seeds = (torch.Generator().manual_seed(s) for s in (3, 3, 4))
+        one, two, other = (q.sample(generator=generator)[name] for generator in seeds)
+        assert torch.equal(one, two) and not torch.equal(one, other)
+        assert one.shape == q.mean[name].shape
 
-    def test_sampling_is_reproducible(self, q: Posterior) -> None:
-        one, two, other = (q.sample(generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
-        name = next(iter(q.mean))
-        assert torch.equal(one[name], two[name])
-        assert not torch.equal(one[name], other[name])
-        assert one[name].shape == q.mean[name].shape
-
-    def test_save_and_load_to_the_bit(self, q: Posterior, tmp_path) -> None:
-        for path in (tmp_path / "q.safetensors", tmp_path / "folder"):
-            q.save(path)
-            back = Posterior.load(path)
-            assert back.structure == q.structure
-            assert back.n_data == q.n_data
-            assert back.prior_precision == q.prior_precision
-            assert back.record.items() >= q.record.items()
-            assert list(back.mean) == list(q.mean)
-            for name, m in q.mean.items():
-                assert torch.equal(back.mean[name], m)
-                assert relative(back.variance(name), q.variance(name)) < 1e-14
-            assert back.form.tensors().keys() == q.form.tensors().keys()
-            for name, tensor in q.form.tensors().items():
-                assert torch.equal(back.form.tensors()[name], tensor)
-
-    def test_saved_posterior_answers_the_same(self, task: Task, q: Posterior, tmp_path) -> None:
-        q.save(tmp_path / "q.safetensors")
-        back = Posterior.load(tmp_path / "q.safetensors")
-        for chunk in chunks(task, q.mean, Chunking(chunk_size=3, progress=False)):
+    @pytest.mark.parametrize("place", ["q.safetensors", "folder"])
+    def test_save_and_load_to_the_bit(
+        self, task: Task, q: Posterior, tmp_path: Path, place: str
+    ) -> None:
+        q.save(tmp_path / place)
+        back = Posterior.load(tmp_path / place)
+        for field in ("structure", "n_data", "prior_precision"):
+            assert getattr(back, field) == getattr(q, field)
+        assert back.record.items() >= q.record.items() and list(back.mean) == list(q.mean)
+        pairs = [(back.mean, q.mean), (back.form.tensors(), q.form.tensors())]
+        for found, wanted in pairs:
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        for name in q.mean:
+            close(back.variance(name), q.variance(name), 1e-14)
+        for chunk in parts(task, q, 3):
             terms = chunk.jacobian_terms()
-            assert relative(back.form.gram(terms), q.form.gram(terms)) < 1e-13
+            close(back.form.gram(terms), q.form.gram(terms), 1e-13)
 
     def test_to_float32(self, q: Posterior) -> None:
         single = q.to("cpu", torch.float32)
-        assert all(m.dtype == torch.float32 for m in single.mean.values())
-        assert all(t.dtype == torch.float32 for t in single.form.tensors().values())
+        held = [*single.mean.values(), *single.form.tensors().values()]
+        assert all(tensor.dtype == torch.float32 for tensor in held)
         for name in q.mean:
             assert single.variance(name).dtype == torch.float32
-            assert relative(single.variance(name).double(), q.variance(name)) < 1e-4
-        assert q.to("cpu") is q
-        assert next(iter(q.mean.values())).dtype == torch.float64
-
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -2.0])
-    def test_check(self, q: Posterior, bad: float) -> None:
-        q.form.check()
-        with pytest.raises(PosteriorError, match="precision"):
-            q.form.plus(q.form, bad).check()
+            close(single.variance(name).double(), q.variance(name), 1e-4)
+        assert q.to("cpu") is q and next(iter(q.mean.values())).dtype == torch.float64

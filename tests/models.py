@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,8 @@ class HFConv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(nf) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = (*x.shape[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size)
+        product = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return product.view(*x.shape[:-1], self.nf)
 
 
 HFConv1D.__name__ = "Conv1D"
@@ -49,23 +50,6 @@ class Images(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Volumes(nn.Module):
-    """Conv1d with stride and dilation, Conv3d with groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c1 = nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=2, padding_mode="circular")
-        self.bn = nn.BatchNorm1d(3)
-        self.c3 = nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0))
-        self.out = nn.Linear(3, 2, bias=False)
-        self.gate = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = torch.tanh(self.bn(self.c1(x))).mean(-1)
-        b = torch.tanh(self.c3(x.reshape(len(x), 1, 2, 2, -1))).mean((2, 3, 4))
-        return self.out(a * self.gate(b))
-
-
 class Words(nn.Module):
     """Embeddings (tied to the read-out; positions), norms, Conv1D, attention, a parameter."""
 
@@ -84,39 +68,43 @@ class Words(nn.Module):
             self.read.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(
-            torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        )
-        x = self.norm(x)
+        places = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        x = self.norm(self.words(ids) + self.places(places))
         x = x + self.mix(x)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
         return self.read(self.rms(x * self.scale).mean(1))
 
 
-class Functional(nn.Module):
+class Graph(nn.Module):
+    """Parts by name, and a function of them: ``forward(parts, *inputs)``."""
+
+    def __init__(self, call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self, *args, **kwargs)
+
+
+def volumes(m: Any, x: Tensor) -> Tensor:
+    """Conv1d with stride and dilation, Conv3d with groups."""
+    a = torch.tanh(m.bn(m.c1(x))).mean(-1)
+    b = torch.tanh(m.c3(x.reshape(len(x), 1, 2, 2, -1))).mean((2, 3, 4))
+    return m.out(a * m.gate(b))
+
+
+def functional(m: Any, x: Tensor) -> Tensor:
     """A weight used outside its module, which no hook on the module can see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        return self.second(h) + F.linear(h, self.first.weight.t())
+    h = torch.tanh(m.first(x))
+    return m.second(h) + F.linear(h, m.first.weight.t())
 
 
-class Recurrent(nn.Module):
-    """A layer without a rule, sequence first, two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(3, 4)
-        self.out = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.rnn(x.transpose(0, 1))[0][-1])
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    """Sequence first, two outputs."""
+    return m.out(m.rnn(x.transpose(0, 1))[0][-1])
 
 
 @contextmanager
@@ -149,21 +137,15 @@ def classes(seed: int, dtype: torch.dtype = torch.float64, n: int = 120) -> tupl
 
 
 def minimised(
-    model: nn.Module,
-    data: tuple[Tensor, Tensor],
-    delta: float,
-    *,
-    start: float = 0.0,
-    weight: Tensor | None = None,
-    steps: int = 500,
-) -> nn.Module:
+    model: nn.Module, data: tuple[Tensor, Tensor], delta: float, *, start: float = 0.0,
+    weight: Tensor | None = None, steps: int = 500,
+) -> nn.Module:  # fmt: skip
     """Trained by L-BFGS on the summed (weighted) cross-entropy + δ/2 ‖θ − start‖²."""
     x, y = data
     for p in model.parameters():
         nn.init.normal_(p, generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
+    how = {"max_iter": steps, "tolerance_grad": 1e-9, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(model.parameters(), **how)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -192,16 +174,19 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
 
     ids = torch.randint(0, 7, (7, 6), generator=g)
     with seeded(3):
-        return _built(normal, ids)
-
-
-def _built(normal: Callable[..., Tensor], ids: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
-    return {
-        "mlp": (mlp(), normal(7, 4)),
-        "images": (randomised(Images()), normal(7, 2, 8, 8)),
-        "volumes": (randomised(Volumes()), normal(7, 2, 12)),
-        "words_tied": (randomised(Words()), ids),
-        "words": (randomised(Words(tied=False)), ids),
-        "functional": (randomised(Functional()), normal(7, 3)),
-        "recurrent": (randomised(Recurrent()), normal(7, 5, 3)),
-    }
+        models = {
+            "mlp": (mlp(), normal(7, 4)),
+            "images": (Images(), normal(7, 2, 8, 8)),
+            "volumes": (
+                Graph(
+                    volumes, bn=nn.BatchNorm1d(3), out=nn.Linear(3, 2, bias=False),
+                    c1=nn.Conv1d(2, 3, 3, 2, 2, 2, padding_mode="circular"), gate=nn.Linear(2, 3),
+                    c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
+                ), normal(7, 2, 12)),
+            "words_tied": (Words(), ids),
+            "words": (Words(tied=False), ids),
+            "functional": (
+                Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)), normal(7, 3)),
+            "recurrent": (Graph(recurrent, rnn=nn.GRU(3, 4), out=nn.Linear(4, 2)), normal(7, 5, 3)),
+        }  # fmt: skip
+    return {name: (randomised(model), x) for name, (model, x) in models.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import randomised
+from models import Graph, randomised
 from torch import Tensor, nn
 
 D = torch.float64
@@ -24,19 +24,6 @@ class Case:
     @property
     def size(self) -> int:
         return len(self.inputs)
-
-
-class Graph(nn.Module):
-    """Parts by name, and a function of them: ``forward(parts, *inputs)``."""
-
-    def __init__(self, call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.call = call
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self, *args, **kwargs)
 
 
 def graph(call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> nn.Module:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import blr_analysis as blr
 from blr_analysis.backprop import engine
 from blr_analysis.cli import main
-from blr_analysis.errors import DataError, InputError, ModelError, StorageError
+from blr_analysis.errors import DataError, InputError, ModelError
 from blr_analysis.files import held
 from blr_analysis.huggingface.data import read_rows
 from blr_analysis.huggingface.models import load_language_model, load_model
@@ -151,13 +151,13 @@ LONG = " ".join(["the"] * 16)
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "the", "answer": ""}], "line 1 .* no answer"),
+        ([{"prompt": "the", "answer": ""}], "line 1 .* has '' for its answer"),
         ([{"prompt": 4, "answer": " book"}], "line 1 .* has 4 for its prompt: write it as text"),
         ([{"text": 12345}], "12345 for its text: write it as text"),
-        ([{"text": "the book"}, {"source": "a"}], "line 2 .* no text"),
+        ([{"text": "the book"}, {"source": "a"}], "line 2 .* has None for its text"),
         ([{"prompt": LONG, "answer": " book"}], "17 tokens"),
         ([{"text": "the"}], "leaves nothing to predict"),
-        ([{"text": "the book"}, {"text": " "}], "line 2 .* an empty one"),
+        ([{"text": "the book"}, {"text": " "}], "line 2 .* has ' ' for its text"),
         ([{"text": f"{LONG} book"}], "max_length"),
         ([{"other": "the"}], "no column of a usual name"),
         ([{"messages": "the"}], "no list of messages"),
@@ -180,15 +180,14 @@ def test_tokens_and_adapters_of_other_models(model: Path, tmp_path: Path) -> Non
         language_task(loaded, model / "data.jsonl")
     wide = tiny.save(tmp_path / "wide", tiny.build("llama", "causal_lm", hidden_size=16))
     other = tiny.save(tmp_path / "other", tiny.build("gpt2", "causal_lm"))
-    for base, word in ((wide, "another base"), (other, "another base"), (tmp_path / "x", "--base")):
-        with pytest.raises(ModelError, match=word):
+    for base in (wide, other, tmp_path / "x"):
+        with pytest.raises(ModelError, match="--base"):
             load_language_model(adapter, base=base)
-    for error, change in ((StorageError, {"peft_type": "NONE"}), (ModelError, {"r": 0})):
+    for change in ({"peft_type": "NONE"}, {"r": 0}):
         place = shutil.copytree(adapter, tmp_path / next(iter(change)))
         changed(place / "adapter_config.json", **change)
-        with pytest.raises(error) as caught:
+        with pytest.raises(ModelError, match="does not fit"):
             load_language_model(place, base=model)
-        assert "another base" not in str(caught.value)
 
 
 # The commands

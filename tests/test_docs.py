@@ -1,9 +1,10 @@
-"""The pages: their code runs, their links lead somewhere, and the site builds without a warning."""
+"""The pages: code runs, links lead somewhere; and every result shows itself in a notebook."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import blr_analysis as blr
+from blr_analysis.audit import investigate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(p for p in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md")) if p.name != "CHANGELOG.md")
@@ -28,7 +30,7 @@ def digits() -> dict[str, Any]:
     torch.manual_seed(0)
     X, y = torch.randn(60, 4), torch.arange(60) % 3
     X[:, 0] += y
-    model = nn.Linear(4, 3)
+    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
     def train() -> None:
@@ -37,7 +39,6 @@ def digits() -> dict[str, Any]:
             loss(model(X), y).backward()
             optimizer.step()
 
-    loss = nn.CrossEntropyLoss()
     train()
     data, test_data = TensorDataset(X, y), TensorDataset(X[:20] + 0.1, y[:20])
     task, test_task = blr.Task(model, data), blr.Task(model, test_data)
@@ -83,8 +84,6 @@ def tables() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    from functools import partial
-
     from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
     known = digits()
@@ -134,13 +133,13 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 PLACE = re.compile(r"^:(start-at|end-at|end-before|pyobject): (.+)$", re.MULTILINE)
-SHOWN = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_the_lines_beside_a_formula_are_there(page: Path) -> None:
     """As the build of the site finds out too, a minute later."""
-    for path, options in SHOWN.findall(page.read_text("utf-8")):
+    for path, options in INCLUDED.findall(page.read_text("utf-8")):
         code = (page.parent / path).read_text("utf-8")
         for name, line in PLACE.findall(options):
             for part in line.split(".")[:-1] if name == "pyobject" else ():
@@ -148,3 +147,50 @@ def test_the_lines_beside_a_formula_are_there(page: Path) -> None:
             line = f"def {line.split('.')[-1]}(" if name == "pyobject" else line
             assert line in code, line
             code = code[code.index(line) :]
+
+
+# Results, as the last line of a notebook's cell
+
+
+@cache
+def problem() -> tuple[blr.Task, blr.Task, blr.Posterior]:
+    known = digits()
+    return known["task"], known["test_task"], known["posterior"]
+
+
+def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
+    watching = blr.Monitor(task, test=test)
+    assert watching._repr_png_() is None  # nothing to draw yet
+    watching(q, 1)
+    return watching
+
+
+PICTURE = b"\x89PNG"
+SHOWN = {
+    "scores": ("<td", lambda t, v, q: blr.sensitivity(t, q)),
+    "leave-one-out": ("<td", lambda t, v, q: blr.leave_one_out(t, q)),
+    "memory map": ("<td", lambda t, v, q: blr.memory_map(blr.sensitivity(t, q))),
+    "suspicions": ("<td", lambda t, v, q: blr.suspicious(t, q)),
+    "influence": ("60 training × 20 test examples", lambda t, v, q: blr.influence(t, q, v)),
+    "top influence": ("<td", lambda t, v, q: blr.influence(t, q, v, k=2)),
+    "group influence": ("<td", lambda t, v, q: blr.influence(t, q, v).group()),
+    "groups": ("<td", lambda t, v, q: blr.what_if_each(t, q, by="target", evaluate=v)),
+    "findings": ("<td", lambda t, v, q: investigate(t, q, test=v, by=None)),
+    "prior": ("<td", lambda t, v, q: blr.select_prior_precision(t, [0.1, 1.0])),
+    "predictions": ("<td", lambda t, v, q: q.predict(v, draws=2)),
+    "mismatch": ("<td", lambda t, v, q: blr.gradient_mismatch(t, q.mean, models=[q.mean])),
+    "what-if": (PICTURE, lambda t, v, q: blr.what_if(t, q, remove=[1, 2], evaluate=v)),
+    "monitor": (PICTURE, monitored),
+    "Table 1": ("<td", lambda *_: blr.table1()),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_result_shows_itself_in_a_cell(name: str) -> None:
+    part, make = SHOWN[name]
+    result = make(*problem())
+    if part == PICTURE:
+        assert result._repr_png_().startswith(PICTURE)
+    else:
+        shown = result._repr_html_()
+        assert part in shown and "tensor(" not in shown

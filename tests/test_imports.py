@@ -11,9 +11,11 @@ import ast
 import re
 import sys
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,9 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"likelihoods", "files", "half"},
     {"recipe", "snapshots"},
     {"terminal"},
-    {"likelihoods", "files", "half"},
     {"data", "estimators"},
     {"task"},
     {"backprop"},
@@ -53,46 +55,18 @@ DOORS = {f"{PACKAGE}.posterior", f"{PACKAGE}.posterior.capture"}
 LOWEST = {"pandas": "tables", "matplotlib": "plots"}
 # Imported inside the one function that needs them, never when a module is loaded …
 DEFERRED = {"transformers", "lightning", "pytorch_lightning", "peft"}
-# … except by modules that exist for nothing else, by their full name.
-ADAPTERS = frozenset(
-    f"{PACKAGE}.{name}"
-    for name in (
-        "huggingface.trainer", "huggingface.lightning",
-    )
-)  # fmt: skip
+# … except by modules that exist for nothing else.
+ADAPTERS = {f"{PACKAGE}.huggingface.trainer", f"{PACKAGE}.huggingface.lightning"}
 # Imports by name (`importlib.import_module`) hide from this test: `views` is the one door
 # from results to tables and plots, `recipe` finds the optimizers that stand above it, and the
 # command line loads the user's own script.
-DYNAMIC = {"views", "audit", "cli", "recipe"}
-# Where a distribution's name is not what one imports.
-DISTRIBUTION = {
-    "PIL": "pillow",
-    "sklearn": "scikit-learn",
-    "pytorch_lightning": "lightning",
-    "ruamel": "ruamel.yaml",
-    "huggingface_hub": "huggingface-hub",
+DYNAMIC, COMPUTED = {"views", "audit", "cli", "recipe"}, "?"
+# Every module by its dotted name.
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module: its full name, its line, and whether a function defers it."""
-
-    name: str
-    line: int
-    deferred: bool
-
-
-def modules(root: Path) -> dict[str, Path]:
-    """Every module below ``root/blr_analysis`` by its dotted name."""
-    found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-MODULES = modules(ROOT)
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def unit_of(module: str) -> str:
@@ -100,120 +74,89 @@ def unit_of(module: str) -> str:
     return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
-def imports_of(
-    source: str, module: str, *, is_package: bool = False, known: set[str]
-) -> tuple[list[Import], list[int]]:
-    """What a source text imports, and the lines on which it imports by a computed name."""
-    package = module if is_package else module.rpartition(".")[0]
-    found: list[Import] = []
-    dynamic: list[int] = []
-
-    def visit(node: ast.AST, deferred: bool) -> None:
+def imports_of(source: str, package: str) -> Iterator[tuple[str, int, bool]]:
+    """What a source text imports, on which line, and whether a function defers it."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
+    deferred = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        found: list[str] = []
         match node:
             case ast.Import(names=names):
-                found.extend(Import(alias.name, node.lineno, deferred) for alias in names)
+                found = [alias.name for alias in names]
             case ast.ImportFrom(module=target, names=names, level=level):
-                above = package.split(".")[: len(package.split(".")) - level + 1]
-                base = ".".join([*(above if level else []), *([target] if target else [])])
-                for alias in names:
-                    full = f"{base}.{alias.name}"
-                    name = full if full in known else base
-                    found.append(Import(name, node.lineno, deferred))
+                base = resolve_name("." * level + (target or ""), package)
+                full = [f"{base}.{alias.name}" for alias in names]
+                found = [name if name in MODULES else base for name in full]
             case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)):
-                if name in ("import_module", "__import__"):
-                    dynamic.append(node.lineno)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            visit(child, deferred or inside)
-
-    visit(ast.parse(source), False)
-    return found, dynamic
+                found = [COMPUTED] if name in ("import_module", "__import__") else []
+        for name in found:
+            yield name, node.lineno, id(node) in deferred  # type: ignore[attr-defined]
 
 
 @cache
-def read(module: str) -> tuple[list[Import], list[int]]:
+def read(module: str) -> list[tuple[str, int, bool]]:
     """What a module of the package imports."""
     path = MODULES[module]
-    package, source = path.name == "__init__.py", path.read_text("utf-8")
-    return imports_of(source, module, is_package=package, known=set(MODULES))
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return [*imports_of(path.read_text("utf-8"), package)]
 
 
-def complaints(source: str, module: str, known: set[str]) -> list[str]:
-    """What is wrong with the imports of a source text."""
-    return judged(module, *imports_of(source, module, known=known))
-
-
-def judged(module: str, found: list[Import], dynamic: list[int]) -> list[str]:
-    """What is wrong with these imports of a module, a sentence each; empty if nothing is."""
-    unit = unit_of(module)
-    if unit == "":
-        return []
-    if unit not in HEIGHT:
-        return [f"{module}: say where {unit!r} stands by adding it to LAYERS in this test"]
-    wrong = []
-    for imported in found:
-        top = imported.name.partition(".")[0]
-        where = f"{module}, line {imported.line}: "
-        if top == PACKAGE:
-            other = unit_of(imported.name)
-            if other == "":
-                wrong.append(f"{where}imports the package itself, which stands above it")
-            elif other not in HEIGHT:
-                wrong.append(f"{where}say where {other!r} stands by adding it to LAYERS")
-            elif other != unit and HEIGHT[other] >= HEIGHT[unit]:
-                wrong.append(f"{where}imports {imported.name}, but {other!r} is not below {unit!r}")
-            if unit in BY_THE_DOOR and other == "posterior" and imported.name not in DOORS:
-                wrong.append(f"{where}import {imported.name} by a door: {' or '.join(DOORS)}")
-        if top in LOWEST and HEIGHT[unit] < HEIGHT[LOWEST[top]]:
-            wrong.append(f"{where}only {LOWEST[top]!r} and what stands above it import {top}")
-        if top in DEFERRED and not imported.deferred and module not in ADAPTERS:
-            wrong.append(f"{where}import {top} inside the function that needs it")
-    if unit not in DYNAMIC:
-        wrong += [f"{module}, line {line}: imports by a computed name" for line in dynamic]
+def complaints(module: str, imports: Iterable[tuple[str, int, bool]]) -> list[str]:
+    """What is wrong with the imports of a module, a sentence each."""
+    unit, wrong = unit_of(module), []
+    height = HEIGHT.get(unit, -1)
+    for name, line, deferred in imports if unit else ():
+        top, _, below = name.partition(".")
+        other = unit_of(name) if top == PACKAGE else ""
+        foreign = other not in ("", unit)
+        by_a_door = unit in BY_THE_DOOR and other == "posterior"
+        faults = {
+            "say in LAYERS where it stands": height < 0 or (foreign and other not in HEIGHT),
+            "the package itself stands above it": top == PACKAGE and not below,
+            f"{other!r} is not below {unit!r}": 0 <= height <= HEIGHT.get(other, -1) and foreign,
+            f"go by a door, {DOORS}": by_a_door and name not in DOORS,
+            f"only from {LOWEST.get(top)!r} upward": height < HEIGHT.get(LOWEST.get(top, ""), -1),
+            "import it inside the function": not deferred
+            and top in DEFERRED
+            and module not in ADAPTERS,
+            "a computed name": name == COMPUTED and unit not in DYNAMIC,
+        }
+        wrong += [
+            f"{module}, line {line}, {name}: {what}" for what, is_so in faults.items() if is_so
+        ]
     return wrong
 
 
-def distributions(specifiers: list[str]) -> set[str]:
-    """The bare names of requirements such as ``"numpy>=2.0"``."""
-    return {re.split(r"[\s\[<>=!~;]", text, maxsplit=1)[0].lower() for text in specifiers}
-
-
 def test_imports_run_downward() -> None:
-    wrong = [complaint for module in MODULES for complaint in judged(module, *read(module))]
+    assert f"{PACKAGE}.errors" in MODULES
+    wrong = [complaint for module in MODULES for complaint in complaints(module, read(module))]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    below = {
-        module: {
-            one.name
-            for one in read(module)[0]
-            # of its own package it may take names: those are no module
-            if one.name in MODULES and not module.startswith(f"{one.name}.")
+    # Of its own package a module may take names: those are no module.
+    TopologicalSorter(
+        {
+            module: {n for n, *_ in read(module) if n in MODULES and not module.startswith(f"{n}.")}
+            for module in MODULES
         }
-        for module in MODULES
-    }
-    TopologicalSorter(below).prepare()  # CycleError names the circle
+    ).prepare()  # CycleError names the circle
 
 
 def test_third_party_imports_are_declared() -> None:
+    """Whatever their distribution is called."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    required = distributions(project["dependencies"])
-    optional = distributions(
-        [name for extra in project["optional-dependencies"].values() for name in extra]
-    )
+    extras = str(project["optional-dependencies"])
+    known, names = sys.stdlib_module_names | {PACKAGE, COMPUTED}, packages_distributions()
     for module in MODULES:
-        for one in read(module)[0]:
-            top = one.name.partition(".")[0]
-            if top in sys.stdlib_module_names or top in (PACKAGE, "__future__"):
-                continue
-            name = DISTRIBUTION.get(top, top)
-            allowed = required | optional if one.deferred or module in ADAPTERS else required
-            assert name in allowed, f"{module}, line {one.line}: {name} is not in pyproject.toml"
-
-
-def test_the_package_was_found() -> None:
-    assert f"{PACKAGE}.errors" in MODULES
+        for name, line, deferred in read(module):
+            optional = extras if deferred or module in ADAPTERS else ""
+            top = name.partition(".")[0].removeprefix("pytorch_")  # lightning has two
+            given = (str(project["dependencies"]) + optional).lower().replace("_", "-")
+            wanted = [name.lower().replace("_", "-") for name in names.get(top, ())]
+            declared = top in known or any(re.search(rf"'{n}\b(?!-)", given) for n in wanted)
+            assert declared, f"{module}, line {line}: {top} is not in pyproject.toml"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +173,8 @@ def test_the_package_was_found() -> None:
         ("task", "from blr_analysis import Posterior", "package itself"),
         ("task", "import blr_analysis", "package itself"),
         ("task", "from . import Posterior", "package itself"),
-        ("sensitivity.scores", "def table(self):\n    import pandas", "import pandas"),
-        ("tables", "from matplotlib import pyplot", "import matplotlib"),
+        ("sensitivity.scores", "def table(self):\n    import pandas", "only from"),
+        ("tables", "from matplotlib import pyplot", "only from"),
         ("posterior.capture", "try:\n    import transformers\nexcept E:\n    pass", "inside"),
         ("cli", "from lightning.pytorch import Trainer", "inside"),
         ("merging.recipe", "from importlib import import_module\nimport_module('x')", "computed"),
@@ -241,6 +184,6 @@ def test_the_package_was_found() -> None:
     ],
 )
 def test_what_the_rule_forbids(module: str, source: str, word: str) -> None:
-    known = {f"{PACKAGE}.sensitivity", f"{PACKAGE}.newcomer"}
-    (complaint,) = complaints(source, f"{PACKAGE}.{module}", known=known)
+    package = f"{PACKAGE}.{module}".rpartition(".")[0]
+    (complaint,) = complaints(f"{PACKAGE}.{module}", imports_of(source, package))
     assert word in complaint

@@ -86,7 +86,7 @@ def merge(
     """
     from dataclasses import replace
 
-    from blr_analysis.files import check_free, check_room
+    from blr_analysis.files.placing import check_free, check_room
     from blr_analysis.merging.card import documents, outcome
     from blr_analysis.merging.folders import execute, reference_folder
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan

@@ -101,7 +101,7 @@ class Shared:
     def folder(self, out: Path | None) -> Iterator[Path]:
         """A folder ready to be written, where one was named and this is no dry run."""
         from blr_analysis import ranks
-        from blr_analysis.files import folder_for
+        from blr_analysis.files.placing import folder_for
 
         if (out := self.free(out)) is None or self.dry_run or not ranks.first():
             yield Path()

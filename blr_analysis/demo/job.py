@@ -14,7 +14,7 @@ from torch import nn
 
 from blr_analysis import audit
 from blr_analysis.demo.training import Digits, load, recipe, train
-from blr_analysis.files import folder_for
+from blr_analysis.files.placing import folder_for
 from blr_analysis.plots import plot_what_if
 from blr_analysis.posterior import fit_laplace
 from blr_analysis.report.page import write_page

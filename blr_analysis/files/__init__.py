@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blr_analysis.files.folder import Folder, read_config
-from blr_analysis.files.placing import check_file, check_free, check_room, drafted, folder_for, held
+from blr_analysis.files.placing import drafted, held
 from blr_analysis.files.shards import Shards
 from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
 from blr_analysis.files.storage import Unfinished
@@ -17,12 +17,8 @@ __all__ = [
     "Source",
     "Spec",
     "Unfinished",
-    "check_file",
-    "check_free",
-    "check_room",
     "drafted",
     "fingerprint",
-    "folder_for",
     "held",
     "read_config",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading
+from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading, state_of
 from blr_analysis.files.source import Scratch, Source, Spec
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -39,10 +39,10 @@ class Folder(Source):
     """
 
     def __init__(self, name: str, headers: Mapping[Path, Header]) -> None:
-        self.name = name
-        self._headers = dict(headers)
-        self._places = {n: (path, t) for path, h in headers.items() for n, t in h.tensors.items()}
-        self.specs: Mapping[str, Spec] = {n: t.spec for n, (_, t) in self._places.items()}
+        self.name, self._headers = name, headers
+        places = {n: (path, *at) for path, h in headers.items() for n, at in h.tensors.items()}
+        self._places: dict[str, tuple[Path, Spec, int]] = places
+        self.specs: Mapping[str, Spec] = {n: spec for n, (_, spec, _) in places.items()}
         self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
 
     @classmethod
@@ -54,51 +54,28 @@ class Folder(Source):
             StorageError: nothing there, only pickles, or files that do not agree.
         """
         place = Path(path).expanduser()
-        if place.is_file():
-            return cls(str(path), {place: read_header(place)})
-        if not place.is_dir():
-            raise StorageError(
-                f"{str(path)!r} is no folder or .safetensors file on this machine "
-                "(`huggingface-cli download` makes one)"
-            )
-        single, index = place / f"{stem}.safetensors", place / f"{stem}.safetensors.index.json"
+        single = place if place.is_file() else place / f"{stem}.safetensors"
+        index = place / f"{stem}.safetensors.index.json"
         if single.is_file() and index.is_file():
             raise StorageError(
-                f"{str(path)!r} holds both {single.name} and {index.name}: remove one, or name "
-                "the file itself."
+                f"{str(path)!r} holds both {single.name} and {index.name}: remove one."
             )
-        if single.is_file():
-            return cls(str(path), {single: read_header(single)})
-        if index.is_file():
-            return cls(str(path), _sharded(index))
-        raise StorageError(_nothing(place, stem))
-
-    @property
-    def files(self) -> list[Path]:
-        """The files with tensors."""
-        return list(self._headers)
+        if not single.is_file() and not index.is_file():
+            raise StorageError(_nothing(place, stem))
+        headers = _sharded(index) if index.is_file() else {single: read_header(single)}
+        return cls(str(path), headers)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        spec = self.piece(name, start, stop)
-        path, stored = self._places[name]
-        header, size = self._headers[path], spec.dtype.itemsize
+        path, spec, offset = self._places[name]
+        size = spec.dtype.itemsize
         raw = scratch.take(self, (stop - start) * size)
         with reading(path), open(path, "rb") as file:
-            state = os.fstat(file.fileno())
-            file.seek(stored.offset + start * size)
+            state = state_of(file.fileno())
+            file.seek(offset + start * size)
             count = file.readinto(raw.numpy().data)
-        same = (state.st_size, state.st_mtime_ns) == (header.size, header.modified_ns)
-        if not same or count < len(raw):
+        if state != self._headers[path].state or count < len(raw):
             raise StorageError(f"{str(path)!r} was changed while it was being read.")
         return raw.view(spec.dtype)
-
-    def tensor(self, name: str) -> Tensor:
-        spec = self.piece(name, 0, 0)
-        return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them, each in memory of its own."""
-        return {name: self.tensor(name) for name in self.specs}
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -119,32 +96,25 @@ def read_index(index: Path) -> dict[str, set[str]]:
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise StorageError(f"{str(index)!r} is no index of weights: no 'weight_map'. {AGAIN}")
+        raise StorageError(f"{str(index)!r} is no index of weights: {AGAIN}.")
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     placed: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file, suffix):
             raise StorageError(
-                f"{str(index)!r} places {name!r} in {file!r}: expected a {suffix} file in the "
-                "same folder."
+                f"{str(index)!r} places {name!r} in {file!r}, no {suffix} file of the same folder."
             )
         placed.setdefault(file, set()).add(name)
-    missing = [file for file in placed if not (index.parent / file).is_file()]
-    if missing:
-        raise StorageError(
-            f"{str(index)!r} names {some(missing)}, not there: copy the whole folder."
-        )
     return placed
 
 
 def _sharded(index: Path) -> dict[Path, Header]:
-    headers = {}
-    for file, named in read_index(index).items():
-        path = index.parent / file
-        headers[path] = read_header(path)
+    placed = {index.parent / file: named for file, named in read_index(index).items()}
+    headers = {path: read_header(path) for path in placed}
+    for path, named in placed.items():
         if odd := named ^ headers[path].tensors.keys():
             raise StorageError(
-                f"{str(path)!r} and {index.name!r} disagree on {some(sorted(odd))}. {AGAIN}"
+                f"{str(path)!r} and {index.name!r} disagree on {some(sorted(odd))}: {AGAIN}."
             )
     return headers
 
@@ -156,16 +126,15 @@ def _is_plain(file: str, suffix: str) -> bool:
 
 
 def _nothing(folder: Path, stem: str) -> str:
+    if not folder.is_dir():
+        return (
+            f"{str(folder)!r} is no folder or .safetensors file on this machine "
+            "(`huggingface-cli download` makes one)"
+        )
     found = sorted(p.name for p in folder.iterdir())
-    what = f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json"
-    if any(name.endswith(".distcp") for name in found):
-        return (
-            f"{what}, but a torch.distributed.checkpoint, whose .metadata is a pickle: export it "
-            "where you trust it (format_utils.dcp_to_torch_save), and save it with safetensors."
-        )
-    if pickled := [name for name in found if name.endswith(PICKLES)]:
-        return (
-            f"{what}, but {some(pickled)}: a pickle can run code. Load the model once where you "
-            "trust it, and save it again: model.save_pretrained(folder)."
-        )
-    return f"{what}: it holds {some(found)}."
+    pickled = [name for name in found if name.endswith((*PICKLES, ".distcp"))]
+    remedy = "; a pickle can run code: load it where you trust it, and save it as safetensors"
+    return (
+        f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json, but "
+        f"{some(pickled or found)}{remedy if pickled else ''}."
+    )

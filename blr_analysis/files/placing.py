@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from blr_analysis.checks import path_of
@@ -43,9 +43,21 @@ def drafted(target: Path) -> Iterator[Path]:
         _worded(target),
         tempfile.TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as folder,
     ):
-        draft = Path(folder, "new")
+        draft, old = Path(folder, "new"), Path(folder, "old")
         yield draft
-        _place(draft, target)
+        for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        if draft.is_dir() and target.exists():
+            os.rename(target, old)
+        elif not draft.is_dir():
+            check_file(target)
+        try:
+            os.replace(draft, target)
+        except BaseException:
+            if old.exists():
+                os.rename(old, target)
+            raise
 
 
 @contextmanager
@@ -63,57 +75,49 @@ def held(target: Path) -> Iterator[Path]:
     if key in _HELD:
         yield beside
         return
-    with _worded(target):
-        beside.mkdir(parents=True, exist_ok=True)
-        lock = _lock(beside, target)
-        for left in beside.iterdir():  # by a run that was killed
-            shutil.rmtree(left)
-    _HELD.add(key)
-    try:
+    with ExitStack() as held:
+        with _worded(target):
+            beside.mkdir(parents=True, exist_ok=True)
+            if not _locked(beside, held):
+                raise StorageError(
+                    f"another run is writing {str(target)!r} just now: wait, or name another place."
+                )
+            held.callback(shutil.rmtree, beside, ignore_errors=True)
+            for left in beside.iterdir():  # by a run that was killed
+                shutil.rmtree(left)
+        _HELD.add(key)
+        held.callback(_HELD.remove, key)
         yield beside
-    finally:
-        _HELD.remove(key)
-        shutil.rmtree(beside, ignore_errors=True)
-        _release(lock)
 
 
 @contextmanager
 def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder for several files, made if need be, and ours until the block ends.
 
-    It is known to be writable before anything long begins. Where the body raises and nothing was
-    written, a folder made here is removed again.
+    It is known to be writable before anything long begins. A folder made here, into which nothing
+    was written, is removed again.
 
     Raises:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
     """
     folder = Path(path_of(path)).expanduser()
-    there, lock = folder.exists(), None
+    there = folder.exists()
     try:
-        with _worded(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                lock = _lock(folder, folder)
-        yield folder
-    except BaseException:
+        with held(folder / "files"):
+            yield folder
+    finally:
         with suppress(OSError):
             if not there:
-                folder.rmdir()  # where nothing was written
-        raise
-    finally:
-        _release(lock)
+                folder.rmdir()
 
 
 def check_free(out: Path) -> None:
     """Raise :class:`StorageError` unless ``out`` is new, or an empty folder."""
     with _worded(out):
-        first = min((p.name for p in out.iterdir()), default=None) if out.is_dir() else None
-        if first is not None:
-            raise StorageError(
-                f"the folder {str(out)!r} is not empty (it holds {first!r}): name a new one."
-            )
-        if not out.is_dir() and (out.exists() or out.is_symlink()):
-            raise StorageError(f"{str(out)!r} is there already and is no folder: name a new one.")
+        inside = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
+        if inside or (os.path.lexists(out) and not out.is_dir()):
+            what = f"is not empty (it holds {inside[0]!r})" if inside else "is there already"
+            raise StorageError(f"{str(out)!r} {what}: name a new one.")
 
 
 def check_file(target: Path) -> None:
@@ -125,8 +129,6 @@ def check_file(target: Path) -> None:
 def check_room(out: Path, needed: int) -> None:
     """Raise :class:`StorageError` unless the disk of ``out`` has ``needed`` bytes free."""
     place = next(p for p in out.absolute().parents if p.exists())
-    if not os.access(place, os.W_OK):
-        raise StorageError(f"{str(place)!r} is read-only: name another place.")
     free = shutil.disk_usage(place).free
     if free < needed:
         raise StorageError(
@@ -134,50 +136,17 @@ def check_room(out: Path, needed: int) -> None:
         )
 
 
-def _lock(folder: Path, target: Path) -> int | None:
-    """The descriptor that holds a folder; None where the system or the disk knows no locks."""
+def _locked(folder: Path, held: ExitStack) -> bool:
+    """Whether no other run has the folder, until ``held`` ends; as far as system and disk know."""
     try:
         import fcntl
-    except ImportError:
-        return None
-    lock = os.open(folder, os.O_RDONLY)
-    try:
+
+        lock = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours = os.path.samestat(os.fstat(lock), os.stat(folder))  # its last holder removes it
-    except BlockingIOError:
-        ours = False
-    except OSError:
-        os.close(lock)
-        return None
-    if not ours:
-        os.close(lock)
-        raise StorageError(
-            f"another run is writing {str(target)!r} just now: wait, or name another place."
-        )
-    return lock
-
-
-def _release(lock: int | None) -> None:
-    if lock is not None:
-        os.close(lock)
-
-
-def _place(draft: Path, target: Path) -> None:
-    if not draft.is_dir():
-        check_file(target)
-    for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
-        with open(file, "rb+") as written:
-            os.fsync(written.fileno())
-    if not (draft.is_dir() and target.exists()):
-        os.replace(draft, target)
-        return
-    old = draft.with_name("old")
-    os.rename(target, old)
-    try:
-        os.rename(draft, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
+        return os.path.samestat(os.fstat(lock), os.stat(folder))  # its last holder removes it
+    except (ImportError, OSError) as error:
+        return not isinstance(error, BlockingIOError)
 
 
 @contextmanager

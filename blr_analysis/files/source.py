@@ -41,6 +41,11 @@ class Spec:
         return self.numel * self.dtype.itemsize
 
 
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Of tensors in memory."""
+    return {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
 class Scratch:
     """Buffers that one worker uses again and again: one per key, grown to what was asked for.
 
@@ -51,14 +56,14 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Hashable, Tensor] = {}
+        self.held: dict[Hashable, Tensor] = {}
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
         """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
-        held = self._held.get(key)
+        held = self.held.get(key)
         if held is None or held.numel() < nbytes:
-            self._held.pop(key, None)
-            held = self._held[key] = torch.empty(nbytes, dtype=torch.uint8)
+            self.held.pop(key, None)
+            held = self.held[key] = torch.empty(nbytes, dtype=torch.uint8)
         return held[:nbytes]
 
     def array(
@@ -68,11 +73,6 @@ class Scratch:
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         return self.take(key, numel * dtype.itemsize).view(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes held now."""
-        return sum(t.numel() for t in self._held.values())
 
 
 class Owned(Scratch):
@@ -93,14 +93,12 @@ class Source(ABC):
     Attributes:
         name: for messages: the folder or file.
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
-        notes: what a user should be told about all of it.
         origin: the file that makes a base what it is, such as an adapter's.
         whole: the model whose tensors these are, in another order or with other rows.
     """
 
     name: str
     specs: Mapping[str, Spec]
-    notes: tuple[str, ...] = ()
     origin: Source | None = None
     whole: Source | None = None
 
@@ -115,26 +113,17 @@ class Source(ABC):
         The result lies in ``scratch`` and is valid until this source reads into it again.
 
         Raises:
-            InputError: no such tensor, or a range outside it.
             StorageError: the file cannot be read, or has changed.
         """
 
-    def piece(self, name: str, start: int, stop: int) -> Spec:
-        """The spec of a tensor, the range checked."""
-        spec = self.specs.get(name)
-        if spec is None:
-            raise InputError(f"{self.name!r} holds no tensor {name!r}")
-        if not 0 <= start <= stop <= spec.numel:
-            raise InputError(
-                f"{name!r} of {self.name!r} has {spec.numel} elements, asked for {start} to {stop}"
-            )
-        return spec
-
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
-        spec = self.piece(name, 0, 0)
-        flat = self.read(name, 0, spec.numel, Scratch())
-        return flat.clone().view(spec.shape)
+        """A whole tensor; of a state dict the one that it holds."""
+        spec = self.specs[name]
+        return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them."""
+        return {name: self.tensor(name) for name in self.specs}
 
 
 class Loaded(Source):
@@ -157,12 +146,11 @@ class Loaded(Source):
             if not dense or value.is_sparse or value.is_quantized:
                 raise InputError(f"{name}: {key!r} is no dense tensor that holds numbers")
         self.name = name
-        self.tensors: dict[str, Tensor] = {k: v.detach() for k, v in tensors.items()}
-        self.specs = {k: Spec(tuple(v.shape), v.dtype) for k, v in self.tensors.items()}
+        self.held: dict[str, Tensor] = {k: v.detach() for k, v in tensors.items()}
+        self.specs = specs_of(self.held)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        self.piece(name, start, stop)
-        return self.tensors[name].reshape(-1)[start:stop]
+        return self.held[name].reshape(-1)[start:stop]
 
 
 def fingerprint(source: Source, *, most: int | None = None, progress: bool | None = None) -> str:
@@ -177,8 +165,7 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
     digest, scratch = hashlib.sha256(), Scratch()
     for name in track(sorted(source.specs), label="sha256", show=progress):
         spec = source.specs[name]
-        dtype = str(spec.dtype).removeprefix("torch.")
-        digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
+        digest.update(f"{name}\0{str(spec.dtype)[6:]}\0{list(spec.shape)}\0".encode())
         step = max(1, PIECE // spec.dtype.itemsize)
         end = spec.numel if most is None else min(most, spec.numel)
         for start in range(0, end, step):

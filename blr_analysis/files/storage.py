@@ -31,42 +31,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blr_analysis.checks import positive_int, some
-from blr_analysis.errors import InputError, StorageError
+from blr_analysis.checks import some
+from blr_analysis.errors import InputError, StorageError, told_as
 from blr_analysis.files import shards
 from blr_analysis.files.folder import PICKLES, Folder
 from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json
 from blr_analysis.files.placing import check_file, drafted
-from blr_analysis.files.shards import shard_name, split, write_index
-from blr_analysis.files.source import Loaded, Spec, fingerprint
+from blr_analysis.files.source import Loaded, fingerprint, specs_of
 from blr_analysis.ranks import is_sharded, whole
 
-FORMAT = "blr_analysis.precision"
-VERSION = 1
-FIELDS = (
-    # What every precision beside a model says of itself; None where it does not apply.
-    "kind",
-    "definition",
-    "n_data",
-    "optimizer",
-    "batch_size",
-    "beta2",
-    "step",
-    "bias_corrected",
-    "tied",
-    "frozen",
-    "model_sha256",
-    "sample_sha256",
+FORMAT = {"format": "blr_analysis.precision", "version": 1}
+FIELDS = (  # what every precision beside a model says of itself; None where it does not apply
+    *("kind", "definition", "n_data", "optimizer", "batch_size", "beta2", "step"),
+    *("bias_corrected", "tied", "frozen", "model_sha256", "sample_sha256"),
 )
 STRUCTURES = ("diag", "gram", "kron")
 SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
 STEM = "precision"
-INDEX_FILE = f"{STEM}.safetensors.index.json"
 CONFIG_FILE = "precision_config.json"
+OURS = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
 RECORD_KEY = "blr_analysis"
 CHECKSUM = "checksum"
 EVERY = 60.0  # seconds
@@ -111,27 +97,35 @@ def write(
         precision.safetensors.index.json
         precision_config.json
     """
-    target, single = _target(path), Path(path).suffix == ".safetensors"
-    document = {**record, "format": FORMAT, "version": VERSION}
-    _check_tensors(tensors)
-    positive_int("max_shard_bytes", max_shard_bytes)
+    target, single = _target(path)
+    given = Loaded("tensors", tensors).held
+    sayable = {n for n in given if n.encode(errors="replace").decode() == n} - {METADATA}
+    if odd := [n for n, t in given.items() if t.is_complex() or n not in sayable]:
+        raise InputError(f"{some(odd)} cannot be stored: complex, or no name in such a file.")
     sharded = any(map(is_sharded, tensors.values()))
     leads = not sharded or dist.get_rank() == 0
     held = {}
-    for name, tensor in tensors.items():
-        full = whole(tensor.detach())
+    for name, tensor in given.items():
+        full = whole(tensor)
         if leads:
             held[name] = full.cpu().resolve_neg().contiguous()
     if leads:
-        document[CHECKSUM] = fingerprint(Loaded("", held), progress=False)
-        text = encode(document)
+        checksum = fingerprint(Loaded("", held), progress=False)
+        with told_as(InputError, "the record is no JSON", "use plain, finite values"):
+            document = {**record, **FORMAT, CHECKSUM: checksum}
+            text = json.dumps(document, indent=2, allow_nan=False)
         with drafted(target) as draft:
             _check_free(target, single)
             if single:
                 shards.save_file(held, draft, {"format": "pt", RECORD_KEY: text})
             else:
                 draft.mkdir()
-                _write_folder(draft, held, text, max_shard_bytes)
+                made = shards.Shards(
+                    draft, specs_of(held), max_shard_bytes, stem=STEM, numbered=True
+                )
+                for name, tensor in held.items():
+                    made.put(name, 0, tensor)
+                (draft / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     if sharded:
         dist.barrier()
 
@@ -142,12 +136,12 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
     Raises:
         StorageError: something is there and ``force`` is not given, or could not be replaced.
     """
-    target = _target(path)
+    target, single = _target(path)
     if target.exists() and not force:
         raise StorageError(
             f"{str(target)!r} is already there: name another place, or pass force=True (--force)."
         )
-    _check_free(target, single=Path(path).suffix == ".safetensors")
+    _check_free(target, single)
     return target
 
 
@@ -159,7 +153,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             file, or a folder whose index and shards do not agree.
     """
     record = read_record(path)
-    tensors = Folder.open(_target(path), stem=STEM).tensors()
+    tensors = Folder.open(_target(path)[0], stem=STEM).tensors()
     if record.pop(CHECKSUM, None) not in (None, fingerprint(Loaded("", tensors), progress=False)):
         raise StorageError(f"{str(path)!r} is damaged: its numbers are not those that were saved.")
     return tensors, record
@@ -171,14 +165,12 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StorageError: as :func:`read`.
     """
-    target = _target(path)
-    if not target.exists():
-        raise StorageError(f"nothing is stored at {str(target)!r}: name what Posterior.save wrote.")
+    target, _ = _target(path)
     record = find_record(target)
     if record is None:
+        what = "holds no record of a posterior" if target.exists() else "is not there"
         raise StorageError(
-            f"{str(target)!r} holds no {RECORD_KEY!r} record (a model's weights, perhaps): name "
-            "what Posterior.save wrote."
+            f"nothing is stored at {str(target)!r}, which {what}: name what Posterior.save wrote."
         )
     return record
 
@@ -191,84 +183,41 @@ def find_record(path: Path) -> dict[str, Any] | None:
     """
     config = path / CONFIG_FILE
     if config.is_file():
-        return checked(read_json(config), config)
-    file = path / f"{STEM}.safetensors" if path.is_dir() else path
-    held = read_header(file).metadata if file.is_file() else {}
-    return checked(parse_json(held[RECORD_KEY], path), path) if RECORD_KEY in held else None
-
-
-def _write_folder(
-    folder: Path, tensors: Mapping[str, Tensor], record: str, max_shard_bytes: int
-) -> None:
-    """Every shard, then the index, then the record."""
-    runs = split({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
-    count, held = len(runs), {}
-    for k, names in enumerate(runs, start=1):
-        file = shard_name(STEM, k, count)
-        shards.save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
-        held |= dict.fromkeys(names, file)
-    write_index(folder, STEM, held, {"total_size": sum(t.nbytes for t in tensors.values())})
-    (folder / CONFIG_FILE).write_text(record + "\n", encoding="utf-8")
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    if Path(path).suffix.lower() in PICKLES:
+        record = read_json(config)
+    else:
+        file = path / f"{STEM}.safetensors" if path.is_dir() else path
+        held = read_header(file).metadata if file.is_file() else {}
+        if RECORD_KEY not in held:
+            return None
+        record = parse_json(held[RECORD_KEY], path)
+    if odd := [key for key, known in FORMAT.items() if record.get(key) != known]:
         raise StorageError(
-            f"{str(path)!r} has the name of a pickle, which can run code: name a .safetensors "
-            "file or a folder (for saved optimizers: Posterior.from_checkpoint)."
+            f"{str(path)!r} is of {odd[0]} {record.get(odd[0])!r}: save it again with this release."
         )
-    return Path(os.path.realpath(Path(path).expanduser()))
+    return record
+
+
+def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """Where tensors are stored, and whether as one file."""
+    suffix = Path(path).suffix
+    if suffix.lower() in PICKLES:
+        raise StorageError(
+            f"{str(path)!r} has the name of a pickle, which can run code: name a .safetensors file "
+            "or a folder (of an optimizer: Posterior.from_checkpoint)."
+        )
+    return Path(os.path.realpath(Path(path).expanduser())), suffix == ".safetensors"
 
 
 def _check_free(target: Path, single: bool) -> None:
     """Only a file gives way to a file, and only a folder of ours to a folder."""
     if single:
-        return check_file(target)
-    if target.exists() and not target.is_dir():
+        check_file(target)
+    elif target.exists() and not target.is_dir():
         raise StorageError(f"{str(target)!r} is a file: name a folder, or a .safetensors file.")
-    foreign = [p.name for p in sorted(target.glob("*")) if not _is_ours(p)]
-    if foreign:
+    elif foreign := {*target.glob("*")}.difference(*map(target.glob, OURS)):
         raise StorageError(
-            f"the folder {str(target)!r} holds other files: {some(foreign)}. Name a new folder."
+            f"{str(target)!r} holds other files: {some(sorted(p.name for p in foreign))}."
         )
-    return None
-
-
-def _is_ours(path: Path) -> bool:
-    shard = path.name.startswith(f"{STEM}-") and path.suffix == ".safetensors"
-    return path.is_file() and (shard or path.name in (INDEX_FILE, CONFIG_FILE))
-
-
-def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    if not tensors:
-        raise InputError("there are no tensors to write.")
-    for name, tensor in tensors.items():
-        if name == METADATA or str(name).encode(errors="replace").decode() != name:
-            raise InputError(f"{name!r} cannot name a tensor in a safetensors file.")
-        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not dense or tensor.is_meta or tensor.is_complex():
-            raise InputError(f"{name!r} is no dense, real tensor that holds numbers.")
-
-
-def encode(document: Mapping[str, Any]) -> str:
-    """Strict JSON: no NaN, no infinity, nothing that JSON cannot say."""
-    try:
-        return json.dumps(document, indent=2, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"the record cannot be written as JSON ({error}): use plain, finite values."
-        ) from error
-
-
-def checked(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The record, refused unless it is of the format and version that are read here."""
-    for name, known in {"format": FORMAT, "version": VERSION}.items():
-        if record.get(name) != known:
-            raise StorageError(
-                f"{str(path)!r} is of {name} {record.get(name)!r}, not {known!r}: save it again "
-                "with this release of blr_analysis."
-            )
-    return record
 
 
 def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -278,29 +227,27 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
         StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
             entry per weight.
     """
-    names, n = record.get("parameters"), record.get("n_data")
-    tied, frozen = record.get("tied") or {}, record.get("frozen") or []
+    names: Any = record.get("parameters")
     prior: Any = record.get("prior_precision")
+    n, tied = record.get("n_data"), record.get("tied") or {}
     each = prior if isinstance(prior, dict) else {"": prior}
-    odd = sorted(set(each) ^ set(names or ())) if each is prior else []
-    real = all(type(v) in (int, float) and math.isfinite(v) and v >= 0 for v in each.values())
-    named = isinstance(tied, dict) and all(map(_is_names, (frozen, *tied.values())))
-    checks = {
-        f"is of structure {record.get('structure')!r}, not one of {STRUCTURES}": (
-            record.get("structure") in STRUCTURES
+    fits = {
+        "structure": record.get("structure") in STRUCTURES,
+        "parameters": bool(names) and _is_names(names),
+        "tied": isinstance(tied, dict) and all(map(_is_names, tied.values())),
+        "frozen": _is_names(record.get("frozen") or []),
+        "n_data": type(n) is int and n >= 1,
+        "prior_precision": all(
+            type(delta) in (int, float) and 0 <= delta < math.inf for delta in each.values()
         ),
-        "names no parameters": bool(names) and _is_names(names),
-        "has malformed tied or frozen names": named,
-        f"has n_data={n!r}": type(n) is int and n >= 1,
-        f"has prior_precision={prior!r}": real,
-        f"has a prior precision per weight for {odd[:5]}, not one number per tensor": not odd,
     }
-    for wrong, fits in checks.items():
-        if not fits:
-            raise StorageError(f"the record of {where!r} {wrong}. Save it again with this release.")
-    floats = {k: float(v) for k, v in each.items()}
-    prior = floats if each is prior else floats[""]
-    return {**record, "prior_precision": prior}
+    fits["prior_precision"] &= each is not prior or (fits["parameters"] and {*each} == {*names})
+    if odd := [key for key, fitting in fits.items() if not fitting]:
+        raise StorageError(
+            f"the record of {where!r} has {odd[0]}={record.get(odd[0])!r:.80}: save it again."
+        )
+    floats = {key: float(delta) for key, delta in each.items()}
+    return {**record, "prior_precision": floats if each is prior else floats[""]}
 
 
 def _is_names(names: Any) -> bool:
@@ -330,8 +277,7 @@ class Unfinished:
             kept = Folder.open(self.path)
         except StorageError:  # none, or damaged
             return
-        specs = {n: Spec(tuple(t.shape), t.dtype) for n, t in sums.items()}
-        if kept.metadata.get("key") == self.key and kept.specs == specs:
+        if kept.metadata.get("key") == self.key and kept.specs == specs_of(sums):
             for name, total in sums.items():
                 total.copy_(kept.tensor(name))
             self.done = int(kept.metadata["passes"])

@@ -109,8 +109,7 @@ class HessianEstimate:
         name: as the table says it.
         method: the evidence that is averaged over draws: ``"none"``, ``"gradsq"`` (squared
             minibatch gradients ḡ²), ``"ggn"`` (means over examples of g_i²), ``"price"``
-            (noise · gradient), ``"abs"`` (|ḡ|), ``"hutchinson"`` (z ∘ ∇²ℓ z,
-            z signs). Empty: not an elementwise estimate.
+            (noise · gradient), ``"abs"`` (|ḡ|). Empty: not an elementwise estimate.
         estimate: (evidence, h + δ, settings) → ĥ, lists of tensors; None: no Hessian.
     """
 
@@ -153,11 +152,6 @@ def _root_magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, A
     return estimate
 
 
-def _magnitude(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
-    """ĥ = |diag ∇²ℓ|, of the minibatch, which keeps h positive (K&R 36)."""
-    return list(torch._foreach_abs(evidence))
-
-
 NO_CURVATURE = HessianEstimate("none", "none")
 EXACT = HessianEstimate("exact")
 SQUARED_GRADIENT = HessianEstimate("squared minibatch gradient", "gradsq", _as_it_is)
@@ -166,5 +160,4 @@ GAUSS_NEWTON = HessianEstimate("Gauss–Newton: sum of squared gradients", "ggn"
 GENERALISED = HessianEstimate("generalised Gauss–Newton: J Λ J over the outputs")
 PRICE = HessianEstimate("reparameterised (Price)", "price", _price)
 ROOT_MAGNITUDE = HessianEstimate("√s · |gradient|", "abs", _root_magnitude)
-DIAGONAL_MAGNITUDE = HessianEstimate("|diagonal| (Hutchinson)", "hutchinson", _magnitude)
 EXACT_OR_GAUSS_NEWTON = HessianEstimate("exact or Gauss–Newton")

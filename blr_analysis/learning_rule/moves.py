@@ -96,9 +96,9 @@ class Block:
 
     theta: Tensors
     grad: Tensors
-    evidence: Tensors
-    hess: Tensors
-    momentum: Tensors
+    evidence: Tensors = field(default_factory=list)
+    hess: Tensors = field(default_factory=list)
+    momentum: Tensors = field(default_factory=list)
     moved: Tensors = field(default_factory=list)
 
 

@@ -6,20 +6,16 @@ from blr_analysis.merging.curve import MergeCurve, MergePoint, merge_curve
 from blr_analysis.merging.folders import MergeReport, execute
 from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.merge import merge
-from blr_analysis.merging.methods import METHODS, Method, default_weights
 from blr_analysis.merging.mismatch import GradientMismatch, gradient_mismatch
 from blr_analysis.merging.plan import make_plan
 
 __all__ = [
-    "METHODS",
     "GradientMismatch",
     "Job",
     "Member",
     "MergeCurve",
     "MergePoint",
     "MergeReport",
-    "Method",
-    "default_weights",
     "execute",
     "gradient_mismatch",
     "make_plan",

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.files import Loaded
 from blr_analysis.merging.lora import open_model
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
 
 State = Mapping[str, Tensor]
 
@@ -63,10 +61,8 @@ def state_of(state: Any, name: str) -> State:
         InputError: something else, or nothing in it.
         StorageError: a folder that cannot be read.
     """
-    source = open_model(vars(state)["folder"] if isinstance(state, Tabular) else state, name)
-    if isinstance(source, Loaded):
-        return source.tensors
-    return {n: source.tensor(n) for n in source.specs}
+    place = getattr(state, "folder", state)
+    return open_model(place, name).tensors()
 
 
 @contextmanager

@@ -162,9 +162,7 @@ def _in_memory(job: Job) -> tuple[Job, str]:
     """A job whose models are state dicts, and the structure of their precisions."""
     base = None if job.base is None else open_model(job.base, "base")
     sources = [open_model(m.model, f"models[{t}]", base) for t, m in enumerate(job.members)]
-    start, *states = (
-        None if s is None else {n: s.tensor(n) for n in s.specs} for s in (base, *sources)
-    )
+    start, *states = (None if s is None else s.tensors() for s in (base, *sources))
     members = tuple(replace(m, model=s) for m, s in zip(job.members, states, strict=True))
     given = [m for m in members if m.precision is not None]
     kinds = {open_precision(m.precision, m.n_data).structure for m in given}

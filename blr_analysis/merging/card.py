@@ -27,15 +27,13 @@ AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
 
-def documents(report: MergeReport, recipe: str | None = None) -> dict[str, str]:
+def documents(report: MergeReport, recipe: str) -> dict[str, str]:
     """The texts to be saved beside the weights, by file name; ``recipe``: its text."""
-    texts = {CARD: model_card(report, recipe), REPORT: report_csv(report)}
-    if recipe is not None:
-        texts[RECIPE] = AS_RUN.format(version=package_version()) + recipe
-    return texts
+    run = AS_RUN.format(version=package_version()) + recipe
+    return {CARD: model_card(report, recipe), REPORT: report_csv(report), RECIPE: run}
 
 
-def model_card(report: MergeReport, recipe: str | None = None) -> str:
+def model_card(report: MergeReport, recipe: str) -> str:
     """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
     job, plan = report.plan.job, report.plan
     lines = [
@@ -58,9 +56,8 @@ def model_card(report: MergeReport, recipe: str | None = None) -> str:
         lines += ["", f"The base is {markdown(shown(job.base))}."]
     lines += ["", "## What came of it", "", *(f"* {text}" for text in outcome(report)), ""]
     lines += [f"The fate of every tensor is in `{REPORT}`."]
-    if recipe is not None:
-        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
-        lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
+    lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
     return "\n".join([*_front_matter(job, plan.method.name), "", *lines]) + "\n"
 
 

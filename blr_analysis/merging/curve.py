@@ -30,7 +30,6 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
-CRITERIA = ("nll", "accuracy")
 STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
 Weights = tuple[float, ...]
 
@@ -72,7 +71,6 @@ class MergeCurve(Tabular, Plottable):
     Attributes:
         points: every merge that was tried, in order.
         models, tasks: their names, in the order of the points' numbers.
-        criterion: what ``best`` goes by: "nll" or "accuracy".
         shape: which weights were tried: "shared" (one α for all models), "grid" (all combinations),
             "rows" (as listed).
     """
@@ -80,7 +78,6 @@ class MergeCurve(Tabular, Plottable):
     points: Sequence[MergePoint]
     models: tuple[str, ...]
     tasks: tuple[str, ...]
-    criterion: str
     shape: str
 
     @property
@@ -89,10 +86,8 @@ class MergeCurve(Tabular, Plottable):
 
     @cached_property
     def best(self) -> MergePoint:
-        """The point with the smallest mean NLL (or the largest mean accuracy).
-
-        Means are over the tasks, each counting the same. Among equals (to six decimals) the other
-        of the two decides, then the smallest Σ|α| (nearest to the base), then the order.
+        """The point with the smallest mean NLL over the tasks, each counting the same. Among equals
+        (to six decimals) the accuracy decides, then the smallest Σ|α| (nearest to the base).
         """
         return self.best_of()
 
@@ -105,7 +100,7 @@ class MergeCurve(Tabular, Plottable):
         if method is not None:
             one_of("method", method, self.methods)
         points = [p for p in self.points if method in (None, p.method)]
-        return min(points, key=lambda p: _rank(p, self.criterion))
+        return min(points, key=_rank)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -121,14 +116,13 @@ class MergeCurve(Tabular, Plottable):
         right = "" if math.isnan(best.accuracy) else f", accuracy {best.accuracy:.4f}"
         lost = f"; {failed} could not be run" if failed else ""
         what = f"{best.method} with {{{shown}}}, NLL {best.nll:.4f}{right}"
-        return f"MergeCurve(best of {len(self)} by {self.criterion}: {what}{lost})"
+        return f"MergeCurve(best of {len(self)}: {what}{lost})"
 
 
-def _rank(point: MergePoint, criterion: str) -> tuple[float, float, float]:
+def _rank(point: MergePoint) -> tuple[float, float, float]:
     loss = round(point.nll, 6) if math.isfinite(point.nll) else math.inf
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
-    size = sum(abs(a) for a in point.weights)
-    return (loss, miss, size) if criterion == "nll" else (miss, loss, size)
+    return loss, miss, sum(abs(a) for a in point.weights)
 
 
 def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
@@ -178,7 +172,6 @@ def merge_curve(
     weights: Any = None,
     precisions: Any = None,
     base_precision: Any = None,
-    criterion: str = "nll",
     progress: bool | None = None,
     **options: Any,
 ) -> MergeCurve:
@@ -201,9 +194,6 @@ def merge_curve(
             * a dict model → numbers: all combinations;
             * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
         precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
-        criterion: what "best" is: "nll" (smallest) or "accuracy" (largest); means over the tasks,
-            each counting the same. Accuracy is a step function of α: with few validation examples
-            the NLL chooses better.
         options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
             ``missing_precision``, ``n_data``, ``dtype``; each goes to the methods that it is for.
 
@@ -216,8 +206,7 @@ def merge_curve(
 
     Returns:
         ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``table``,
-        and ``plot()``: curves, or a map for two models. Models in a list are called as the tasks
-        are, where there is one each.
+        and ``plot()``: curves, or a map for two models.
 
     Raises:
         InputError: no weights, weights of another number than the models, NaN or inf, an unknown
@@ -234,20 +223,14 @@ def merge_curve(
         >>> curve.best.weights
         (1.0, 1.0)
     """
-    one_of("criterion", criterion, CRITERIA)
     judges, start = named_tasks(tasks), state_of(base, "base")
     states = {n: state_of(s, f"models[{n!r}]") for n, s in named(models, "models").items()}
-    listed = not isinstance(models, Mapping) and isinstance(tasks, Mapping)
-    if listed and len(judges) == len(states):
-        states = dict(zip(judges, states.values(), strict=True))
     names, many = tuple(states), list(states.values())
     shape, rows = _grid(weights, names)
     curved = None if precisions is None else in_order(precisions, names)
     inputs = {"precisions": curved, "base_precision": base_precision, **options}
     methods = _methods(method, options)
-    found = evaluations(judges, start, "base")  # so that what fails below is the merge's fault
-    if criterion == "accuracy" and all(e.accuracy is None for e in found):
-        raise InputError('no task has an accuracy: take criterion="nll"')
+    evaluations(judges, start, "base")  # so that what fails below is the merge's fault
     points: list[MergePoint] = []
     for name, row in methods.items():
         own = {k: v for k, v in inputs.items() if row.takes(k)}
@@ -260,7 +243,7 @@ def merge_curve(
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
-    return MergeCurve(tuple(points), names, tuple(judges), criterion, shape)
+    return MergeCurve(tuple(points), names, tuple(judges), shape)
 
 
 def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:

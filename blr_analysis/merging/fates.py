@@ -39,14 +39,19 @@ def fates(plan: MergePlan) -> tuple[Item, ...]:
         PosteriorError: precisions are missing and ``missing_precision`` is "error", or of different
             structures in one layer.
     """
-    items = tuple(_item(plan, name) for name in plan.reference.specs)
+    items = [_item(plan, name) for name in plan.reference.specs]
     missing = plan.job.missing_precision
     if not plan.method.uses_precisions:
-        return items
+        return tuple(items)
     if missing == "error":
         _refuse_missing(plan, items)
     stand_in = BASE if missing == "base" and plan.method.uses_base_precision else ZERO
-    return _in_layers(plan, [_with_stand_in(item, stand_in) for item in items])
+    for k, item in enumerate(items):
+        if "" in item.curved:
+            note = "; ".join(filter(None, (item.note, f"precision missing: {stand_in}")))
+            curved = tuple(c or stand_in for c in item.curved)
+            items[k] = replace(item, curved=curved, note=note)
+    return _in_layers(plan, items)
 
 
 def _item(plan: MergePlan, name: str) -> Item:
@@ -68,8 +73,9 @@ def _item(plan: MergePlan, name: str) -> Item:
     statistic = name.rpartition(".")[2] in STATISTICS
     if statistic or (bare and any(name in part.buffers for part in parts)):
         what = "a running statistic" if statistic else "a buffer"
-        zeros = (ZERO,) * len(parts)
-        return noted(what, fate=AVERAGED, spec=out, weights=_of_average(alphas), curved=zeros)
+        shares = alphas if min(alphas) >= 0 and sum(alphas) > 0 else [1.0] * len(alphas)
+        mean, zeros = tuple(a / sum(shares) for a in shares), (ZERO,) * len(parts)
+        return noted(what, fate=AVERAGED, spec=out, weights=mean, curved=zeros)
     scale = number(job.scale, name, "scale") if method.takes("scale") else 1.0
     if method.thinned:  # which divides entry by entry
         shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
@@ -112,12 +118,6 @@ def _in_layers(plan: MergePlan, items: Sequence[Item]) -> tuple[Item, ...]:
                 f"{' and '.join(joint.names)} are merged as one matrix: give them the same weights"
             )
     return tuple(replace(item, layer=named.get(item.name, "")) for item in items)
-
-
-def _of_average(alphas: Sequence[float]) -> tuple[float, ...]:
-    """The weights divided by their sum; equal ones where some are negative, or all are 0."""
-    weights = alphas if min(alphas) >= 0 and sum(alphas) > 0 else [1.0] * len(alphas)
-    return tuple(weight / sum(weights) for weight in weights)
 
 
 def _copied(plan: MergePlan, name: str) -> str:
@@ -182,10 +182,3 @@ def _refuse_missing(plan: MergePlan, items: Sequence[Item]) -> None:
             raise PosteriorError(
                 f"{what}: compute it (`blr-analysis fisher`), or set missing_precision"
             )
-
-
-def _with_stand_in(item: Item, stand_in: str) -> Item:
-    if "" not in item.curved:
-        return item
-    note = "; ".join(filter(None, (item.note, f"precision missing: {stand_in}")))
-    return replace(item, curved=tuple(c or stand_in for c in item.curved), note=note)

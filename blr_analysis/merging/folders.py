@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_int
-from blr_analysis.files import Loaded, Shards, check_free, check_room, drafted
+from blr_analysis.files import Loaded, Shards, drafted
 from blr_analysis.files.headers import read_json
+from blr_analysis.files.placing import check_free, check_room
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.lora import is_adapter, is_place
@@ -25,7 +25,6 @@ from blr_analysis.merging.plan import MergePlan
 from blr_analysis.merging.propagation import stream_propagated
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
-from blr_analysis.views import Tabular
 
 SHARD = 5_000_000_000
 # What tells a model how to run, or its user what it is allowed to do.
@@ -45,8 +44,8 @@ Documents = Callable[["MergeReport"], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class MergeReport(Tabular):
-    """What a merge of folders did; ``table`` shows every tensor's fate.
+class MergeReport:
+    """What a merge of folders did.
 
     Attributes:
         folder: the merged model.
@@ -84,7 +83,7 @@ def _fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
 @torch.inference_mode(False)
 def collect(plan: MergePlan, progress: bool | None = None) -> dict[str, Tensor]:
     """Carry out a plan into memory: a state dict on the devices of the base."""
-    own = plan.reference.tensors if isinstance(plan.reference, Loaded) else {}
+    own = plan.reference.held if isinstance(plan.reference, Loaded) else {}
     cpu = torch.device("cpu")
     devices = {i.name: own[i.name].device if i.name in own else cpu for i in plan.items}
     sink = Memory(plan.items, devices)
@@ -117,14 +116,12 @@ def execute(
             is left behind.
     """
     started = time.perf_counter()
-    positive_int("max_shard_bytes", max_shard_bytes)
     target = Path(out).expanduser()
     check_free(target)
     check_room(target, plan.bytes_written)
     with drafted(target) as draft:
         draft.mkdir()
         shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
-        shards.begin()
         met = _fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(

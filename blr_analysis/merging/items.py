@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from blr_analysis.backprop.matrices import Joint
+from blr_analysis.checks import some
 from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import StoredPrecision
-from blr_analysis.views import Tabular
 
 CHUNK = 2**19  # entries of a tensor in hand at a time, at most
 MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
@@ -68,8 +68,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class MergePlan(Tabular):
-    """A merge that can be carried out: ``table`` shows every tensor's fate.
+class MergePlan:
+    """A merge that can be carried out.
 
     Attributes:
         job: what to merge with what, and how.
@@ -133,13 +133,12 @@ class MergePlan(Tabular):
     @property
     def notes(self) -> list[str]:
         """What a user should be told about the models."""
-        notes = [f"{p.source.name}: {note}" for p in self.parts for note in p.source.notes]
-        kinds = sorted({p.kind for p in self.used if p.kind})
-        if len(kinds) > 1:
-            notes.append(f"precisions of different kinds, in other units: {', '.join(kinds)}")
-        names = [p.name for p in self.used]
+        names, kinds = [p.name for p in self.used], {p.kind for p in self.used if p.kind}
         twice = sorted({n for n in names if names.count(n) > 1})
-        return notes + [f"the precision {name!r} stands for several models" for name in twice]
+        notes = [f"the precision {name!r} stands for several models" for name in twice]
+        if len(kinds) > 1:
+            notes.append(f"precisions of different kinds, in other units: {some(sorted(kinds))}")
+        return notes
 
     @property
     def bytes_written(self) -> int:

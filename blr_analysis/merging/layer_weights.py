@@ -73,11 +73,6 @@ class LayerWeights:
         rule = next((rule for rule in self.rules if rule.part in name), None)
         return self.default if rule is None else rule.at(depth_of(name, self.depths))
 
-    def unused(self, names: Iterable[str]) -> list[Rule]:
-        """The rules whose filter no tensor's name holds."""
-        names = list(names)
-        return [rule for rule in self.rules if not any(rule.part in name for name in names)]
-
     def __repr__(self) -> str:
         whole = next((k for k, rule in enumerate(self.rules) if not rule.part), None)
         rest = [self.default] if whole is None else []

@@ -293,7 +293,7 @@ class Adapted(Source):
         return self.changes.get(name, "")
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        spec, change = self.piece(name, start, stop), self._changed.get(name)
+        spec, change = self.specs[name], self._changed.get(name)
         if change is None:
             return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
         piece = scratch.array((self, "piece"), stop - start, spec.dtype)
@@ -333,21 +333,9 @@ def merge_and_unload(
         ModelError: PEFT is not installed or refuses the adapter, the base is no transformers
             model, or the merged model has other tensors than the base.
     """
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ModelError(
-            f"{str(folder)!r} is more than plain LoRA and needs peft: {install('peft')}"
-        ) from error
-    remedy = "merge it with PEFT's merge_and_unload() and name the saved result"
-    if not (Path(base.name).expanduser() / "config.json").is_file():
-        raise ModelError(
-            f"{str(folder)!r} is no plain LoRA, and {base.name!r} no transformers model: {remedy}"
-        )
-    with (
-        told_as(ModelError, f"PEFT cannot merge {str(folder)!r}", remedy),
-        warnings.catch_warnings(),
-    ):
+    what = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
+    remedy = f"{install('peft')}, or name what merge_and_unload() gives, saved"
+    with told_as(ModelError, what, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = _by_peft(folder, entries, base, file)
     own = translate(tensors, base.specs, str(folder))

@@ -33,8 +33,7 @@ class GradientMismatch(Tabular, Plottable):
     """What :func:`gradient_mismatch` found.
 
     Attributes:
-        rows: one mapping per merge and task; :func:`blr_analysis.tables.mismatch_table` says
-            with which keys, and ``table`` is made of them.
+        rows: one mapping per merge and task; ``table`` is made of them.
         joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖: 0 where all tasks' data together have an optimum,
             however hard the single tasks pull there.
     """
@@ -137,7 +136,8 @@ def gradient_mismatch(
         >>> result.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
         [[2.0, 2.0, 2.0]]
     """
-    by_name, merges = named_tasks(tasks), _merges(merged)
+    one = not isinstance(merged, Mapping) or any(isinstance(v, Tensor) for v in merged.values())
+    merges, by_name = named({"merged": merged} if one else merged, "merged"), named_tasks(tasks)
     names = list(by_name)
     homes = _homes(by_name, models)
     held = [None] * len(names) if precisions is None else in_order(precisions, names)
@@ -236,13 +236,6 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
     own = [t.model for t in tasks.values()] if models is None else models
     given = zip(tasks, in_order(own, list(tasks), "models"), strict=True)
     return {n: state_of(m, f"models[{n!r}]") for n, m in given}
-
-
-def _merges(merged: Any) -> dict[str, Any]:
-    several = isinstance(merged, Mapping) and not any(
-        isinstance(v, Tensor) for v in merged.values()
-    )
-    return named(merged if several else {"merged": merged}, "merged")
 
 
 def _metric(name: str, given: Any, task: Task) -> tuple[State, State] | None:

@@ -96,7 +96,6 @@ def _check_parts(plan: MergePlan) -> None:
                 f"every weight of {part.source.name!r} equals its base {base.name!r}: is it the "
                 "fine-tuned model?"
             )
-        _check_filters(part, plan.reference)
     pairs = [(plan.base_precision, base), *((p.precision, p.source) for p in plan.parts)]
     for precision, model in pairs:
         if precision is not None:
@@ -120,18 +119,6 @@ def _buffers(member: Member) -> frozenset[str]:
     """The tensors that are known to be no parameters."""
     own = unwrapped(member.model) if isinstance(member.model, nn.Module) else None
     return frozenset() if own is None else frozenset(n for n, _ in own.named_buffers())
-
-
-def _check_filters(part: OpenModel, reference: Source) -> None:
-    """Raise :class:`InputError` where a weight's filter is in no tensor's name."""
-    asked = [getattr(given, "unused", None) for given in (part.weight, part.density)]
-    rules = [rule for unused in asked if unused is not None for rule in unused(reference.specs)]
-    if rules:
-        longest = max(reference.specs, key=len)
-        raise InputError(
-            f"{part.source.name}: no tensor's name holds the filter {rules[0].part!r}: they are "
-            f"called such as {longest!r}"
-        )
 
 
 def _check_settings(job: Job) -> None:

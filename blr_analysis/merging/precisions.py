@@ -123,7 +123,7 @@ class StoredPrecision:
         whole = [bool(t.isfinite().all()) for t in (values, *held.values())]
         if rows is not None:
             whole.append(bool((rows >= 0).all()) and bool((rows < torch.inf).all()))
-            rows.mul_(self.scale)
+            rows = rows * self.scale
         prior = self.prior.get(key, 0.0)
         rounding = 1e-5 * (prior + float(values.abs().max()))
         if not all(whole) or not bool((values >= prior - rounding).all()):

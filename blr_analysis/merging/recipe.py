@@ -38,25 +38,14 @@ from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, Member, Vocabulary, Weight
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
 from blr_analysis.merging.lora import is_adapter
-from blr_analysis.merging.methods import default_weights, method_of, widest
+from blr_analysis.merging.methods import METHODS, default_weights, method_of, widest
 from blr_analysis.merging.sources import TABLES, layer_of
 
 AUTO = "auto"
 SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
 MOST_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-MERGEKIT = {  # which keys and methods of it are not of this package
-    *("slices", "modules", "chat_template", "tokens", "pad_to_multiple_of", "epsilon", "gamma"),
-    *("select_topk", "normalize_weights", "filter_wise", "max_iter", "tol", "eps", "embed_slerp"),
-    *("passthrough", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear", "nuslerp", "sce"),
-    *("nearswap", "arcee_fusion", "random_seed", "name"),
-}
-
-
-def _no_flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("expected a finite number")
-    return value
+ELSE = "perhaps mergekit does this"  # of what no recipe here has
 
 
 def _form(value: Any) -> str:
@@ -67,7 +56,7 @@ def _form(value: Any) -> str:
 
 
 Text = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
-Number = Annotated[float, BeforeValidator(_no_flag), Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"],
@@ -237,9 +226,8 @@ def _complaints(fault: ValidationError) -> str:
     """pydantic's own words, key by key."""
     said = []
     for error in fault.errors(include_url=False, include_input=False)[:5]:
-        foreign = error["type"] == "extra_forbidden" and error["loc"][-1] in MERGEKIT
-        words = "mergekit does this" if foreign else error["msg"]
-        said.append(f"{'.'.join(map(str, error['loc']))}: {words}")
+        foreign = f" ({ELSE})" if error["type"] == "extra_forbidden" else ""
+        said.append(f"{'.'.join(map(str, error['loc']))}: {error['msg']}{foreign}")
     return "; ".join(said)
 
 
@@ -250,8 +238,9 @@ class _Reader:
         self.text, self.folder, self.all = text, folder, text.parameters
         self.notes: list[str] = []
         self.auto = text.merge_method == AUTO  # read as the method that takes most
-        if text.merge_method in MERGEKIT:
-            raise InputError(f"merge_method: {text.merge_method}: mergekit does this")
+        if text.merge_method not in (*METHODS, AUTO):
+            known = ", ".join((*METHODS, AUTO))
+            raise InputError(f"merge_method {text.merge_method!r} is none of {known}: {ELSE}")
         based = text.base_model is not None
         self.method = widest(based=based) if self.auto else method_of(text.merge_method)
         self.base = None
@@ -286,11 +275,8 @@ class _Reader:
 
     def _existing(self, text: str) -> Path | None:
         with told_as(InputError, f"{text!r:.80} names no file"):
-            try:
-                place = self.folder / Path(text).expanduser()
-                return place if place.exists() else None
-            except OSError:  # a name longer than the file system takes
-                return None
+            place = self.folder / Path(text).expanduser()
+            return place if place.exists() else None
 
     def _model(self, text: str) -> Path:
         """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
@@ -356,8 +342,11 @@ class _Reader:
             rules = tuple(replace(r, values=tuple(1 - v for v in r.values)) for r in rules)
         if not any(rule.varies for rule in rules[:1]):
             return rules[0].values[0] if rules else usual
-        place = self.base or next(iter(self.models))
-        return LayerWeights(rules, depths(Folder.open(place).specs), usual)
+        names = Folder.open(self.base or next(iter(self.models))).specs
+        for rule in rules:
+            if not any(rule.part in n for n in names):
+                raise InputError(f"no tensor's name holds the filter {rule.part!r}: see --tensors")
+        return LayerWeights(rules, depths(names), usual)
 
     def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:
         """A file that must be there where it is named; else the one beside a model."""
@@ -425,7 +414,7 @@ class _Reader:
             if odd:
                 raise InputError(
                     f"{model.name!r} and {place.name!r} number {len(odd):,} tokens differently, "
-                    f"such as {odd[0]!r}: mergekit does this"
+                    f"such as {odd[0]!r}: {ELSE}"
                 )
         here: str | Path = "base" if place == first else place
         lengths = {tuple(_table_lengths(m)) for m in folders} if source is not None else ()
@@ -435,9 +424,7 @@ class _Reader:
         if not all(own.values()) or any(
             at.get(n, t) != t for o in own.values() for t, n in o.items()
         ):
-            raise InputError(
-                "tokenizer_source: one number stands for two tokens: mergekit does this"
-            )
+            raise InputError(f"tokenizer_source: one number stands for two tokens: {ELSE}")
         counts = {m: 1 + max(own.get(m, own[first]).values()) for m in (first, *self.models)}
         return here, Vocabulary(1 + max(tokens.values()), counts)
 

@@ -109,7 +109,7 @@ class Lengthened(Source):
         self, rows: int, own: Known, *lenders: Known, empty: Mapping[str, float] | None = None
     ) -> None:
         model = self._own = own[0]
-        self.name, self.notes, self.origin = model.name, model.notes, model.origin
+        self.name, self.origin = model.name, model.origin
         self.whole, self._empty = model.whole or model, empty or {}
         self.specs = dict(model.specs)
         self._held: dict[str, list[Known]] = {}
@@ -126,7 +126,7 @@ class Lengthened(Source):
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         if name not in self._held:
             return self._own.read(name, start, stop, scratch)
-        spec, scratch, at = self.piece(name, start, stop), Owned(scratch, self), start
+        spec, scratch, at = self.specs[name], Owned(scratch, self), start
         out = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
         for source, end in self._held[name]:
             until = min(stop, end)

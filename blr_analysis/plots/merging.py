@@ -96,7 +96,7 @@ def _look(k: int) -> dict[str, Any]:
     return {"color": COLOURS[k], "marker": MARKERS[k], "ls": LINES[k]}
 
 
-def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str | None = None) -> Axes:
+def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
     """Draw how merges do over the weights that were tried, the best marked.
 
     One α for all models: a curve per task and their mean or, with several methods, the mean of
@@ -105,7 +105,7 @@ def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str | None 
     Args:
         curve: what :func:`blr_analysis.merge_curve` returns.
         ax: where to draw; a new figure if None.
-        measure: "nll" or "accuracy"; None: what the curve's best goes by.
+        measure: "nll" or "accuracy".
 
     Returns:
         The Axes.
@@ -113,9 +113,7 @@ def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str | None 
     Raises:
         InputError: an unknown measure, or nothing finite to draw.
     """
-    measure = one_of(
-        "measure", curve.criterion if measure is None else measure, tuple(canvas.MEASURES)
-    )
+    one_of("measure", measure, tuple(canvas.MEASURES))
     methods, points, best = curve.methods, curve.points, curve.best
     values = canvas.as_array([getattr(p, measure) for p in points])
     if not np.isfinite(values).any():

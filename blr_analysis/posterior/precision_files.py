@@ -146,7 +146,7 @@ def _mean_of(
     if wrong := differences(held, shapes, ("model", "file")):
         said = f"the model is not the one whose precision {path!r} holds: {wrong}"
         raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
-    return {n: source.tensor(key) for n, key in keys.items()}
+    return {n: source.tensor(key).clone() for n, key in keys.items()}
 
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:

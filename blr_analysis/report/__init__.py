@@ -80,7 +80,7 @@ def report(
         True
     """
     from blr_analysis.audit import investigate
-    from blr_analysis.files import check_file, held
+    from blr_analysis.files.placing import check_file, held
     from blr_analysis.report.page import write_page
 
     target = Path(path_of(path)).expanduser()

@@ -13,20 +13,21 @@ import torch
 from commands import FORK
 
 from blr_analysis.errors import StorageError
-from blr_analysis.files import drafted, folder_for, held, placing, storage
+from blr_analysis.files import drafted, held, storage
+from blr_analysis.files.placing import folder_for
+
+ONE = {"w": torch.ones(1)}
 
 
 def writes(how: Any, target: Path, there: Connection) -> None:
-    with how(target) as place:
+    with how(target):
         there.send("begun")
         there.recv()
-        if how is drafted:
-            place.write_text("theirs")
 
 
 @contextmanager
 def another_run(how: Any, target: Path) -> Iterator[Any]:
-    """A process that writes ``target`` until it is killed, or the block ends."""
+    """A process that has ``target`` until it is killed, or the block ends."""
     here, there = FORK.Pipe()
     run = FORK.Process(target=writes, args=(how, target, there))
     run.start()
@@ -36,73 +37,61 @@ def another_run(how: Any, target: Path) -> Iterator[Any]:
     run.join()
 
 
-@pytest.mark.parametrize("mine", [drafted, folder_for])
+@pytest.mark.parametrize("mine", [held, folder_for])
 def test_two_runs_do_not_write_one_place(tmp_path: Path, mine: Any) -> None:
     target = tmp_path / "out"
     with another_run(mine, target) as run:
         with pytest.raises(StorageError, match="another run is writing"), mine(target):
             pytest.fail("both write")
-        if mine is drafted:
+        if mine is held:
             with pytest.raises(StorageError, match="another run is writing"):
-                storage.write(target, {"w": torch.ones(1)}, {})
-    assert run.exitcode == 0
-    if mine is drafted:
-        assert target.read_text() == "theirs"
-    with mine(target) as place:
-        (place / "mine" if mine is folder_for else place).write_text("mine")
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+                storage.write(target, ONE, {})
+    assert run.exitcode == 0 and not [*tmp_path.iterdir()]
+    with mine(target):
+        target.mkdir(exist_ok=True)
+        (target / "mine").write_text("mine")
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/mine"]
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    storage.write(tmp_path / "out", {"w": torch.zeros(1)}, {})
     with another_run(drafted, tmp_path / "out") as run:
         run.kill()
-    (left,) = tmp_path.iterdir()
-    assert left.name == ".out.unfinished" and [*left.iterdir()]
-    storage.write(tmp_path / "out", {"w": torch.ones(1)}, {})
+    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [0] and run.exitcode == -9
+    (left,) = tmp_path.glob(".out.unfinished")
+    assert [*left.iterdir()]
+    storage.write(tmp_path / "out", ONE, {})
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert storage.read(tmp_path / "out")[0]["w"].tolist() == [1]
 
 
 def test_a_run_that_holds_a_place_writes_to_it_by_either_name(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real", target_is_directory=True)
     with held(tmp_path / "link"):
-        storage.write(tmp_path / "real", {"w": torch.ones(1)}, {})
+        storage.write(tmp_path / "real", ONE, {})
         storage.write(tmp_path / "link", {"w": torch.zeros(1)}, {})
     assert storage.read(tmp_path / "real")[0]["w"].tolist() == [0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
 
 
-def test_a_disk_without_locks_is_written_all_the_same(
+def test_locks_that_the_disk_lacks_and_one_that_is_of_a_folder_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    storage.write(tmp_path / "p", {"w": torch.ones(1)}, {})
-    assert [p.name for p in tmp_path.iterdir()] == ["p"]
-
-
-def test_a_disk_that_is_read_only_is_not_called_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placing.os, "access", lambda *_: False)
-    with pytest.raises(StorageError, match="read-only"):
-        placing.check_room(tmp_path / "out", 2**60)
-
-
-def test_a_place_that_its_last_holder_removes_is_not_ours(tmp_path: Path) -> None:
-    """Locked, but gone from the disk when the lock is had."""
     place = tmp_path / ".out.unfinished"
-    place.mkdir()
 
-    def removed(lock: int, how: int) -> None:
+    def removed(*_: object) -> None:
+        """By its last holder, while this one waits for the lock."""
         place.rmdir()
-        place.mkdir()
-        (place / "theirs").mkdir()
+        (place / "theirs").mkdir(parents=True)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fcntl.flock", removed)
-        with pytest.raises(StorageError, match="another run"), held(tmp_path / "out"):
-            pytest.fail("both write")
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    storage.write(tmp_path / "p", ONE, {})
+    monkeypatch.setattr("fcntl.flock", removed)
+    with pytest.raises(StorageError, match="another run"), held(tmp_path / "out"):
+        pytest.fail("both write")
     assert (place / "theirs").is_dir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.unfinished", "p"]

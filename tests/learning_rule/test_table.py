@@ -49,7 +49,6 @@ PAPER = {
 BEYOND = {
     "ridge regression",
     "SGD with momentum",
-    "diagonal Newton",
     "AdaGrad",
     "AdaDelta",
     "AdamW",
@@ -58,7 +57,6 @@ BEYOND = {
     "Vadam",
     "IVON",
     "IVON, mixture",
-    "dropout, learned rate",
     "noisy K-FAC",
     "SLANG",
     "OGGN",

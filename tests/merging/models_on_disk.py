@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 State = dict[str, Tensor]
 SHAPES = {
@@ -25,6 +25,16 @@ SHAPES = {
 def state(seed: int, dtype: torch.dtype = torch.float32) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
+
+
+def copied(model: nn.Module) -> State:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def examples(seed: int, n: int = 17) -> tuple[Tensor, Tensor]:
+    """Of three classes, four inputs each."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)
 
 
 def near(base: Mapping[str, Tensor], seed: int) -> State:
@@ -59,11 +69,16 @@ def write_model(
     (folder / "tokenizer.json").write_text(json.dumps({"of": folder.name}))
     (folder / "README.md").write_text("# a card")
     if precision is not None:
-        (folder / "precision").mkdir(exist_ok=True)
-        write_tensors(folder / "precision", "precision", precision, 1)
-        document = record(parameters=[n for n in precision if not n.endswith(".mean")], **more)
-        (folder / "precision" / "precision_config.json").write_text(json.dumps(document))
+        write_precision(folder / "precision", precision, **more)
     return folder
+
+
+def write_precision(folder: Path, precision: Mapping[str, Tensor], **more: Any) -> None:
+    """A precision folder as it was written by hand; its record has ``more``."""
+    folder.mkdir(exist_ok=True)
+    write_tensors(folder, "precision", precision, 1)
+    document = record(parameters=list(precision), **more)
+    (folder / "precision_config.json").write_text(json.dumps(document))
 
 
 def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], shards: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_transformers import build
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -22,100 +23,60 @@ from blr_analysis.files import Folder, Scratch, Source, Spec
 from blr_analysis.merging import lora as adapter_source
 from blr_analysis.merging.lora import is_adapter, open_adapter
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-V, D, INNER = 40, 16, 24  # vocabulary, width, inner width
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": INNER, "num_hidden_layers": 2}
-    return BertForSequenceClassification(
-        BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=12)
-    )
-
-
-def llama(tied: bool = False, bias: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": INNER, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 12}
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, **heads, tie_word_embeddings=tied, attention_bias=bias)
-    )
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=D, n_layer=2, n_head=2, n_positions=12))
-
-
-def gpt2_classifier() -> nn.Module:
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
-    return GPT2ForSequenceClassification(
-        GPT2Config(vocab_size=V, n_embd=D, n_layer=2, n_head=2, n_positions=12)
-    )
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+D = 8  # width
 
 
 def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": D, "intermediate_size": INNER, "num_hidden_layers": 1}
-    return ViTForImageClassification(
-        ViTConfig(**sizes, num_attention_heads=2, image_size=8, patch_size=4)
-    )
+    sizes = {"hidden_size": D, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **heads))
 
 
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: build("bert"),
+    "llama": lambda: build("llama", "causal_lm"),
+    "tied": lambda: build("llama", "causal_lm", tie_word_embeddings=True),
+    "gpt2": lambda: build("gpt2", "causal_lm"),
+    "gpt2 classifier": lambda: build("gpt2"),
+    "vit": vit,
+}
 State = dict[str, Tensor]
 
 
 class Folders:
     """A base and an adapter trained on it, on disk, and what PEFT makes of the two."""
 
-    def __init__(self, where: Path, build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, where: Path, kind: str, dtype: torch.dtype) -> None:
         self.base, self.adapter = where / "base", where / "adapter"
-        self.build, self.dtype = build, dtype
+        self.kind, self.dtype = kind, dtype
 
     def write(self, **settings: Any) -> Folders:
-        from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
-
         torch.manual_seed(1)
-        model = self.build().to(self.dtype)
-        save(model, self.base)
-        kind = settings.pop("peft_type", "LORA")
-        if kind == "IA3":
-            config = IA3Config(**settings, feedforward_modules=[])
-        elif kind == "LOHA":
-            config = LoHaConfig(**settings, r=3)
+        model: Any = BUILT[self.kind]().to(self.dtype)
+        model.save_pretrained(str(self.base))
+        method = settings.pop("peft_type", "LORA")
+        if method == "IA3":
+            config = peft.IA3Config(**settings, feedforward_modules=[])
+        elif method == "LOHA":
+            config = peft.LoHaConfig(**settings, r=3)
         else:
-            config = LoraConfig(**{"r": 4, "lora_alpha": 6, **settings})
-        tuned = get_peft_model(model, config)
+            config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **settings})
+        tuned = peft.get_peft_model(model, config)
         torch.manual_seed(2)
         for p in {p.data_ptr(): p for p in tuned.parameters() if p.requires_grad}.values():
             p.data += torch.randn_like(p) / 3
         tuned.save_pretrained(str(self.adapter))
         return self
 
-    def fresh(self) -> Any:
-        model: Any = self.build().to(self.dtype)
-        if hasattr(model, "from_pretrained"):
-            return type(model).from_pretrained(self.base, dtype=self.dtype)
-        model.load_state_dict(load_file(self.base / "model.safetensors"))
-        return model
-
-    def tuned(self) -> Any:
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(self.fresh(), str(self.adapter)).eval()
-
     def oracle(self) -> State:
-        merged = self.tuned().merge_and_unload()
+        """As PEFT merges them, under the names of the base's file."""
+        fresh = type(BUILT[self.kind]()).from_pretrained(self.base, dtype=self.dtype)
+        merged = peft.PeftModel.from_pretrained(fresh, str(self.adapter)).merge_and_unload()
         folder = self.adapter.parent / "merged"
-        save(merged, folder)  # under the names of the base's file
+        merged.save_pretrained(str(folder))
         return merged.state_dict() | load_file(folder / "model.safetensors")
 
     def ours(self, **kwargs: Any) -> dict[str, Tensor]:
@@ -133,14 +94,6 @@ class Folders:
         save_file(tensors, self.adapter / "adapter_model.safetensors")
 
 
-def save(model: nn.Module, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(str(folder))
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(model.state_dict(), folder / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A place that is the same for the same words."""
@@ -149,26 +102,23 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def folders(tmp_path: Path, written: Callable[[str], Path]) -> Callable[..., Folders]:
-    def write(
-        build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, **settings: Any
-    ) -> Folders:
-        if build.__name__ == "<lambda>":
-            return Folders(tmp_path, build, dtype).write(**settings)
-        known = written(f"{build.__name__} {dtype} {settings}")
+    def write(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Folders:
+        known = written(f"{kind} {dtype} {settings}")
         if not any(known.iterdir()):
-            Folders(known, build, dtype).write(**settings)
+            Folders(known, kind, dtype).write(**settings)
         shutil.copytree(known, tmp_path, dirs_exist_ok=True)
-        return Folders(tmp_path, build, dtype)
+        return Folders(tmp_path, kind, dtype)
 
     return write
 
 
 QV = ["query", "value"]
-PLAIN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "plain": (bert, {"target_modules": QV}),
-    "rank-stabilised": (bert, {"target_modules": QV, "use_rslora": True}),
+NEW = {"target_modules": ["k_proj"]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("bert", {"target_modules": QV}),
+    "rank-stabilised": ("bert", {"target_modules": QV, "use_rslora": True}),
     "rank and alpha by name": (
-        bert,
+        "bert",
         {
             "target_modules": ["query", "dense"],
             "rank_pattern": {"layer.1.attention.self.query": 2, r".*\.0\.output\.dense": 3},
@@ -176,56 +126,40 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
             "use_rslora": True,
         },
     ),
-    "a regular expression": (bert, {"target_modules": r".*layer\.1.*(query|key)"}),
-    "layer norms saved": (bert, {"target_modules": QV, "modules_to_save": ["LayerNorm"]}),
-    "biases of the layers": (bert, {"target_modules": QV, "bias": "lora_only"}),
-    "all biases": (bert, {"target_modules": QV, "bias": "all", "task_type": "SEQ_CLS"}),
-    "embedding": (bert, {"target_modules": ["word_embeddings", "query"], "task_type": "SEQ_CLS"}),
-    "embedding, no task": (bert, {"target_modules": ["word_embeddings", "query"]}),
-    "llama": (llama, {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}),
-    "llama, untied embedding": (llama, {"target_modules": ["embed_tokens", "lm_head"]}),
-    "llama, both ends saved": (
-        llama,
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "a regular expression": ("bert", {"target_modules": r".*layer\.1.*(query|key)"}),
+    "llama": ("llama", {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}),
+    # What PEFT merges.
+    "layer norms saved": ("bert", {"target_modules": QV, "modules_to_save": ["LayerNorm"]}),
+    "biases of the layers": ("bert", {"target_modules": QV, "bias": "lora_only"}),
+    "all biases": ("bert", {"target_modules": QV, "bias": "all", "task_type": "SEQ_CLS"}),
+    "embedding": ("bert", {"target_modules": ["word_embeddings", "query"], "task_type": "SEQ_CLS"}),
+    "llama, untied embedding": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+    "both ends saved": ("llama", {**NEW, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "Conv1D and a linear head": ("gpt2 classifier", {"target_modules": ["c_proj", "score"]}),
+    "bias of B": ("bert", {"target_modules": QV, "lora_bias": True}),
+    "DoRA": ("bert", {"target_modules": ["query", "intermediate.dense"], "use_dora": True}),
+    "new rows of both ends": (
+        "llama", {**NEW, "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [2]}},
     ),
-    "Conv1D": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-    "Conv1D and a linear head": (gpt2_classifier, {"target_modules": ["c_proj", "score"]}),
-}
-# What PEFT merges.
-OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "bias of B": (bert, {"target_modules": QV, "lora_bias": True}),
-    "DoRA": (bert, {"target_modules": ["query", "intermediate.dense"], "use_dora": True}),
-    "llama, new rows of both ends": (
-        llama,
-        {
-            "target_modules": ["k_proj"],
-            "trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [2]},
-        },
-    ),
-    "tied llama, new rows": (
-        lambda: llama(tied=True),
-        {"target_modules": ["k_proj"], "trainable_token_indices": [7, 0, 39]},
-    ),
+    "tied llama, new rows": ("tied", {**NEW, "trainable_token_indices": [7, 0, 15]}),
     "Conv1D, DoRA": (
-        gpt2,
-        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+        "gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}
     ),
     "a weight as a parameter": (
-        llama,
-        {"target_modules": ["v_proj"], "target_parameters": ["k_proj.weight"]},
+        "llama", {"target_modules": ["v_proj"], "target_parameters": ["k_proj.weight"]}
     ),
-    "convolutions": (vit, {"target_modules": ["projection"], "use_rslora": True}),
-    "LoHa": (bert, {"target_modules": QV, "peft_type": "LOHA"}),
-    "IA3": (bert, {"target_modules": ["query"], "peft_type": "IA3"}),
-}
-CASES = PLAIN | OTHERS
+    "convolutions": ("vit", {"target_modules": ["projection"], "use_rslora": True}),
+    "LoHa": ("bert", {"target_modules": QV, "peft_type": "LOHA"}),
+    "IA3": ("bert", {"target_modules": ["query"], "peft_type": "IA3"}),
+}  # fmt: skip
 STREAMED = {"plain", "rank-stabilised", "rank and alpha by name", "a regular expression", "llama"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_what_peft_merges(case: str, folders: Callable[..., Folders]) -> None:
-    build, settings = CASES[case]
-    pair = folders(build, **settings)
+    kind, settings = CASES[case]
+    pair = folders(kind, **settings)
     base, ours, oracle = load_file(pair.base / "model.safetensors"), pair.ours(), pair.oracle()
     assert list(ours) == list(Folder.open(pair.base).specs)
     changed = set()
@@ -243,14 +177,11 @@ FORMS = ["plain", "DoRA", "embedding", "Conv1D", "convolutions", "layer norms sa
 @pytest.mark.parametrize("case", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_do_not_depend_on_the_pieces(
-    case: str,
-    dtype: torch.dtype,
-    folders: Callable[..., Folders],
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, dtype: torch.dtype, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build, settings = CASES[case]
-    pair = folders(build, dtype, **settings)
-    monkeypatch.setattr(adapter_source, "BLOCK", 50)  # three rows of 16, or a single row
+    kind, settings = CASES[case]
+    pair = folders(kind, dtype, **settings)
+    monkeypatch.setattr(adapter_source, "BLOCK", 50)  # six rows of 8
     source, scratch = open_adapter(pair.adapter, Folder.open(pair.base)), Scratch()
     for name in source.changes:
         whole, size = source.tensor(name).view(-1), source.specs[name].numel
@@ -265,10 +196,8 @@ def test_the_bits_do_not_depend_on_the_pieces(
 def lora_file(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
     """An adapter written by hand, as PEFT would."""
     folder.mkdir()
-    save_file(
-        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
-        folder / "adapter_model.safetensors",
-    )
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["w", "e"]}
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))
 
@@ -280,7 +209,6 @@ class Endless(Source):
         self.name, self.specs = "endless", {"w.weight": Spec(shape, torch.bfloat16)}
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        self.piece(name, start, stop)
         return scratch.array(self, stop - start, torch.bfloat16).fill_(1)
 
 
@@ -294,11 +222,11 @@ def test_memory_is_bounded_by_the_matrices_and_the_piece(tmp_path: Path) -> None
     piece = source.read("w.weight", start, start + 3 * cols, scratch)
     there = (1 + 1.5 * left[1_234_567:1_234_571] @ right).view(-1)[89 : 89 + 3 * cols]
     torch.testing.assert_close(piece, there.to(torch.bfloat16))
-    assert scratch.nbytes < 2**20
+    assert sum(t.nbytes for t in scratch.held.values()) < 2**20
 
 
 def test_a_bfloat16_base_is_rounded_once_or_not_at_all(folders: Callable[..., Folders]) -> None:
-    pair = folders(llama, torch.bfloat16, target_modules=["q_proj"], bias="none")
+    pair = folders("llama", torch.bfloat16, target_modules=["q_proj"], bias="none")
     tensors, name = pair.tensors(), "model.layers.0.self_attn.q_proj"
     a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"].double() for x in "AB")
     base = load_file(pair.base / "model.safetensors")[f"{name}.weight"]
@@ -306,9 +234,6 @@ def test_a_bfloat16_base_is_rounded_once_or_not_at_all(folders: Callable[..., Fo
     assert torch.equal(pair.ours()[f"{name}.weight"], exact.float().bfloat16())
     wide = pair.ours(dtype=torch.float32)
     torch.testing.assert_close(wide[f"{name}.weight"], exact.float())
-    torch.testing.assert_close(
-        pair.ours(dtype=torch.float64)[f"{name}.weight"].float(), exact.float()
-    )
     assert wide["lm_head.weight"].dtype == torch.bfloat16  # not changed, so as it is
 
 
@@ -319,35 +244,28 @@ def renamed(pair: Folders, change: Callable[[str], str | None]) -> None:
     save_file({n: t for n, t in there.items() if n}, pair.base / "model.safetensors")
 
 
-@pytest.mark.parametrize("how", ["without bert.", "with model.", "with a.b."])
-def test_one_prefix_may_differ(how: str, folders: Callable[..., Folders]) -> None:
-    pair = folders(bert, target_modules=QV)
+@pytest.mark.parametrize("change", ["{short}", "model.{name}", "a.b.{name}"])
+def test_one_prefix_may_differ(change: str, folders: Callable[..., Folders]) -> None:
+    def named(name: str) -> str:
+        return change.format(name=name, short=name.removeprefix("bert."))
+
+    pair = folders("bert", target_modules=QV)
     oracle = pair.oracle()
-    prefix = how.split()[1]
-    change: dict[str, Callable[[str], str]] = {
-        "without": lambda name: name.removeprefix(prefix),
-        "with": lambda name: prefix + name,
-    }
-    change_ = change[how.split()[0]]
-    renamed(pair, change_)
+    renamed(pair, named)
     ours = pair.ours()
-    assert len(open_adapter(pair.adapter, Folder.open(pair.base)).changes) == 4
     for name, tensor in oracle.items():
-        torch.testing.assert_close(ours[change_(name)], tensor, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(ours[named(name)], tensor, rtol=1e-12, atol=1e-13)
 
 
 def test_dora_is_its_formula(folders: Callable[..., Folders]) -> None:
     """W_j = m_j (W_0 + s·B·A)_j / ‖(W_0 + s·B·A)_j‖, for each output j."""
-    pair = folders(llama, target_modules=["q_proj"], use_dora=True)
+    pair = folders("llama", target_modules=["q_proj"], use_dora=True)
     tensors, layer = pair.tensors(), "model.layers.1.self_attn.q_proj"
     part = {k.rpartition(f"{layer}.lora_")[2]: t for k, t in tensors.items() if layer in k}
     base = load_file(pair.base / "model.safetensors")[f"{layer}.weight"]
     v = base + 1.5 * part["B.weight"] @ part["A.weight"]
     exact = part["magnitude_vector"][:, None] * v / v.norm(dim=1, keepdim=True)
     torch.testing.assert_close(pair.ours()[f"{layer}.weight"], exact, rtol=1e-12, atol=1e-13)
-
-
-# --- precisions of the adapters' own parameters -------------------------------------------------
 
 
 def test_two_adapters_are_merged_as_weights(tmp_path: Path) -> None:
@@ -359,9 +277,8 @@ def test_two_adapters_are_merged_as_weights(tmp_path: Path) -> None:
         places.append(tmp_path / str(k))
         lora_file(places[k], {"w.lora_A.weight": a, "w.lora_B.weight": b}, use_rslora=k == 1)
         deltas.append(scale * b @ a)
-    merged = blr.merge(
-        base, places, method="task_arithmetic", weights=[1.0, -0.5], dtype=torch.float64
-    )
+    how: dict[str, Any] = {"method": "task_arithmetic", "dtype": torch.float64}
+    merged = blr.merge(base, places, weights=[1.0, -0.5], **how)
     exact = base["w.weight"] + deltas[0] - 0.5 * deltas[1]
     torch.testing.assert_close(merged["w.weight"], exact, rtol=1e-12, atol=1e-13)
 
@@ -403,10 +320,9 @@ def cut_short(f: Folders) -> None:
 HEAD = {"target_modules": QV, "task_type": "SEQ_CLS"}
 DORA = {"target_modules": QV, "use_dora": True}
 LLAMA = {"target_modules": ["q_proj"]}
-tied = lambda: llama(tied=True)  # noqa: E731
-REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], Damage, str]] = [
+REFUSED: list[tuple[str, dict[str, Any], Damage, str]] = [
     *(
-        (bert, {"target_modules": QV}, lambda f, v=values: f.settings(**v), word)
+        ("bert", {"target_modules": QV}, lambda f, v=values: f.settings(**v), word)
         for values, word in (
             ({"peft_type": "IA3"}, "does not know"),
             ({"peft_type": "PREFIX_TUNING"}, "merge_and_unload"),
@@ -429,7 +345,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], Damage, str]] = [
         )
     ),
     *(
-        (bert, {"target_modules": QV}, damage, word)
+        ("bert", {"target_modules": QV}, damage, word)
         for damage, word in (
             (extra(f"{QUERY}.lora_C.weight", 1), "lora_C"),
             (extra("extra", 1), "'extra'"),
@@ -445,23 +361,19 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], Damage, str]] = [
             (lambda f: (f.adapter / "adapter_config.json").write_text("[1]"), "adapter_config"),
         )
     ),
-    (bert, HEAD, headless, "'classifier.bias', 'classifier.weight'"),
-    (bert, DORA, lambda f: (f.base / "config.json").unlink(), "no transformers model"),
-    (tied, {"target_modules": ["embed_tokens", "q_proj"]}, lambda f: None, "tied"),
-    (tied, {"target_modules": ["lm_head"]}, lambda f: None, "tied"),
-    (tied, {**LLAMA, "modules_to_save": ["embed_tokens"]}, lambda f: None, "tied"),
+    ("bert", HEAD, headless, "'classifier.bias', 'classifier.weight'"),
+    ("bert", DORA, lambda f: (f.base / "config.json").unlink(), "Unrecognized model"),
+    ("tied", {"target_modules": ["embed_tokens", "q_proj"]}, lambda f: None, "tied"),
+    ("tied", {"target_modules": ["lm_head"]}, lambda f: None, "tied"),
+    ("tied", {**LLAMA, "modules_to_save": ["embed_tokens"]}, lambda f: None, "tied"),
 ]
 
 
-@pytest.mark.parametrize(("build", "settings", "damage", "word"), REFUSED)
+@pytest.mark.parametrize(("kind", "settings", "damage", "word"), REFUSED)
 def test_adapters_that_are_not_exact_are_refused(
-    build: Callable[[], nn.Module],
-    settings: dict[str, Any],
-    damage: Damage,
-    word: str,
-    folders: Callable[..., Folders],
+    kind: str, settings: dict[str, Any], damage: Damage, word: str, folders: Callable[..., Folders]
 ) -> None:
-    pair = folders(build, **settings)
+    pair = folders(kind, **settings)
     damage(pair)
     with pytest.raises(BLRError, match=word):
         pair.ours()
@@ -470,10 +382,10 @@ def test_adapters_that_are_not_exact_are_refused(
 def test_without_peft_the_extra_is_named(
     folders: Callable[..., Folders], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = folders(bert, **DORA)
+    pair = folders("bert", **DORA)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(BLRError, match="pip install"):
         pair.ours()
-    pair = folders(bert, target_modules=QV)
+    pair = folders("bert", target_modules=QV)
     assert len(open_adapter(pair.adapter, Folder.open(pair.base)).changes) == 4
     assert is_adapter(pair.adapter) and not is_adapter(pair.base)

@@ -18,30 +18,18 @@ from blr_analysis.merging import GradientMismatch, MergeCurve, MergePoint
 from blr_analysis.plots import plot_merge_curve, plot_mismatch
 
 
-def row(merge: str, task: str, mismatch: float, rise: float, **changes: float) -> dict[str, Any]:
-    return {
-        "merge": merge,
-        "task": task,
-        "mismatch": 10 * mismatch,
-        "mismatch_per_example": mismatch,
-        "mismatch_in_metric": math.nan,
-        "distance": 2 * mismatch,
-        "gap": 10 * rise,
-        "nll_own": 0.5,
-        "nll_merged": 0.5 + rise,
-        "accuracy_own": 0.9,
-        "accuracy_merged": 0.9 - rise / 4,
-        "test_nll_own": math.nan,
-        "test_nll_merged": math.nan,
-        "test_accuracy_own": math.nan,
-        "test_accuracy_merged": math.nan,
-        **changes,
-    }
+def row(merge: str, task: str, size: float, **changes: float) -> dict[str, Any]:
+    nan = dict.fromkeys(("test_nll_own", "test_nll_merged", "mismatch_in_metric"), math.nan)
+    nan |= dict.fromkeys(("test_accuracy_own", "test_accuracy_merged"), math.nan)
+    sizes = {"mismatch": 10 * size, "mismatch_per_example": size, "distance": 2 * size, "gap": size}
+    nlls = {"nll_own": 0.5, "nll_merged": 0.5 + size / 10}
+    right = {"accuracy_own": 0.9, "accuracy_merged": 0.9 - size / 40}
+    return {"merge": merge, "task": task, **nan, **sizes, **nlls, **right, **changes}
 
 
 def mismatch(merges: int = 2, **changes: float) -> GradientMismatch:
     rows = [
-        row(f"merge {m}", task, (m + 1) * (t + 1), 0.1 * (m + 1) * (t + 1), **changes)
+        row(f"merge {m}", task, (m + 1) * (t + 1), **changes)
         for m in range(merges)
         for t, task in enumerate(("news", "books", "films"))
     ]
@@ -52,20 +40,13 @@ def curve(
     rows: list[tuple[str, tuple[float, ...]]],
     shape: str = "shared",
     tasks: tuple[str, ...] = ("news", "books"),
-    models: tuple[str, ...] = ("a", "b"),
-    criterion: str = "nll",
-    loss: Callable[[tuple[float, ...]], float] = lambda w: 0.3 + (w[0] - 0.6) ** 2,
 ) -> MergeCurve:
-    points = [
-        MergePoint(
-            method,
-            weights,
-            tuple(loss(weights) + 0.1 * t for t in range(len(tasks))),
-            tuple(0.9 - loss(weights) / 10 - 0.01 * t for t in range(len(tasks))),
-        )
-        for method, weights in rows
-    ]
-    return MergeCurve(points, models, tasks, criterion, shape)
+    points = []
+    for method, weights in rows:
+        loss = 0.3 + (weights[0] - 0.6) ** 2
+        losses = tuple(loss + 0.1 * t for t in range(len(tasks)))
+        points.append(MergePoint(method, weights, losses, tuple(0.9 - x / 10 for x in losses)))
+    return MergeCurve(points, ("a", "b"), tasks, shape)
 
 
 GRID = [k / 10 for k in range(11)]
@@ -107,10 +88,7 @@ def test_points_of_the_mismatch_lie_where_the_table_says() -> None:
     assert all(isinstance(b.offsetbox, TextArea) for b in boxes)
     assert sorted(b.offsetbox.get_text() for b in boxes) == sorted(table.task)
     legend = ax.get_legend()
-    assert legend is not None and [t.get_text() for t in legend.get_texts()] == [
-        "merge 0",
-        "merge 1",
-    ]
+    assert [t.get_text() for t in legend.get_texts()] == ["merge 0", "merge 1"]
     assert plot_mismatch(mismatch(1)).get_legend() is None
     lines = [line for line in ax.lines if len(line.get_xdata()) == 2 and line.get_zorder() == 1]
     assert len(lines) == 3  # from each task in one merge to the same in the other
@@ -144,40 +122,40 @@ def test_one_method_shows_its_tasks_and_their_mean() -> None:
     x, y = line(ax, "best: α = 0.6")
     assert (x[0], y[0]) == (0.6, pytest.approx(0.35))
     alone = plot_merge_curve(curve(SHARED, tasks=("news",)))
-    assert [each.get_label() for each in alone.lines if each.get_label()[0] != "_"] == [
-        "news",
-        "best: α = 0.6",
-    ]
+    labels = [each.get_label() for each in alone.lines if each.get_label()[0] != "_"]
+    assert labels == ["news", "best: α = 0.6"]
 
 
 def test_rows_and_grids_show_the_order() -> None:
-    found = curve(PLANE, "rows", models=("a", "b"))
+    found = curve(PLANE, "rows")
     ax = plot_merge_curve(found)
     values = np.array([p.nll for p in found.points])
     np.testing.assert_allclose(line(ax, "matching")[1], values)
     assert line(ax, "best: α = (0.6, 0)")[0][0] == values.argmin() + 1
 
 
-def test_curves_of_bad_input() -> None:
-    with pytest.raises(InputError, match="must be one of"):
-        plot_merge_curve(curve(SHARED), measure="f1")
-    regression = MergeCurve([MergePoint("m", (1.0,), (0.5,), (math.nan,))], ("a",), ("t",), "nll",
-                            "shared")  # fmt: skip
-    with pytest.raises(InputError, match="no finite accuracy"):
-        plot_merge_curve(regression, measure="accuracy")
+REGRESSION = MergeCurve([MergePoint("m", (1.0,), (0.5,), (math.nan,))], ("a",), ("t",), "shared")
+NAN = {"mismatch_per_example": math.nan}
 
 
-def test_pictures_of_bad_input() -> None:
-    with pytest.raises(InputError, match="measure"):
-        plot_mismatch(mismatch(), measure="f1")
-    with pytest.raises(InputError, match="no finite"):
-        plot_mismatch(mismatch(mismatch_per_example=math.nan))
+@pytest.mark.parametrize(
+    ("draw", "result", "measure", "word"),
+    [
+        (plot_merge_curve, curve(SHARED), "f1", "measure must be one of"),
+        (plot_merge_curve, REGRESSION, "accuracy", "no finite accuracy"),
+        (plot_mismatch, mismatch(), "f1", "measure"),
+        (plot_mismatch, mismatch(**NAN), "nll", "no finite"),
+    ],
+)
+def test_bad_input(draw: Any, result: Any, measure: str, word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        draw(result, measure=measure)
 
 
 def test_results_find_their_tables_and_pictures() -> None:
     failed = MergePoint("arithmetic", (1.5, 1.5), (math.inf,) * 2, (math.nan,) * 2, "outputs")
     tried = curve(BOTH)
-    tried = MergeCurve([*tried.points, failed], *("ab", ("news", "books"), "nll", "shared"))
+    tried = MergeCurve([*tried.points, failed], *("ab", ("news", "books"), "shared"))
     table = tried.table
     assert table.loc[table.best, ["method", "weight"]].values.tolist() == [["matching", 0.6]]
     assert table.failure.tolist() == [""] * 22 + ["outputs"] and math.isinf(table.nll[22])

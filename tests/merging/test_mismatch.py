@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from merging.models_on_disk import State, copied, examples, write_model
+from models import mlp
+from tiny_lm import tiny_lm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,22 +21,6 @@ from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.merging import gradient_mismatch, merge
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
-
-State = dict[str, Tensor]
-
-
-def network(seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-
-
-def examples(seed: int, n: int = 17) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)
-
-
-def state(model: nn.Module) -> State:
-    return {n: t.detach().clone() for n, t in model.state_dict().items()}
 
 
 def average(*states: State) -> State:
@@ -62,14 +48,14 @@ def flat(weights: State) -> Tensor:
 
 @pytest.mark.parametrize("batch_size", [256, 5, 1])
 def test_every_number_by_plain_autograd(batch_size: int) -> None:
-    models = {"a": network(1), "b": network(2)}
+    models = {"a": mlp(seed=1), "b": mlp(seed=2)}
     data = {"a": examples(3), "b": examples(4, 11)}
     held = {"a": examples(5, 9), "b": examples(6, 8)}
     tasks = {k: Task(models[k], data[k], batch_size=batch_size) for k in models}
-    tests = {k: Task(network(9), held[k], batch_size=batch_size) for k in reversed(list(models))}
-    merged = average(*map(state, models.values()))
+    tests = {k: Task(mlp(seed=9), held[k], batch_size=batch_size) for k in reversed(list(models))}
+    merged = average(*map(copied, models.values()))
     curved = {k: {n: torch.rand_like(t) + 0.1 for n, t in merged.items()} for k in models}
-    before = {k: state(m) for k, m in models.items()}
+    before = {k: copied(m) for k, m in models.items()}
     found = gradient_mismatch(tasks, merged, precisions=curved, tests=tests, progress=False)
     table = found.table.set_index("task")
     assert list(table.index) == ["a", "b"] and set(table["merge"]) == {"merged"}
@@ -82,27 +68,19 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
         n, step, h = len(data[k][1]), flat(merged) - flat(before[k]), flat(curved[k])
         _, test_loss, test_right = by_autograd(model, *held[k])
         _, test_merged, test_right_merged = by_autograd(there, *held[k])
-        m = len(held[k][1])
+        m, change, gap = len(held[k][1]), g_merged - g, loss_merged - loss
         expected = {
-            "n_data": n,
-            "mismatch": float((g_merged - g).norm()),
-            "mismatch_per_example": float((g_merged - g).norm()) / n,
-            "mismatch_in_metric": float(((g_merged - g) ** 2 / h).sum().sqrt()),
-            "gradient_own": float(g.norm()),
-            "gradient_merged": float(g_merged.norm()),
-            "distance": float(step.norm()),
-            "gap": loss_merged - loss,
-            "gap_per_example": (loss_merged - loss) / n,
+            **{"n_data": n, "mismatch": float(change.norm())},
+            "mismatch_per_example": float(change.norm()) / n,
+            "mismatch_in_metric": float((change**2 / h).sum().sqrt()),
+            **{"gradient_own": float(g.norm()), "gradient_merged": float(g_merged.norm())},
+            **{"distance": float(step.norm()), "gap": gap, "gap_per_example": gap / n},
             "gap_by_gradient": float((g + g_merged) @ step) / 2,
             "gap_by_precision": float(g @ step + (h * step**2).sum() / 2),
-            "nll_own": loss / n,
-            "nll_merged": loss_merged / n,
-            "accuracy_own": right,
-            "accuracy_merged": right_merged,
-            "test_nll_own": test_loss / m,
-            "test_nll_merged": test_merged / m,
-            "test_accuracy_own": test_right,
-            "test_accuracy_merged": test_right_merged,
+            **{"nll_own": loss / n, "nll_merged": loss_merged / n},
+            **{"accuracy_own": right, "accuracy_merged": right_merged},
+            **{"test_nll_own": test_loss / m, "test_nll_merged": test_merged / m},
+            **{"test_accuracy_own": test_right, "test_accuracy_merged": test_right_merged},
         }
         assert set(expected) == set(table.columns) - {"merge"}
         for column, value in expected.items():
@@ -112,25 +90,19 @@ def test_every_number_by_plain_autograd(batch_size: int) -> None:
     assert found.joint["merged"] == pytest.approx(float(total.norm()), rel=1e-10)
 
 
-def regression(seed: int, prior: float = 0.0) -> tuple[Tensor, Tensor, State, State]:
-    """Features that are orthogonal, so that XᵀX is diagonal; targets; H_t; θ_t from base 0."""
-    g = torch.Generator().manual_seed(seed)
-    q, _ = torch.linalg.qr(torch.randn(12, 3, generator=g, dtype=torch.float64))
-    x = q * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    y = torch.randn(12, generator=g, dtype=torch.float64)
-    h = (x**2).sum(0)
-    return x, y, {"weight": h[None]}, {"weight": ((x.T @ y) / (h + prior))[None]}
-
-
 def linear_tasks(count: int, prior: float) -> tuple[list[Task], list[State], list[State]]:
+    """Features that are orthogonal, so that XᵀX is diagonal; H_t; θ_t from base 0."""
     tasks, curved, models = [], [], []
     for t in range(count):
-        x, y, h, theta = regression(t, prior)
+        g = torch.Generator().manual_seed(t)
+        q, _ = torch.linalg.qr(torch.randn(12, 3, generator=g, dtype=torch.float64))
+        x = q * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+        y, h = torch.randn(12, generator=g, dtype=torch.float64), (x**2).sum(0)
         model = nn.Linear(3, 1, bias=False).double()
-        model.load_state_dict(theta)
+        model.load_state_dict({"weight": ((x.T @ y) / (h + prior))[None]})
         tasks.append(Task(model, (x, y), likelihood="gaussian"))
-        curved.append(h)
-        models.append(theta)
+        curved.append({"weight": h[None]})
+        models.append(copied(model))
     return tasks, curved, models
 
 
@@ -166,11 +138,8 @@ def test_for_quadratics_all_forecasts_are_the_gap() -> None:
     tasks, curved, models = linear_tasks(3, 0.0)
     table = gradient_mismatch(tasks, average(*models), precisions=curved).table
     assert min(table.gap) > 0.1
-    for forecast in (
-        table.gap_by_gradient,
-        table.gap_by_precision,
-        table.mismatch_in_metric**2 / 2,
-    ):
+    in_metric = table.mismatch_in_metric**2 / 2
+    for forecast in (table.gap_by_gradient, table.gap_by_precision, in_metric):
         assert forecast.tolist() == pytest.approx(table.gap.tolist(), rel=1e-10)
 
 
@@ -190,14 +159,14 @@ def test_a_posterior_foretells_by_its_data_part_and_measures_by_the_whole() -> N
 
 
 def test_one_model_for_all_tasks_with_the_weights_named() -> None:
-    models = [network(1), network(2)]
+    models = [mlp(seed=1), mlp(seed=2)]
     data = [examples(3), examples(4)]
     apart = [Task(m, d) for m, d in zip(models, data, strict=True)]
-    shared = network(7)
+    shared = mlp(seed=7)
     together = [Task(shared, d) for d in data]
-    merged = average(*map(state, models))
+    merged = average(*map(copied, models))
     expected = gradient_mismatch(apart, merged).table
-    for given in (list(map(state, models)), models):
+    for given in (list(map(copied, models)), models):
         found = gradient_mismatch(together, merged, models=given).table
         assert found.drop(columns="merge").equals(expected.drop(columns="merge"))
     with pytest.raises(InputError, match="share one model"):
@@ -205,29 +174,23 @@ def test_one_model_for_all_tasks_with_the_weights_named() -> None:
 
 
 def test_several_merges_are_made_when_their_turn_comes_and_let_go_of() -> None:
-    models = [network(1), network(2)]
+    models = [mlp(seed=1), mlp(seed=2)]
     tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
     made: list[weakref.ref] = []
 
-    def maker(share: float) -> Any:
-        def make() -> State:
-            gc.collect()
-            assert all(ref() is None for ref in made)
-            one, two = map(state, models)
-            found = {n: share * one[n] + (1 - share) * two[n] for n in one}
-            made.append(weakref.ref(found["0.weight"].untyped_storage()))
-            return found
+    def mixed(share: float) -> State:
+        assert all(ref() is None for ref in made)
+        one, two = map(copied, models)
+        found = {n: share * one[n] + (1 - share) * two[n] for n in one}
+        made.append(weakref.ref(found["0.weight"].untyped_storage()))
+        return found
 
-        return make
-
-    found = gradient_mismatch(tasks, {"two": maker(0.0), "half": maker(0.5), "one": maker(1.0)})
-    assert len(made) == 3
-    table = found.table.set_index(["merge", "task"])
-    assert list(table.index) == [(m, t) for m in ("two", "half", "one") for t in "12"]
-    assert table.loc[("two", "2"), "mismatch"] == 0 and table.loc[("one", "1"), "mismatch"] == 0
-    half = average(*map(state, models))
-    same = gradient_mismatch(tasks, loaded(models[0], half)).table
-    assert same.mismatch.tolist() == pytest.approx(table.loc["half"].mismatch.tolist(), rel=1e-12)
+    merges = {f"{share}": partial(mixed, share) for share in (0.0, 0.5, 1.0)}
+    table = gradient_mismatch(tasks, merges).table.set_index(["merge", "task"])
+    assert list(table.index) == [(m, t) for m in merges for t in "12"] and len(made) == 3
+    assert table.loc[("0.0", "2"), "mismatch"] == 0 and table.loc[("1.0", "1"), "mismatch"] == 0
+    same = gradient_mismatch(tasks, loaded(models[0], average(*map(copied, models)))).table
+    assert same.mismatch.tolist() == pytest.approx(table.loc["0.5"].mismatch.tolist(), rel=1e-12)
 
 
 def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
@@ -242,9 +205,9 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
     models = [with_norm(1), with_norm(2)]
     data = [examples(3), examples(4)]
     tasks = [Task(m, d, batch_size=4) for m, d in zip(models, data, strict=True)]
-    floats = average(*({n: t.double() for n, t in state(m).items()} for m in models))
+    floats = average(*({n: t.double() for n, t in copied(m).items()} for m in models))
     merged = {n: t.to(models[0].state_dict()[n].dtype) for n, t in floats.items()}
-    before = [state(m) for m in models]
+    before = [copied(m) for m in models]
     table = gradient_mismatch(tasks, merged).table
     for k, (model, (x, y)) in enumerate(zip(models, data, strict=True)):
         g, loss, _ = by_autograd(model, x, y)
@@ -259,57 +222,38 @@ def test_buffers_and_frozen_parameters_are_those_of_the_merge() -> None:
         gradient_mismatch(tasks, wrong)
     assert all(torch.equal(t, before[0][n]) for n, t in models[0].state_dict().items())
     models[0].train()
-    with pytest.raises(ModelError, match=r"task '1'.*training mode"):
+    with pytest.raises(ModelError, match=r"task '1'.*mixes examples"):
         gradient_mismatch(tasks, merged)
-
-
-class Tied(nn.Module):
-    """An embedding whose weights are the output layer's."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(6, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(tokens)))
 
 
 def test_sequences_with_tied_weights_under_either_name() -> None:
     x = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]])
-    model, other = Tied(1).double(), Tied(2).double()
-    y = other(x).argmax(-1)  # three tokens right in one sequence, two wrong in the other
+    model, other = tiny_lm(1, tied=True), tiny_lm(2, tied=True)
+    f = other(x).logits.detach()
+    y = f.argmax(-1)  # three tokens right in one sequence, two wrong in the other
     y[1] = (y[1] + 1) % 6
     y[0, 3:], y[1, 2:] = -100, -100
     task = Task(model, (x, y), likelihood="tokens", batch_size=1)
-    weight = other.embed.weight.detach()
-    f = other(x).detach()
     loss = float(F.cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum"))
-    for merged in (
-        {"embed.weight": weight},
-        {"head.weight": weight},
-        {"embed.weight": weight, "head.weight": weight.clone()},
-    ):
-        (row,) = gradient_mismatch(task, merged).rows
+    both = copied(other)
+    distance = float(
+        (flat(dict(other.named_parameters())) - flat(dict(model.named_parameters()))).norm()
+    )
+    for left_out in ("read.weight", "words.weight", None):
+        (row,) = gradient_mismatch(task, {n: t for n, t in both.items() if n != left_out}).rows
         assert row["nll_merged"] == pytest.approx(loss / 2, rel=1e-10)
         assert row["accuracy_merged"] == pytest.approx(3 / 5)
-        assert row["distance"] == pytest.approx(
-            float((weight - model.embed.weight.detach()).norm())
-        )
-    with pytest.raises(InputError, match=r"'embed.weight' and 'head.weight' differ"):
-        gradient_mismatch(task, {"embed.weight": weight, "head.weight": weight + 1})
+        assert row["distance"] == pytest.approx(distance)
+    both["read.weight"] += 1
+    with pytest.raises(InputError, match=r"'words.weight' and 'read.weight' differ"):
+        gradient_mismatch(task, both)
 
 
 def test_merges_in_folders(tmp_path: Path) -> None:
-    models = [network(1), network(2)]
+    models = [mlp(seed=1), mlp(seed=2)]
     tasks = [Task(m, examples(3 + k)) for k, m in enumerate(models)]
-    for k, model in enumerate(models):
-        (tmp_path / str(k)).mkdir()
-        save_file(state(model), tmp_path / str(k) / "model.safetensors")
-    folders = [tmp_path / "0", tmp_path / "1"]
-    expected = gradient_mismatch(tasks, average(*map(state, models))).table
+    folders = [write_model(tmp_path / str(k), copied(model)) for k, model in enumerate(models)]
+    expected = gradient_mismatch(tasks, average(*map(copied, models))).table
     report = merge(None, folders, method="linear", dtype=torch.float64, out=tmp_path / "merged")
     for given in (report, tmp_path / "merged", str(tmp_path / "merged" / "model.safetensors")):
         found = gradient_mismatch(tasks, given, models=folders).table
@@ -318,9 +262,9 @@ def test_merges_in_folders(tmp_path: Path) -> None:
         gradient_mismatch(tasks, tmp_path / "nowhere")
 
 
-MODELS = [network(1), network(2)]
+MODELS = [mlp(seed=1), mlp(seed=2)]
 TASKS = [Task(m, examples(3 + k)) for k, m in enumerate(MODELS)]
-MERGED = average(*map(state, MODELS))
+MERGED = average(*map(copied, MODELS))
 CURVED = [{n: torch.ones_like(t) for n, t in MERGED.items()}] * 2
 FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
 
@@ -337,7 +281,7 @@ FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
         (TASKS, {**MERGED, "0.bias": torch.ones(7)}, {}, r"\(7,\)"),
         (TASKS, {**MERGED, "0.bias": torch.ones(5).long()}, {}, "int64"),
         (TASKS, {**MERGED, "0.bias": MERGED["0.bias"] / 0}, {}, "NaN or inf"),
-        (TASKS, MERGED, {"models": [state(MODELS[0])]}, "one for each of 2"),
+        (TASKS, MERGED, {"models": [copied(MODELS[0])]}, "one for each of 2"),
         (TASKS, MERGED, {"models": [MERGED, {"w": torch.ones(1)}]}, "fine-tuned model of task '2'"),
         (TASKS, MERGED, {"tests": TASKS[:1]}, "tests must hold one"),
         (TASKS, MERGED, {"precisions": CURVED[:1]}, "one for each of 2"),
@@ -349,5 +293,5 @@ FROZEN = copy.deepcopy(MODELS[0]).requires_grad_(False)
 def test_bad_input(tasks: Any, merged: Any, options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
         if "another model" in word:
-            options = {"models": [state(nn.Linear(4, 3).double())]}
+            options = {"models": [copied(nn.Linear(4, 3).double())]}
         gradient_mismatch(tasks, merged, **options)

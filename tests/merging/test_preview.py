@@ -1,4 +1,4 @@
-"""Merges over a range of weights: against merges and losses written out by hand."""
+"""Merges over a range of weights: against single merges, and losses written out by hand."""
 
 from __future__ import annotations
 
@@ -7,79 +7,40 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from merging.models_on_disk import State, copied, examples
+from models import mlp
+from torch import Tensor
 from torch.nn import functional as F
 
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
-from blr_analysis.merging import MergeCurve, MergePoint, merge_curve
+from blr_analysis.merging import MergeCurve, MergePoint, merge, merge_curve
+from blr_analysis.merging.methods import METHODS
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
-
-State = dict[str, Tensor]
-C, D = 3, 4
-
-
-def network(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C)).double()
-
-
-def state(model: nn.Module) -> State:
-    return {n: t.detach().clone() for n, t in model.state_dict().items()}
-
-
-def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(n, D, generator=g, dtype=torch.float64), torch.randint(C, (n,), generator=g)
 
 
 class Setting:
     """A base, three fine-tuned models near it, precisions, and two validation tasks."""
 
     def __init__(self) -> None:
-        self.model = network(0)
-        self.base = state(self.model)
+        self.model = mlp()
+        self.base = copied(self.model)
         g = torch.Generator().manual_seed(1)
 
-        def near(t: Tensor) -> Tensor:
-            return t + torch.randn(t.shape, generator=g, dtype=t.dtype)
+        def near(t: Tensor, spread: float = 1.0) -> Tensor:
+            return t + spread * torch.randn(t.shape, generator=g, dtype=t.dtype)
 
-        def positive(t: Tensor) -> Tensor:
-            return torch.rand(t.shape, generator=g, dtype=t.dtype) + 0.05
+        def curved() -> State:
+            return {n: near(t, 0.5).abs() + 0.05 for n, t in self.base.items()}
 
         names = ("news", "books", "films")
         self.models = {k: {n: near(t) for n, t in self.base.items()} for k in names}
-        self.precisions = {k: {n: positive(t) for n, t in self.base.items()} for k in names}
-        self.prior = {n: positive(t) for n, t in self.base.items()}
+        self.precisions, self.prior = {k: curved() for k in names}, curved()
         self.data = {"news": examples(2), "books": examples(3, 9)}
         self.tasks = {k: Task(self.model, d, batch_size=7) for k, d in self.data.items()}
 
-    def merged(self, method: str, weights: list[float], delta: float = 0.0) -> State:
-        """The merge formula, tensor by tensor, in float64."""
-        found = {}
-        for n, b in self.base.items():
-            prior = self.prior[n] + delta if method == "gradient_matching" else 0 * b
-            curved = [
-                h[n] if method in ("gradient_matching", "fisher") else 0 * b
-                for h in self.precisions.values()
-            ]
-            steps = [m[n] - b for m in self.models.values()]
-            if method == "task_arithmetic":
-                found[n] = b + sum(a * s for a, s in zip(weights, steps, strict=True))
-            elif method == "linear":
-                found[n] = b + sum(a * s for a, s in zip(weights, steps, strict=True)) / sum(
-                    weights
-                )
-            else:
-                total = prior + sum(a * h for a, h in zip(weights, curved, strict=True))
-                shares = [
-                    a * (prior + h) * s for a, h, s in zip(weights, curved, steps, strict=True)
-                ]
-                found[n] = b + sum(shares) / total
-        return found
-
     def scores(self, weights: State) -> dict[str, tuple[float, float]]:
-        other = network(0)
+        other = mlp()
         other.load_state_dict(weights)
         found = {}
         for k, (x, y) in self.data.items():
@@ -93,25 +54,23 @@ DOUBLE: dict[str, Any] = {"dtype": torch.float64, "progress": False}
 
 
 @pytest.mark.parametrize("method", ["gradient_matching", "fisher", "task_arithmetic", "linear"])
-def test_every_point_by_hand(method: str) -> None:
+def test_every_point_is_the_merge_run_by_hand(method: str) -> None:
     rows = [(0.2, 0.5, 1.0), (1.0, 1.0, 1.0), (0.3, 0.3, 0.4), (1.2, -0.1, 0.4)]
-    before = state(S.model)
+    before = copied(S.model)
+    curved: dict[str, Any] = {"precisions": S.precisions, "base_precision": S.prior}
+    delta = {"delta": 0.1} if method == "gradient_matching" else {}
     curve = merge_curve(
-        S.base,
-        S.models,
-        S.tasks,
-        method=method,
-        weights=rows,
-        precisions=S.precisions,
-        base_precision=S.prior,
-        **({"delta": 0.1} if method == "gradient_matching" else {}),
-        **DOUBLE,
+        S.base, S.models, S.tasks, method=method, weights=rows, **curved, **delta, **DOUBLE
     )
     assert curve.models == ("news", "books", "films") and curve.tasks == ("news", "books")
     assert [p.weights for p in curve.points] == rows and curve.methods == (method,)
-    table = curve.table
+    held = {k: v for k, v in curved.items() if METHODS[method].takes(k)}
+    if "precisions" in held:
+        held["precisions"] = list(S.precisions.values())
+    table, many = curve.table, list(S.models.values())
     for (_, row), weights in zip(table.iterrows(), rows, strict=True):
-        scores = S.scores(S.merged(method, list(weights), delta=0.1))
+        how = {"method": method, "weights": weights, **held, **delta, **DOUBLE}
+        scores = S.scores(merge(S.base, many, **how))
         for k, (nll, accuracy) in scores.items():
             assert row[f"nll_{k}"] == pytest.approx(nll, rel=1e-9)
             assert row[f"accuracy_{k}"] == pytest.approx(accuracy)
@@ -157,27 +116,19 @@ def test_weights_that_sum_to_nothing_have_no_average(method: str) -> None:
     assert curve.best.weights == (1.0, 1.0, 1.0)
 
 
-def curve_of(*rows: tuple[tuple[float, ...], float, float], **changes: Any) -> MergeCurve:
+def curve_of(*rows: tuple[tuple[float, ...], float, float]) -> MergeCurve:
     points = [MergePoint("m", w, (nll,), (accuracy,)) for w, nll, accuracy in rows]
-    given = dict(models=("a", "b"), tasks=("t",), criterion="nll", shape="grid")
-    return MergeCurve(points, **{**given, **changes})
+    return MergeCurve(points, models=("a", "b"), tasks=("t",), shape="grid")
 
 
 def test_the_rule_of_the_best() -> None:
-    rows = [
-        ((1.0, 1.0), 0.5, 0.8),
-        ((0.0, 1.0), 0.4, 0.7),
-        ((-0.9, 0.9), 0.4, 0.75),
-        ((0.5, 0.5), 0.4, 0.75),
-        ((0.9, 0.0), math.nan, 0.9),
-    ]
-    assert curve_of(*rows).best.weights == (0.5, 0.5)
-    hair = [(rows[0][0], 0.5 - 1e-9, 0.8), ((0.1, 0.1), 0.5, 0.8)]
-    assert curve_of(*hair).best.weights == (0.1, 0.1)  # rounding errors choose nothing
-    assert curve_of(*rows[:3]).best.weights == (-0.9, 0.9)
+    """The loss, then the accuracy, then the distance; rounding errors choose nothing."""
+    rows = [((1.0, 1.0), 0.5, 0.8), ((0.0, 1.0), 0.4, 0.7), ((-0.9, 0.9), 0.4, 0.75)]
+    near = [((0.5, 0.5), 0.4, 0.75), ((0.9, 0.0), math.nan, 0.9)]
+    assert curve_of(*rows, *near).best.weights == (0.5, 0.5)
+    assert curve_of(*rows).best.weights == (-0.9, 0.9)
     assert curve_of(*rows[:2]).best.weights == (0.0, 1.0)
-    assert curve_of(*rows, criterion="accuracy").best.weights == (0.9, 0.0)
-    assert curve_of(*rows[:4], criterion="accuracy").best.weights == (1.0, 1.0)
+    assert curve_of(((1.0, 1.0), 0.5 - 1e-9, 0.8), ((0.1, 0.1), 0.5, 0.8)).best.weights[0] == 0.1
     with pytest.raises(InputError, match="method"):
         curve_of(*rows).best_of("other")
 
@@ -194,7 +145,7 @@ def test_several_methods_in_one_call() -> None:
     assert curve.best_of("gradient_matching").nll == alone.best.nll
     first = curve.points[6]  # of the average, with weights 0
     assert first.failure == "the weights sum to 0" and math.isinf(first.nll)
-    assert "best of 9 by nll" in repr(curve) and "1 could not be run" in repr(curve)
+    assert "best of 9: " in repr(curve) and "1 could not be run" in repr(curve)
     assert curve.table["failure"][6] == first.failure
 
 
@@ -227,9 +178,7 @@ def test_posteriors_modules_and_other_dtypes() -> None:
 NAN_STATE = {n: t * math.nan for n, t in S.base.items()}
 OTHER = {"films": S.models["films"], "news": S.models["news"], "books": {"w": torch.ones(2)}}
 X, Y = examples(5)
-BROKEN = Task(S.model, (X, torch.where(torch.arange(20) == 15, 7, Y)), batch_size=4)
-SMOOTH = Task(nn.Linear(D, 1).double(), (X, X[:, :1]), likelihood="gaussian")
-LINE = state(SMOOTH.model)
+BROKEN = Task(S.model, (X, torch.where(torch.arange(17) == 15, 7, Y)), batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +189,6 @@ LINE = state(SMOOTH.model)
         ({"weights": [[1.0, 2.0]]}, InputError, "one number for each of 3 models"),
         ({"weights": {"news": [1]}}, InputError, "weights are of"),
         ({"weights": {"news": [1], "books": [], "films": [1]}}, InputError, "at least one"),
-        ({"criterion": "f1"}, InputError, "criterion"),
         ({"method": "mean"}, InputError, "method must be one of"),
         ({"method": ["linear", "linear"]}, InputError, "each once"),
         ({"method": "gradient_matching"}, PosteriorError, "is missing"),
@@ -253,11 +201,6 @@ LINE = state(SMOOTH.model)
         ({"models": OTHER, "weights": [1.0]}, ModelError, "not the same model"),
         ({"base": {"w": torch.ones(1)}}, InputError, "belongs to another model"),
         ({"tasks": BROKEN, "weights": [1.0]}, DataError, "0 … 2"),
-        (
-            {"tasks": SMOOTH, "base": LINE, "models": [LINE] * 2, "criterion": "accuracy"},
-            InputError,
-            "no task has an accuracy",
-        ),
     ],
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], word: str) -> None:

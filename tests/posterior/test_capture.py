@@ -273,6 +273,16 @@ def test_a_hessian_below_zero_is_allowed_and_a_precision_is_not() -> None:
     assert q.precision("first.weight")[0, 0].item() == pytest.approx(N * 0.005)
 
 
+def test_a_second_moment_that_did_not_start_at_zero_is_taken_as_it_is() -> None:
+    model = net()
+    optimizer = RowOptimizer(model.parameters(), "Adam", lr=0.01, beta2=0.9, hess_init=0.3)
+    step(optimizer, model, gradients(model))
+    q = Posterior.from_optimizer(optimizer, model, n_data=N, prior_precision=DELTA)
+    for name, g in gradients(model).items():
+        truth = N * (0.9 * 0.3 + 0.1 * g.square()).sqrt() + DELTA
+        torch.testing.assert_close(q.precision(name), truth)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_optimizer_that_keeps_its_curvature_elsewhere_is_refused(
     saved: bool, tmp_path: Path

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -30,9 +29,13 @@ from blr_analysis.learning_rule.expectations import AT_SIGN, GAUSS_NEWTON
 from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
-from blr_analysis.learning_rule.optim.base import check_setting
-from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import (
+    Context,
+    Group,
+    RowOptimizer,
+    Seen,
+    check_setting,
+)
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
@@ -42,7 +45,7 @@ BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
 class BinaryOptimizer(RowOptimizer):
     """What both share: real parameters θ, and a network of their signs."""
 
-    def mode_params(self) -> AbstractContextManager[None]:
+    def mode_params(self) -> Context:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
         return self._shown(lambda theta, group, generator: (signs(theta), None))
 
@@ -100,7 +103,7 @@ class STE(BinaryOptimizer):
         clip: float = math.inf,
         **settings: Any,
     ) -> None:
-        self._begin_row(self._accepted(row), params, lr=lr, clip=clip, **{"eps": 1e-8, **settings})
+        self._set_up(self._accepted(row), params, lr=lr, clip=clip, **settings)
 
     def _accepted(self, given: Row | str) -> Row:
         accepted = super()._accepted(given)
@@ -110,9 +113,7 @@ class STE(BinaryOptimizer):
         move = replace(accepted.move, entropy=False)
         return replace(accepted, algorithm=name, family=ROWS["STE"].family, look=AT_SIGN, move=move)
 
-    def _look(
-        self, theta: Tensor, group: Group, generator: torch.Generator | None
-    ) -> tuple[Tensor, None]:
+    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return signs(theta), None
 
     _sample = _look
@@ -191,12 +192,11 @@ class BayesBiNN(BinaryOptimizer):
         prior: float | Sequence[Tensor] = 0.0,
         **settings: Any,
     ) -> None:
-        given = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0, **settings}
-        # of λ itself: the entropy's share
-        given |= {"weight_decay": 1.0, "hess_init": 1.0}
-        self._begin_row(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **given)
+        own = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0, **settings}
+        entropy = {"weight_decay": 1.0, "hess_init": 1.0}  # its share: of λ itself
+        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **{**own, **entropy})
 
-    def mean_params(self) -> AbstractContextManager[None]:
+    def mean_params(self) -> Context:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
         return self._shown(lambda theta, group, generator: (torch.tanh(theta), None))
 
@@ -209,17 +209,13 @@ class BayesBiNN(BinaryOptimizer):
             sizes = [tuple(p.shape) for p in tensors]
             raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
 
-    def _look(
-        self, theta: Tensor, group: Group, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         noise = group["noise"] * logistic_noise(theta, generator)
         temperature = group["temperature"]
         slope = relaxed_slope(theta, noise, temperature, group["floor"])
         return relax(theta, noise, temperature), group["ess"] * slope
 
-    def _sample(
-        self, theta: Tensor, group: Group, generator: torch.Generator | None
-    ) -> tuple[Tensor, None]:
+    def _sample(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         return draw_signs(theta, generator), None
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
@@ -227,9 +223,8 @@ class BayesBiNN(BinaryOptimizer):
         prior = group["prior"]
         priors = prior if isinstance(prior, Sequence) else [prior] * len(group["params"])
         for param, natural in zip(group["params"], priors, strict=True):
-            estimate = self._gathered.estimates.get(param)
-            if estimate is not None and (isinstance(natural, Tensor) or natural):
-                estimate.grad.sub_(natural / inverse_scale)
+            if param in self._gathered.grads and (isinstance(natural, Tensor) or natural):
+                self._gathered.grads[param].sub_(natural / inverse_scale)
         super()._move_group(group, params, inverse_scale)
 
 

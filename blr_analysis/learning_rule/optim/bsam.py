@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import positive_number
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, Draw, Group, NoGradient, state_dtype
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
-from blr_analysis.learning_rule.table import ROWS, Row
+from blr_analysis.half import working
+from blr_analysis.learning_rule.optim.per_example import NO_GRADIENT, NoGradient
+from blr_analysis.learning_rule.optim.row_optimizer import Context, Draw, Group, RowOptimizer, Seen
+from blr_analysis.learning_rule.table import ROWS
 
 NO_ADVERSARY = "run the same minibatch once more inside `with optimizer.adversarial_params():`"
 
@@ -64,18 +63,10 @@ class BSAM(RowOptimizer):
     _unscales = False
 
     def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
-        settings = {"hess_init": 1.0, "weight_decay": 1e-4, **settings}
-        super().__init__(params, ROWS["bSAM"], lr, ess, **settings)
+        own = {"hess_init": 1.0, "weight_decay": 1e-4, "radius": 0.05, "damping": 0.1}
+        self._set_up(ROWS["bSAM"], params, lr=lr, ess=ess, **{**own, **settings})
 
-    def _accepted(self, given: Row | str) -> Row:
-        return ROWS["bSAM"]
-
-    def _begin_fresh(self) -> None:
-        super()._begin_fresh()
-        self._sampled: dict[Tensor, Tensor] | None = None
-
-    @contextmanager
-    def adversarial_params(self, *, divided_by: float = 1.0) -> Iterator[None]:
+    def adversarial_params(self, *, divided_by: float = 1.0) -> Context:
         """The model at the adversary of the sample before; its gradients move the mean.
 
         The mean comes back bit for bit after it, also when the body raises. ``divided_by`` as in
@@ -84,10 +75,7 @@ class BSAM(RowOptimizer):
         Raises:
             OptimizerError: there was no ``sampled_params(train=True)`` before it.
         """
-        draw = self._adversary()
-        draw.divided_by = positive_number("divided_by", divided_by)
-        with self._at(draw):
-            yield
+        return self._at(self._adversary(), divided_by)
 
     def _adversary(self, adoptable: bool = False) -> Draw:
         self._refuse_inside("adversarial_params()")
@@ -96,16 +84,13 @@ class BSAM(RowOptimizer):
         gradients, self._sampled = self._sampled, None
         sizes: dict[Tensor, Tensor] = {}
 
-        def look(mean: Tensor, group: Group, _: torch.Generator | None) -> tuple[Tensor, None]:
-            gradient = gradients.get(mean)
-            if gradient is None:
-                gradient = torch.zeros_like(mean, dtype=state_dtype(mean))
+        def look(mean: Tensor, group: Group, _: torch.Generator | None) -> Seen:
+            gradient = gradients.get(mean, torch.zeros_like(mean, dtype=working(mean.dtype)))
             sizes[mean] = gradient.abs()
-            held = self.state.get(mean)
-            hess = held["hess"] if held else group["hess_init"]
+            hess = self.state.get(mean, {}).get("hess", group["hess_init"])
             return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
-        return Draw(True, look=look, adoptable=adoptable, method=self._method, given=sizes)
+        return Draw(True, look=look, adoptable=adoptable, given=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:
@@ -116,15 +101,11 @@ class BSAM(RowOptimizer):
         if draw.look is not None:  # the adversary
             super()._gather(draw)
             return
-        sampled = {
-            p: p.grad.detach().to(state_dtype(p), copy=True)
-            for p in draw.groups
-            if p.grad is not None
-        }
-        if not sampled:
+        got = {p: p.grad.detach() for p in draw.groups if p.grad is not None}
+        if not got:
             raise NoGradient(NO_GRADIENT)
+        self._sampled = {p: g.to(working(p.dtype), copy=True) for p, g in got.items()}
         self._gathered.drop(draw)
-        self._sampled = sampled
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
         loss = super()._loss_at(draw, closure)  # at the sample, as with the other rows
@@ -142,10 +123,4 @@ class BSAM(RowOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._sampled = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`IVON.state_dict`; not between a sample and its adversary."""
-        if self._sampled is not None:
-            raise OptimizerError("state_dict() between a sample and its adversary: step() first")
-        return super().state_dict()
+        self._sampled: dict[Tensor, Tensor] | None = None

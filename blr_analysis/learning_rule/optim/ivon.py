@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from blr_analysis.checks import one_of, positive_int
-from blr_analysis.errors import InitialPrecisionWarning, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
-from blr_analysis.learning_rule.optim.base import SETTINGS, check_setting, groups_of
-from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import (
+    SETTINGS,
+    Group,
+    Law,
+    RowOptimizer,
+    check_setting,
+    groups_of,
+)
 from blr_analysis.learning_rule.table import ROWS
 
 BETA2 = 0.99999
@@ -147,8 +151,7 @@ class IVON(RowOptimizer):
             By default torch's global generators, which are the user's to save.
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
             is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
-            :func:`radius_for`, by the ``lr`` given here; after the last one a warning where
-            ``beta2`` leaves more than half of its start in ``hess``.
+            :func:`radius_for`, by the ``lr`` given here.
         foreach: taken as by torch's optimizers, and nothing hangs on it.
 
     Behaviour:
@@ -171,10 +174,8 @@ class IVON(RowOptimizer):
     * *Failures.* If the body of a context raises, the weights come back bit for bit, and that
       draw and its gradients are dropped. A gradient with NaN or inf makes ``step`` raise and drop
       its draws; weights and state stay. (On a GPU this check waits for the gradients.)
-    * *Resuming.* ``state_dict()`` holds everything, draws gathered for the next step included,
-      and ``load_state_dict`` copies it: training goes on with the same bits.
-    * *Fused backward.* :meth:`step_param` in a hook of each parameter moves it during the backward
-      pass and frees its gradient.
+    * *Resuming.* ``state_dict()`` after a step holds everything, and ``load_state_dict`` copies it:
+      training goes on with the same bits.
 
     Raises:
         InputError: a hyperparameter or parameter is out of range.
@@ -220,25 +221,8 @@ class IVON(RowOptimizer):
         if clip_radius == math.inf:
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)
-        self.steps = steps
-        self._begin_row(ROWS["IVON"], params, **given)
-
-    def _update(self, inverse_scale: float) -> None:
-        super()._update(inverse_scale)
-        if self.steps is not None:
-            self._check_the_end(self.steps)
-
-    def _check_the_end(self, steps: int) -> None:
-        """Warn where training ends with a precision that is still its start."""
-        slow = [g for g in self.param_groups if g["beta2"] ** steps > 0.5]
-        done = [int(held["step"]) for g in slow for p in g["params"] if (held := self.state.get(p))]
-        if max(done, default=0) == steps:
-            warnings.warn(
-                f"beta2 leaves more than half of hess_init in hess after all {steps} steps: leave "
-                "beta2 out, or lower it",
-                InitialPrecisionWarning,
-                stacklevel=5,  # the line that steps
-            )
+        self.steps = steps  # what recipes read
+        self._set_up(ROWS["IVON"], params, **given)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

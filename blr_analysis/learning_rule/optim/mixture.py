@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.optim.draws import state_dtype
+from blr_analysis.half import working
 from blr_analysis.learning_rule.optim.ivon import IVON
 
 
@@ -60,16 +60,13 @@ class Mixture:
         self.optimizers = list(optimizers)
         if len(self.optimizers) < 2:
             raise InputError("a mixture has two or more optimizers")
-        if not all(isinstance(o, IVON) and _is_price(o) for o in self.optimizers):
+        prices = [isinstance(o, IVON) and o.param_groups[0]["hess_approx"] for o in self.optimizers]
+        if {*prices} != {"price"}:
             raise InputError('the components of a mixture are IVON with hess_approx="price"')
-        alike = {
-            (tuple(p.shape for p in _params(o)), *(float(g["ess"]) for g in o.param_groups))
-            for o in self.optimizers
-        }
-        if len(alike) > 1:
+        held = [[*o._trained().items()] for o in self.optimizers]
+        if len({tuple((p.shape, float(g["ess"])) for p, g in own) for own in held}) > 1:
             raise InputError("the networks of a mixture need the same shapes and the same ess")
-        held = [id(p) for o in self.optimizers for p in _params(o)]
-        if len(set(held)) < len(held):
+        if len({p for own in held for p, _ in own}) < sum(map(len, held)):
             raise InputError("two optimizers hold the same parameter: copy the network")
 
     def overlap(self, k: int) -> Tensor:
@@ -78,7 +75,7 @@ class Mixture:
         Inside ``optimizers[k].sampled_params(train=True)`` these are a draw of q_k. It is log 1/K
         over ess, and its gradient 0, where the other components are far.
         """
-        weights, terms = _params(self.optimizers[k]), []
+        weights, terms = self.optimizers[k]._trained(), []
         for optimizer in self.optimizers:
             logs = [
                 0.5 * (s.log() - s * (theta.to(s) - m.to(s)).square()).sum()
@@ -90,25 +87,13 @@ class Mixture:
         return (log_q - stacked[k]) / float(self.optimizers[k].param_groups[0]["ess"])
 
 
-def _is_price(optimizer: IVON) -> bool:
-    return all(group["hess_approx"] == "price" for group in optimizer.param_groups)
-
-
-def _params(optimizer: IVON) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
 def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     """Mean and precision of every parameter, also while a draw stands in the mean's place."""
-    draw = optimizer._open
-    means = {} if draw is None else draw.means
+    means = {} if optimizer._open is None else optimizer._open.means
     gaussians = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                start = torch.full_like(p, group["hess_init"], dtype=state_dtype(p))
-                hess = optimizer.state.get(p, {}).get("hess", start.detach())
-                precision = group["ess"] * (hess + group["weight_decay"])
-                mean: Tensor = means.get(p, p)  # type: ignore[assignment]
-                gaussians.append((mean.detach(), precision))
+    for p, group in optimizer._trained().items():
+        start = torch.full_like(p, group["hess_init"], dtype=working(p.dtype)).detach()
+        hess = optimizer.state.get(p, {}).get("hess", start)
+        precision = group["ess"] * (hess + group["weight_decay"])
+        gaussians.append((means.get(p, p).detach(), precision))
     return gaussians

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,22 +11,23 @@ from torch import Tensor
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.half import HALF
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.optim.base import RuleOptimizer
-from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.row_optimizer import Group, RowOptimizer, plain_tensors
 from blr_analysis.learning_rule.rule import blr_step
+from blr_analysis.learning_rule.table import ROWS
 
 MOST = 5000
 """Parameters: a Hessian of 5000² numbers takes 200 MB."""
 
 
-class Newton(RuleOptimizer):
+class Newton(RowOptimizer):
     r"""The rule for q(θ) = N(m, S⁻¹) with the exact Hessian at the mean (Khan & Rue, 1.3.2).
 
         S ← (1 − lr) S + lr · ess·(∇²ℓ + δ I),      m ← m − lr · S⁻¹ ess·(∇ℓ + δ m)
 
     ℓ is the mean loss that the closure returns, δ = weight_decay, and lr = ρ: 1 is Newton's
     method, less of it averages Hessians. The step is
-    :func:`~blr_analysis.learning_rule.rule.blr_step` as it stands.
+    :func:`~blr_analysis.learning_rule.rule.blr_step` as it stands, for the parameters that are not
+    frozen, and their rows and columns of S.
 
         >>> x = torch.tensor([[1.0], [2.0]]).double()
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
@@ -50,8 +51,8 @@ class Newton(RuleOptimizer):
     """
 
     _ranges: ClassVar = {"lr": "(0, 1]"}
-    _kept = ("precision", "moved")
-    _own_scale = False
+    _kept: Any = ("precision",)
+    _own_scale: Any = False
 
     def __init__(
         self,
@@ -61,9 +62,8 @@ class Newton(RuleOptimizer):
         weight_decay: float = 0.0,
         hess_init: float = 1.0,
     ) -> None:
-        self._set_up(
-            "Newton", params, lr=lr, ess=ess, weight_decay=weight_decay, hess_init=hess_init
-        )
+        given = {"weight_decay": weight_decay, "hess_init": hess_init, "hess_approx": "none"}
+        self._set_up(ROWS["Newton"], params, lr=lr, ess=ess, **given)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -72,80 +72,59 @@ class Newton(RuleOptimizer):
             raise InputError("Newton takes one group of parameters, of one device and dtype")
         if {dtype for _, dtype in kinds} & {*HALF}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
-        if (count := sum(p.numel() for p in group["params"])) > MOST:
+        if (count := self._shape(group["params"][0])[0]) > MOST:
             raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
+
+    def _shape(self, param: Tensor) -> torch.Size:
+        count = sum(p.numel() for p in self.param_groups[0]["params"])
+        return torch.Size((count, count))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
-        if closure is None:
+        self._refuse_inside("step()")
+        if not callable(closure):
             raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
-        return super().step(closure)
-
-    def _losses(self, closure: Callable[[], Any]) -> list[Any]:
         self._check_groups()
-        params = self._params()
-        with torch.enable_grad():
+        if not (params := [*self._trained()]):
+            raise OptimizerError("every parameter is frozen: set requires_grad")
+        with torch.inference_mode(False), torch.enable_grad():
             loss = closure()
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
                 raise OptimizerError(f"the closure must return the loss, finite; got {loss!r}")
-            self._slopes = _derivatives(loss, params)
-        return [loss.detach()]
+            gradient, hessian = _derivatives(loss, params)
+        with plain_tensors():
+            self._advance(params, gradient, hessian)
+        return loss.detach()
 
-    def _check_draws(self) -> None:
-        """The closure was one look at the mean."""
-
-    def _settled(self) -> float:
-        return 1.0
-
-    def _params(self) -> list[Tensor]:
-        params = [p for p in self.param_groups[0]["params"] if p.requires_grad]
-        if not params:
-            raise OptimizerError("every parameter is frozen: set requires_grad")
-        return params
-
-    def _update(self, inverse_scale: float) -> None:
-        (group,), params = self.param_groups, self._params()
-        (gradient, hessian), state = self._slopes, self.state[group["params"][0]]
-        mean = torch.cat([p.reshape(-1) for p in params])
+    def _advance(self, params: list[Tensor], gradient: Tensor, hessian: Tensor) -> None:
+        (group,) = self.param_groups
+        ess, decay, state = group["ess"], group["weight_decay"], self.state[group["params"][0]]
+        mean, eye = _flat(params), torch.eye(len(_flat(group["params"]))).to(gradient)
+        precision = state.get("precision", ess * (group["hess_init"] + decay) * eye)
+        moved = _flat([torch.full(p.shape, p.requires_grad) for p in group["params"]])
+        own = moved.nonzero().squeeze(1).to(mean.device)
+        q = FullGaussian(mean, precision[own[:, None], own])
         eye = torch.eye(len(mean)).to(mean)
-        ess, decay = group["ess"], group["weight_decay"]
-        moved = [p.requires_grad for p in group["params"]]
-        precision = ess * (group["hess_init"] + decay) * eye
-        if state.get("moved") == moved:  # else from the start again
-            precision = state["precision"]
-        q = FullGaussian(mean, precision)
         pulled = q.pull_back(ess * (gradient + decay * mean), ess * (hessian + decay * eye))
         new = blr_step(q, pulled, float(group["lr"]))
         for param, part in zip(params, new.mean.split([p.numel() for p in params]), strict=True):
             param.copy_(part.view_as(param))
-        state.update(step=state.get("step", 0) + 1, precision=new.precision, moved=moved)
+        precision = precision.index_put((own[:, None], own), new.precision)
+        state.update(step=state.get("step", 0) + 1, precision=precision)
 
-    def _what_differs(self, state_dict: Mapping[str, Any]) -> str | None:
-        held = self.param_groups[0]["params"]
-        for entry in state_dict["state"].values():
-            moved, found = entry.get("moved", []), getattr(entry.get("precision"), "shape", None)
-            size = sum(p.numel() for p, is_moved in zip(held, moved, strict=False) if is_moved)
-            if found != (size, size) and state_dict["param_groups"][0].get("algorithm") == "Newton":
-                return f"a precision of {found} does not fit {size} numbers"
-        return super()._what_differs({**state_dict, "state": {}})
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
     """∇ℓ ``[P]`` and ∇²ℓ ``[P, P]``, row by row."""
+    given: Any = {"allow_unused": True, "materialize_grads": True}
     try:
-        grads = torch.autograd.grad(
-            loss, params, create_graph=True, allow_unused=True, materialize_grads=True
-        )
+        flat = _flat([*torch.autograd.grad(loss, params, create_graph=True, **given)])
     except RuntimeError as error:
         raise OptimizerError("return the loss, without backward") from error
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    rows = []
-    for entry in flat:
-        if entry.requires_grad:
-            second = torch.autograd.grad(
-                entry, params, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            rows.append(torch.cat([g.reshape(-1) for g in second]))
-        else:
-            rows.append(torch.zeros_like(flat))
-    return flat.detach(), torch.stack(rows).detach()
+    if not flat.requires_grad:  # a linear loss
+        return flat.detach(), flat.new_zeros(len(flat), len(flat))
+    rows = [_flat([*torch.autograd.grad(g, params, retain_graph=True, **given)]) for g in flat]
+    return flat.detach(), torch.stack(rows)

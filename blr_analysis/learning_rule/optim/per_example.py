@@ -10,8 +10,6 @@ from :meth:`Listener.start` to :meth:`Listener.stop`.
 What is read is checked, on the first passes and ever more seldom after them (on the 1st, 2nd,
 4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and whether an
 example's outputs depend on its own row of every layer alone.
-
-:class:`HessianDiagonal` reads the graph that a backward pass leaves behind.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from blr_analysis.backprop.layers import Axis
@@ -34,32 +31,35 @@ from blr_analysis.backprop.record import Unit, Visit, counted, warn_of_uncounted
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.draws import NO_GRADIENT, NoGradient, state_dtype
+from blr_analysis.half import working
 
-Grads = Sequence[Tensor | None]
-"""At the outputs of one call of a layer."""
+NO_GRADIENT = (
+    "no parameter has a gradient after sampled_params(train=True): call loss.backward() inside "
+    "it, or evaluate inside sampled_params()"
+)
+
+
+class NoGradient(OptimizerError):
+    """A draw without a backward pass."""
 
 
 @dataclass
 class Pass:
     """One call of the model on ``batch`` examples: the calls of its layers, and the gradients that
-    came back to each; ``tasks`` tells the backward passes apart that did."""
+    came back to each."""
 
     batch: int
     seen: list[tuple[Visit, list[Tensor | None]]] = field(default_factory=list)
-    tasks: set[int] = field(default_factory=set)
 
-    @property
-    def edges(self) -> list[Any]:
-        """Where the layers' outputs are in the graph."""
-        return [edge for visit, _ in self.seen for edge in visit.edges]
-
-    def forget_gradients(self) -> None:
-        """Those that came back to no backward pass of the user's."""
-        self.tasks.clear()
+    def gradients(self, outputs: Any, cotangents: Any) -> list[list[Tensor | None]]:
+        """At every call's outputs, by a backward pass of our own, of which nothing is kept."""
+        edges = [edge for visit, _ in self.seen for edge in visit.edges]
+        found = iter(
+            torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
+        )
         for _, grads in self.seen:
             grads[:] = [None] * len(grads)
+        return [[next(found) for _ in visit.edges] for visit, _ in self.seen]
 
 
 class Listener:
@@ -76,8 +76,7 @@ class Listener:
     def __init__(self, model: nn.Module, algorithm: str, reduction: str = "mean") -> None:
         self.model, self.algorithm = model, algorithm
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
-        self._contexts = 0
-        self._told = False
+        self._contexts, self._told = 0, False
         self._handles: list[Any] = []
         self.stop()
 
@@ -104,11 +103,11 @@ class Listener:
 
     def stop(self) -> None:
         """Listen no more, and forget what was heard."""
-        while self._handles:
-            self._handles.pop().remove()
         self._passes: list[Pass] = []
         self._params: dict[str, Tensor] = {}
         self._current: Pass | None = None
+        while self._handles:
+            self._handles.pop().remove()
 
     def finish(self) -> dict[Tensor, Tensor]:
         """The curvature estimates of the parameters that have a gradient.
@@ -116,15 +115,22 @@ class Listener:
         Raises:
             OptimizerError: some parameter's per-example gradients cannot be read.
         """
-        while self._handles:
+        while self._handles:  # for layers may run again while they are read
             self._handles.pop().remove()
         try:
-            return self._estimates(*self._read())
+            got = {name: p for name, p in self._params.items() if p.grad is not None}
+            if not got:
+                raise NoGradient(NO_GRADIENT)
+            passed = [p for p in self._passes if any(g is not None for _, at in p.seen for g in at)]
+            if len(passed) != 1:
+                said = f"{len(passed)} calls of model= were differentiated in one context"
+                raise OptimizerError(f"{said}: call it once in each, and say divided_by=")
+            return self._estimates(passed[0], got)
         finally:
             self.stop()
 
-    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
-        """Of G_i, pass by pass, where the loss is a mean (or the sum) over n examples."""
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        """Of the pass that was differentiated, for parameters that got a gradient."""
         raise NotImplementedError
 
     # Listening -------------------------------------------------------------------------------
@@ -142,10 +148,6 @@ class Listener:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.model or not torch.is_grad_enabled():
             return
-        for path, inner in module.named_modules():
-            if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-                said = f"{type(inner).__name__} {path!r} mixes the examples"
-                raise OptimizerError(f"{said}: use GroupNorm, LayerNorm, eval(), or IVON")
         leaves = tree_leaves((args, kwargs))
         sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not sizes:
@@ -155,24 +157,24 @@ class Listener:
 
     def _hook(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            ours = module is unit.module  # a copy of the model has copies of its hooks
-            if ours and torch.is_grad_enabled() and not _in_backward():
-                self._catch(unit, args, kwargs, output)
+            # a copy of the model has copies of its hooks; and in a backward pass activation
+            # checkpointing calls layers again
+            in_backward = torch._C._current_graph_task_id() != -1
+            if module is not unit.module or not torch.is_grad_enabled() or in_backward:
+                return
+            passed = self._current
+            if passed is None:
+                raise OptimizerError(f"layer {unit.path!r} was called outside of model='s forward")
+            leaves = differentiated(output)
+            edges = [get_gradient_edge(leaf) for leaf in leaves]
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            values = [leaf.detach() for leaf in leaves]
+            grads: list[Tensor | None] = [None] * len(leaves)
+            passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
+            for position, leaf in enumerate(leaves):
+                leaf.register_hook(_receiver(grads, position))
 
         return hook
-
-    def _catch(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
-        passed = self._current
-        if passed is None:
-            raise OptimizerError(f"layer {unit.path!r} was called outside of model='s forward")
-        leaves = differentiated(output)
-        edges = [get_gradient_edge(leaf) for leaf in leaves]
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        values = [leaf.detach() for leaf in leaves]
-        grads: list[Tensor | None] = [None] * len(leaves)
-        passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
-        for position, leaf in enumerate(leaves):
-            leaf.register_hook(_receiver(grads, position, passed.tasks))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         passed = self._current
@@ -182,46 +184,48 @@ class Listener:
                 self._look(passed, differentiated(output))
 
     def _look(self, passed: Pass, outputs: list[Tensor]) -> None:
-        """At a pass whose forward is over."""
-        if not self._is_due:
-            return
+        """At a pass whose forward is over: half of the examples' outputs must depend on their own
+        rows alone of every layer with one."""
         rows = [x for x in outputs if x.shape[:1] == (passed.batch,)]
-        names = mixed(passed, rows) if rows else []
-        passed.forget_gradients()
-        if names:
-            raise self._unreadable(names, "the model mixes the examples of a batch there")
+        if not self._is_due or not rows:
+            return
+        generator = torch.Generator().manual_seed(self._contexts)
+        others = torch.randperm(passed.batch, generator=generator)[: passed.batch // 2]
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in rows]
+        for cotangent in cotangents:
+            cotangent[others.to(cotangent.device)] = 0
+        for (visit, _), at in zip(passed.seen, passed.gradients(rows, cotangents), strict=True):
+            grads = [g for g in at if g is not None and g.shape[:1] == (passed.batch,)]
+            if any(bool(g[others.to(g.device)].any()) for g in grads):
+                why = "the model mixes the examples of a batch there (BatchNorm? take GroupNorm)"
+                raise self._unreadable(visit.unit.names.values(), why)
 
     # Reading ---------------------------------------------------------------------------------
 
-    def _read(self) -> tuple[list[list[Term]], int]:
-        got = {name: p for name, p in self._params.items() if p.grad is not None}
-        if not got:
-            raise NoGradient(NO_GRADIENT)
-        passes = [p for p in self._passes if any(g is not None for _, gs in p.seen for g in gs)]
-        if any(a.tasks & b.tasks for i, a in enumerate(passes) for b in passes[:i]):
-            raise OptimizerError("one backward per call of the model: join the batches")
-        terms = [self._terms(p, [grads for _, grads in p.seen]) for p in passes]
-        read = {name for of_pass in terms for term in of_pass for name in term.names}
-        if unseen := [name for name in got if name not in read]:
+    def _read(self, passed: Pass, got: dict[str, Tensor]) -> tuple[list[Term], int]:
+        """G_i, and n, the examples that the loss is a mean of."""
+        terms = self._terms(passed, [grads for _, grads in passed.seen])
+        known = {name for term in terms for name in term.names}
+        if unseen := [name for name in got if name not in known]:
             raise self._unreadable(unseen, "no layer that owns it was called with it")
         if self._is_due:
-            self._check_sums(got, terms, passes)
-        n = sum(p.batch for p in passes)
-        if self.reduction == "mean":
-            counts = torch.cat([_counted(p) for p in passes])
-            if not bool(counts.all()):
-                self._told = self._told or warn_of_uncounted(counts)
-                n = int(counts.sum())
-        return terms, n
+            self._check_sums(got, terms, passed)
+        if self.reduction == "sum":
+            return terms, passed.batch
+        grads = [g for _, at in reversed(passed.seen) for g in at if g is not None]
+        counts = counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
+        if not bool(counts.all()):
+            self._told = self._told or warn_of_uncounted(counts)
+        return terms, int(counts.sum())
 
-    def _terms(self, passed: Pass, grads: Sequence[Grads]) -> list[Term]:
+    def _terms(self, passed: Pass, grads: Sequence[Sequence[Tensor | None]]) -> list[Term]:
         """G_i of every layer, for these gradients at the outputs of its calls."""
         values = {name: p.detach() for name, p in self.model.named_parameters()}
-        names, terms = names_of(self.model), []
+        names, batch, terms = names_of(self.model), passed.batch, []
         for (visit, _), at in zip(passed.seen, grads, strict=True):
             if all(g is None for g in at):
                 continue
-            unit, batch = visit.unit, passed.batch
+            unit = visit.unit
             inputs = [_axis(leaf, batch) for leaf in tree_leaves((visit.args, visit.kwargs))]
             axes = [_place(x, batch, g) for x, g in zip(visit.outputs, at, strict=True)]
             outputs = [axis for axis in axes if axis is not None]
@@ -230,12 +234,11 @@ class Listener:
                 shapes = [tuple(x.shape) for x in visit.outputs]
                 why = f"its outputs {shapes} or inputs do not start with the {batch} examples"
                 raise self._unreadable(unit.names.values(), why)
-            wide = state_dtype(values[next(iter(unit.names.values()))])
+            widen = partial(_widened, dtype=working(values[next(iter(unit.names.values()))].dtype))
             given = (visit.args, visit.kwargs)
-            widen = partial(_widened, dtype=wide)
             visit.args, visit.kwargs = tree_map_only(Tensor, widen, given)
             columns = [
-                [torch.zeros_like(leaf, dtype=wide) if g is None else _widened(g, wide)]
+                [widen(torch.zeros_like(leaf) if g is None else g)]
                 for g, leaf in zip(at, visit.outputs, strict=True)
             ]
             try:
@@ -249,26 +252,19 @@ class Listener:
     def _is_due(self) -> bool:
         return self._contexts & (self._contexts - 1) == 0
 
-    def _check_sums(
-        self, got: Mapping[str, Tensor], terms: list[list[Term]], passes: Sequence[Pass]
-    ) -> None:
-        """Σ_i g_i is p.grad, up to the rounding of the coarsest type on the way."""
+    def _check_sums(self, got: Mapping[str, Tensor], terms: list[Term], passed: Pass) -> None:
+        """Σ_i g_i is p.grad, up to the rounding of the coarsest type on the way. Gradients that are
+        not finite pass: step() refuses them, or a GradScaler skips them."""
         truths = {name: p.grad.detach() for name, p in got.items() if p.grad is not None}
-        if not all(bool(g.isfinite().all()) for g in truths.values()):
-            return  # step() refuses it, or a GradScaler skips it
-        sums = _total(term.sum() for of_pass in terms for term in of_pass)
-        kinds = {x.dtype for p in passes for visit, _ in p.seen for x in visit.outputs}
+        sums = {name: total for term in terms for name, total in term.sum().items()}
+        kinds = {x.dtype for visit, _ in passed.seen for x in visit.outputs}
         eps = max(torch.finfo(kind).eps for kind in kinds | {g.dtype for g in truths.values()})
         norms = {name: float(torch.linalg.vector_norm(g)) for name, g in truths.items()}
-        floor = eps**0.85 * max(norms.values(), default=0.0)
         for name, truth in truths.items():
             gap = torch.linalg.vector_norm(sums[name].view_as(truth).to(truth.dtype) - truth)
-            if float(gap) > eps**0.6 * norms[name] + floor:
-                raise self._unreadable(
-                    [name],
-                    "those of the examples do not add up to p.grad: call zero_grad() first; use "
-                    "the weight in its layer only",
-                )
+            if float(gap) > eps**0.6 * norms[name] + eps**0.85 * max(norms.values()):
+                why = "those of the examples do not add up to p.grad: call zero_grad() first; "
+                raise self._unreadable([name], why + "use the weight in its layer only")
 
     def _unreadable(self, names: Iterable[str], why: str) -> OptimizerError:
         return OptimizerError(
@@ -283,61 +279,21 @@ class PerExampleSquares(Listener):
 
     method = "ggn"
 
-    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
-        squares = _total(term.square_sum() for of_pass in terms for term in of_pass)
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, n = self._read(passed, got)
+        squares = {name: total for term in terms for name, total in term.square_sum().items()}
         means = {}
-        for name, param in self._params.items():
-            if param.grad is not None:
-                square = squares[name].to(state_dtype(param)).view_as(param)
-                means[param] = square.mul_(n if self.reduction == "mean" else 1 / n)
-                if self.reduction == "sum":
-                    param.grad.div_(n)
+        for name, param in got.items():
+            square = squares[name].to(working(param.dtype)).view_as(param)
+            means[param] = square.mul_(n if self.reduction == "mean" else 1 / n)
+            if self.reduction == "sum" and param.grad is not None:
+                param.grad.div_(n)
         return means
-
-
-def mixed(passed: Pass, outputs: Sequence[Tensor]) -> list[str]:
-    """The parameters of a layer with a row on which another example's outputs depend.
-
-    Where every example's cotangent is multiplied by a number of its own, so must be the
-    gradients of its rows: two backward passes, no deeper than the first layer.
-    """
-    leaves = [(visit.unit, leaf) for visit, _ in passed.seen for leaf in visit.outputs]
-    scales = 1 + (torch.arange(passed.batch, dtype=torch.float64) * 0.6180339887498949).frac()
-    generator = torch.Generator().manual_seed(0)
-    plain = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-    scaled = [c * _column(scales, c) for c in plain]
-    before, after = (
-        torch.autograd.grad(outputs, passed.edges, c, retain_graph=True, allow_unused=True)
-        for c in (plain, scaled)
-    )
-    kinds = {x.dtype for x in outputs} | {leaf.dtype for _, leaf in leaves}
-    coarsest = max((torch.finfo(kind) for kind in kinds), key=lambda kind: kind.eps)
-    for (unit, leaf), g, h in zip(leaves, before, after, strict=True):
-        if g is None or h is None or leaf.shape[:1] != (passed.batch,):
-            continue
-        rows = (g.double() * _column(scales, g.double())).flatten(1)
-        gap = torch.linalg.vector_norm(h.double().flatten(1) - rows, dim=1)
-        bound = coarsest.eps**0.6 * torch.linalg.vector_norm(rows, dim=1) + coarsest.tiny
-        if bool((gap > bound).any()):
-            return list(unit.names.values())
-    return []
 
 
 def differentiated(output: Any) -> list[Tensor]:
     """The leaves of an output that have a gradient."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _counted(passed: Pass) -> Tensor:
-    grads = [g for _, at in reversed(passed.seen) for g in at if g is not None]
-    return counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
-
-
-def _total(trees: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for name, value in (item for tree in trees for item in tree.items()):
-        total[name] = total[name] + value if name in total else value
-    return total
 
 
 def _axis(leaf: Any, batch: int) -> Axis | None:
@@ -355,65 +311,12 @@ def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
-def _column(scales: Tensor, like: Tensor) -> Tensor:
-    return scales.to(like).view(-1, *[1] * (like.ndim - 1))
-
-
-def _receiver(grads: list[Tensor | None], position: int, tasks: set[int]) -> Any:
+def _receiver(grads: list[Tensor | None], position: int) -> Any:
     """A hook that adds up what comes back to an output. It holds nothing that leads back to the
     graph: a graph whose hooks know it is never freed."""
 
     def receive(grad: Tensor) -> None:
-        tasks.add(torch._C._current_graph_task_id())
         before = grads[position]
         grads[position] = grad.detach() if before is None else before + grad.detach()
 
     return receive
-
-
-def _in_backward() -> bool:
-    """Whether this is a backward pass, in which activation checkpointing calls layers again."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class HessianDiagonal:
-    """z ∘ (∇²ℓ z) for one draw of signs z: unbiased for the diagonal (Hutchinson).
-
-    Of the gradients in ``p.grad``, made by ``loss.backward(create_graph=True)``; they are
-    detached, so that the graph is freed (torch warns of a cycle that this breaks).
-    """
-
-    method = "hutchinson"
-
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
-        self._params: list[Tensor] = []
-
-    def start(self, params: Sequence[Tensor]) -> None:
-        """Gradients of ``params`` come next."""
-        self._params = list(params)
-
-    def stop(self) -> None:
-        """Forget what was started, and free the graph."""
-        for p in self._params:
-            p.grad = None if p.grad is None else p.grad.detach()
-        self._params = []
-
-    def finish(self) -> dict[Tensor, Tensor]:
-        """The estimates by parameter, 0 where the loss is linear.
-
-        Raises:
-            OptimizerError: the gradients have no graph.
-        """
-        held = {p: p.grad for p in self._params if p.grad is not None}
-        if held and not any(g.requires_grad for g in held.values()):
-            raise OptimizerError("call zero_grad(), then loss.backward(create_graph=True)")
-        signs = {p: 2 * (uniform(p, self._generator) < 0.5).to(p) - 1 for p in held}
-        curved = [(g, signs[p].to(g)) for p, g in held.items() if g.requires_grad]
-        self.stop()
-        if not curved:
-            return {}
-        with torch.enable_grad():
-            ends, directions = zip(*curved, strict=True)
-            bends = torch.autograd.grad(ends, [*held], directions, materialize_grads=True)
-        return {p: (signs[p] * b).to(state_dtype(p)) for p, b in zip(held, bends, strict=True)}

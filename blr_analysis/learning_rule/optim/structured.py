@@ -12,10 +12,8 @@ fit: :meth:`StructuredOptimizer.posterior`.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +22,9 @@ from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
-from blr_analysis.learning_rule.optim.base import RuleOptimizer
-from blr_analysis.learning_rule.optim.draws import Draw, state_dtype
 from blr_analysis.learning_rule.optim.per_example import Listener, Pass
+from blr_analysis.learning_rule.optim.row_optimizer import Draw, Group, RowOptimizer
+from blr_analysis.learning_rule.table import ROWS
 from blr_analysis.likelihoods import Categorical, Likelihood, resolve
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
@@ -34,7 +32,7 @@ from blr_analysis.posterior.structures import Diagonal, LowRank
 from blr_analysis.posterior.structures.contract import Structure
 
 
-class StructuredOptimizer(RuleOptimizer):
+class StructuredOptimizer(RowOptimizer):
     """What all of them share: draws from S, and steps by it.
 
     Args:
@@ -55,34 +53,32 @@ class StructuredOptimizer(RuleOptimizer):
             finite; a state that does not fit; a ``GradScaler``.
     """
 
-    _at_mean = False  # whether gradients are taken at the mean
+    _row: ClassVar[str]
+    _kept: Any = ("momentum",)
     _unscales = False
+    recorder: Any  # of what the passes show: recorded, structure, state_dict, load_state_dict
 
     def __init__(self, model: nn.Module, lr: float, ess: float, **settings: Any) -> None:
+        self.model, self._form = model, None
         self.names = {n: p for n, p in model.named_parameters() if p.requires_grad}
         defaults = {"weight_decay": 1e-4, "beta2": 0.99, "hess_init": 1.0, "damping": 1e-3}
-        params, own = [*self.names.values()], {**defaults, **settings}
-        self._set_up(type(self).__name__, params, lr=lr, ess=ess, **own)
-        self.model, self._form = model, None
-        self._listen()
+        own = {**defaults, **settings, "hess_approx": "none"}
+        self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **own)
+        self._listen(self.param_groups[0])
 
-    @abstractmethod
-    def _listen(self) -> None:
-        """Put hooks on the model."""
-
-    @abstractmethod
-    def _learned(self) -> Structure | None:
-        """The data's part of S; None before anything was recorded."""
+    def _listen(self, group: Group) -> None:
+        """Make the recorder."""
 
     @property
     def form(self) -> Structure:
         """S + δ, as the last step left it."""
         if self._form is None:
             (group,) = self.param_groups
-            start = group["ess"] * group["hess_init"]
-            data = self._learned() or Diagonal(
-                {n: torch.full_like(p, start).detach() for n, p in self.names.items()}
-            )
+            if self.recorder.recorded:
+                data = self.recorder.structure(self.model, round(group["ess"]))
+            else:
+                start = group["ess"] * group["hess_init"]
+                data = Diagonal({n: torch.full_like(p, start) for n, p in self.names.items()})
             self._form = data.plus_prior(group["ess"] * group["weight_decay"])
         return self._form
 
@@ -92,31 +88,18 @@ class StructuredOptimizer(RuleOptimizer):
         Raises:
             OptimizerError: before the first step, or inside ``sampled_params``.
         """
-        if self._open is not None or self._learned() is None:
+        if self._open is not None or not self.state:
             raise OptimizerError("take the posterior after a step, outside of sampled_params()")
         (group,) = self.param_groups
         mean = {n: p.detach().clone() for n, p in self.names.items()}
         n_data, prior = round(group["ess"]), group["ess"] * group["weight_decay"]
-        record = {"kind": self.algorithm.lower(), "source": "optimizer"}
+        record = {"kind": type(self).__name__.lower(), "source": "optimizer"}
         return Posterior(mean, self.form, prior_precision=prior, n_data=n_data, record=record)
-
-    def _is_noisy(self, train: bool) -> bool:
-        return not (train and self._at_mean)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._gathered.count:
             raise OptimizerError("one draw a step: call step() first")
         return super()._draw(train, adoptable)
-
-    @contextmanager
-    def _at(self, draw: Draw) -> Iterator[None]:
-        mode = self.model.training
-        self.model.train(mode and draw.train)  # evaluation is nothing to record
-        try:
-            with super()._at(draw):
-                yield
-        finally:
-            self.model.train(mode)
 
     def _fill(self, draw: Draw) -> None:
         noise = {n: normal(p.detach(), self.generator) for n, p in self.names.items()}
@@ -124,15 +107,11 @@ class StructuredOptimizer(RuleOptimizer):
 
     def _update(self, inverse_scale: float) -> None:
         (group,) = self.param_groups
-        self._record()
-        self._form = None
-        direction: Tree = {}
+        self._form, direction = None, Tree()
         for name, p in self.names.items():
-            estimate = self._gathered.estimates.get(p) or self._gathered.add_zeros(p)
-            state = self.state[p]
-            state["step"] = state.get("step", 0) + 1
-            momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=state_dtype(p)))
-            momentum.lerp_(estimate.grad.detach().to(momentum), 1 - group["beta1"])
+            state = self._counted(p, group)
+            momentum, grad = state["momentum"], self._gathered.grads.get(p, torch.zeros_like(p))
+            momentum.lerp_(grad.detach().to(momentum), 1 - group["beta1"])
             u = momentum / (1 - group["beta1"] ** state["step"])
             direction[name] = (group["ess"] * (u + group["weight_decay"] * p)).to(p)
         damping = group["ess"] * group["damping"]
@@ -140,31 +119,14 @@ class StructuredOptimizer(RuleOptimizer):
         for name, move in damped.solve(direction).items():
             self.names[name].add_(move, alpha=-float(group["lr"]))
 
-    def _record(self) -> None:
-        """Take in what the last pass showed."""
-
-    @abstractmethod
-    def _curvature(self) -> dict[str, Any]:
-        """What was learned of the precision, to be saved."""
-
-    @abstractmethod
-    def _take(self, kept: Mapping[str, Any]) -> None:
-        """The reverse."""
-
     def state_dict(self) -> dict[str, Any]:
-        """As the other rows', with what was learned of the precision.
-
-        Raises:
-            OptimizerError: inside ``sampled_params``, or between it and ``step``.
-        """
-        if self._gathered.count:
-            raise OptimizerError("save the state after step(), outside of sampled_params()")
-        return {**super().state_dict(), "curvature": self._curvature()}
+        """As the other rows', with what was learned of the precision."""
+        return {**super().state_dict(), "curvature": self.recorder.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the other rows'."""
         super().load_state_dict(state_dict)
-        self._take(state_dict["curvature"])
+        self.recorder.load_state_dict(state_dict["curvature"])
         self._form = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +137,7 @@ class NoisyKFAC(StructuredOptimizer):
     """Noisy K-FAC: S = N · A ⊗ G / T of every layer, from the factors that
     :class:`blr_analysis.KroneckerRecorder` averages over the training's own passes.
 
-    Args as :class:`StructuredOptimizer`; eigenvectors are computed anew every ``refresh`` steps.
+    Args as :class:`StructuredOptimizer`.
 
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -192,38 +154,19 @@ class NoisyKFAC(StructuredOptimizer):
     Source: Zhang et al., "Noisy Natural Gradient as Variational Inference", ICML 2018.
     """
 
-    def __init__(
-        self, model: nn.Module, lr: float, ess: float, *, refresh: int = 1, **settings: Any
-    ) -> None:
-        self.refresh = positive_int("refresh", refresh)
-        self._data: Structure | None = None
-        super().__init__(model, lr, ess, **settings)
+    _row = "noisy K-FAC"
 
-    def _listen(self) -> None:
-        self.recorder = KroneckerRecorder(self.model, every=1, beta2=self.param_groups[0]["beta2"])
+    def _reader(self, model: Any, reduction: str) -> None:
+        """The recorder has hooks of its own."""
+
+    def _listen(self, group: Group) -> None:
+        self.recorder = KroneckerRecorder(self.model, every=1, beta2=group["beta2"])
         self.recorder.accumulates = True  # several passes may come before a step
 
     def _check_draws(self) -> None:
         super()._check_draws()
         if not self.recorder.recorded:
             raise OptimizerError("nothing was recorded: train with the model in training mode")
-
-    def _learned(self) -> Structure | None:
-        return self._data
-
-    def _record(self) -> None:
-        if self._data is None or self.recorder.recorded % self.refresh == 0:
-            n_data = round(self.param_groups[0]["ess"])
-            self._data = self.recorder.structure(self.model, n_data)
-
-    def _curvature(self) -> dict[str, Any]:
-        return self.recorder.state_dict()
-
-    def _take(self, kept: Mapping[str, Any]) -> None:
-        self.recorder.load_state_dict(kept)
-        self._data = None
-        if self.recorder.recorded:
-            self._record()
 
 
 class SLANG(StructuredOptimizer):
@@ -249,54 +192,25 @@ class SLANG(StructuredOptimizer):
     Learning with Natural Gradient", NeurIPS 2018.
     """
 
+    _row = "SLANG"
+
     def __init__(
         self, model: nn.Module, lr: float, ess: float, *, rank: int = 10, **settings: Any
     ) -> None:
         self.rank = positive_int("rank", rank)
         super().__init__(model, lr, ess, **settings)
 
-    def _listen(self) -> None:
-        self.examples = self._rows()
-        (group,) = self.param_groups
-        like = torch.cat([p.detach().reshape(-1) for p in self.names.values()])
-        if self.rank >= len(like):
-            raise InputError(f"rank must be below the number of parameters, {len(like):,}")
-        self._columns = like.new_zeros(0, len(like))  # Uᵀ, [rank, P]
-        self._rest = torch.full_like(like, group["ess"] * group["hess_init"])  # D, [P]
-
-    def _rows(self) -> GradientRows:
+    def _reader(self, model: Any, reduction: str) -> Any:
         return GradientRows(self.model, self.algorithm)
 
-    def _record(self) -> None:
+    def _listen(self, group: Group) -> None:
+        self.recorder = self.examples
+        self.recorder.begin(self.names, self.rank, group["ess"] * group["hess_init"])
+
+    def _update(self, inverse_scale: float) -> None:
         (group,) = self.param_groups
-        rows, rho = self.examples.rows, 1 - group["beta2"]
-        new = rows * (rho * group["ess"] / self.examples.n) ** 0.5
-        columns = torch.cat([self._columns * (1 - rho) ** 0.5, new.to(self._columns)])
-        _, turn = torch.linalg.eigh((columns @ columns.mT).double())
-        turned = turn.mT.to(columns) @ columns
-        self._columns = turned[-self.rank :]
-        dropped = turned[: -self.rank].square().sum(0)
-        self._rest = (1 - rho) * self._rest + dropped
-
-    def _learned(self) -> Structure | None:
-        if not len(self._columns):
-            return None
-        sizes = self._columns.square().sum(1)
-        held = sizes > sizes.max() * torch.finfo(sizes.dtype).eps
-        directions = self._columns[held] / sizes[held].sqrt().unsqueeze(1)
-        return LowRank(self._split(self._rest), self._split(directions), sizes[held].diag())
-
-    def _split(self, flat: Tensor) -> Tree:
-        sizes = [p.numel() for p in self.names.values()]
-        pieces = zip(self.names.items(), flat.split(sizes, -1), strict=True)
-        return {n: piece.reshape(*flat.shape[:-1], *p.shape) for (n, p), piece in pieces}
-
-    def _curvature(self) -> dict[str, Any]:
-        return {"columns": self._columns.clone(), "rest": self._rest.clone()}
-
-    def _take(self, kept: Mapping[str, Any]) -> None:
-        self._columns = kept["columns"].to(self._columns)
-        self._rest = kept["rest"].to(self._rest)
+        self.recorder.average(group["ess"], 1 - group["beta2"])
+        super()._update(inverse_scale)
 
 
 class VOGGN(SLANG):
@@ -323,6 +237,8 @@ class VOGGN(SLANG):
     NeurIPS 2019; Khan & Rue, section 4.4.
     """
 
+    _row = "VOGGN"
+
     def __init__(
         self,
         model: nn.Module,
@@ -330,14 +246,13 @@ class VOGGN(SLANG):
         ess: float,
         *,
         likelihood: str = "categorical",
-        rank: int = 10,
         **settings: Any,
     ) -> None:
         named = ("categorical", "bernoulli", "poisson", "gaussian")
         self.likelihood = resolve(one_of("likelihood", likelihood, named))
-        super().__init__(model, lr, ess, rank=rank, **settings)
+        super().__init__(model, lr, ess, **settings)
 
-    def _rows(self) -> GradientRows:
+    def _reader(self, model: Any, reduction: str) -> Any:
         return JacobianRows(self.model, self.algorithm, self.likelihood)
 
 
@@ -345,17 +260,63 @@ class OGGN(VOGGN):
     """Online generalised Gauss–Newton: :class:`VOGGN` with gradients at the mean, an online Laplace
     approximation. ``sampled_params()`` without ``train`` draws from the posterior."""
 
-    _at_mean = True
+    _row = "OGGN"
 
 
 class GradientRows(Listener):
-    """g_i of every example of a draw, ``rows`` ``[n, P]``."""
+    """g_i of every example of a draw, ``rows`` ``[n, P]``, and the running average of their outer
+    products: U Uᵀ + D."""
 
     rows: Tensor
     n: int
 
-    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
-        self.rows, self.n = torch.cat([self._flat(of_pass) for of_pass in terms]) * n, n
+    def begin(self, names: Tree, rank: int, start: float) -> None:
+        """D = start · I."""
+        self.shapes, self.rank = {n: p.shape for n, p in names.items()}, rank
+        like = torch.cat([p.detach().reshape(-1) for p in names.values()])
+        if rank >= len(like):
+            raise InputError(f"rank must be below the number of parameters, {len(like):,}")
+        self.columns = like.new_zeros(0, len(like))  # Uᵀ, [rank, P]
+        self.rest = torch.full_like(like, start)  # D, [P]
+
+    @property
+    def recorded(self) -> int:
+        """How many directions were found."""
+        return len(self.columns)
+
+    def average(self, ess: float, rho: float) -> None:
+        """Take in the rows of the last draw; the smallest directions are dropped, into D."""
+        new = self.rows * (rho * ess / self.n) ** 0.5
+        columns = torch.cat([self.columns * (1 - rho) ** 0.5, new.to(self.columns)])
+        _, turn = torch.linalg.eigh((columns @ columns.mT).double())
+        turned = turn.mT.to(columns) @ columns
+        self.columns = turned[-self.rank :]
+        dropped = turned[: -self.rank].square().sum(0)
+        self.rest = (1 - rho) * self.rest + dropped
+
+    def structure(self, model: nn.Module, n_data: int) -> LowRank:
+        """U Uᵀ + D, without a prior."""
+        sizes = self.columns.square().sum(1)
+        held = sizes > sizes.max() * torch.finfo(sizes.dtype).eps
+        directions = self.columns[held] / sizes[held].sqrt().unsqueeze(1)
+        return LowRank(self._split(self.rest), self._split(directions), sizes[held].diag())
+
+    def _split(self, flat: Tensor) -> Tree:
+        pieces = flat.split([shape.numel() for shape in self.shapes.values()], -1)
+        shapes = zip(self.shapes.items(), pieces, strict=True)
+        return {n: piece.reshape(*flat.shape[:-1], *shape) for (n, shape), piece in shapes}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """U and D."""
+        return {"columns": self.columns.clone(), "rest": self.rest.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The reverse."""
+        self.columns, self.rest = (state[n].to(self.rest) for n in ("columns", "rest"))
+
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, self.n = self._read(passed, got)
+        self.rows = self._flat(terms) * self.n
         return {}
 
     def _flat(self, terms: Sequence[Term]) -> Tensor:
@@ -379,16 +340,13 @@ class JacobianRows(GradientRows):
         f = outputs[0].reshape(passed.batch, -1)
         labels = f.new_zeros(len(f), dtype=torch.long)  # Λ is that of any
         y = labels if isinstance(self.likelihood, Categorical) else torch.zeros_like(f)
-        blocks, counts = [], [len(visit.edges) for visit, _ in passed.seen]
+        blocks = []
         for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
-            grads = iter(
-                torch.autograd.grad(f, passed.edges, column, retain_graph=True, allow_unused=True)
-            )
-            at = [[next(grads) for _ in range(count)] for count in counts]
+            at = passed.gradients(f, column)
             with torch.no_grad():
                 blocks.append(self._flat(self._terms(passed, at)))
-        passed.forget_gradients()
         self.rows, self.n = torch.cat(blocks), passed.batch
 
-    def _estimates(self, terms: list[list[Term]], n: int) -> dict[Tensor, Tensor]:
+    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        self._read(passed, got)
         return {}

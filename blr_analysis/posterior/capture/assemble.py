@@ -83,9 +83,9 @@ def assemble(
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
         said = f"the optimizer holds no {reader.key!r} of a parameter"
-        raise OptimizerError(f"{said}: it has not stepped, or all are frozen")
+        raise OptimizerError(f"{said}: it has not stepped, all are frozen, or it is not of blr")
     if half := [n for n in given if n in learned and given[n].state[reader.key].dtype in HALF]:
-        said = f"the optimizer holds {half[0]!r}'s second moment in half precision: {HALF_REASON}"
+        said = f"the optimizer's second moment of {half[0]!r}: {HALF_REASON}"
         if record["source"] != "optimizer":
             raise OptimizerError(f"{said}; use fit_laplace")
         warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=6)

@@ -91,7 +91,6 @@ SECOND = Reader("adam_v", "hess", _started)
 ROWS: dict[str, Reader] = {
     **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
-    "diagonal Newton": replace(IVON, kind="diagonal_newton"),
     "Adam": SECOND,
     "AdamW": SECOND,
     "AdaDelta": replace(SECOND, kind="adadelta_v"),

@@ -31,8 +31,8 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files import check_free, check_room, drafted, held
 from blr_analysis.files.headers import read_json
+from blr_analysis.files.placing import check_free, check_room, drafted, held
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.gaussian import Posterior

@@ -16,66 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learning_rule.inference.problems import F64, ONE, WEIGHTS, WISHART, M, draws, normal
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, InputError
-from blr_analysis.learning_rule.families import (
-    Beta,
-    CategoricalFamily,
-    DiagonalGaussian,
-    Dirichlet,
-    FullGaussian,
-    Gamma,
-    NormalWishart,
-)
-from blr_analysis.learning_rule.inference import (
-    LDA,
-    BayesianGaussianMixture,
-    Conjugate,
-    FactorAnalysis,
-    Fitted,
-    GaussianMixtureEM,
-    GaussianProcess,
-    GeneralizedLinear,
-    HiddenMarkov,
-    MeanFieldRegression,
-    MessagePassing,
-    NotConverged,
-    OnlineNewton,
-    SkewNormal,
-    StateSpace,
-    bernoulli,
-    categorical,
-    experts,
-    fit_skew_normal,
-    gaussian,
-    linear,
-    poisson,
-    rbf,
-)
-from blr_analysis.learning_rule.inference import fitted as module
-from blr_analysis.learning_rule.inference.fitted import count, rows, total, until_flat
+from blr_analysis.learning_rule import families as fam
+from blr_analysis.learning_rule import inference as inf
+from blr_analysis.learning_rule.inference import Conjugate, Fitted, NotConverged, bernoulli
+from blr_analysis.learning_rule.inference.fitted import CHUNK, count, rows, until_flat
 
-F64 = torch.float64
-ONE = torch.ones((), dtype=F64)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def standard(size: int, kind: Any = FullGaussian) -> Any:
-    precision = torch.eye(size, dtype=F64) if kind is FullGaussian else torch.ones(size, dtype=F64)
-    return kind(torch.zeros(size, dtype=F64), precision)
-
-
-X = torch.cat([torch.ones(30, 1, dtype=F64), normal(30, 2)], 1)
-REAL = X.sum(1) + 0.5 * normal(30, seed=1)
+X = torch.cat([torch.ones(30, 1, dtype=F64), draws(30, 2)], 1)
+REAL = X.sum(1) + 0.5 * draws(30, seed=1)
 LABELS = (REAL > 1).double()
 COUNTS = (0.5 * REAL).exp().round()
-CLUSTERS = normal(30, 2) + 4 * (torch.arange(30) % 2).unsqueeze(1)
+CLUSTERS = draws(30, 2) + 4 * (torch.arange(30) % 2).unsqueeze(1)
 HALVES = 0.8 * one_hot(torch.arange(30) % 2).double() + 0.1
 RATES = torch.tensor([[1.0, 1, 6, 6, 6, 1]]).expand(9, -1)
 SERIES = torch.poisson(RATES, generator=torch.Generator().manual_seed(4)).double()
@@ -84,8 +40,7 @@ MIXED = SHARES * torch.tensor([8.0, 8, 4, 1, 1, 1]) + (1 - SHARES) * torch.tenso
     [1.0, 1, 1, 4, 8, 8]
 )
 DOCUMENTS = torch.poisson(MIXED, generator=torch.Generator().manual_seed(1)).double()
-PRIOR = NormalWishart(torch.zeros(2, dtype=F64), ONE, 4 * ONE, torch.eye(2, dtype=F64))
-STATES = StateSpace(ONE.view(1, 1), ONE.view(1, 1), ONE.view(1, 1), ONE.view(1, 1), standard(1))
+STATES = inf.StateSpace(M, M, M, M, normal(1))
 
 
 def two_coins(mu: Any, heads: Tensor) -> Tensor:
@@ -94,9 +49,8 @@ def two_coins(mu: Any, heads: Tensor) -> Tensor:
     return (heads.unsqueeze(1) * up + (10 - heads.unsqueeze(1)) * down).logsumexp(1)
 
 
-COINS = MessagePassing(
-    {"coin": Beta(*torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=F64))}, two_coins
-)
+COIN = fam.Beta(*torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=F64))
+COINS = inf.MessagePassing({"coin": COIN}, two_coins)
 
 
 def squared(theta: Tensor, example: tuple[Tensor, Tensor]) -> Tensor:
@@ -104,9 +58,9 @@ def squared(theta: Tensor, example: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def skewed(data: Tensor, **settings: Any) -> Fitted:
-    return fit_skew_normal(
+    return inf.fit_skew_normal(
         lambda theta: -theta.square() / 20,
-        SkewNormal(*torch.tensor([0.0, -1.0, 1.0], dtype=F64)),
+        inf.SkewNormal(*torch.tensor([0.0, -1.0, 1.0], dtype=F64)),
         log_likelihood=lambda y, theta: y[:, None] * theta - theta.exp(),
         data=data,
         **{"rho": 1.0, "tol": 1e-9, **settings},
@@ -115,25 +69,15 @@ def skewed(data: Tensor, **settings: Any) -> Fitted:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data, and what may be asked of it.
+    """A model, its data, and what may be asked of it."""
 
-    Attributes:
-        fit: (data, settings) → fit.
-        data: N examples.
-        exact: taking examples out is fitting without them.
-        steps: no more than this many further steps come near to that.
-        bound: the history never falls.
-        adds_up: λ = λ_prior + Σ λ̃_i, to this.
-        most: how to stop after one iteration; None where there is but one.
-    """
-
-    fit: Callable[..., Fitted]
+    fit: Callable[..., Fitted]  # (data, settings) → fit
     data: Any
-    exact: bool = False
-    steps: int = 30
-    bound: bool = True
-    adds_up: float | None = 1e-9
-    most: str | None = "max_iter"
+    exact: bool = False  # taking examples out is fitting without them
+    steps: int = 30  # no more than so many further steps come near to that
+    bound: bool = True  # the history never falls
+    adds_up: float | None = 1e-9  # λ = λ_prior + Σ λ̃_i, to this
+    most: str | None = "max_iter"  # how to stop after one iteration; None: there is but one
 
 
 def once(prior: Any, factor: Any, data: Any) -> Case:
@@ -159,42 +103,39 @@ def started(model: Any) -> Callable[..., Fitted]:
     return fit
 
 
-WEIGHTS = Dirichlet(torch.ones(2, dtype=F64))
-CLASSES = CategoricalFamily(torch.zeros(3).double())
-KINDS = Dirichlet(torch.ones(3).double())
-FACTORS = normal(30, 1) * torch.tensor([1.0, 0.8, -0.7, 0.5]) + 0.5 * normal(30, 4, seed=5)
-TOPICS = partial(LDA(2, local_tol=1e-5).fit, passes=200, batch_size=None, tol=1e-6)
-PROCESS = partial(rbf, variance=4.0)
+FACTORS = draws(30, 1) * torch.tensor([1.0, 0.8, -0.7, 0.5]) + 0.5 * draws(30, 4, seed=5)
+KINDS, GAMMA = fam.Dirichlet(torch.ones(3, dtype=F64)), fam.Gamma(ONE, ONE)
+HEDGE = fam.CategoricalFamily(torch.zeros(3, dtype=F64))
+DIAGONAL = fam.DiagonalGaussian(torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64))
+TOPICS = partial(inf.LDA(2, local_tol=1e-5).fit, passes=200, batch_size=None, tol=1e-6)
+PROCESS, PLACE = partial(inf.rbf, variance=4.0), {"most": None, "bound": False}
 CASES = {
-    "Bernoulli": once(Beta(2 * ONE, ONE), bernoulli(), LABELS),
-    "Poisson": once(Gamma(ONE, ONE), poisson(), COUNTS),
-    "categorical": once(KINDS, categorical(3), torch.arange(30) % 5 % 3),
-    "Gaussian": once(PRIOR, gaussian(), CLUSTERS),
-    "regression": once(standard(3), linear(0.25), (X, REAL)),
-    "exponential weights": once(CLASSES, experts(4, 0.4), normal(30, 4)),
-    "Kalman": Case(STATES.fit, REAL.unsqueeze(1), exact=True, adds_up=None, bound=False, most=None),
-    "online Newton": Case(
-        OnlineNewton(standard(3), squared, 0.3).fit, (X, REAL), bound=False, most=None
-    ),
-    "EM": Case(started(GaussianMixtureEM(2, floor=1e-9)), CLUSTERS, adds_up=None),
-    "EM, diagonal": Case(started(GaussianMixtureEM(2, "diag", 1e-9)), CLUSTERS, adds_up=None),
-    "EM, spherical": Case(started(GaussianMixtureEM(2, "spherical", 1e-9)), CLUSTERS, adds_up=None),
+    "Bernoulli": once(fam.Beta(2 * ONE, ONE), bernoulli(), LABELS),
+    "Poisson": once(GAMMA, inf.poisson(), COUNTS),
+    "categorical": once(KINDS, inf.categorical(3), torch.arange(30) % 5 % 3),
+    "Gaussian": once(WISHART, inf.gaussian(), CLUSTERS),
+    "regression": once(normal(3), inf.linear(0.25), (X, REAL)),
+    "exponential weights": once(HEDGE, inf.experts(4, 0.4), draws(30, 4)),
+    "Kalman": Case(STATES.fit, REAL.unsqueeze(1), exact=True, adds_up=None, **PLACE),
+    "online Newton": Case(inf.OnlineNewton(normal(3), squared, 0.3).fit, (X, REAL), **PLACE),
+    **{
+        f"EM, {kind}": Case(started(inf.GaussianMixtureEM(2, kind, 1e-9)), CLUSTERS, adds_up=None)
+        for kind in ("full", "diag", "spherical")
+    },
     "factor analysis": Case(
-        partial(FactorAnalysis(1).fit, tol=1e-10), FACTORS, steps=100, adds_up=None
+        partial(inf.FactorAnalysis(1).fit, tol=1e-10), FACTORS, steps=100, adds_up=None
     ),
-    "VMP": Case(started(BayesianGaussianMixture(WEIGHTS, PRIOR)), CLUSTERS, adds_up=1e-4),
-    "hidden Markov": Case(
-        seeded(HiddenMarkov(2, poisson(), Gamma(ONE, ONE))), SERIES, adds_up=1e-4
-    ),
+    "VMP": Case(started(inf.BayesianGaussianMixture(WEIGHTS, WISHART)), CLUSTERS, adds_up=1e-4),
+    "hidden Markov": Case(seeded(inf.HiddenMarkov(2, inf.poisson(), GAMMA)), SERIES, adds_up=1e-4),
     "message passing": Case(
         seeded(COINS), torch.tensor([1.0, 2.0, 9.0, 8.0, 3.0]).double(), adds_up=1e-4
     ),
-    "logistic": Case(GeneralizedLinear(standard(3)).fit, (X, LABELS)),
-    "probit": Case(GeneralizedLinear(standard(3), "probit").fit, (X, LABELS)),
-    "log-linear": Case(GeneralizedLinear(standard(3), "poisson").fit, (X, COUNTS)),
-    "mean field": Case(MeanFieldRegression(standard(3, DiagonalGaussian)).fit, (X, COUNTS)),
-    "process": Case(GaussianProcess(PROCESS).fit, (X, LABELS)),
-    "sparse process": Case(GaussianProcess(PROCESS, inducing=X[::4]).fit, (X, LABELS)),
+    "logistic": Case(inf.GeneralizedLinear(normal(3)).fit, (X, LABELS)),
+    "probit": Case(inf.GeneralizedLinear(normal(3), "probit").fit, (X, LABELS)),
+    "log-linear": Case(inf.GeneralizedLinear(normal(3), "poisson").fit, (X, COUNTS)),
+    "mean field": Case(inf.MeanFieldRegression(DIAGONAL).fit, (X, COUNTS)),
+    "process": Case(inf.GaussianProcess(PROCESS).fit, (X, LABELS)),
+    "sparse process": Case(inf.GaussianProcess(PROCESS, inducing=X[::4]).fit, (X, LABELS)),
     "topics": Case(TOPICS, DOCUMENTS, adds_up=1e-2, most="passes"),
     "skew normal": Case(skewed, torch.tensor([0.0, 1.0, 3.0, 2.0], dtype=F64), adds_up=None),
 }
@@ -230,7 +171,7 @@ def numbers(q: Any) -> Tensor:
 
 
 def broken(data: Any, value: float) -> Any:
-    """The first number of the (first) tensor is none; or there is no example."""
+    """The first number of the (first) tensor is this."""
     if isinstance(data, tuple):
         return (broken(data[0], value), data[1])
     data = data.double().clone()
@@ -252,47 +193,37 @@ class TestFittedContract:
         with pytest.raises(AttributeError, match="has 'covarance'"):
             _ = fitted.covarance
 
-    def test_it_is_the_same_from_the_same_start(self, name: str) -> None:
-        torch.testing.assert_close(
-            numbers(fitted_of(name).q), numbers(CASES[name].fit(CASES[name].data).q), rtol=0, atol=0
-        )
-
-    def test_the_bound_never_falls(self, name: str) -> None:
-        if CASES[name].bound:
-            history = fitted_of(name).history
+    def test_it_rises_to_the_same_from_the_same_start(self, name: str) -> None:
+        case, history = CASES[name], fitted_of(name).history
+        assert torch.equal(numbers(fitted_of(name).q), numbers(case.fit(case.data).q))
+        if case.bound:
             assert np.diff(history, prepend=history[0]).min() > -1e-9 * (1 + abs(history[-1]))
 
-    def test_one_iteration_is_too_few(self, name: str) -> None:
+    def test_one_iteration_is_too_few(self, name: str, capfd: Any) -> None:
+        """And a bar shows when it is asked for."""
         case = CASES[name]
-        if case.most is not None:
-            with pytest.warns(NotConverged, match="raise max_iter"):
-                hasty = case.fit(case.data, **{case.most: 1})
-            assert not hasty.converged and len(hasty.history) == 1
-            with pytest.raises(InputError, match="max_iter must be a positive integer"):
-                case.fit(case.data, **{case.most: 0})
-            with pytest.raises(InputError, match="tol must be 0 or more"):
-                case.fit(case.data, tol="small")
-
-    def test_a_bar_shows_when_it_is_asked_for(self, name: str, capfd: Any) -> None:
-        case = CASES[name]
-        if case.most is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                case.fit(case.data, progress=False, **{case.most: 2})
-                assert capfd.readouterr().err == ""
-                case.fit(case.data, progress=True, **{case.most: 2})
-            assert capfd.readouterr().err
+        if case.most is None:
+            return
+        with pytest.warns(NotConverged, match="raise max_iter"):
+            hasty = case.fit(case.data, progress=False, **{case.most: 1})
+        assert not hasty.converged and len(hasty.history) == 1 and capfd.readouterr().err == ""
+        for wrong, word in (({case.most: 0}, "max_iter must be a positive"), ({"tol": "a"}, "tol")):
+            with pytest.raises(InputError, match=word):
+                case.fit(case.data, **wrong)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case.fit(case.data, progress=True, **{case.most: 2})
+        assert capfd.readouterr().err
 
     def test_prior_and_sites_add_up(self, name: str) -> None:
         fitted, close = fitted_of(name), CASES[name].adds_up
-        assert all(
-            len(leaf) == fitted.n_data for leaf in torch.utils._pytree.tree_leaves(fitted.sites)
-        )
+        leaves = torch.utils._pytree.tree_leaves(fitted.sites)
+        assert all(len(leaf) == fitted.n_data for leaf in leaves)
         if close is not None:
-            nothing = fitted.without(range(fitted.n_data))
-            torch.testing.assert_close(
-                numbers(nothing), numbers(fitted.prior), rtol=close, atol=close * 30
+            nothing, prior = (
+                numbers(q) for q in (fitted.without(range(len(leaves[0]))), fitted.prior)
             )
+            torch.testing.assert_close(nothing, prior, rtol=close, atol=close * 30)
 
     def test_examples_leave_by_index_or_mask_and_once(self, name: str) -> None:
         fitted = fitted_of(name)
@@ -309,14 +240,12 @@ class TestFittedContract:
         fitted = fitted_of(name)
         data, left_out, before = fitted.data, fitted.left_out(), fitted.log_predictive(fitted.data)
         assert left_out.shape == before.shape == (fitted.n_data,)
-        assert bool(left_out.isfinite().all())
-        assert float((before - left_out).sum()) > 0
+        assert bool(left_out.isfinite().all()) and float((before - left_out).sum()) > 0
         for i in (0, fitted.n_data - 1):
             q, one = fitted.without([i]), torch.tensor([i])
-            if name == "Kalman":
-                wanted = fitted.predictive(q, data)[one]
-            else:
-                wanted = fitted.predictive(q, rows(data, one))
+            series = name == "Kalman"
+            wanted = fitted.predictive(q, data if series else rows(data, one))
+            wanted = wanted[one] if series else wanted
             torch.testing.assert_close(left_out[one], wanted, rtol=1e-8, atol=1e-8)
 
     def test_taking_out_leads_to_fitting_again(self, name: str) -> None:
@@ -351,75 +280,47 @@ class TestFittedContract:
             list(fitted.refitted(add=broken(more, math.inf)))
 
     def test_numbers_that_are_none_and_no_examples_are_refused(self, name: str) -> None:
-        case = CASES[name]
-        empty = rows(case.data, torch.arange(0))
-        for wrong in (broken(case.data, math.inf), empty, None):
+        data = CASES[name].data
+        wrong = [broken(data, math.inf), rows(data, torch.arange(0)), None]
+        wrong += [broken(data, math.nan)] * (name != "Kalman")  # to which NaN is nothing observed
+        for none in wrong:
             with pytest.raises(BLRError):
-                case.fit(wrong)
-        if name != "Kalman":  # to which NaN is nothing observed
-            with pytest.raises(BLRError):
-                case.fit(broken(case.data, math.nan))
+                CASES[name].fit(none)
 
 
 # Fitted itself
 
 
-def coin() -> Fitted[Beta]:
-    return Conjugate(Beta(ONE, ONE), bernoulli()).fit(torch.tensor([1.0, 0.0, 1.0, 1.0]))
+COIN_PRIOR = fam.Beta(ONE, ONE)
+
+
+def coin() -> Fitted[fam.Beta]:
+    return Conjugate(COIN_PRIOR, bernoulli()).fit(torch.tensor([1.0, 0.0, 1.0, 1.0]))
 
 
 def test_a_fit_answers_as_its_posterior_does() -> None:
     fitted, factors = coin(), fitted_of("VMP")
     assert (float(fitted.a), float(fitted.entropy())) == (4.0, float(fitted.q.entropy()))
-    with pytest.raises(InputError, match="q has none"):
-        _ = fitted["z"]
     assert factors["weights"] is factors.q["weights"]
-    with pytest.raises(InputError, match="its factors are"):
-        _ = factors["other"]
 
 
 def test_many_examples_are_added_up_in_parts() -> None:
-    sizes = []
-
-    def site_of(chosen: Tensor) -> dict[str, Tensor]:
-        sizes.append(len(chosen))
-        return {"a": chosen.double()}
-
-    n = 2 * module.CHUNK + 1
-    assert float(total(site_of, torch.arange(n))["a"]) == n * (n - 1) / 2
-    assert sizes == [module.CHUNK, module.CHUNK, 1]
-    many = Conjugate(Beta(ONE, ONE), bernoulli()).fit(torch.arange(n) % 2)
+    n = 2 * CHUNK + 1
+    many, ones = Conjugate(COIN_PRIOR, bernoulli()).fit(torch.arange(n) % 2), n // 2
+    torch.testing.assert_close(many.without(range(n)).natural, COIN_PRIOR.natural)
     heads, tails = many.left_out()[1::2].unique(), many.left_out()[::2].unique()
-    ones = n // 2
     assert float(heads) == pytest.approx(math.log(ones / (n + 1)))
     assert float(tails) == pytest.approx(math.log((n - ones) / (n + 1)))
 
 
 def test_a_mean_field_moves_only_the_factors_with_sites() -> None:
-    node = DiagonalGaussian(torch.zeros(3), torch.ones(3))
-    q = {"left": node, "right": DiagonalGaussian(torch.ones(3), 2 * torch.ones(3))}
+    node = fam.DiagonalGaussian(torch.zeros(3), torch.ones(3))
+    q = {"left": node, "right": fam.DiagonalGaussian(torch.ones(3), 2 * torch.ones(3))}
     sites = {"right": {"linear": torch.eye(3), "square": -0.25 * torch.eye(3)}}
     less = Fitted(q, [0.0], "ELBO", data=torch.zeros(3), messages=sites).without([2])
     assert less["left"] is node
     torch.testing.assert_close(less["right"].precision, torch.tensor([2.0, 2.0, 1.5]))
     torch.testing.assert_close(less["right"].mean, torch.tensor([1.0, 1.0, 1 / 1.5]))
-
-
-def test_what_a_model_does_not_have_is_said() -> None:
-    bare = Fitted(coin().q, [0.0], "ELBO")
-    whole = fit_skew_normal(
-        lambda theta: -0.5 * theta.square(), SkewNormal(0 * ONE, ONE, ONE), tol=1e-5
-    )
-    for one in (bare, whole):
-        for ask in (lambda one=one: one.sites, one.left_out, lambda one=one: one.table):
-            with pytest.raises(InputError, match="no sites"):
-                ask()
-        with pytest.raises(InputError, match="example 0"):
-            one.without([0])
-    with pytest.raises(InputError, match="no closed form"):
-        bare.log_predictive(torch.ones(1))
-    with pytest.raises(InputError, match="no step"):
-        list(Fitted(coin().q, [0.0], "ELBO", data=torch.zeros(2)).refitted())
 
 
 def test_iterations_stop_when_the_objective_rests() -> None:
@@ -433,8 +334,6 @@ def test_iterations_stop_when_the_objective_rests() -> None:
     assert run["history"] == [0.0, 1.0, 2.0] and not run["converged"]
     run = until_flat(lambda t: 0.0, "bound", max_iter=3, tol=0.1, noisy=True)
     assert run == {"history": [0.0] * 3, "objective": "bound", "converged": False}
-    with pytest.raises(InputError, match="the bound became nan at iteration 2"):
-        until_flat([0.0, math.nan, 1.0].__getitem__, "bound", max_iter=3, tol=0.1)
 
 
 def test_the_table_says_what_each_example_did() -> None:
@@ -453,8 +352,6 @@ def test_the_picture_shows_the_history(converged: bool) -> None:
     assert ax.lines[0].get_xdata().tolist() == [1, 2, 3]
     assert ax.get_ylabel() == "ELBO [nats]"
     assert (ax.get_legend() is None) == converged
-    with pytest.raises(InputError, match="history is empty"):
-        Fitted(coin().q, [], "ELBO").plot()
 
 
 @pytest.mark.parametrize("name", ["skew normal", "topics"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import special
 from sklearn.decomposition import LatentDirichletAllocation
 
@@ -19,55 +17,49 @@ from blr_analysis.learning_rule.inference import LDA
 K, V = 4, 60
 
 
-def corpus(n: int, seed: int = 0, words: int = V) -> sp.csr_matrix:
+def corpus(n: int, seed: int = 0) -> sp.csr_matrix:
     """Documents of 1 to some 300 words from planted topics."""
     rng = np.random.default_rng(seed)
-    topics = rng.dirichlet(np.full(words, 0.1), K)
+    topics = rng.dirichlet(np.full(V, 0.1), K)
     lengths = np.maximum(1, rng.lognormal(3, 1, n).astype(int))
     mixed = rng.dirichlet(np.full(K, 0.3), n) @ topics
-    return sp.csr_matrix(
-        np.stack([rng.multinomial(m, p) for m, p in zip(lengths, mixed, strict=True)])
-    )
+    rows = [rng.multinomial(m, p) for m, p in zip(lengths, mixed, strict=True)]
+    return sp.csr_matrix(np.stack(rows))
 
 
 class Fixed(np.random.RandomState):
     """Hands scikit-learn these topics to start from, and ones for its documents."""
 
-    def __init__(self, components: np.ndarray) -> None:
-        super().__init__(0)
-        self.components = components
-
     def gamma(self, shape, scale=1.0, size=None):
-        return self.components.copy() if size == self.components.shape else np.ones(size)
+        return TOPICS.copy() if size == TOPICS.shape else np.ones(size)
 
 
-def random_topics(seed: int = 0, words: int = V) -> np.ndarray:
-    return np.random.default_rng(seed).gamma(2.0, 1.0, (K, words)) + 0.01
+TOPICS = np.random.default_rng(0).gamma(2.0, 1.0, (K, V)) + 0.01
+START = Dirichlet(torch.tensor(TOPICS))
 
 
-def theirs(components: np.ndarray, **options) -> LatentDirichletAllocation:
-    return LatentDirichletAllocation(K, random_state=Fixed(components), **options)
+def theirs(**options) -> LatentDirichletAllocation:
+    return LatentDirichletAllocation(K, random_state=Fixed(0), **options)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("turns", [1, 7, 100])
 def test_a_step_is_scikit_learns(turns):
-    counts, start = corpus(64), random_topics()
-    model = theirs(start, total_samples=1000, batch_size=64, max_doc_update_iter=turns)
+    counts = corpus(64)
+    model = theirs(total_samples=1000, batch_size=64, max_doc_update_iter=turns)
     model.partial_fit(counts.astype(float))
     lda = LDA(K, max_local_iter=turns)
-    q = lda.step(Dirichlet(torch.tensor(start)), counts, n_documents=1000, rho=lda.rho(1))
+    q = lda.step(START, counts, n_documents=1000, rho=lda.rho(1))
     np.testing.assert_allclose(q.concentration, model.components_, rtol=1e-6)
-    assert (q.concentration / torch.tensor(start) - 1).abs().max() > 0.1
+    assert (q.concentration / START.concentration - 1).abs().max() > 0.1
 
 
 def test_a_sequence_of_steps_is_scikit_learns():
-    counts, start = corpus(120), random_topics()
+    counts, q = corpus(120), START
     options = dict(doc_topic_prior=0.3, topic_word_prior=0.05)
-    schedule = dict(learning_decay=0.9, learning_offset=3.0)
-    model = theirs(start, total_samples=120, batch_size=30, **options, **schedule)
-    model.partial_fit(counts.astype(float))
-    lda, q = LDA(K, **options, **schedule), Dirichlet(torch.tensor(start))
+    options |= dict(learning_decay=0.9, learning_offset=3.0)
+    model = theirs(total_samples=120, batch_size=30, **options).partial_fit(counts.astype(float))
+    lda = LDA(K, **options)
     for t in range(4):
         batch = counts[30 * t : 30 * t + 30]
         q = lda.step(q, batch, n_documents=120, rho=lda.rho(t + 1))
@@ -75,23 +67,22 @@ def test_a_sequence_of_steps_is_scikit_learns():
 
 
 def test_transform_perplexity_and_history_are_scikit_learns():
-    counts, held_out, start = corpus(80), corpus(37, seed=1), random_topics()
-    model = theirs(start, learning_method="batch", max_iter=1).fit(counts.astype(float))
-    lda, first = LDA(K), Dirichlet(torch.tensor(start))
-    fitted = lda.fit(counts, passes=1, batch_size=None, start=first, progress=False)
+    counts, held_out = corpus(80), corpus(37, seed=1)
+    model = theirs(learning_method="batch", max_iter=1).fit(counts.astype(float))
+    one = partial(LDA(K).fit, counts, passes=1, batch_size=None, progress=False)
+    fitted = one(start=START)
     np.testing.assert_allclose(fitted.q.concentration, model.components_, rtol=1e-6)
     np.testing.assert_allclose(fitted.transform(held_out), model.transform(held_out), rtol=1e-5)
     assert fitted.perplexity(held_out) == pytest.approx(model.perplexity(held_out), rel=1e-8)
-    again = lda.fit(counts, passes=1, batch_size=None, start=fitted.q, progress=False)
+    again = one(start=fitted.q)
     assert again.history[0] == pytest.approx(-np.log(model.perplexity(counts)), rel=1e-8)
 
 
-@settings(max_examples=2, deadline=None)
-@given(seed=st.integers(0, 10**6), alpha=st.sampled_from([0.5, 2.0]))
-def test_in_batches_of_everything_the_elbo_never_falls(seed, alpha):
+@pytest.mark.parametrize("alpha", [0.5, 2.0])
+def test_in_batches_of_everything_the_elbo_never_falls(alpha):
     """Where the local step goes to its end."""
     lda = LDA(K, doc_topic_prior=alpha, local_tol=1e-9, max_local_iter=2000)
-    fitted = lda.fit(corpus(15, seed), passes=12, batch_size=None, seed=seed, progress=False)
+    fitted = lda.fit(corpus(15), passes=12, batch_size=None, progress=False)
     steps = np.diff(fitted.history)
     assert len(steps) == 11 and steps.min() >= -1e-9 * abs(fitted.history[-1])
     assert fitted.history[-1] > fitted.history[0] + 0.05
@@ -156,44 +147,13 @@ def test_left_out_documents_by_hand(settled):
     assert float((before - left_out).min()) > 0
 
 
-def test_the_predictive_is_a_tighter_bound_than_the_perplexitys():
-    """Against the exact log ∫ p(w|β) q(β) dβ, by all assignments of topics to four words."""
-    rng = np.random.default_rng(3)
-    counts = np.stack([rng.multinomial(4, rng.dirichlet(np.full(9, 0.3))) for _ in range(12)])
-    lda = LDA(2, topic_word_prior=0.1)
-    fitted = lda.fit(counts, passes=3, batch_size=4, progress=False)
-    topics, log_gamma = fitted.q.concentration.numpy(), special.gammaln
-    loose = [lda._told(fitted.q, fitted.data[i : i + 1])[1] for i in range(12)]
-    exact = []
-    for row in counts:
-        words, terms = np.repeat(np.arange(9), row), []
-        for chosen in itertools.product(range(2), repeat=4):
-            told = np.zeros((2, 9))
-            np.add.at(told, (np.array(chosen), words), 1.0)
-            parts = [(topics[k], told[k]) for k in range(2)] + [(np.full(2, 0.5), told.sum(1))]
-            terms.append(
-                sum(
-                    (log_gamma(c + n) - log_gamma(c)).sum()
-                    - log_gamma((c + n).sum())
-                    + log_gamma(c.sum())
-                    for c, n in parts
-                )
-            )
-        exact.append(special.logsumexp(terms))
-    ours = fitted.log_predictive(counts).numpy()
-    assert (np.array(loose) < ours - 1e-4).all() and (ours < np.array(exact)).all()
-    assert fitted.perplexity(counts) > np.exp(-ours.sum() / counts.sum())
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_every_form_of_counts_is_read_alike():
-    counts = corpus(12)
-    dense = torch.tensor(counts.toarray())
-    wanted = LDA(2).fit(counts, passes=2, batch_size=5, progress=False)
+    counts, fit = corpus(12), partial(LDA(2).fit, passes=2, batch_size=5, progress=False)
+    dense, wanted = torch.tensor(counts.toarray()), fit(counts)
     forms = [counts.tocoo(), counts.tocsc(), sp.csr_array(counts.astype(np.uint16)), dense]
     forms += [dense.to_sparse(), dense.float().to_sparse_csr(), dense.numpy(), dense.tolist()]
-    for form in forms:
-        found = LDA(2).fit(form, passes=2, batch_size=5, progress=False)
+    for found in map(fit, forms):
         torch.testing.assert_close(found.q.concentration, wanted.q.concentration)
         assert found.history == pytest.approx(wanted.history, rel=1e-12)
 

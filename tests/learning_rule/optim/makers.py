@@ -9,22 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
-from blr_analysis.learning_rule.optim import (
-    BSAM,
-    IVON,
-    OGGN,
-    SLANG,
-    STE,
-    VOGGN,
-    BayesBiNN,
-    Dropout,
-    Newton,
-    NoisyKFAC,
-    RowOptimizer,
-    Vadam,
-    Vprop,
-)
 from blr_analysis.learning_rule.table import ROWS, runs_elementwise
 
 N, BATCH = 60, 12
@@ -50,26 +36,24 @@ def row(model: nn.Module, generator: Any, name: str, params: Any = None, **optio
         settings["model"] = model
     params = [*model.parameters()] if params is None else params
     if name == "bSAM":
-        return BSAM(params, **{**settings, **options})
-    return RowOptimizer(params, name, **{**settings, **options})
+        return optim.BSAM(params, **{**settings, **options})
+    return optim.RowOptimizer(params, name, **{**settings, **options})
 
 
-def dropout(
-    model: Any, generator: Any, row: str, params: Any = None, keep_lr: float = 0.0, **options: Any
-) -> Any:
+def dropout(model: Any, generator: Any, row: str, params: Any = None, **options: Any) -> Any:
     last = model[2].weight
-    rest = [p for p in model.parameters() if p is not last]
-    groups = [{"params": [last], "keep": 0.6, "keep_lr": keep_lr}, {"params": rest}]
+    groups = [{"params": [last], "keep": 0.6}]
+    groups += [{"params": [p for p in model.parameters() if p is not last]}]
     extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
     given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
-    return Dropout(groups if params is None else params, row=row, **given)
+    return optim.Dropout(groups if params is None else params, row=row, **given)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
     def make(model: nn.Module, generator: Any, params: Any = None, **options: Any) -> Any:
         params = [*model.parameters()] if params is None else params
-        given = {**settings, **options}
-        return kind(params, **({} if kind in (STE, Newton) else {"generator": generator}), **given)
+        noise = {} if kind in (optim.STE, optim.Newton) else {"generator": generator}
+        return kind(params, **noise, **{**settings, **options})
 
     return make
 
@@ -79,22 +63,23 @@ def whole(kind: type) -> Callable[..., Any]:
     return lambda model, generator, **options: kind(model, generator=generator, **given, **options)
 
 
+STRUCTURED = (optim.NoisyKFAC, optim.SLANG, optim.VOGGN, optim.OGGN)
+WHOLE = tuple(kind.__name__ for kind in STRUCTURED)  # of a whole model, and one draw a step
 ELEMENTWISE = [name for name, found in ROWS.items() if runs_elementwise(found)]
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(row, name=name) for name in ELEMENTWISE},
-    "IVON itself": of(IVON, lr=0.1, ess=N, beta2=0.9),
-    "IVON, gradsq": of(IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
-    "Vadam itself": of(Vadam, lr=0.01, ess=N),
-    "Vprop itself": of(Vprop, lr=0.01, ess=N),
+    "IVON itself": of(optim.IVON, lr=0.1, ess=N, beta2=0.9),
+    "IVON, gradsq": of(optim.IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
+    "Vadam itself": of(optim.Vadam, lr=0.01, ess=N),
+    "Vprop itself": of(optim.Vprop, lr=0.01, ess=N),
     **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},
-    "dropout, learned": partial(dropout, row="SGD", keep_lr=0.02),
-    "BayesBiNN": of(BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
-    "STE": of(STE, lr=0.05),
-    "STE with Adam": of(STE, lr=0.05, row="Adam", clip=2.0),
-    **{kind.__name__: whole(kind) for kind in (NoisyKFAC, SLANG, VOGGN, OGGN)},
-    "Newton": of(Newton, lr=0.5, ess=N, weight_decay=1.0),
+    "BayesBiNN": of(optim.BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
+    "STE": of(optim.STE, lr=0.05),
+    "STE with Adam": of(optim.STE, lr=0.05, row="Adam", clip=2.0),
+    **{kind.__name__: whole(kind) for kind in STRUCTURED},
+    "Newton": of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0),
 }
-WHOLE = ("NoisyKFAC", "SLANG", "VOGGN", "OGGN")  # of a whole model, and one draw a step
+
 BINARY = ("BayesBiNN", "STE", "STE with Adam")
 ALONE = ("Newton", *WHOLE)  # neither groups nor several draws
 
@@ -115,27 +100,46 @@ def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) 
     """One draw with its gradients, however many looks the row takes."""
     with optimizer.sampled_params(train=True, **options):
         optimizer.zero_grad()
-        loss().backward(create_graph=name == "diagonal Newton")
+        loss().backward()
     if name == "bSAM":
         with optimizer.adversarial_params(**options):
             loss().backward()
 
 
+def step(name: str, optimizer: Any, loss: Callable[[], Tensor], draws: int = 1) -> None:
+    """A step of any of them, after so many draws."""
+    if name == "Newton":
+        optimizer.step(loss)
+        return
+    for _ in range(draws):
+        draw(name, optimizer, loss)
+    optimizer.step()
+
+
 def advance(name: str, model: nn.Module, optimizer: Any, start: int, stop: int) -> None:
     """Draws ``start`` to ``stop``, with a step after every second one where it can take several."""
     for t in range(start, stop):
-        if name == "Newton":
-            optimizer.step(lambda t=t: loss_of(model, t))
+        if name in ALONE:
+            step(name, optimizer, lambda t=t: loss_of(model, t))
             continue
         draw(name, optimizer, lambda t=t: loss_of(model, t))
-        if t % 2 or name in WHOLE:
+        if t % 2:
             optimizer.step()
+
+
+def trained(
+    name: str, dtype: torch.dtype = torch.float64, stop: int = 2, seed: int = 3
+) -> tuple[Any, Any]:
+    """A model and its optimizer after so many draws."""
+    model = network(dtype)
+    optimizer = make(name, model, seed)
+    advance(name, model, optimizer, 0, stop)
+    return model, optimizer
 
 
 def held(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of the weights and of everything in the state."""
     state = [v for p in model.parameters() for v in optimizer.state.get(p, {}).values()]
-    state += [group["keep"] for group in optimizer.param_groups if "keep" in group]
     tensors = [torch.as_tensor(v) for v in state if isinstance(v, int | float | Tensor)]
     return [t.detach().clone() for t in (*model.parameters(), *tensors)]
 
