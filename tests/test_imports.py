@@ -28,9 +28,9 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"likelihoods", "files", "half"},
     {"recipe", "snapshots"},
     {"terminal"},
-    {"likelihoods", "files", "half"},
     {"data", "estimators"},
     {"task"},
     {"backprop"},
