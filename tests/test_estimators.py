@@ -41,10 +41,6 @@ MLP = MLPClassifier((3,), "tanh", solver="lbfgs", alpha=1.0, random_state=0, **T
 CASES: dict[str, tuple[Any, np.ndarray]] = {
     "logistic, 3 classes": (LogisticRegression(C=0.5, **TIGHT), WORDS),
     "logistic, 2 classes": (LogisticRegression(C=2.0, **TIGHT), YES),
-    "logistic, its intercept as a column of 5": (
-        LogisticRegression(C=0.1, solver="liblinear", intercept_scaling=5.0, **TIGHT),
-        YES,
-    ),
     "logistic, weighted": (LogisticRegression(class_weight={0: 1.0, 1: 3.0}, **TIGHT), YES),
     "least squares": (LinearRegression(), REAL),
     "ridge": (Ridge(alpha=3.0), REAL),
@@ -299,6 +295,7 @@ def test_three_lines_from_a_pipeline_to_the_page(tmp_path: Path, name: str) -> N
         (ElasticNet().fit(X, REAL), (X, REAL), "ElasticNet"),
         (LogisticRegression().fit(X, YES), (X[:, :2], YES), "3 columns"),
         (LogisticRegression().fit(X, YES), (X, YES + 5), "none that"),
+        (LogisticRegression(solver="liblinear").fit(X, YES), (X, YES), "lbfgs"),
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "X is not"),
         (LogisticRegression().fit(X, YES), (X[:0], YES[:0]), "0 sample"),

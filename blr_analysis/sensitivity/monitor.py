@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
-from blr_analysis.data import distinct_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, left_out
 from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_test, fitted
+from blr_analysis.sensitivity.selection import select
 from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, make_table
@@ -367,8 +367,7 @@ def _watched(examples: Any, task: Task, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    chosen = distinct_indices(examples, n_data, "examples", task.examples.labels)
-    return torch.tensor(chosen).sort().values
+    return select(examples, task, None, name="examples")
 
 
 def _test_task(test: Any, task: Task) -> Task:
