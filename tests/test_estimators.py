@@ -124,16 +124,6 @@ def test_a_noise_sets_the_scale_of_the_penalty_and_rounding_is_none() -> None:
             blr.fit_laplace(task, structure="full")
 
 
-def test_memory_grows_with_the_examples_not_with_their_cube() -> None:
-    x = np.linspace(-2, 2, 20_000)[:, None]
-    y = (x[:, 0] + RNG.normal(size=len(x)) > 0).astype(int)
-    estimator = LogisticRegression(C=np.inf).fit(x, y)
-    p = estimator.predict_proba(x)[:, 1]
-    least = np.linalg.svd(np.c_[x, np.ones(len(x))], compute_uv=False)[-1] ** 2
-    prior = blr.Task.from_sklearn(estimator, x, y).prior_precision
-    assert prior["bias"] == pytest.approx(1e-6 * least * (p * (1 - p)).mean(), rel=1e-6)
-
-
 @pytest.mark.parametrize("intercept", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
 @pytest.mark.parametrize(("by", "off", "times"), [(1, 0, 1e3), (1e-3, 0, 1), (1, 300, 1e-2)])
