@@ -6,25 +6,23 @@ back to, some are near 1/8, 1/4 and 1/2 of the steps up to the weights that were
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
 from blr_analysis.files import drafted
+from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.snapshots import State, state_of, thinned
+from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
 HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
@@ -33,29 +31,6 @@ LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
 OPTIMIZER, RECORDER = "optimizer/", "recorder/"  # before what is theirs
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
 COUNTS = ("passes", "recorded")  # of the recorder, beside its means
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One step: weights, buffers and what was learned, or the file that holds them."""
-
-    step: int
-    held: State | Path
-
-    def read(self, head: str = "") -> State:
-        """What stands behind ``head``; the weights and buffers behind none."""
-        held = load_file(self.held) if isinstance(self.held, Path) else self.held
-        if not head:
-            return {n: t for n, t in held.items() if not n.startswith((OPTIMIZER, RECORDER))}
-        return {n.removeprefix(head): t for n, t in held.items() if n.startswith(head)}
-
-    def learned(self) -> dict[str, State]:
-        """The optimizer's state by the parameter's name."""
-        learned: dict[str, State] = {}
-        for name, value in self.read(OPTIMIZER).items():
-            parameter, _, key = name.rpartition("/")
-            learned.setdefault(parameter, {})[key] = value
-        return learned
 
 
 class Checkpoints:
@@ -107,11 +82,11 @@ class Checkpoints:
             one_of("structure", structure, ("kron",))
         self.recorder = KroneckerRecorder(self.model, every=EVERY) if structure else None
         self.done = 0
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: dict[int, State | Path] = {}  # by step
         self._steps_by_look: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
-        kept = ", ".join(str(s.step) for s in self._thinned(self.model))
+        kept = ", ".join(map(str, self._thinned(self.model)))
         return f"Checkpoints({self.done} steps, kept: {kept or 'none'})"
 
     def step(self) -> None:
@@ -125,77 +100,91 @@ class Checkpoints:
         self.done += 1
         self._steps_by_look[_look(self.model)] = self.done
         if self._due():
-            self.snapshots.append(self._snapshot())
+            self._keep()
 
     def _due(self) -> bool:
         if self.steps is None:
             return self.done & (self.done - 1) == 0
         return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
 
-    def _snapshot(self) -> Snapshot:
-        held = state_of(self.model)
-        for name, p in self.model.named_parameters():
-            state = {} if self.optimizer is None else self.optimizer.state.get(p, {})
-            kept = {k: v for k, v in state.items() if k not in MOMENTA}
-            held |= {
-                f"{OPTIMIZER}{name}/{k}": torch.as_tensor(v)
-                for k, v in kept.items()
-                if isinstance(v, Tensor | int | float)
-            }
+    def _keep(self) -> None:
+        held = self._present()
+        self.snapshots[self.done] = held
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.snapshots[self.done] = place = self.folder / f"step-{self.done:08d}.safetensors"
+            with drafted(place) as draft:
+                save_file({n: t.contiguous() for n, t in held.items()}, draft, {"format": "pt"})
+
+    def _learned(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Each number that the optimizer keeps of a parameter: its name, and where it stands."""
+        for name, p in self.model.named_parameters() if self.optimizer is not None else ():
+            state = self.optimizer.state.get(p, {})  # type: ignore[union-attr]
+            for key, value in state.items():
+                if key not in MOMENTA and isinstance(value, Tensor | int | float):
+                    yield f"{OPTIMIZER}{name}/{key}", state, key
+
+    def _present(self) -> State:
+        """Weights, buffers and what was learned, as they are now."""
+        held = dict(state_of(self.model))
+        held |= {name: torch.as_tensor(state[key]) for name, state, key in self._learned()}
         if self.recorder is not None:
             state = self.recorder.state_dict()
-            counts = {f"{RECORDER}{n}/": torch.tensor(state[n]) for n in COUNTS}
-            held |= counts | {f"{RECORDER}{n}": mean for n, mean in state["means"].items()}
-        held = {n: t.detach().cpu().clone() for n, t in held.items()}
-        if self.folder is None:
-            return Snapshot(self.done, held)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        place = self.folder / f"step-{self.done:08d}.safetensors"
-        with drafted(place) as draft:
-            save_file({n: t.contiguous() for n, t in held.items()}, draft)
-        return Snapshot(self.done, place)
+            held |= {f"{RECORDER}{n}/": torch.tensor(state[n]) for n in COUNTS}
+            held |= {f"{RECORDER}{n}": mean for n, mean in state["means"].items()}
+        return {n: t.detach().cpu().clone() for n, t in held.items()}
+
+    def _write(self, held: State) -> None:
+        with torch.no_grad():
+            for name, place in state_of(self.model).items():
+                place.copy_(held[name])
+            for name, state, key in list(self._learned()):
+                if name in held and isinstance(state[key], Tensor):
+                    state[key].copy_(held[name])
+                elif name in held:
+                    state[key] = held[name].item()
+        if self.recorder is not None:
+            means = {n.removeprefix(RECORDER): t for n, t in held.items() if n.startswith(RECORDER)}
+            counts = {n: int(means.pop(f"{n}/")) for n in COUNTS}
+            state = self.recorder.state_dict()
+            self.recorder.load_state_dict({**state, **counts, "means": means})
 
     def begin(self, step: int = 0) -> None:
         """Before the first step, whose weights are kept too; or after this many, where a training
         is resumed, with what the folder holds of them."""
-        self.done, self.snapshots, self._steps_by_look = step, [], {}
+        self.done, self.snapshots, self._steps_by_look = step, {}, {}
         for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
             taken = int(place.stem.removeprefix("step-"))
             if step and taken <= step:
-                self.snapshots.append(Snapshot(taken, place))
+                self.snapshots[taken] = place
             else:
                 place.unlink()  # of another training
         if step == 0:
-            self.snapshots.append(self._snapshot())
+            self._keep()
 
     @property
     def first(self) -> State | None:
         """The weights and buffers that training began with, where they were kept."""
-        return next((s.read() for s in self.snapshots if s.step == 0), None)
+        held = read(self.snapshots[0]) if 0 in self.snapshots else None
+        return None if held is None else {name: held[name] for name in state_of(self.model)}
 
     def settle(self) -> None:
         """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
-        kept = [s for s in self.snapshots if s.step == 0] + self._thinned(self.model)
-        for snapshot in self.snapshots:
-            if snapshot not in kept and isinstance(snapshot.held, Path):
-                snapshot.held.unlink(missing_ok=True)
-        self.snapshots = kept
+        kept = {0, *self._thinned(self.model)}
+        for held in [self.snapshots.pop(step) for step in {*self.snapshots} - kept]:
+            if isinstance(held, Path):
+                held.unlink(missing_ok=True)
 
-    def states(self, model: nn.Module) -> list[Callable[[], State]]:
+    def states(self, model: nn.Module) -> list[State | Path]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
-        return [snapshot.read for snapshot in self._thinned(unwrapped(model))]
+        return [self.snapshots[step] for step in self._thinned(unwrapped(model))]
 
-    def _thinned(self, model: nn.Module) -> list[Snapshot]:
+    def _thinned(self, model: nn.Module) -> list[int]:
         end = self._steps_by_look.get(_look(model), self.done)
-        wanted = thinned([s.step for s in self.snapshots], end)
-        return [s for s in self.snapshots if s.step in wanted]
+        return thinned(list(self.snapshots), end)
 
     def posterior(
-        self,
-        *,
-        n_data: int,
-        prior_precision: Any = None,
-        initial: Mapping[str, Tensor] | None = None,
+        self, *, n_data: int, prior_precision: Any = None, initial: Any = None
     ) -> Posterior:
         """The posterior learned while training, with the earlier ones; no pass over the data.
 
@@ -210,56 +199,27 @@ class Checkpoints:
         """
         if self.optimizer is None and self.recorder is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
-        asked = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
-
-        def now() -> Posterior:
-            if self.recorder is not None:
-                return Posterior.from_recorder(self.recorder, self.model, **asked)
-            return Posterior.from_optimizer(self.optimizer, self.model, **asked)  # type: ignore[arg-type]
-
+        make, source = Posterior.from_recorder, self.recorder
+        if source is None:
+            make, source = Posterior.from_optimizer, self.optimizer
+        told = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
+        now = partial(make, source, self.model, **told)  # type: ignore[arg-type]
         return self.before(now(), now)
 
     def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:
         """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
         as they were at the snapshots."""
-        found = []
-        for k, snapshot in enumerate(self._thinned(self.model)):
-            with self._back_at(snapshot), warnings.catch_warnings():
-                warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
-                q = now()
-            found.append(q.changed(record={**q.record, "checkpoint": k + 1}))
-        return last.changed(earlier=tuple(found))
-
-    @contextmanager
-    def _back_at(self, snapshot: Snapshot) -> Iterator[None]:
-        """Model, optimizer and recorder as they were at a step."""
-        own = dict(self.model.named_parameters())
-        present = {n: t.detach().clone() for n, t in state_of(self.model).items()}
-        learned = {} if self.optimizer is None else snapshot.learned()
-        states = {n: self.optimizer.state.get(own[n]) for n in learned}  # type: ignore[union-attr]
-        recorded = {} if self.recorder is None else copy.deepcopy(self.recorder.state_dict())
+        found, present = [], self._present()
         try:
-            _write(self.model, snapshot.read())
-            for name, state in learned.items():
-                placed = {k: t.to(own[name].device) for k, t in state.items()}
-                self.optimizer.state[own[name]] = placed  # type: ignore[union-attr]
-            if self.recorder is not None:
-                means = snapshot.read(RECORDER)
-                counts = {n: int(means.pop(f"{n}/")) for n in COUNTS}
-                self.recorder.load_state_dict({**recorded, **counts, "means": means})
-            yield
+            for k, step in enumerate(self._thinned(self.model)):
+                self._write(read(self.snapshots[step]))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
+                    q = now()
+                found.append(q.changed(record={**q.record, "checkpoint": k + 1}))
         finally:
-            _write(self.model, present)
-            for name, state in states.items():
-                self.optimizer.state[own[name]] = state  # type: ignore[union-attr]
-            if self.recorder is not None:
-                self.recorder.load_state_dict(recorded)
-
-
-def _write(model: nn.Module, state: State) -> None:
-    with torch.no_grad():
-        for name, place in state_of(model).items():
-            place.copy_(state[name])
+            self._write(present)
+        return last.changed(earlier=tuple(found))
 
 
 def _look(model: nn.Module) -> tuple[float, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,52 +21,49 @@ from blr_analysis.errors import InputError
 
 def positive_int(name: str, value: Any) -> int:
     """A whole number above 0 (NumPy's too, but no booleans)."""
-    number = None if isinstance(value, float) else whole(value)
-    if number is None or number < 1:
-        raise InputError(f"{name} must be a positive integer, got {value!r}")
-    return number
+    return at_least(1, name, value)
 
 
 def at_least(least: int, name: str, value: Any) -> int:
     """A whole number, ``least`` or more (NumPy's too, but no booleans)."""
     number = None if isinstance(value, float) else whole(value)
     if number is None or number < least:
-        raise InputError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        wanted = "a positive integer" if least == 1 else f"a whole number, at least {least}"
+        raise InputError(f"{name} must be {wanted}, got {value!r}")
     return number
 
 
 def share(name: str, value: Any) -> float:
     """A number above 0 and at most 1."""
-    number = _number(value)
-    if not 0 < number <= 1:
-        raise InputError(f"{name} must be above 0 and at most 1, got {value!r}")
-    return number
+    return _within(name, value, "above 0 and at most 1", lambda number: 0 < number <= 1)
 
 
 def positive_number(name: str, value: Any) -> float:
     """A finite number above 0 (NumPy's and tensors of one entry too, but no booleans or texts)."""
-    number = _number(value)
-    if not 0 < number < math.inf:
-        raise InputError(f"{name} must be positive and finite, got {value!r}")
-    return number
+    return _within(name, value, "positive and finite", lambda number: 0 < number < math.inf)
 
 
 def tolerance(name: str, value: Any) -> float:
     """A number, 0 or more (∞ too), such as a change below which a fit stops."""
-    number = _number(value)
-    if not number >= 0:
-        raise InputError(f"{name} must be 0 or more, got {value!r}")
+    return _within(name, value, "0 or more", lambda number: number >= 0)
+
+
+def _within(name: str, value: Any, wanted: str, fits: Callable[[float], bool]) -> float:
+    number = math.nan  # what is no number
+    with suppress(TypeError, ValueError, RuntimeError):
+        plain = value.detach() if hasattr(value, "detach") else value
+        number = math.nan if isinstance(plain, bool | str | bytes) else float(plain)
+    if not fits(number):
+        raise InputError(f"{name} must be {wanted}, got {value!r}")
     return number
 
 
 def whole(value: Any) -> int | None:
     """A whole number, ``3.0`` and NumPy's too, but no booleans; None for anything else."""
-    try:
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    with suppress(TypeError):
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
@@ -75,19 +73,10 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     return value
 
 
-def instance(name: str, value: Any, kind: type, wanted: str) -> None:
+def instance(name: str, value: Any, kind: Any, wanted: str) -> None:
     """Raise :class:`InputError` unless the value is of this type, ``wanted`` in words."""
     if not isinstance(value, kind):
         raise InputError(f"{name} must be {wanted}, got {type(value).__name__}")
-
-
-def _number(value: Any) -> float:
-    """The number, or NaN for what is none."""
-    try:
-        value = value.detach() if hasattr(value, "detach") else value
-        return math.nan if isinstance(value, (bool, str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return math.nan
 
 
 def path_of(value: Any) -> str | os.PathLike[str]:
@@ -123,10 +112,9 @@ def install(extra: str) -> str:
 
 def package_version() -> str:
     """The version that is installed; 0.0.0 for a source tree that never was."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("blr-analysis")
-    except PackageNotFoundError:
-        return "0.0.0"
+    return "0.0.0"
 
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

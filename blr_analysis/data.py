@@ -15,37 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.data as tud
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
 
 from blr_analysis.checks import some
-from blr_analysis.errors import DataError, InputError, ModelError, told_as
+from blr_analysis.errors import BLRError, DataError, InputError, ModelError, told_as
 from blr_analysis.half import HALF
 from blr_analysis.likelihoods import Likelihood
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
-WORDS = (
-    "string",
-    "large_string",
-    "null",
-    "time",
-    "date",
-    "duration",
-    "decimal",
-    "binary",
-    "large_bi",
-)
+WORDS = ("string", "large", "null", "time", "date", "duration", "decimal", "binary")
 REPEATS = 8  # examples that are read twice to find out whether the data stand still
 
 
@@ -61,7 +42,7 @@ class Examples:
     """
 
     dataset: Any
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] = tud.default_collate
     columns: tuple[str, ...] | None = None
     classes: tuple[str, ...] | None = None
     labels: tuple[Any, ...] | None = None
@@ -81,49 +62,44 @@ class Examples:
             if len(indices) and bool((indices.diff() == 1).all()):
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
-        items: list[Any] = []
-        for i in indices.tolist():
-            failed = f"the dataset failed on example {i} of {len(self)}"
-            with told_as(DataError, failed, f"each index 0 … {len(self) - 1} must give an example"):
+        order, items = indices.tolist(), []
+
+        def failed() -> str:
+            return f"the dataset failed on example {order[len(items)]} of {len(self)}"
+
+        with told_as(DataError, failed, f"each index 0 … {len(self) - 1} must give an example"):
+            for i in order:
                 items.append(self.dataset[i])
-        failed = f"the collate function failed on examples {some(indices.tolist())}"
-        with told_as(DataError, failed, "pass a DataLoader with its collate_fn"):
+        with told_as(DataError, f"the collate function failed on examples {some(order)}"):
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
         """Of every example, each as a batch of its own, and of what describes them."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(_bytes(dict(sorted(metadata.items()))))
         for i in range(len(self)):
-            _digest(digest, self.batch(torch.tensor([i])))
-        _digest(digest, metadata)
+            digest.update(_bytes(self.batch(torch.tensor([i]))))
         return digest.hexdigest()
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
         labels = self.labels and tuple(self.labels[i] for i in indices)
-        return replace(self, dataset=Subset(self.dataset, list(indices)), labels=labels)
+        return replace(self, dataset=tud.Subset(self.dataset, list(indices)), labels=labels)
 
     def check_coded_as(self, others: Examples) -> None:
         """Raise :class:`InputError` where a column or a class has another number in the others."""
-        if None not in (self.columns, others.columns) and self.columns != others.columns:
-            raise InputError("the columns of numbers differ; give both the same, in one order")
-        if None not in (self.classes, others.classes) and self.classes != others.classes:
-            raise InputError(
-                "the tasks number their classes differently; give both one pd.Categorical"
-            )
+        for name, remedy in (("columns", "the same, in one order"), ("classes", "one Categorical")):
+            own, theirs = getattr(self, name), getattr(others, name)
+            if None not in (own, theirs) and own != theirs:
+                raise InputError(f"the {name} of the two tasks differ; give both {remedy}")
 
     def row(self, index: int) -> dict[str, Any]:
         """An example that is a row of a table: its values by column; empty of any other."""
         if self._tensors is None:
             return {}
-        whole, rows = self._tensors
-        place = index if rows is None else int(rows[index])
-        x = whole.tensors[0]
+        x = self.batch(torch.tensor([index]))[0]
         few = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
-        if self.columns is None and not few:
-            return {}
-        names = self.columns or [f"input {k}" for k in range(x.shape[1])]
-        return dict(zip(names, x[place].tolist(), strict=True))
+        names = self.columns or ([f"input {k}" for k in range(x.shape[1])] if few else [])
+        return dict(zip(names, x[0].tolist(), strict=True)) if names else {}
 
     @property
     def is_tensors(self) -> bool:
@@ -131,13 +107,13 @@ class Examples:
         return self._tensors is not None
 
     @cached_property
-    def _tensors(self) -> tuple[TensorDataset, Tensor | None] | None:
+    def _tensors(self) -> tuple[tud.TensorDataset, Tensor | None] | None:
         """The tensors, and which of their rows, of a part of them; None of any other data."""
         dataset, rows = self.dataset, None
-        while type(dataset) is Subset:
+        while type(dataset) is tud.Subset:
             own = torch.as_tensor(dataset.indices)
             dataset, rows = dataset.dataset, own if rows is None else own[rows]
-        if not isinstance(dataset, TensorDataset) or self.collate is not default_collate:
+        if not isinstance(dataset, tud.TensorDataset) or self.collate is not tud.default_collate:
             return None
         if rows is not None and len(rows):
             rows = torch.where(rows < 0, rows + len(dataset), rows)
@@ -158,31 +134,26 @@ def read_data(data: Any) -> Examples:
     examples = _examples(data)
     if len(examples) == 0:
         raise DataError("the data hold no examples; a task needs at least one")
-    if not examples.is_tensors:
-        _check_repeatable(examples)
+    n = len(examples)
+    few = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
+    if not examples.is_tensors and _bytes(examples.batch(few)) != _bytes(examples.batch(few)):
+        raise DataError("the same examples differ when read again (augmentation? random masks?)")
     return examples
 
 
-def opened(
-    data: Any, target: str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Any, Mapping[str, Any] | None]:
+def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
     numbers of a DataFrame in the model's ``dtype``.
 
     Raises:
-        DataError: a DataFrame without target=, no column of numbers, a row without a label,
-            several splits at once.
+        DataError: a DataFrame without target=, no column of numbers, a row without a label.
         InputError: no such column, two of one name, or target= of other data.
     """
-    if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
-        name = next(iter(data))
-        raise DataError(f"several splits at once ({', '.join(data)}); give one: data[{name!r}]")
-    hub = hasattr(data, "with_format") and hasattr(data, "column_names")
-    framed = hasattr(data, "to_numpy") and hasattr(data, "columns")
-    names = list(getattr(data, "column_names" if hub else "columns")) if hub or framed else []
+    hub = hasattr(data, "column_names") and hasattr(data, "features")
+    framed = hasattr(data, "infer_objects")
+    names = list(data.column_names if hub else data.columns if framed else ())
     if target is not None and target not in names:
-        known = ", ".join(map(str, names)) or "none"
-        raise InputError(f"target={target!r} is no column of the data; columns: {known}")
+        raise InputError(f"target={target!r} is no column of the data, but for {some(names)}")
     if hub:
         return _from_hub(data, target)
     return _from_frame(data, target, dtype) if framed else (data, None)
@@ -195,20 +166,15 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
         twice = frame.columns[frame.columns.duplicated()][0]
         raise InputError(f"two columns of the DataFrame are called {twice!r}; rename one")
     frame = frame.infer_objects()  # numbers among them
-    rest = [name for name in frame.columns if name != target]
-    numbers = [name for name in rest if frame[name].dtype.kind in "biuf"]
-    if not numbers:
+    rest = frame.drop(columns=target)
+    numbers = rest.loc[:, [kind.kind in "biuf" for kind in rest.dtypes]]
+    if not len(numbers.columns):
         raise DataError("the DataFrame has no column of numbers to predict from")
     real = np.float64 if dtype == torch.float64 else np.float32
-    x = torch.from_numpy(frame[numbers].to_numpy(dtype=real, copy=True))
     y, classes = _labels(frame[target], real)
-    examples = replace(
-        read_data((x, y)),
-        columns=tuple(map(str, numbers)),
-        classes=classes,
-        labels=tuple(frame.index),
-    )
-    return examples, frame[[name for name in rest if name not in numbers]]
+    named = {"columns": tuple(map(str, numbers)), "classes": classes, "labels": tuple(frame.index)}
+    pair = (numbers.to_numpy(dtype=real, copy=True), y)
+    return replace(read_data(pair), **named), rest.drop(columns=list(numbers))
 
 
 def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
@@ -230,31 +196,24 @@ def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[A
     label = target or next((n for n in ("labels", "label") if n in names), None)
     words = [name for name in names if not _of_numbers(data.features[name])]
     aside = [n for n in names if n != label and (n in words or (n == "labels" and target))]
-    classes = getattr(data.features.get(label), "names", None)
-    rows = data.remove_columns(aside)
-    if label in words:
-        y, classes = _labels(data.select_columns([label]).to_pandas()[label], np.float32)
-        rows = rows.remove_columns([label]).add_column("labels", y.numpy())
-    elif label not in (None, "labels"):
+    rows = data.class_encode_column(label) if label in words else data
+    classes = getattr(rows.features.get(label), "names", None)
+    rows = rows.remove_columns(aside)
+    if label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
-    examples = read_data(rows.with_format("torch"))
-    examples = replace(examples, classes=None if classes is None else tuple(classes))
+    examples = replace(read_data(rows.with_format("torch")), classes=classes and tuple(classes))
     return examples, {name: list(data[name]) for name in aside}
 
 
 def _of_numbers(feature: Any) -> bool:
     """Whether a column of this kind can become tensors: numbers, lists of them, images."""
-    if isinstance(feature, Mapping):
-        return all(map(_of_numbers, feature.values()))
-    if isinstance(feature, (list, tuple)):
-        return all(map(_of_numbers, feature))
-    if hasattr(feature, "feature"):
-        return _of_numbers(feature.feature)
+    while isinstance(feature, list | tuple) or hasattr(feature, "feature"):
+        feature = feature[0] if isinstance(feature, list | tuple) else feature.feature
     return not str(getattr(feature, "dtype", "")).startswith(WORDS)
 
 
 def _examples(data: Any) -> Examples:
-    if isinstance(data, DataLoader):
+    if isinstance(data, tud.DataLoader):
         inside = _examples(data.dataset).dataset
         _check_sampler(data)
         return Examples(inside, data.collate_fn)
@@ -262,80 +221,59 @@ def _examples(data: Any) -> Examples:
     if several and any(hasattr(part, "__array__") for part in data):
         pair = _pair(data)
         return Examples(pair, labels=row_labels(dict(zip("Xy", data, strict=True)), len(pair)))
-    lists = several and len(data) == 2 and all(type(part) is list for part in data)
-    if lists and not any(hasattr(leaf, "__array__") for leaf in tree_leaves(data)):
+    if several and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
     inner = data
-    while isinstance(inner, Subset):
+    while isinstance(inner, tud.Subset):
         if np.asarray(inner.indices).dtype == bool:
             raise DataError("the Subset has a mask for indices; give mask.nonzero().flatten()")
         inner = inner.dataset
-    unfit = isinstance(data, (IterableDataset, Mapping, str, bytes))
+    unfit = isinstance(data, (tud.IterableDataset, Mapping, str, bytes))
     if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        got = type(data).__name__
         raise DataError(
-            "data must be a map-style Dataset, a DataLoader over one, or (X, y) tensors, got "
-            f"{type(data).__name__}; examples are addressed by index, so list an iterable first, "
-            "and take one split of a dictionary of datasets"
+            f"data must be a Dataset, DataLoader, list, or (X, y), one split, got {got}"
         )
     return Examples(data)
 
 
-def _pair(data: Sequence[Any]) -> TensorDataset:
+def _pair(data: Sequence[Any]) -> tud.TensorDataset:
     if len(data) != 2:
         raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
-    tensors = []
+    tensors: list[Tensor] = []
     for name, part in zip("Xy", data, strict=True):
-        try:
+        with told_as(DataError, f"{name} of (X, y) cannot become a tensor", "give numbers"):
             whole = part if isinstance(part, Tensor) else np.require(part, requirements="W")
             tensors.append(torch.as_tensor(whole))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{name} of (X, y) cannot become a tensor; give numbers") from error
     x, y = tensors
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise DataError(f"X and y must have the same length, got {[*x.shape]} and {[*y.shape]}")
-    return TensorDataset(x, y)
+    return tud.TensorDataset(x, y)
 
 
-def _check_sampler(loader: DataLoader[Any]) -> None:
-    if loader.batch_sampler is None:
-        raise DataError("the DataLoader has batch_size=None; pass a dataset of single examples")
-    sampler: Any = loader.batch_sampler
-    if isinstance(sampler, BatchSampler):
-        sampler = sampler.sampler
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    ordinary = (isinstance(sampler, SequentialSampler) and len(sampler) == size) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == size
-    )
-    if not ordinary:
-        raise DataError(
-            f"the DataLoader draws its examples through {type(sampler).__name__}; "
-            "pass the dataset itself"
-        )
+def _check_sampler(loader: tud.DataLoader[Any]) -> None:
+    sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+    every = isinstance(sampler, tud.SequentialSampler | tud.RandomSampler)
+    every = every and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if not every or getattr(sampler, "replacement", False):
+        raise DataError(f"the DataLoader draws by {sampler}; pass the dataset itself")
 
 
-def _check_repeatable(examples: Examples) -> None:
-    n = len(examples)
-    indices = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
-    if not _same(examples.batch(indices), examples.batch(indices)):
-        raise DataError("the same examples differ when read again (augmentation? random masks?)")
+def _bytes(batch: Any) -> bytes:
+    """What can be told of a batch without knowing it: names, shapes, numbers, texts."""
+    told = [describe(batch).encode()]
+    for x in tree_leaves(moved(batch, torch.device("cpu"))):
+        if isinstance(x, Tensor):
+            x = x.to_dense().detach().clone(memory_format=torch.contiguous_format)
+            told.append(x.view(-1).view(torch.uint8).numpy().tobytes())  # of any dtype
+        elif isinstance(x, np.ndarray) and x.dtype != object:
+            told.append(x.tobytes())
+        elif isinstance(x, str | bytes | bool | int | float | np.generic | None):
+            told.append(f"{x!r};".encode())
+    return b"".join(told)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype
-        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return True  # nothing that could be compared without knowing it
-
-
-def row_labels(
-    given: Mapping[str, Any], n_data: int, known: tuple[Any, ...] | None = None
-) -> tuple[Any, ...] | None:
+def row_labels(given: Mapping[str, Any], n_data: int, known: Any = None) -> Any:
     """The one index of all the pandas objects among these, which have a row for each example, and
     of the data, where it is ``known``.
 
@@ -344,40 +282,13 @@ def row_labels(
     Raises:
         InputError: they differ.
     """
-    held = {} if known is None else {"the data": known}
-    held |= {
-        name: tuple(x.index)
-        for name, x in given.items()
-        if hasattr(x, "to_numpy") and hasattr(x, "index")
-    }
+    held = {tuple(x.index) for x in given.values() if hasattr(x, "reindex")}
+    held |= set() if known is None else {known}
     places = tuple(range(n_data))
-    first = next((name for name, own in held.items() if own != places), next(iter(held), None))
-    if first is None:
-        return None
-    labels = held[first]
-    for name, own in held.items():
-        if own != labels and (own != places or set(labels) == set(places)):
-            raise InputError(
-                f"the row labels of {first} and {name} differ; order alike, or pass .to_numpy()"
-            )
-    return labels
-
-
-def _digest(digest: Any, part: Any) -> None:
-    """Add what can be told of a batch without knowing it: numbers, texts, their names."""
-    if isinstance(part, Mapping):
-        part = [(str(name), part[name]) for name in sorted(part, key=str)]
-    if isinstance(part, (list, tuple)):
-        digest.update(f"{len(part)};".encode())
-        for each in part:
-            _digest(digest, each)
-    elif isinstance(part, (Tensor, np.ndarray)) and part.dtype != object:
-        x = part.to_dense().detach().cpu() if isinstance(part, Tensor) else torch.tensor(part)
-        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        x = x.clone(memory_format=torch.contiguous_format)  # a row of one has any stride
-        digest.update(x.view(-1).view(torch.uint8).numpy().data)
-    elif isinstance(part, (str, bytes, bool, int, float, np.generic)) or part is None:
-        digest.update(f"{part!r};".encode())
+    others = held - {places}
+    if len(others) > 1 or (others and places in held and set(*others) == set(places)):
+        raise InputError("the row labels of data, metadata and weights differ; pass .to_numpy()")
+    return next(iter(others or held), None)
 
 
 def chosen_indices(
@@ -394,40 +305,21 @@ def chosen_indices(
     if hasattr(indices, "get_indexer"):
         return _labelled(indices, name, labels)
     if hasattr(indices, "reindex") and indices.dtype.kind == "b":
-        indices = _by_label(indices, n_data, name, labels).to_numpy(dtype=bool)
-    elif isinstance(indices, (range, set)):
-        indices = list(indices)
-    elif hasattr(indices, "to_numpy"):
-        indices = indices.to_numpy()
-    try:
+        indices = _by_label(indices, n_data, name, labels)
+    with told_as(InputError, f"{name} must be a boolean mask or integer indices"):
+        indices = indices.to_numpy() if hasattr(indices, "to_numpy") else indices
+        indices = list(indices) if isinstance(indices, range | set) else indices
         values = indices if isinstance(indices, Tensor) else torch.tensor(indices)
-    except (TypeError, ValueError, RuntimeError) as error:
-        got = type(indices).__name__
-        said = f"{name} must be a boolean mask or integer indices, got {got}"
-        raise InputError(said) from error
-    values = values.reshape(1) if values.ndim == 0 else values
-    if values.ndim != 1:
-        raise InputError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
+    values = torch.atleast_1d(values)
+    if values.ndim != 1 or (len(values) and (values.is_floating_point() or values.is_complex())):
+        raise InputError(f"{name} must hold booleans or integer indices, got {describe(values)}")
     if values.dtype == torch.bool:
         if len(values) != n_data:
             raise InputError(f"the mask {name} has {len(values)} entries for {n_data} examples")
         return values.nonzero().flatten().tolist()
-    if len(values) and (values.is_floating_point() or values.is_complex()):
-        raise InputError(f"{name} must hold booleans or integer indices, got {values.dtype}")
     chosen = [int(i) for i in values.tolist()]
     if bad := [i for i in chosen if not 0 <= i < n_data]:
         raise InputError(f"{name} names example {bad[0]}, but the examples are 0 … {n_data - 1}")
-    return chosen
-
-
-def distinct_indices(
-    indices: Any, n_data: int, name: str = "indices", labels: Sequence[Any] | None = None
-) -> list[int]:
-    """The same, of which there must be one at least, and none twice."""
-    chosen = chosen_indices(indices, n_data, name, labels)
-    if not chosen or len(set(chosen)) < len(chosen):
-        what = "an example more than once" if chosen else "no example"
-        raise InputError(f"{name} names {what}; give each index once")
     return chosen
 
 
@@ -435,57 +327,44 @@ def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -
     """A boolean Series in the order of the examples, where it is certain."""
     own, places = list(mask.index), list(range(n_data))
     known = places if labels is None else list(labels)
-    if own == known or len(own) != n_data:
+    meant = set(known) == set(places)  # a label may be meant as a place
+    if own == known or len(own) != n_data or (own == places and not meant):
         return mask
-    if set(known) != set(places):  # no label that may be meant as a place
-        if own == places:
-            return mask
-        if mask.index.is_unique and set(own) == set(known):
-            return mask.reindex(known)
-    raise InputError(
-        f"the index of {name} ({own[0]!r} … {own[-1]!r}) is not that of the {n_data} examples; "
-        f"pass {name}.to_numpy() if it is in their order"
-    )
+    if meant or not mask.index.is_unique or set(own) != set(known):
+        raise InputError(f"the index of {name} is not that of the examples; pass {name}.to_numpy()")
+    return mask.reindex(known)
 
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
     """The places of a pandas Index of labels."""
     places = {label: i for i, label in enumerate(labels or ())}
-    if labels is None or len(places) < len(labels):
-        what = "the task has none" if labels is None else "which repeat here"
-        raise InputError(f"{name} holds row labels, {what}; pass mask.to_numpy(), or places")
-    if strange := [label for label in chosen if label not in places]:
-        raise InputError(f"{name} holds {strange[0]!r}, the label of no example; pass a mask")
+    if labels is None or len(places) < len(labels) or not {*chosen} <= places.keys():
+        raise InputError(f"{name} holds labels that no example, or several have; pass a mask")
     return [places[label] for label in chosen]
 
 
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     """Columns by name, one value per example, from a mapping or a DataFrame."""
-    try:
+    with told_as(InputError, "metadata must be columns by name, {'source': [...]}"):
         given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
-    except (TypeError, KeyError, IndexError) as error:
-        said = "metadata must be columns by name, {'source': [...]}, got"
-        raise InputError(f"{said} {type(metadata).__name__}") from error
     columns: dict[str, list[Any]] = {}
     for name, column in given.items():
-        if isinstance(column, str) or not getattr(column, "ndim", hasattr(column, "__iter__")):
-            raise InputError(f"metadata column {name!r} must be one value per example")
-        columns[name] = column.tolist() if isinstance(column, Tensor) else list(column)
-        if (count := len(columns[name])) != n_data:
-            raise InputError(f"metadata column {name!r} has {count} values for {n_data} examples")
+        with told_as(InputError, f"metadata column {name!r} must be one value per example"):
+            columns[name] = list(column.tolist() if isinstance(column, Tensor) else column)
+        if isinstance(column, str) or len(columns[name]) != n_data:
+            raise InputError(f"metadata column {name!r} must hold {n_data} values, one per example")
     return columns
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch on a device: tensors inside lists, tuples and mappings, and what has ``.to``."""
-    if isinstance(batch, Mapping):
-        return {k: moved(v, device) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(v, device) for v in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(moved(v, device) for v in batch)
-    send = getattr(batch, "to", None)
-    return send(device) if callable(send) else batch
+
+    def send(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {k: moved(v, device) for k, v in x.items()}
+        return x.to(device) if callable(getattr(x, "to", None)) else x
+
+    return tree_map(send, batch, is_leaf=lambda x: isinstance(x, Mapping))
 
 
 def padding(batch: Any) -> tuple[Tensor | None, Any]:
@@ -537,40 +416,38 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     """``(x, y)`` pairs, x a tensor or a dict of arguments, and dicts with ``labels``."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise DataError(
-                f"a dict batch needs a 'labels' entry, found {sorted(batch)}; or pass forward="
-            )
+            raise DataError(f"a dict batch needs 'labels', found {sorted(batch)}; see forward=")
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = batch
-        if isinstance(x, Mapping):
-            return model(**x), y
-        if isinstance(x, Tensor) and x.is_floating_point():
-            kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
-            if x.dtype not in kinds or x.dtype not in HALF:  # in half precision as it was trained
-                x = x.to(next(iter(kinds), x.dtype))
-        return model(x), y
-    raise DataError(
-        f"cannot read a batch of {type(batch).__name__}; give (x, y), a dict, or forward="
-    )
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
+    x, y = batch
+    if isinstance(x, Mapping):
+        return model(**x), y
+    if isinstance(x, Tensor) and x.is_floating_point():
+        kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
+        if x.dtype not in kinds or x.dtype not in HALF:  # in half precision as it was trained
+            x = x.to(next(iter(kinds), x.dtype))
+    return model(x), y
 
 
 def check_inputs(batch: Any, indices: Tensor | None) -> None:
     """Refuse NaN and inf in the x of (x, y) pairs, which a saturated layer would hide."""
-    x = batch[0] if isinstance(batch, (tuple, list)) and batch else None
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0:
-        return
-    if bool(torch.isfinite(x.sum())):
-        return
-    bad = (~torch.isfinite(x)).flatten(1).any(1) if x.ndim > 1 else ~torch.isfinite(x)
-    if bool(bad.any()):
-        raise DataError(f"the inputs hold NaN or inf {where(bad, indices)}; drop or mend those")
+    x = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 0:
+        _check_finite(x, indices, DataError, "the inputs hold NaN or inf {}; drop or mend those")
 
 
-def where(bad: Tensor, indices: Tensor | None) -> str:
+def _check_finite(x: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
+    if not bool(torch.isfinite(x.sum())):  # the quicker question
+        _refuse(~torch.isfinite(x).reshape(len(x), -1).all(1), indices, error, said)
+
+
+def _refuse(bad: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
+    """Raise the error where there are bad rows, with the first of them."""
     rows = bad.nonzero().flatten().cpu()
-    named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
-    return f"in {len(rows)} examples, the first at index {int(named[0])}"
+    if len(rows):
+        named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
+        raise error(said.format(f"in {len(rows)} examples, the first at index {int(named[0])}"))
 
 
 def checked(
@@ -588,52 +465,30 @@ def checked(
     if isinstance(outputs, Tensor) and outputs.dtype in HALF:
         outputs = outputs.float()
     if not isinstance(outputs, Tensor) or outputs.dtype not in (torch.float32, torch.float64):
-        raise ModelError(
-            f"the model must return a tensor of real numbers, got {describe(outputs)}; see forward="
-        )
+        raise ModelError(f"the model must return real numbers, got {describe(outputs)}; forward=?")
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
     likelihood.check_outputs(outputs)
     if indices is not None:
         check_rows(outputs, len(indices))
-    try:
+    with told_as(DataError, "the targets must be a tensor of numbers"):
         targets = torch.as_tensor(targets, device=outputs.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"the targets must be a tensor of numbers, got {describe(targets)}: {error}"
-        ) from error
     if targets.ndim == 0 or len(targets) != len(outputs):
-        raise DataError(
-            f"{len(outputs)} outputs, targets {tuple(targets.shape)}; give one each per example"
-        )
+        raise DataError(f"targets {[*targets.shape]} for {len(outputs)} outputs; give one each")
     outputs, targets = likelihood.prepare(outputs, targets)
-    _check_counted(likelihood, targets, indices)
-    if bool(torch.isfinite(outputs.detach().sum())):
-        return outputs, targets
-    bad = ~torch.isfinite(outputs.detach()).flatten(1).all(-1)
-    if bool(bad.any()):
-        raise ModelError(
-            f"the model's outputs are NaN or inf {where(bad, indices)}; check weights and inputs"
-        )
+    counted = likelihood.counted(targets)
+    if counted is not None:  # sequences without a token to score would have no loss at all
+        said = "every label is ignored {}; drop those sequences"
+        _refuse(~counted.any(-1), indices, DataError, said)
+    said = "the model's outputs are NaN or inf {}; check weights and inputs"
+    _check_finite(outputs.detach(), indices, ModelError, said)
     return outputs, targets
 
 
 def check_rows(outputs: Tensor, size: int) -> None:
     """Raise :class:`ModelError` unless there is one row of outputs per example."""
     if len(outputs) != size:
-        raise ModelError(
-            f"the model returned {len(outputs)} rows of outputs for {size} examples; see forward="
-        )
-
-
-def _check_counted(likelihood: Likelihood, targets: Tensor, indices: Tensor | None) -> None:
-    """Refuse sequences without a single token to score, which would have no loss at all."""
-    counted = likelihood.counted(targets)
-    if counted is None:
-        return
-    bad = ~counted.any(-1)
-    if bool(bad.any()):
-        raise DataError(f"every label is ignored {where(bad, indices)}; drop those sequences")
+        raise ModelError(f"the model returned {len(outputs)} rows of outputs for {size} examples")
 
 
 def versions(batch: Any) -> list[int]:

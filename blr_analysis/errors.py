@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from typing import Any
 
 
 class BLRError(Exception):
@@ -58,11 +59,10 @@ class InitialPrecisionWarning(UserWarning):
 
 
 @contextmanager
-def told_as(
-    kind: type[BLRError], what: str | Callable[[], str], remedy: str = ""
-) -> Iterator[None]:
+def told_as(kind: type[BLRError], what: Any, remedy: str = "") -> Iterator[None]:
     """Around code of others, the user's or a library's, which may raise anything: an error of this
-    kind, which says what failed, how, and the remedy. Ours, and want of memory, stay as they are.
+    kind, which says what failed (a text, or what makes it), how, and the remedy. Ours, and want of
+    memory, stay as they are.
 
     >>> with told_as(InputError, "it failed on 0", "give 1"):
     ...     1 / 0
@@ -72,10 +72,8 @@ def told_as(
     """
     try:
         yield
-    except (BLRError, MemoryError):
-        raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's
+        if isinstance(error, BLRError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
         failed = what if isinstance(what, str) else what()
         said = f"{failed}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -23,14 +23,13 @@ Source: Tailor, Chang, Swaroop, Nalisnick, Solin, Khan, "Memory maps to understa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import some
+from blr_analysis.checks import one_of, share
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.views import Plottable, Tabular
 
@@ -86,17 +85,14 @@ class MemoryMap(Tabular, Plottable):
         Raises:
             InputError: ``region`` is none of :data:`REGIONS`.
         """
-        if region not in REGIONS:
-            raise InputError(f"region must be one of {', '.join(REGIONS)}; got {region!r}")
+        one_of("region", region, REGIONS)
         inside = torch.from_numpy(np.flatnonzero(self.region == region))
         return inside[torch.argsort(self.product[inside], descending=True, stable=True)]
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.counts().items())
-        return (
-            f"MemoryMap({counts}; high error: > {self.error_threshold:.3g}, "
-            f"high {VARIANCES[self.variance_kind]}: > {self.variance_threshold:.3g})"
-        )
+        high = f"high error: > {self.error_threshold:.3g}, high {VARIANCES[self.variance_kind]}"
+        return f"MemoryMap({counts}; {high}: > {self.variance_threshold:.3g})"
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -114,7 +110,7 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
         quantile: of the errors and of the variances, 0 … 1.
 
     Raises:
-        DataError: no examples, or a value that is not finite or negative.
+        DataError: no examples, or a value that is not finite.
         InputError: ``scores`` is something else, or the quantile is out of range.
 
     Source: Tailor et al., "Memory maps to understand models"; seen there as prediction
@@ -129,19 +125,18 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
         ['regular', 'uncertain', 'unpredictable', 'memorable']
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
-        got = type(scores).__name__
-        raise InputError(f"memory_map expects the scores of a network, got {got}: see its plot()")
-    if not (isinstance(quantile, Real) and 0 <= quantile <= 1):
-        raise InputError(f"quantile must be between 0 and 1, got {quantile!r}")
-    error = error_size(scores.error)
+        raise InputError("memory_map expects the scores of a network; others have their plot()")
+    if quantile != 0:
+        share("quantile", quantile)
+    error, kind = error_size(scores.error), "along_error"
+    tokens: Any = getattr(scores, "tokens", 1)  # long texts are no other kind
     if getattr(scores, "variance", None) is not None:
-        variance, kind = variance_size(scores.variance), "trace"
+        variance, kind = variance_size(scores.variance) / tokens, "trace"
     else:
-        variance, kind = variance_along_error(scores.error, scores.self_influence), "along_error"
-    if (tokens := getattr(scores, "tokens", None)) is not None:  # long texts are no other kind
-        error = error / tokens.sqrt()
-        variance = variance / tokens if kind == "trace" else variance
-    error, variance = _checked("error", error), _checked("variance", variance)
+        variance = variance_along_error(scores.error, scores.self_influence)
+    error, variance = error / tokens**0.5, variance.clamp(min=0)  # which rounding led below
+    if not len(error) or not bool((error + variance).isfinite().all()):
+        raise DataError("memory_map needs finite scores, of one example or more")
     high_error, high_variance = (float(np.quantile(x.numpy(), quantile)) for x in (error, variance))
     code = 2 * (error > high_error).long() + (variance > high_variance).long()
     region = np.array(REGIONS)[code.numpy()]
@@ -149,32 +144,18 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
 
 
 def error_size(error: Tensor) -> Tensor:
-    """[N] ‖e_i‖₂ in float64 (so that small squares do not vanish); |e_i| if C = 1."""
+    """[N] ‖e_i‖₂ in float64, from e [N, C], or their own."""
     error = error.detach().cpu().double()
     return torch.linalg.vector_norm(error.unsqueeze(-1) if error.ndim == 1 else error, dim=-1)
 
 
 def variance_size(variance: Tensor) -> Tensor:
     """[N] tr V_i in float64, from V [N, C, C]; V_i itself if C = 1."""
-    if variance.ndim == 1:
-        return variance.detach().cpu().double()
-    return variance.detach().cpu().diagonal(dim1=-2, dim2=-1).double().sum(-1)
+    trace = variance.detach().cpu()
+    return trace.double() if trace.ndim == 1 else trace.diagonal(dim1=-2, dim2=-1).double().sum(-1)
 
 
 def variance_along_error(error: Tensor, self_influence: Tensor) -> Tensor:
     """[N] e_iᵀV_ie_i / ‖e_i‖² in float64; 0 where the error is 0."""
     square = error_size(error).square()
-    value = self_influence.detach().cpu().double() / square
-    return torch.where(square > 0, value, torch.zeros_like(value))
-
-
-def _checked(name: str, values: Tensor) -> Tensor:
-    """The values, with what rounding pushed below 0 (float32: 1e-6 of the largest) set to 0."""
-    if values.numel() == 0:
-        raise DataError("memory_map got scores of no examples: pass at least one")
-    least = -1e-6 * values.nan_to_num(0, 0, 0).max().clamp(min=0)
-    for fault, bad in (("not finite", ~values.isfinite()), ("negative", values < least)):
-        if bool(bad.any()):
-            rows = bad.nonzero().flatten().tolist()
-            raise DataError(f"the {name} of {len(rows)} examples is {fault} (index {some(rows)})")
-    return values.clamp(min=0)
+    return torch.where(square > 0, self_influence.detach().cpu().double() / square, 0.0)

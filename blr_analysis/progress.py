@@ -1,23 +1,17 @@
-"""Progress on long work: bars on a terminal or in a notebook, a line of the log anywhere.
-
-A bar shows after a second, with the time that is left. Where more than ten seconds are left after
-the first one, ``logging.getLogger("blr_analysis")`` says so at level INFO, on a terminal or not:
-``examples: about 00:42 more (10 of 430 done)``. ``progress=False`` silences both.
+"""Progress on long work: bars on a terminal or in a notebook, after a second, with the time that is
+left. ``progress=True`` shows them anywhere, ``progress=False`` nowhere.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
-from time import perf_counter
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
-LOG = logging.getLogger("blr_analysis")
-GLANCE, LONG = 1.0, 10.0  # seconds until the rest is estimated, and of a rest that is said
+GLANCE = 1.0  # seconds until a bar shows
 
 
 def track(
@@ -31,35 +25,14 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
-    if show is False:
-        yield from items
-        return
     with bar(total, label, show) as shown:
         for item in items:
             yield item
             shown.update()
 
 
-def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Bar:
+def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any:
     """The bar of :func:`track` for work that tells its own progress (``update``); ``options`` are
     tqdm's."""
-    delay = 0.0 if show else GLANCE
-    return Bar(show, total=total, desc=label, delay=delay, leave=False, **options)
-
-
-class Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm's bar, which logs once what is left of long work."""
-
-    def __init__(self, show: bool | None, *, desc: str, **options: Any) -> None:
-        self.began, self.done, self.what = 0.0 if show is False else perf_counter(), 0.0, desc
-        super().__init__(desc=desc, disable=None if show is None else not show, **options)
-
-    def update(self, n: float | None = 1) -> bool | None:
-        self.done += n or 0
-        if self.began and (spent := perf_counter() - self.began) > GLANCE and self.done:
-            self.began = 0.0
-            left = spent * ((self.total or 0) / self.done - 1)
-            if left > LONG:
-                text = "%s: about %s more (%.3g of %.3g done)"
-                LOG.info(text, self.what, self.format_interval(left), self.done, self.total)
-        return super().update(n)
+    how = {"disable": None if show is None else not show, "delay": 0.0 if show else GLANCE}
+    return tqdm(total=total, desc=label, leave=False, **how, **options)

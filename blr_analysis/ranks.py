@@ -5,16 +5,13 @@ r, r + R, r + 2R, …; what is summed over examples is added up over the ranks, 
 per example is put together in dataset order, so that every rank holds what one process would.
 
 In Python the process group is the one that ``torch.distributed.init_process_group`` opened; where
-there is none, or inside of :func:`alone`, nothing here does anything. Models whose weights
-``fully_shard`` has divided among processes are made whole.
+there is none, or inside of :func:`alone`, nothing here does anything.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from blr_analysis.errors import BLRError, InputError, ModelError, told_as
+from blr_analysis.errors import BLRError, InputError
 
 WAIT = timedelta(hours=2)  # for a slower rank; one that dies is noticed at once
 _alone = False
-_store: Any = None  # of the group that a command opened
 
 
 def count() -> int:
@@ -91,10 +87,7 @@ def total(tensors: Iterable[Tensor]) -> None:
     own = list(tensors)
     _agree(len(own), sum(t.numel() for t in own))
     for t in own:
-        summed = t.contiguous()
-        _reduce(summed, dist.ReduceOp.SUM)
-        if summed is not t:
-            t.copy_(summed)
+        _reduce(t, dist.ReduceOp.SUM)
 
 
 def gathered(rows: Tensor, indices: Tensor, n_data: int) -> Tensor:
@@ -129,14 +122,12 @@ def _agree(*numbers: float) -> None:
     _reduce(both, dist.ReduceOp.MAX)
     most, least = both[: len(own)], -both[len(own) :]
     if bool((most - least > 1e-6 * most.abs()).any()):
-        raise InputError(
-            "the ranks hold different models or data: give all the same, or use ranks.alone()"
-        )
+        raise InputError("the ranks hold different models or data; see ranks.alone()")
 
 
 def _reduce(tensor: Tensor, how: Any) -> None:
     where = "cuda" if dist.get_backend() == "nccl" else tensor.device
-    moved = tensor.to(where)
+    moved = tensor.to(where).contiguous()
     try:
         dist.all_reduce(moved, how)
     except RuntimeError as error:  # what gloo and nccl raise where a connection breaks
@@ -153,29 +144,15 @@ def launched() -> bool:
 @contextmanager
 def opened() -> Iterator[None]:
     """Under ``torchrun`` a process group until the block ends: nccl for CUDA, gloo for the rest."""
-    global _store
     if not launched() or dist.is_initialized():
         yield
         return
-    from torch.distributed.rendezvous import rendezvous  # not in every build of torch
-
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    _store, own, size = next(rendezvous("env://", timeout=WAIT))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=_store, rank=own, world_size=size, timeout=WAIT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=WAIT)
     yield
     dist.destroy_process_group()  # after an error the others may not be there to take leave
-    _store = None  # whose threads are to end before Python does
-
-
-def speaks() -> bool:
-    """Whether this rank is the first to say why a command fails."""
-    try:
-        return _store is None or _store.add("failed", 1) == 1
-    except RuntimeError:  # the store went with the rank that held it
-        return True
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -188,16 +165,6 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def held_as(tensor: Tensor, held: Any) -> Tensor:
-    """The tensor in the pieces that another is in; all processes have the same."""
-    if not is_sharded(held):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    moved = tensor.to(held.device, held.dtype)
-    return distribute_tensor(moved, held.device_mesh, held.placements)
-
-
 def divided(model: nn.Module) -> list[Any]:
     """The modules that ``fully_shard`` divides, their weights in pieces: after a forward pass some
     may still be whole."""
@@ -206,39 +173,3 @@ def divided(model: nn.Module) -> list[Any]:
     for module in modules:
         module.reshard()
     return modules
-
-
-def whole_model(model: nn.Module) -> nn.Module:
-    """A copy of a sharded model as it was before ``fully_shard`` or ``parallelize_module``, with
-    the weights that it has now, all of them on every process; any other model as it is.
-
-    Raises:
-        ModelError: on one process alone, or a model that cannot be copied.
-    """
-    pieces = divided(model)
-    if not pieces and not any(map(is_sharded, model.parameters())):
-        return model
-    if count() < dist.get_world_size():
-        raise ModelError("a sharded model is whole on no process alone: make its Task on all")
-    bare: dict[nn.Module, nn.Module] = {}
-    memo: dict[int, Any] = {id(p): _plain(p) for p in model.parameters()}
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            memo[id(hooks)] = OrderedDict((k, h) for k, h in hooks.items() if not _gathers(h))
-    for module in pieces:  # which refuse to be copied as such
-        memo[id(module)] = bare[module] = object.__new__(type(module).__mro__[2])
-    with told_as(ModelError, "the sharded model cannot be copied"):
-        for module, plain in bare.items():
-            state = {k: v for k, v in vars(module).items() if not k.startswith("__composable_api")}
-            plain.__dict__.update(copy.deepcopy(state, memo))
-        return copy.deepcopy(model, memo)
-
-
-def _plain(p: nn.Parameter) -> nn.Parameter:
-    held: Tensor = whole(p.detach())
-    return nn.Parameter(held.clone() if held.data_ptr() == p.data_ptr() else held, p.requires_grad)
-
-
-def _gathers(hook: Any) -> bool:
-    """Whether torch put this hook there, to make weights whole and to take them apart again."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

@@ -13,14 +13,15 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import one_of, positive_int, positive_number
-from blr_analysis.errors import InputError
+from blr_analysis.checks import instance, one_of, positive_int, positive_number
+from blr_analysis.errors import InputError, told_as
 
 SCHEDULES: dict[str | None, Callable[[float], float]] = {
     None: lambda part: 1.0,
@@ -78,10 +79,9 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.optimizer, self.lr, self.options = optimizer, lr, options
         self.schedule, self.initial, self.train = schedule, initial, train
         self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
+        self.epochs = self.batch_size = 0
         if train is not None:
-            if not callable(train):
-                raise InputError("train must be a function (data, seed) -> model or state dict")
-            self.epochs, self.batch_size = 0, 0
+            instance("train", train, Callable, "a function (data, seed) -> model or state dict")
             return
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
@@ -93,53 +93,44 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             positive_number("lr", lr)
         elif isinstance(optimizer, str | type):
             raise InputError("a recipe needs lr=, the rate of its optimizer")
-        if initial is not None and not isinstance(initial, Mapping):
-            raise InputError("initial must be the state dict before training")
+        if initial is not None:
+            instance("initial", initial, Mapping, "the state dict before training")
         with torch.random.fork_rng(devices=[]):  # what is drawn here is not missed in training
             self.made(nn.Linear(1, 1), n_data=1, steps=1)
 
     def __repr__(self) -> str:
-        if self.train is not None:
-            return f"Recipe(train={getattr(self.train, '__name__', 'function')})"
-        shown = {"lr": self.lr and self.lr * self.factor, "epochs": self.epochs}
-        shown |= {"batch_size": self.batch_size, "schedule": self.schedule, **self.options}
-        said = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
-        name = self.optimizer
-        said = [repr(name) if isinstance(name, str) else name.__name__, *said]
-        return f"Recipe({', '.join(said)}{', initial=...' * (self.initial is not None)})"
+        rate = self.lr and self.lr * self.factor
+        said = [f"{n}={v!r}" for n, v in (self._told | {"lr": rate}).items() if v is not None]
+        said += ["initial=..."] if self.initial is not None else []
+        name = self.train or self.optimizer
+        name = repr(name) if isinstance(name, str) else getattr(name, "__name__", "function")
+        return f"Recipe({', '.join([name, *said])})"
+
+    @property
+    def _told(self) -> dict[str, Any]:
+        told = () if self.train else ("lr", "epochs", "batch_size", "schedule")
+        return {name: getattr(self, name) for name in told} | self.options
 
     @property
     def record(self) -> dict[str, Any] | None:
         """What a posterior's file keeps; None of what is no plain text and numbers."""
-        if self.train is not None or not isinstance(self.optimizer, str):
-            return None
-        told = ("optimizer", "lr", "epochs", "batch_size", "schedule")
-        about = {name: getattr(self, name) for name in told} | self.options
-        try:
-            return json.loads(json.dumps(about))
-        except TypeError:
-            return None
+        if self.train is None and isinstance(self.optimizer, str):
+            with suppress(TypeError):
+                return json.loads(json.dumps({"optimizer": self.optimizer, **self._told}))
+        return None
 
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
         """The optimizer of a model's trainable parameters, for so many examples and steps."""
         params = [p for p in model.parameters() if p.requires_grad]
-        factory, options = self._factory, dict(self.options)
-        try:
-            if not isinstance(self.optimizer, str | type):
-                optimizer = factory(params)
-            else:
-                taken = inspect.signature(factory).parameters
-                if "ess" in taken:
-                    options = {"ess": n_data, **options}
-                if "model" in taken:
-                    options = {"model": model, **options}
-                if "steps" in options:
-                    options["steps"] = steps
-                optimizer = factory(params, lr=self.lr, **options)
-        except TypeError as error:
-            raise InputError(f"the recipe's optimizer cannot be made: {error}") from error
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError("the recipe's optimizer makes no torch.optim.Optimizer")
+        factory, options = self._factory, {}
+        if isinstance(self.optimizer, str | type):
+            taken = inspect.signature(factory).parameters
+            options = {n: v for n, v in {"ess": n_data, "model": model}.items() if n in taken}
+            options |= {"lr": self.lr, **self.options}
+            options |= {"steps": steps} if "steps" in options else {}
+        with told_as(InputError, "the recipe's optimizer cannot be made"):
+            optimizer = factory(params, **options)
+        instance("what it makes", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         for group in optimizer.param_groups:
             group["peak"] = group["lr"] * self.factor
         return optimizer
@@ -147,8 +138,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     @property
     def _factory(self) -> Callable[..., Any]:
         if not isinstance(self.optimizer, str):
-            if not callable(self.optimizer):
-                raise InputError(f"optimizer must be a name or a function, got {self.optimizer!r}")
+            instance("optimizer", self.optimizer, Callable, "a name or a function")
             return self.optimizer
         name = self.optimizer.lower()
         if name not in OPTIMIZERS:

@@ -13,25 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from blr_analysis.checks import bare_name, some
+from blr_analysis.checks import bare_name, instance, some
 from blr_analysis.errors import InputError, ModelError, StorageError
+from blr_analysis.files import Folder
 
 PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the weights that were kept
-FILES = ("model*.safetensors", "adapter_model.safetensors", "*.safetensors")
 State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's own trainable parameters and persistent buffers."""
-    kept = model.state_dict()
-    names = {n for n, p in model.named_parameters() if p.requires_grad}
-    own = dict(model.named_parameters())
-    buffers = {n: b for n, b in model.named_buffers() if n in kept}
-    return {n: own[n].detach() for n in own if n in names} | buffers
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return trained | buffers_of(model)
 
 
 def buffers_of(model: nn.Module) -> State:
@@ -65,8 +60,7 @@ class Snapshots:
 
     def __iter__(self) -> Iterator[State]:
         for k, source in enumerate(self._sources):
-            held: Any = source() if callable(source) else source
-            yield checked_state(held, self._model, f"checkpoints[{k}]")
+            yield checked_state(read(source), self._model, f"checkpoints[{k}]")
 
 
 def thinned(steps: Sequence[int], end: int) -> list[int]:
@@ -84,29 +78,23 @@ def thinned(steps: Sequence[int], end: int) -> list[int]:
 
 def _sources(given: Any, model: nn.Module) -> list[Any]:
     if callable(kept := getattr(given, "states", None)):
-        found: Any = kept(model)
-        return list(found)
+        given = kept(model)
     if isinstance(given, str | os.PathLike):
         return _folder(Path(given), model)
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise InputError("checkpoints must be a list of state dicts or files, or a folder")
-    return [_source(one) for one in given]
+    return list(given)
 
 
-def _source(one: Any) -> Any:
-    if isinstance(one, Mapping):
-        return one
+def read(one: Any) -> Any:
+    """The state by name, as it was kept."""
     if isinstance(one, nn.Module):
         return one.state_dict()
-    if not isinstance(one, str | os.PathLike):
-        raise InputError(f"a checkpoint is a state dict or a file, got {type(one).__name__}")
-    path = Path(one)
-    if path.is_file():
-        return lambda: _read([path])
-    for pattern in FILES:
-        if found := sorted(path.glob(pattern)):
-            return lambda: _read(found)
-    raise StorageError(f"{str(path)!r} holds no safetensors file of weights")
+    if isinstance(one, Mapping):
+        return one
+    instance("a checkpoint", one, str | os.PathLike, "a state dict or a file")
+    adapter = (Path(one) / "adapter_model.safetensors").is_file()
+    return Folder.open(one, stem="adapter_model" if adapter else "model").tensors()
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
@@ -119,43 +107,35 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
     }
     if not numbered:
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
-    sources = {step: _source(numbered[step]) for step in sorted(numbered)}
+    steps = sorted(numbered)
     last = state_of(model)
 
     def kept(step: int) -> bool:
-        return _equal(checked_state(sources[step](), model, f"checkpoint-{step}"), last)
+        return _equal(checked_state(read(numbered[step]), model, f"checkpoint-{step}"), last)
 
-    most = max(sources)
-    after = 2 * most if numbered[most].is_file() else most + 1  # whose half is the last file
-    end = next((step for step in reversed(sources) if kept(step)), after)
-    return [sources[step] for step in thinned(list(sources), end)]
-
-
-def _read(paths: Sequence[Path]) -> State:
-    held: State = {}
-    for path in paths:
-        try:
-            held |= load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise StorageError(f"{str(path)!r} is no safetensors file: {error}") from error
-    return held
+    after = 2 * steps[-1] if numbered[steps[-1]].is_file() else steps[-1] + 1
+    end = next((step for step in reversed(steps) if kept(step)), after)
+    return [numbered[step] for step in thinned(steps, end)]
 
 
 def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> State:
     """The state by the model's own names."""
-    places = {bare_name(n).replace(".default.", "."): t for n, t in held.items()}
+
+    def plain(name: str) -> str:
+        return bare_name(name).replace(".default.", ".")
+
+    places = {plain(n): t for n, t in held.items()}
     aliases: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(p), []).append(name)
     own, state, wrong = dict(model.named_parameters()), {}, []
     for name, tensor in state_of(model).items():
-        names = aliases.get(id(own.get(name)), [name])
-        keys = [k for n in names if (k := bare_name(n).replace(".default.", ".")) in places]
-        found = places[keys[0]] if keys else None
-        if not isinstance(found, Tensor) or found.shape != tensor.shape:
-            wrong += [name]
-        else:
+        names = map(plain, aliases.get(id(own.get(name)), [name]))
+        found = next((places[n] for n in names if n in places), None)
+        if isinstance(found, Tensor) and found.shape == tensor.shape:
             state[name] = found.detach().to(tensor.device)
+        else:
+            wrong.append(name)
     if wrong:
         raise ModelError(f"{where} is another model's: no {some(wrong)} of this model's shape")
     for name, tensor in state.items():

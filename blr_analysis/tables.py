@@ -1,8 +1,8 @@
 """Results as pandas DataFrames, and DataFrames as files.
 
-Where a result has one row per example, its columns are its attributes, declared once; else one
-function makes its rows. All are registered with :func:`blr_analysis.views.make_table`, so that
-``scores.table`` and its like find them. The columns of examples, by name:
+Where a result has one row per example, its columns are its attributes, by name in :data:`COLUMNS`;
+else one function makes its rows. Both are found by the name of the result's class or of a base of
+it, so that nothing is imported for a table but what it shows. The columns of examples:
 
 ================= ============================================================= ==============
 column            what                                                          more is
@@ -27,16 +27,18 @@ change            of a token, first-order rise of its loss without its sequence 
 
 What was not computed is NaN, or not there.
 
+    >>> from blr_analysis.views import GroupRows
     >>> groups = [dict(nll_before=0.2, nll_after=0.5, accuracy_before=0.9, accuracy_after=0.8)]
-    >>> make_table(GroupRows(groups)).nll_change.tolist()
+    >>> GroupRows(groups).table.nll_change.tolist()
     [0.3]
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,82 +46,81 @@ import numpy as np
 import pandas as pd
 import pyarrow
 import torch
-from pandas.api.types import is_object_dtype
 from torch import Tensor
 
-from blr_analysis.errors import DataError, InputError
+from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
-from blr_analysis.learning_rule.inference.fitted import Fitted
-from blr_analysis.learning_rule.inference.lda import TopicWords
-from blr_analysis.learning_rule.table import Table1
-from blr_analysis.memory_map import REGIONS, MemoryMap, error_size, variance_size
-from blr_analysis.merging.curve import MergeCurve
-from blr_analysis.merging.folders import MergeReport
-from blr_analysis.merging.mismatch import GradientMismatch
-from blr_analysis.merging.plan import MergePlan
-from blr_analysis.posterior.predictive import Predictions
-from blr_analysis.sensitivity.influence.results import (
-    SHOWN,
-    GroupInfluence,
-    Influence,
-    Matches,
-)
-from blr_analysis.sensitivity.leave_one_out import LeaveOneOut
-from blr_analysis.sensitivity.monitor import COLUMNS, Monitor
-from blr_analysis.sensitivity.prior_selection import PriorSelection
-from blr_analysis.sensitivity.scores import Scores
-from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
-from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
-from blr_analysis.sensitivity.suspicious import KINDS, NONE, Suspicions
-from blr_analysis.sensitivity.tokens import TokenScores
-from blr_analysis.sensitivity.what_if import ByClass, WhatIf
-from blr_analysis.views import GroupRows, make_table
+from blr_analysis.memory_map import REGIONS, error_size, variance_size
 
-# Columns
+# One row per example
+
+ANSWERED = "target=targets prediction=predictions"
+COLUMNS = {  # by the class of the result; one with a question mark is not there where it is None
+    "Scores": f"{ANSWERED} loss=losses error variance deviation self_influence leverage",
+    "LeaveOneOut": f"{ANSWERED} prediction_before=predictions_before loss=losses "
+    "loss_before=losses_before deviation leverage correction",
+    "Predictions": "loss=losses target?=targets mean?",
+    "SequenceScores": "tokens loss=losses loss_per_token=losses/tokens error self_influence "
+    "variance? variance_error?",
+    "SequenceLeaveOneOut": "tokens loss=losses loss_before=losses_before "
+    "loss_per_token=losses/tokens loss_per_token_before=losses_before/tokens correction",
+    "TokenScores": "sequence position target loss=losses change loss_without=losses_without",
+    "SiteLeaveOneOut": "loss=losses loss_before=losses_before",
+    "SiteScores": "loss=losses deviation",
+    "Suspicions": "kind target?=targets prediction?=predictions proposed loss=losses "
+    "left_out_loss=left_out unfamiliarity closeness twin",
+}
+SIZES = {"error": error_size, "variance": variance_size}
+
+
+def example_table(result: Any, columns: str) -> pd.DataFrame:
+    """One row per example in the order of the dataset: index, the columns, the user's metadata."""
+    values: dict[str, Any] = {"index": np.arange(len(result.losses))}
+    for column, where in _named(columns):
+        name, (attribute, _, per) = column.removesuffix("?"), where.partition("/")
+        value = getattr(result, attribute.removesuffix("?"))
+        if value is not None and (per or name in SIZES):
+            value = value / getattr(result, per) if per else SIZES[name](value)
+        if value is not None or name == column:
+            values[name] = value
+    return _frame(values, getattr(result, "metadata", None))
+
+
+def _parts(parts: Iterable[Any], columns: str) -> pd.DataFrame:
+    """One row for each part."""
+    rows = [[attrgetter(where)(part) for _, where in _named(columns)] for part in parts]
+    return pd.DataFrame(rows, columns=[name for name, _ in _named(columns)])
+
+
+def _named(columns: str) -> list[tuple[str, str]]:
+    """The names of the columns, and where they stand in a result."""
+    return [(name, where or name) for name, _, where in (c.partition("=") for c in columns.split())]
 
 
 def _array(values: Any) -> Any:
     """A tensor or sequence as an array that pandas takes; half precisions become float32."""
-    if not isinstance(values, Tensor):
-        words = not hasattr(values, "ndim") and any(isinstance(v, str) for v in values)
-        return values if hasattr(values, "ndim") else np.asarray(values, object if words else None)
-    values = values.detach().cpu()
-    small = values.is_floating_point() and values.element_size() < 4
-    return (values.float() if small else values).numpy()
+    if isinstance(values, Tensor):
+        small = values.is_floating_point() and values.element_size() < 4
+        return (values.float() if small else values).detach().cpu().numpy()
+    words = not hasattr(values, "ndim") and any(isinstance(v, str) for v in values)
+    return values if hasattr(values, "ndim") else np.asarray(values, object if words else None)
 
 
-def _spread(name: str, values: Any) -> dict[str, Any]:
-    """One column, or ``name_0`` … ``name_{C−1}`` where each example has C > 1 values."""
-    array = _array(values)
-    if array.ndim == 1:
-        return {name: array}
-    array = array.reshape(len(array), -1)
-    if array.shape[1] == 1:
-        return {name: array[:, 0]}
-    return {f"{name}_{c}": array[:, c] for c in range(array.shape[1])}
-
-
-def _frame(
-    columns: Mapping[str, Any], metadata: Mapping[str, Sequence[Any]] | None = None
-) -> pd.DataFrame:
-    """The columns, None as NaN, and behind them the user's metadata."""
+def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
+    """The columns, of C > 1 values ``name_0`` … ``name_{C−1}``, None as NaN, and behind them the
+    user's metadata."""
     n = len(next(iter(columns.values())))
     arrays: dict[str, Any] = {}
     for name, values in columns.items():
-        arrays |= _spread(name, np.full(n, np.nan) if values is None else values)
+        array = _array(np.full(n, np.nan) if values is None else values)
+        parts = array.reshape(n, -1).T if array.ndim > 1 else [array]
+        names = [name] if len(parts) == 1 else [f"{name}_{c}" for c in range(len(parts))]
+        arrays |= dict(zip(names, parts, strict=True))
     for name, values in (metadata or {}).items():
-        if len(values) != n:
-            raise DataError(f"metadata {name!r} holds {len(values)} values for {n} examples")
-        arrays[_free(str(name), arrays)] = _plain(values)
+        arrays[_free(str(name), arrays)] = [
+            _array(v).tolist() if isinstance(v, Tensor | np.ndarray) else v for v in values
+        ]
     return pd.DataFrame(arrays)
-
-
-def _plain(values: Sequence[Any]) -> Any:
-    """A metadata column as pandas takes it: numbers out of tensors, rows of a matrix as lists."""
-    if isinstance(values, Tensor | np.ndarray):
-        array = _array(values)
-        return array if array.ndim == 1 else array.tolist()
-    return [_array(v).tolist() if isinstance(v, Tensor) else v for v in values]
 
 
 def _free(name: str, taken: Iterable[str]) -> str:
@@ -128,101 +129,9 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return name
 
 
-# One row per example
-
-
-Columns = Mapping[str, str | Callable[[Any], Any]]  # of what attribute, or how worked out
-
-
-def example_table(result: Any, columns: Columns, optional: Collection[str] = ()) -> pd.DataFrame:
-    """One row per example in the order of the dataset: index, the columns, the user's metadata.
-
-    What was not computed is NaN, or, of an ``optional`` column, not there.
-    """
-    values: dict[str, Any] = {"index": np.arange(len(result.losses))}
-    for name, source in columns.items():
-        value = getattr(result, source) if isinstance(source, str) else source(result)
-        if value is not None or name not in optional:
-            values[name] = value
-    return _frame(values, getattr(result, "metadata", None))
-
-
-def _registered(result: type, columns: Columns, optional: Collection[str] = ()) -> Any:
-    return make_table.register(result, partial(example_table, columns=columns, optional=optional))
-
-
-def _summed_variance(scores: Any) -> Tensor | None:
-    return None if scores.variance is None else variance_size(scores.variance)
-
-
-_ANSWERED = {"target": "targets", "prediction": "predictions"}
-_PER_TOKEN = {"tokens": "tokens", "loss": "losses"}
-
-scores_table = _registered(
-    Scores,
-    {
-        **_ANSWERED,
-        "loss": "losses",
-        "error": lambda scores: error_size(scores.error),
-        "variance": _summed_variance,
-        **{name: name for name in ("deviation", "self_influence", "leverage")},
-    },
-)
-leave_one_out_table = _registered(
-    LeaveOneOut,
-    {
-        **_ANSWERED,
-        "prediction_before": "predictions_before",
-        "loss": "losses",
-        "loss_before": "losses_before",
-        **{name: name for name in ("deviation", "leverage", "correction")},
-    },
-)
-_registered(
-    Predictions,
-    {
-        "loss": "losses",
-        "target": lambda predictions: None if predictions.mean is None else predictions.targets,
-        "mean": "mean",
-    },
-    optional=("target", "mean"),
-)
-_registered(
-    SequenceScores,
-    {
-        **_PER_TOKEN,
-        "loss_per_token": lambda scores: scores.losses / scores.tokens,
-        **{name: name for name in ("error", "self_influence", "variance", "variance_error")},
-    },
-    optional=("variance", "variance_error"),
-)
-_registered(
-    SequenceLeaveOneOut,
-    {
-        **_PER_TOKEN,
-        "loss_before": "losses_before",
-        "loss_per_token": lambda loo: loo.losses / loo.tokens,
-        "loss_per_token_before": lambda loo: loo.losses_before / loo.tokens,
-        "correction": "correction",
-    },
-)
-_registered(
-    TokenScores,
-    {
-        **{name: name for name in ("sequence", "position", "target")},
-        "loss": "losses",
-        "change": "change",
-        "loss_without": "losses_without",
-    },
-)
-_registered(SiteLeaveOneOut, {"loss": "losses", "loss_before": "losses_before"})
-_registered(SiteScores, {"loss": "losses", "deviation": "deviation"})
-
-
-@make_table.register(MemoryMap)
-def memory_map_table(memory: MemoryMap) -> pd.DataFrame:
+def _memory_map(memory: Any) -> pd.DataFrame:
     """The table of the scores, its error and variance as mapped, and the region of each row."""
-    table = pd.DataFrame(make_table(memory.scores))
+    table = memory.scores.table
     if "region" in table:
         table = table.rename(columns={"region": _free("region", table)})
     after = list(table).index("leverage" if "leverage" in table else "self_influence") + 1
@@ -231,8 +140,7 @@ def memory_map_table(memory: MemoryMap) -> pd.DataFrame:
     return table
 
 
-@make_table.register(Suspicions)
-def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
+def _suspicions(suspicions: Any) -> pd.DataFrame:
     """One row per example, the most suspicious first.
 
     ============= ========================================================== ===============
@@ -253,22 +161,15 @@ def suspicious_table(suspicions: Suspicions) -> pd.DataFrame:
     …             the user's metadata; a name taken above gets the suffix ``_metadata``
     ============= ========================================================== ===============
     """
-    columns: Columns = {
-        "kind": lambda _: pd.Categorical(suspicions.kind, categories=[*KINDS, NONE]),
-        **_ANSWERED,
-        "proposed": "proposed",
-        "loss": "losses",
-        "left_out_loss": "left_out",
-        "unfamiliarity": "unfamiliarity",
-        "closeness": "closeness",
-        "twin": lambda s: np.full(len(s), -1) if s.twin is None else s.twin,
-    }
-    table = example_table(suspicions, columns, optional=("target", "prediction"))
+    table = example_table(suspicions, COLUMNS["Suspicions"])
+    table = table.assign(
+        kind=pd.Categorical(suspicions.kind, ["label", "unfamiliar", "duplicate", "none"]),
+        twin=-1 if suspicions.twin is None else table["twin"],
+    )
     return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
 
 
-@make_table.register(Fitted)
-def fitted_table(fitted: Any) -> pd.DataFrame:
+def _fitted(fitted: Any) -> pd.DataFrame:
     """One row per example of a :class:`blr_analysis.learning_rule.inference.Fitted`.
 
     ============== ============================================================= ============
@@ -291,22 +192,15 @@ def fitted_table(fitted: Any) -> pd.DataFrame:
     if fitted.predictive is None or fitted.data is None:
         raise InputError("the table needs the model's predictive and its data")
     before = _array(fitted.log_predictive(fitted.data))
-    columns = {
-        "index": np.arange(len(left_out)),
-        "log_predictive": before,
-        "left_out": left_out,
-        "gain": before - left_out,
-    }
-    table = _frame(columns)
+    table = _frame({"index": range(len(before)), "log_predictive": before, "left_out": left_out})
     table.attrs["note"] = fitted.note
-    return table
+    return table.assign(gain=table["log_predictive"] - table["left_out"])
 
 
-# One row per pair of examples, or per group of them
+# One row per pair of examples, per class, or per group
 
 
-@make_table.register(Matches)
-def top_influence_table(top: Any) -> pd.DataFrame:
+def _matches(top: Any) -> pd.DataFrame:
     """One row per test example and strong training example, most helpful first; of
     ``top.helpful`` those that help, of ``top.harmful`` those that harm.
 
@@ -327,32 +221,24 @@ def top_influence_table(top: Any) -> pd.DataFrame:
     """
     kept = torch.cat(top.own_sign, dim=1)
     test, place = kept.nonzero().unbind(1)
-    harms, rank = place >= top.k, place % top.k + 1
     train = torch.cat([top.helpful, top.harmful], dim=1)[kept]
     columns: dict[str, Any] = {
         "test": test,
-        "effect": np.where(harms, "harmful", "helpful"),
-        "rank": rank,
+        "effect": np.where(place >= top.k, "harmful", "helpful"),
+        "rank": place % top.k + 1,
         "train": train,
         top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1)[kept],
     }
     for side, indices in (("test", test), ("train", train)):
-        for name, values in top.described(indices, test=side == "test").items():
-            columns[f"{side}_{name}"] = values
+        described = top.described(indices, test=side == "test")
+        columns |= {f"{side}_{name}": values for name, values in described.items()}
     chosen = {k: [v[i] for i in train.tolist()] for k, v in top.metadata.items()}
     table = _frame(columns, chosen)
     table.attrs["note"] = top.note
     return table
 
 
-@make_table.register(Influence)
-def influence_table(influence: Any) -> pd.DataFrame:
-    """The strongest few of each test example; see :func:`top_influence_table`."""
-    return top_influence_table(influence.top(min(SHOWN, influence.shape[0])))
-
-
-@make_table.register(GroupInfluence)
-def group_influence_table(influence: Any) -> pd.DataFrame:
+def _group_influence(influence: Any) -> pd.DataFrame:
     """One row per group: group, n, influence (rise of the mean test loss without it, nats) and
     influence_per_example (the same divided by n)."""
     mean, sizes = _array(influence.mean), _array(influence.sizes)
@@ -360,53 +246,46 @@ def group_influence_table(influence: Any) -> pd.DataFrame:
     return pd.DataFrame(columns).assign(influence_per_example=mean / sizes)
 
 
-@make_table.register(WhatIf)
-@make_table.register(ByClass)
-def what_if_table(result: Any) -> pd.DataFrame:
+def _by_class(result: Any) -> pd.DataFrame:
     """The evaluation set of a what-if, one row per class: class, n, nll_before, nll_after (nats
     per example), accuracy_before and accuracy_after.
 
     Raises:
         InputError: the targets are not classes: several per example, or not whole numbers.
     """
-    classes = _array(result.targets)
-    if classes.ndim == 2 and classes.shape[1] == 1:
-        classes = classes[:, 0]
-    if classes.ndim != 1 or not np.array_equal(classes, np.round(classes)):
-        said = "a table by class needs one whole-number target per example"
-        raise InputError(f"{said}; use what_if_each(by=a metadata column)")
-    labels, member, n = np.unique(classes, return_inverse=True, return_counts=True)
-    columns: dict[str, Any] = {"class": labels.astype(np.int64), "n": n}
-    for measure, field in (("nll", "losses"), ("accuracy", "correct")):
-        for when in ("before", "after"):
-            values = getattr(getattr(result, when), field)
-            columns[f"{measure}_{when}"] = (
-                None if values is None else np.bincount(member, _array(values), len(labels)) / n
-            )
-    if columns["accuracy_after"] is not None:  # a difference of trainings can lead below 0
-        columns["nll_after"] = np.maximum(columns["nll_after"], 0.0)
-    return _frame(columns)
+    before, after = result.before, result.after
+    columns = {"class": result.targets, "nll_before": before.losses, "nll_after": after.losses}
+    columns |= {"accuracy_before": before.correct, "accuracy_after": after.correct}
+    frame: Any = _frame(columns).astype(np.float64)
+    if "class" not in frame or (frame["class"] % 1).any():
+        raise InputError("a table by class needs one whole-number target per example")
+    groups = frame.astype({"class": np.int64}).groupby("class", as_index=False)
+    table: Any = groups.mean()
+    table.insert(1, "n", groups.size()["size"])
+    if after.correct is not None:  # a difference of trainings can lead below 0
+        table["nll_after"] = table["nll_after"].clip(lower=0.0)
+    return table
 
 
-@make_table.register(GroupRows)
-def groups_table(groups: GroupRows) -> pd.DataFrame:
+def _groups(groups: Any) -> pd.DataFrame:
     """One row per group that was taken out, as given, with nll_change and accuracy_change (after −
     before) behind what they change: positive where the model is worse off, or better."""
     table = pd.DataFrame(list(groups.rows))
     for measure in ("nll", "accuracy"):
-        before, after = (table[f"{measure}_{w}"].astype(np.float64) for w in ("before", "after"))
-        table = table.assign(**{f"{measure}_before": before, f"{measure}_after": after})
-        place = list(table).index(f"{measure}_after") + 1
-        table.insert(place, f"{measure}_change", after - before)
+        names = [f"{measure}_before", f"{measure}_after"]
+        table[names] = table[names].astype(np.float64)
+        change = table[names[1]] - table[names[0]]
+        table.insert(list(table).index(names[1]) + 1, f"{measure}_change", change)
     return table
 
 
-# One row per epoch, or per setting that was tried
+# What holds its rows, or one for each of its parts
 
 
-@make_table.register(Monitor)
-def monitor_table(monitor: Any) -> pd.DataFrame:
-    """One row per recorded epoch.
+def _rows(result: Any) -> pd.DataFrame:
+    """The rows as they stand.
+
+    Of a :class:`blr_analysis.Monitor`, one per recorded epoch:
 
     =================== ====================================================== ==============
     column              what                                                   more is
@@ -424,22 +303,8 @@ def monitor_table(monitor: Any) -> pd.DataFrame:
                         on, the posterior overstates V_i
     seconds             what the recording took
     =================== ====================================================== ==============
-    """
-    return pd.DataFrame(monitor.rows, columns=list(COLUMNS)).astype({"epoch": np.int64})
 
-
-@make_table.register(PriorSelection)
-def prior_selection_table(selection: Any) -> pd.DataFrame:
-    """One row per δ, rising; the columns of :class:`~blr_analysis.sensitivity.PriorSelection`."""
-    return pd.DataFrame(list(selection.rows))
-
-
-# Merging: one row per merge and task, per choice of weights, per tensor
-
-
-@make_table.register(GradientMismatch)
-def mismatch_table(result: Any) -> pd.DataFrame:
-    """One row per merge and task, of :func:`blr_analysis.gradient_mismatch`.
+    Of :func:`blr_analysis.gradient_mismatch`, one per merge and task:
 
     ===================== ==================================================== =============
     column                what                                                 more is
@@ -463,12 +328,13 @@ def mismatch_table(result: Any) -> pd.DataFrame:
     test_nll_own, …       test_nll_merged, test_accuracy_own and
                           test_accuracy_merged: on held-out data; NaN without
     ===================== ==================================================== =============
+
+    Of :func:`blr_analysis.select_prior_precision`, one per δ, rising.
     """
     return pd.DataFrame(list(result.rows))
 
 
-@make_table.register(MergeCurve)
-def merge_curve_table(curve: Any) -> pd.DataFrame:
+def _merge_curve(curve: Any) -> pd.DataFrame:
     """One row per method and set of weights, of :func:`blr_analysis.merge_curve`.
 
     ===================== ==================================================== =============
@@ -486,69 +352,18 @@ def merge_curve_table(curve: Any) -> pd.DataFrame:
     best                  whether this row is ``curve.best``
     ===================== ==================================================== =============
     """
-    rows = [
-        {
-            "method": point.method,
-            "weight": point.weights[0] if len(set(point.weights)) == 1 else float("nan"),
-            **{f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)},
-            "nll": point.nll,
-            "accuracy": point.accuracy,
-            **{f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)},
-            **{f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)},
-            "failure": point.failure,
-            "best": point is curve.best,
-        }
-        for point in curve.points
-    ]
+    rows = []
+    for point in curve.points:
+        shared = point.weights[0] if len(set(point.weights)) == 1 else float("nan")
+        row = {"method": point.method, "weight": shared}
+        row |= {f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)}
+        row |= {"nll": point.nll, "accuracy": point.accuracy}
+        row |= {f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)}
+        row |= {f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)}
+        rows.append(row | {"failure": point.failure, "best": point is curve.best})
     return pd.DataFrame(rows)
 
 
-@make_table.register(MergePlan)
-def plan_table(plan: MergePlan) -> pd.DataFrame:
-    """One row per tensor of the result.
-
-    ========== =====================================================================
-    column     what
-    ========== =====================================================================
-    tensor     its name
-    fate       merged, or copied (integers in which all models agree)
-    dtype      as it is written
-    shape      as text, such as 64 × 32
-    bytes      as it is written
-    weights    α_t of every model, in order
-    precisions what stands for every H_t: own, base (H_0 + δ) or zero
-    note       tied copies, precisions that are missing
-    ========== =====================================================================
-    """
-    rows = [
-        {
-            "tensor": item.name,
-            "fate": item.fate,
-            "dtype": str(item.spec.dtype).removeprefix("torch."),
-            "shape": " × ".join(map(str, item.spec.shape)) or "1",
-            "bytes": item.spec.nbytes,
-            "weights": ", ".join(f"{a:g}" for a in item.weights),
-            "precisions": ", ".join(item.curved),
-            "note": item.note,
-        }
-        for item in plan.items
-    ]
-    names = ["tensor", "fate", "dtype", "shape", "bytes", "weights", "precisions", "note"]
-    return pd.DataFrame(rows, columns=names)
-
-
-@make_table.register(MergeReport)
-def report_table(report: MergeReport) -> pd.DataFrame:
-    """:func:`plan_table`, and ``fallback``: the entries where task arithmetic stands."""
-    table = plan_table(report.plan)
-    table.insert(5, "fallback", [report.fallback.get(n, 0) for n in table["tensor"]])
-    return table
-
-
-# The rule, and the words of topics
-
-
-@make_table.register(Table1)
 def rule_table(table: Any) -> pd.DataFrame:
     """The rows of :data:`blr_analysis.learning_rule.table.ROWS`; see :func:`blr_analysis.table1`.
 
@@ -567,37 +382,39 @@ def rule_table(table: Any) -> pd.DataFrame:
     runs           the module that runs it
     ============== ===========================================================================
     """
-    rows = [
-        {
-            "algorithm": row.algorithm,
-            "family": row.family,
-            "loss": row.look.name,
-            "hessian": row.curvature.name,
-            "departures": ", ".join(row.move.departures),
-            "approximations": row.approximations,
-            "section": row.section,
-            "analysable": bool(row.analysable),
-            "through": row.analysable,
-            "runs": row.runs,
-        }
-        for row in table.rows
-    ]
-    return pd.DataFrame(rows)
+    columns = "algorithm family loss=look.name hessian=curvature.name departures=move.departures "
+    columns += "approximations section analysable through=analysable runs"
+    table = _parts(table.rows, columns)
+    departures = table["departures"].map(", ".join)
+    return table.assign(departures=departures, analysable=table["analysable"].astype(bool))
 
 
-@make_table.register(TopicWords)
-def topics_table(topics: TopicWords) -> pd.DataFrame:
-    """One row per topic and word, the most probable first.
+def _topics(topics: Any) -> pd.DataFrame:
+    """One row per topic and word, the most probable first: topic (from 0), rank (from 1), word,
+    probability (E[β_kw])."""
+    columns = {"word": topics.words, "probability": topics.probabilities}
+    table = pd.DataFrame(columns).explode([*columns]).rename_axis("topic").reset_index()
+    table.insert(1, "rank", table.groupby("topic").cumcount() + 1)
+    return table.astype({"probability": float})
 
-    Returns:
-        Columns: topic (from 0), rank (from 1), word, probability (E[β_kw]).
-    """
-    rows = [
-        (topic, rank, word, probability)
-        for topic, pairs in enumerate(zip(topics.words, topics.probabilities, strict=True))
-        for rank, (word, probability) in enumerate(zip(*pairs, strict=True), start=1)
-    ]
-    return pd.DataFrame(rows, columns=["topic", "rank", "word", "probability"])
+
+TABLES = {
+    **{name: partial(example_table, columns=columns) for name, columns in COLUMNS.items()},
+    "MemoryMap": _memory_map,
+    "Suspicions": _suspicions,
+    "Fitted": _fitted,
+    "Matches": _matches,
+    "Influence": lambda influence: influence.top(min(5, len(influence))).table,
+    "GroupInfluence": _group_influence,
+    "ByClass": _by_class,
+    "GroupRows": _groups,
+    "Monitor": _rows,
+    "PriorSelection": _rows,
+    "GradientMismatch": _rows,
+    "MergeCurve": _merge_curve,
+    "Table1": rule_table,
+    "TopicWords": _topics,
+}
 
 
 # Files: CSV for eyes and spreadsheets, Parquet for programs
@@ -615,27 +432,14 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
 
     Raises:
         StorageError: the folder cannot be made or written.
-        InputError: ``stem`` is empty or contains a path.
     """
-    if stem in ("", ".", "..") or Path(stem).name != stem:
-        raise InputError(f"stem must be a file name without folder or suffix; got {stem!r}")
     csv, parquet = Path(folder, f"{stem}.csv"), Path(folder, f"{stem}.parquet")
-    storable = _storable(table)
     with drafted(csv) as one, drafted(parquet) as two:
         table.to_csv(one, index=False)
-        storable.to_parquet(two, index=False)
-    return csv, parquet
-
-
-def _storable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the columns that Parquet cannot hold turned into text."""
-    for name in filter(lambda name: is_object_dtype(table[name]), table.columns):
         try:
-            pyarrow.array(table[name], from_pandas=True)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
-            warnings.warn(
-                f"column {name!r} mixes types that Parquet cannot hold: written as text",
-                stacklevel=3,
-            )
-            table = table.assign(**{name: table[name].map(str)})
-    return table
+            table.to_parquet(two, index=False)
+        except pyarrow.ArrowException:
+            words = table.select_dtypes(object)
+            warnings.warn(f"of {[*words]} some mix types: written to Parquet as text", stacklevel=2)
+            table.assign(**words.astype(str)).to_parquet(two, index=False)
+    return csv, parquet

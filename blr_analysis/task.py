@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,39 +28,26 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map
 
+from blr_analysis import data as reading
 from blr_analysis.checks import bare_name as bare_name
 from blr_analysis.checks import instance, positive_int
-from blr_analysis.data import (
-    Forward,
-    check_inputs,
-    checked,
-    chosen_indices,
-    default_forward,
-    describe,
-    moved,
-    opened,
-    padded_behind,
-    read_data,
-    read_metadata,
-    row_labels,
-    versions,
-)
-from blr_analysis.errors import BLRError, DeviceError, InputError, ModelError, told_as
+from blr_analysis.errors import DeviceError, InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
-from blr_analysis.ranks import whole_model
+from blr_analysis.ranks import divided, is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import Snapshots
+
+ANOTHER = {"checkpoints": (), "prior_precision": None}  # which other data, or weights, have not
 
 
 class Task:
     """A model, the data it was trained on, and its likelihood.
 
     Args:
-        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps; of one
-            that ``fully_shard`` divides, a copy that is whole on every process. It is
+        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps. It is
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
             gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
@@ -112,7 +99,7 @@ class Task:
         *,
         likelihood: Loss = "categorical",
         weights: Tensor | Sequence[float] | None = None,
-        forward: Forward | None = None,
+        forward: reading.Forward | None = None,
         batch_size: int | None = None,
         memory_budget: int | None = None,
         progress: bool | None = None,
@@ -127,29 +114,31 @@ class Task:
             raise InputError("forward must be a function (model, batch) -> (outputs, targets)")
         if lazy := [n for n, p in model.named_parameters() if is_lazy(p)]:
             raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
-        self.model = model = whole_model(unwrapped(model))
+        self.model = model = unwrapped(model)
+        if divided(model) or any(map(is_sharded, model.parameters())):
+            raise ModelError("the model is sharded; load its full state dict into a plain one")
         self.likelihood = resolve(likelihood)
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
-        sizes = {"batch_size": batch_size, "memory_budget": memory_budget}
-        sizes = {n: v if v is None else positive_int(n, v) for n, v in sizes.items()}
-        self.chunk_size, self.memory_budget = sizes.values()
+        self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        if memory_budget is not None:
+            positive_int("memory_budget", memory_budget)
+        self.memory_budget = memory_budget
         self.batch_size = self.chunk_size or 256
         self.progress = progress
         self.device = _device(device, model)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        data, described = opened(data, target, dtype)
-        self.examples = read_data(data)
-        self.n_data = len(self.examples)
+        data, described = reading.opened(data, target, dtype)
+        examples = reading.read_data(data)
+        self.n_data = len(examples)
         if weights is not None:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)
-        self.forward: Forward = forward or default_forward
+        self.forward: reading.Forward = forward or reading.default_forward
         metadata = described if metadata is None else metadata
-        self.metadata = read_metadata(metadata, self.n_data)
-        given = {} if metadata is None else metadata
-        columns = {f"metadata {k!r}": given[k] for k in given}
-        labels = row_labels(columns | {"weights": weights}, self.n_data, self.examples.labels)
-        if labels != self.examples.labels:
-            self.examples = replace(self.examples, labels=labels)
+        self.metadata = reading.read_metadata(metadata, self.n_data)
+        columns = {} if metadata is None else {k: metadata[k] for k in metadata}
+        columns |= {"weights": weights}
+        labels = reading.row_labels(columns, self.n_data, examples.labels)
+        self.examples = replace(examples, labels=labels)
         self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
@@ -161,13 +150,7 @@ class Task:
 
     @classmethod
     def from_sklearn(
-        cls,
-        estimator: Any,
-        X: Any,
-        y: Any,
-        *,
-        likelihood: Likelihood | None = None,
-        metadata: Mapping[str, Sequence[Any]] | None = None,
+        cls, estimator: Any, X: Any, y: Any, *, likelihood: Any = None, metadata: Any = None
     ) -> Task:
         """A fitted scikit-learn estimator, or a Pipeline that ends in one, and its training data.
 
@@ -195,32 +178,24 @@ class Task:
             >>> task.likelihood.name, task.prior_precision["weight"]
             ('categorical', 2.0)
         """
-        read = read_estimator(estimator, X, y, likelihood)
-        data = read_data((read.inputs, read.targets))
-        task = cls(
-            read.model,
-            replace(
-                data,
-                labels=row_labels({"X": X, "y": y}, len(data)),
-                classes=read.classes,
-            ),
-            likelihood=likelihood or read.likelihood,
-            forward=centred if read.likelihood.name == "categorical" else None,
-            metadata=metadata,
-        )
-        if read.labels:
-            task.metadata.setdefault("label", read.labels)
-        task.prior_precision = read.prior_precision
+        model, kind, prior, x, targets, words, classes = read_estimator(estimator, X, y, likelihood)
+        data = reading.read_data((x, targets))
+        labels = reading.row_labels({"X": X, "y": y}, len(data))
+        data = replace(data, labels=labels, classes=classes)
+        forward = centred if kind.name == "categorical" else None
+        kind = likelihood or kind
+        task = cls(model, data, likelihood=kind, forward=forward, metadata=metadata)
+        if words:
+            task.metadata.setdefault("label", words)
+        task.prior_precision = prior
         return task
 
     def __len__(self) -> int:
         return self.n_data
 
     def __repr__(self) -> str:
-        return (
-            f"Task({type(self.model).__name__}, {self.n_data} examples, {self.likelihood.name}, "
-            f"device={self.device})"
-        )
+        about = f"{self.n_data} examples, {self.likelihood.name}, device={self.device}"
+        return f"Task({type(self.model).__name__}, {about})"
 
     @property
     def dataset(self) -> Any:
@@ -230,9 +205,7 @@ class Task:
     @property
     def quiet(self) -> Task:
         """The same task, without progress bars."""
-        silent = copy.copy(self)
-        silent.progress = False
-        return silent
+        return self._changed(progress=False)
 
     def subset(self, indices: Sequence[int] | Tensor) -> Task:
         """The same task on some of its examples (indices, or a boolean mask), in that order.
@@ -240,31 +213,21 @@ class Task:
         Raises:
             InputError: a mask of another length, or an index out of range.
         """
-        chosen = chosen_indices(indices, self.n_data, labels=self.examples.labels)
+        chosen = reading.chosen_indices(indices, self.n_data, labels=self.examples.labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
-        return self._made(
-            data=self.examples.subset(chosen),
+        return self._changed(
+            examples=self.examples.subset(chosen),
+            n_data=len(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
+            **ANOTHER,
         )
 
-    def _made(self, **other: Any) -> Task:
-        """A task of the same arguments, but for these."""
-        own = {
-            "model": self.model,
-            "data": self.examples,
-            "likelihood": self.likelihood,
-            "forward": self.forward,
-            "batch_size": self.chunk_size,
-            "memory_budget": self.memory_budget,
-            "progress": self.progress,
-            "device": self.device,
-            "metadata": self.metadata,
-        }
-        made = Task(**(own | other))
-        made.mean_over_outputs = self.mean_over_outputs
-        made.recipe = self.recipe
+    def _changed(self, **attributes: Any) -> Task:
+        """The same task, but for these attributes."""
+        made = copy.copy(self)
+        vars(made).update(attributes)
         return made
 
     def with_model(self, task: Task) -> Task:
@@ -275,13 +238,16 @@ class Task:
             InputError: DataFrames with other columns, or with other words for their classes.
         """
         self.examples.check_coded_as(task.examples)
-        if self.model is task.model and self.device == task.device:
-            self.plan_with(task)
-            return self
-        made = self.under(task.model, task.device)
-        if self.likelihood.estimated and task.likelihood.estimated:
-            made.likelihood = task.likelihood
-        made.plan_with(task)
+        made = self
+        if self.model is not task.model or self.device != task.device:
+            made = self.under(task.model, task.device)
+            if self.likelihood.estimated and task.likelihood.estimated:
+                made.likelihood = task.likelihood
+        alike = made.likelihood.is_sequence == task.likelihood.is_sequence
+        if made.forward is task.forward and alike:
+            mine, theirs = (_form(t.fetch(torch.zeros(1, dtype=torch.long))) for t in (made, task))
+            if mine == theirs:  # read alike
+                made.plans = task.plans
         return made
 
     def holding(self, buffers: Mapping[str, Tensor]) -> Task:
@@ -290,24 +256,12 @@ class Task:
         if all(torch.equal(own[n], b.to(own[n])) for n, b in buffers.items() if n in own):
             return self
         model = copy.deepcopy(self.model)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+        model.load_state_dict(dict(buffers), strict=False)
         return self.under(model, self.device)
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
-        return self._made(model=model, device=device)
-
-    def plan_with(self, task: Task) -> None:
-        """Read the model as another task does, where both run it alike on batches of one form."""
-        first = torch.zeros(1, dtype=torch.long)
-        alike = self.likelihood.is_sequence == task.likelihood.is_sequence
-        if self.model is task.model and self.forward is task.forward and alike:
-            mine, theirs = (_form(t.fetch(first)) for t in (self, task))
-            if mine == theirs:
-                self.plans = task.plans
+        return self._changed(model=model, device=device, plans={}, **ANOTHER)
 
     def fetch(self, indices: Tensor) -> Any:
         """The collated batch of these examples, on the task's device; of a causal language model,
@@ -316,9 +270,9 @@ class Task:
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
-        batch = moved(self.examples.batch(indices), self.device)
+        batch = reading.moved(self.examples.batch(indices), self.device)
         if isinstance(self.likelihood.kind, CausalLM):
-            batch = padded_behind(batch, self.likelihood.kind.ignore_index)
+            batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
         if not self._overwrites:
             return batch
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
@@ -342,28 +296,19 @@ class Task:
         own = dict(self.model.named_parameters())
         return {n: shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
 
-    def check_parameters(self, names: Iterable[str]) -> torch.dtype:
+    def check_parameters(self, names: Collection[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
 
         Raises:
             ModelError: several dtypes, complex or whole numbers, no values.
         """
         own = dict(self.model.named_parameters())
-        kinds: dict[torch.dtype, str] = {}
-        for name in names:
-            kinds.setdefault(working(own[name].dtype), name)
-            if own[name].is_meta:
-                raise ModelError(f"parameter {name!r} is on the meta device; load the weights")
-        for dtype, name in kinds.items():
-            if dtype not in (torch.float32, torch.float64):
-                raise ModelError(
-                    f"parameter {name!r} is {dtype}; give real numbers of 16+ bits: model.float()"
-                )
-        if len(kinds) > 1:
+        kinds = {working(own[name].dtype): name for name in names}
+        if away := [name for name in names if own[name].is_meta]:
+            raise ModelError(f"parameter {away[0]!r} is on the meta device; load the weights")
+        if len(kinds) > 1 or not kinds.keys() <= {torch.float32, torch.float64}:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
-            raise ModelError(
-                f"the parameters are of several dtypes ({each}); make them one with model.float()"
-            )
+            raise ModelError(f"parameters must be real, of one dtype ({each}): use model.float()")
         return next(iter(kinds))
 
     def run(
@@ -381,36 +326,24 @@ class Task:
             DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
                 dtype.
         """
-        if self.forward is default_forward:
-            check_inputs(batch, indices)
-        params = narrow(params)
-        before = versions(batch)
-        try:
-            with _differentiable(self.model), _swapped(self.model, params):
-                result = self.forward(self.model, batch)
-                if not (isinstance(result, tuple) and len(result) == 2):
-                    raise InputError(
-                        f"forward must return a tuple (outputs, targets), got {describe(result)}"
-                    )
-                outputs, targets = result
-        except (BLRError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # the user's own code
-            raise ModelError(
-                f"the model failed on a batch of {describe(batch)}: {type(error).__name__}: "
-                f"{error}; do data, forward= and posterior belong to it?"
-            ) from error
-        self._overwrites = versions(batch) != before
-        outputs, targets = checked(outputs, targets, self.likelihood, indices)
+        if self.forward is reading.default_forward:
+            reading.check_inputs(batch, indices)
+        before = reading.versions(batch)
+        failed = f"the model failed on a batch of {reading.describe(batch)}"
+        with told_as(ModelError, failed), _running(self.model, narrow(params)):
+            result = self.forward(self.model, batch)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            got = reading.describe(result)
+            raise InputError(f"forward must return a tuple (outputs, targets), got {got}")
+        self._overwrites = reading.versions(batch) != before
+        outputs, targets = reading.checked(*result, self.likelihood, indices)
         if not self._looked_at:
             normalised = self.likelihood.looks_normalised(outputs.detach())
             self._looked_at = normalised or len(outputs) >= SEVERAL
             if normalised:
-                warnings.warn(
-                    "the model's outputs look like probabilities, and are read as logits; leave "
-                    "its softmax or sigmoid out, or give a loss of probabilities as likelihood=",
-                    stacklevel=2,
-                )
+                said = "the model's outputs look like probabilities, and are read as logits; leave "
+                said += "softmax or sigmoid out, or give a loss of probabilities as likelihood="
+                warnings.warn(said, stacklevel=2)
         return outputs, targets
 
     @contextmanager
@@ -421,24 +354,17 @@ class Task:
             ModelError: a BatchNorm layer is in training mode or keeps no running statistics.
         """
         for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm):
-                if module.running_mean is None:
-                    raise ModelError(
-                        f"BatchNorm layer {name!r} uses batch statistics; build it with "
-                        "track_running_stats=True and train, or use GroupNorm"
-                    )
-                if module.training:
-                    raise ModelError(
-                        f"BatchNorm layer {name!r} is in training mode; call model.eval()"
-                    )
+            if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
+                raise ModelError(
+                    f"BatchNorm layer {name!r} mixes examples; eval() it, or use GroupNorm"
+                )
         modes = {module: module.training for module in self.model.modules()}
         try:
             self.model.eval()
             yield
         finally:
             for module, mode in modes.items():
-                if module.training != mode:
-                    module.training = mode
+                module.training = mode
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -450,63 +376,33 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _differentiable(model: nn.Module) -> Iterator[None]:
-    """The model as it can be differentiated with other weights swapped in: what is inside of
-    non-reentrant checkpoints runs once (they would run it again in the backward pass, when those
-    weights are gone), recurrent layers by torch's own kernels (cuDNN's have no backward in eval
-    mode), and the gradients of embeddings are dense."""
+def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model at these parameters and buffers, detached from its own others, and as it can be
+    differentiated: what is inside of non-reentrant checkpoints runs once (they would run it again
+    in the backward pass, when those weights are gone), recurrent layers by torch's own kernels
+    (cuDNN's have no backward in eval mode), and the gradients of embeddings are dense."""
 
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    places: list[tuple[Any, str, Any]] = []
-    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator"):
-        places.append((checkpoint, "_checkpoint_without_reentrant_generator", once))
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            places.append((torch.backends.cudnn, "enabled", False))
-        elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            places.append((module, "sparse", False))
-    before = [getattr(place, name) for place, name, _ in places]
+    layers, values = [*model.modules()], dict[int, Tensor]()
+    cudnn: Any = torch.backends.cudnn
+    words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    entries: list[Any] = [(vars(layer), "sparse", False) for layer in words]
+    entries.append((vars(checkpoint), "_checkpoint_without_reentrant_generator", once))
+    for held, key, own, name in _places(model):  # the first place of a tied tensor is its name
+        value = stored(params[name], own).to(own.device) if name in params else own.detach()
+        entries.append((held, key, values.setdefault(id(own), value)))
+    before, enabled = [held[key] for held, key, _ in entries], cudnn.enabled
     try:
-        for place, name, value in places:
-            setattr(place, name, value)
+        cudnn.enabled = enabled and not any(isinstance(layer, nn.RNNBase) for layer in layers)
+        for held, key, value in entries:
+            held[key] = value
         yield
     finally:
-        for (place, name, _), value in zip(places, before, strict=True):
-            setattr(place, name, value)
-
-
-@contextmanager
-def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model at these parameters and buffers, detached from its own others."""
-    held = [
-        (part._parameters, attribute, p, f"{path}.{attribute}" if path else attribute)
-        for path, part in model.named_modules()
-        for attribute, p in part._parameters.items()
-        if p is not None
-    ]
-    buffers = [
-        (part._buffers, attribute, own, params[name])
-        for path, part in model.named_modules()
-        for attribute, own in part.named_buffers(recurse=False)
-        if (name := f"{path}.{attribute}" if path else attribute) in params
-    ]
-    values: dict[int, Tensor] = {}
-    for _, _, p, name in held:  # the first place of a tied tensor is its name
-        if id(p) not in values:
-            values[id(p)] = stored(params[name], p) if name in params else p.detach()
-    try:
-        for place, attribute, p, _ in held:
-            place[attribute] = values[id(p)]  # type: ignore[assignment]
-        for place, attribute, own, value in buffers:
-            place[attribute] = value.to(own)
-        yield
-    finally:
-        for place, attribute, p, _ in held:
-            place[attribute] = p
-        for place, attribute, own, _ in buffers:
-            place[attribute] = own
+        cudnn.enabled = enabled
+        for (held, key, _), value in zip(entries, before, strict=True):
+            held[key] = value
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
@@ -515,10 +411,8 @@ def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     with told_as(InputError, "weights must be numbers, one per example"):
         held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
         w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
-    if w.shape != (n_data,):
-        raise InputError(f"weights of shape {tuple(w.shape)} for {n_data} examples; give one each")
-    if not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
-        raise InputError("weights must be finite, 0 or more, and not all 0")
+    if w.shape != (n_data,) or not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
+        raise InputError(f"weights must be {n_data} finite numbers, 0 or more, and not all 0")
     return Weighted(likelihood.plain, w)
 
 
@@ -529,12 +423,18 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
     places, and a module that is registered twice has its own only once, because
     ``functional_call`` would swap those twice and give back the wrong ones.
     """
-    return {
-        f"{path}.{attribute}" if path else attribute: p
+    return {name: p for *_, p, name in _places(module) if isinstance(p, nn.Parameter)}
+
+
+def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, str]]:
+    """Every place below a module that holds a parameter or a buffer: where, what, by which name."""
+    return [
+        (held, attribute, tensor, f"{path}.{attribute}" if path else attribute)
         for path, part in module.named_modules()
-        for attribute, p in part._parameters.items()
-        if p is not None
-    }
+        for held in (part._parameters, part._buffers)
+        for attribute, tensor in held.items()
+        if tensor is not None
+    ]
 
 
 def _form(batch: Any) -> Any:
@@ -549,11 +449,8 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
     """
-    try:
+    with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
         return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
-    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise DeviceError(f'device {device!r} cannot be used here ({why}); "cpu" can') from error
 
 
 def _device(device: str | torch.device | None, model: nn.Module) -> torch.device:
@@ -563,7 +460,5 @@ def _device(device: str | torch.device | None, model: nn.Module) -> torch.device
     wanted = find_device(device)
     elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
     if elsewhere is not None:
-        raise DeviceError(
-            f"parameter {elsewhere!r} is on another device; move it: model.to({str(wanted)!r})"
-        )
+        raise DeviceError(f"parameter {elsewhere!r} is on another device; use model.to({device!r})")
     return wanted

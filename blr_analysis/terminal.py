@@ -46,13 +46,7 @@ def note(text: str) -> RenderableType:
 
 def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
     """A table without frame; words to the left, numbers to the right."""
-    table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-        header_style="dim",
-    )
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
     cells = {name: [printable(str(v)) for v in values] for name, values in columns.items()}
     for name, values in cells.items():
         words = any(v[:1].isalpha() for v in values)
@@ -73,13 +67,11 @@ def show(part: RenderableType, console: Console | None = None) -> None:
     """Print a section, to :func:`paper` unless it is elsewhere; lines keep no trailing blanks, so
     that a pipe gets plain text."""
     console = console or paper()
+    text = as_text(part, console.width)
     if console.is_terminal and console.encoding.startswith("utf"):
         console.print(part)
-        return
-    text = as_text(part, console.width)
-    if not console.encoding.startswith("utf"):
-        text = text.replace("─", "-")
-    console.file.write(text)
+    else:
+        console.file.write(text if console.encoding.startswith("utf") else text.replace("─", "-"))
 
 
 def as_text(part: RenderableType, width: int = 100) -> str:

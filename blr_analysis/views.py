@@ -1,74 +1,51 @@
-"""How a result shows itself: one open door to tables, one to pictures.
+"""How a result shows itself: ``.table`` and ``.plot()``.
 
-Results live below pandas and matplotlib, yet offer ``.table`` and ``.plot()``. The two
-functions here are the doors: a result class inherits :class:`Tabular` or :class:`Plottable`,
-and a module further up registers how to make its table or picture::
-
-    @make_table.register
-    def _(result: Scores) -> DataFrame: ...
-
-:mod:`blr_analysis.tables` and :mod:`blr_analysis.plots` register the makers of this package
-and are imported the first time somebody asks; any other module may register its own. This
-module imports neither pandas nor matplotlib.
-
-    >>> class Odd(Tabular):
-    ...     def __init__(self, values): self.values = values
-    >>> @make_table.register
-    ... def _(result: Odd): return {"value": list(result.values)}
-    >>> Odd([1, 2]).table
-    {'value': [1, 2]}
+Results live below pandas and matplotlib. A result class inherits :class:`Tabular` or
+:class:`Plottable`; how its table is made stands in :mod:`blr_analysis.tables`, how its picture is
+drawn in :mod:`blr_analysis.plots`; both are imported when somebody asks first.
 """
 
 from __future__ import annotations
 
-import base64
-import html
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, singledispatch
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from blr_analysis.errors import BLRError, InputError
 
-__all__ = ["GroupRows", "Plottable", "Tabular", "make_plot", "make_table"]
 
-
-ROWS, COLUMNS, LINE = 10, 30, 400  # of a table, and characters of a line, that a notebook shows
-
-
-@singledispatch
 def make_table(result: object) -> Any:
-    """The DataFrame of a result, by the maker registered for its class.
-
-    Args:
-        result: an object whose class, or one of its bases, has a maker.
-
-    Returns:
-        A ``pandas.DataFrame`` with one row per example (or per group).
+    """The ``pandas.DataFrame`` of a result, one row per example (or per group).
 
     Raises:
-        InputError: no maker is registered for this class.
+        InputError: none is known for this class.
     """
-    return _maker(make_table, result, "table", "blr_analysis.tables")(result)
+    return _maker(result, import_module("blr_analysis.tables").TABLES)(result)
 
 
-@singledispatch
 def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
-    """The picture of a result, by the maker registered for its class.
+    """The picture of a result, on a ``matplotlib.axes.Axes``.
 
     Args:
-        result: an object whose class, or one of its bases, has a maker.
-        ax: the ``matplotlib.axes.Axes`` to draw on; a new figure of its own if None.
-        options: what that maker understands.
-
-    Returns:
-        The ``matplotlib.axes.Axes`` drawn on.
+        result: an object whose class, or one of its bases, has one.
+        ax: the Axes to draw on; a new figure of its own if None.
+        options: what this kind of picture understands.
 
     Raises:
-        InputError: no maker is registered for this class.
+        InputError: none is known for this class.
     """
-    return _maker(make_plot, result, "picture", "blr_analysis.plots")(result, ax, **options)
+    return _maker(result, import_module("blr_analysis.plots").PICTURES)(result, ax, **options)
+
+
+def _maker(result: object, makers: Mapping[str, Any]) -> Any:
+    """What shows a result, by the name of its class or of the nearest of its bases."""
+    for kind in type(result).__mro__:
+        if kind.__name__ in makers:
+            return makers[kind.__name__]
+    raise InputError(f"a {type(result).__name__} has no table or picture of this kind")
 
 
 class Tabular:
@@ -80,13 +57,9 @@ class Tabular:
         return make_table(self)
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows: the result in a line, and the first rows of its table."""
-        try:
-            table = self.table
-        except BLRError:
-            return None  # as text, then
-        rows = table.head(ROWS).to_html(max_cols=COLUMNS)
-        return f"{_line(self)}{rows}<p>{len(table):,} rows</p>"
+        """What a notebook shows: the first and last rows of the table; without one, text."""
+        with suppress(BLRError):
+            return self.table._repr_html_()
 
 
 class Plottable:
@@ -104,13 +77,10 @@ class Plottable:
         """
         return make_plot(self, ax, **options)
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook shows: the result in a line, and its picture."""
-        try:
-            png = self.plot()._repr_png_()
-        except BLRError:
-            return None  # as text, then
-        return f'{_line(self)}<img src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the picture; without one, text."""
+        with suppress(BLRError):
+            return self.plot()._repr_png_()
 
 
 @dataclass(frozen=True)
@@ -124,32 +94,3 @@ class GroupRows(Tabular):
     """
 
     rows: Sequence[Mapping[str, Any]]
-
-
-def _line(result: object) -> str:
-    said = repr(result)
-    return (
-        f"<p><code>{html.escape(said if len(said) <= LINE else type(result).__name__)}</code></p>"
-    )
-
-
-def _maker(door: Any, result: object, thing: str, module: str) -> Callable[..., Any]:
-    """The maker for a result that nobody had registered before ``module`` was imported."""
-    kind = type(result)
-    nobody = door.dispatch(object)
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package in ("", "blr_analysis"):
-            raise
-        raise BLRError(
-            f"a {thing} needs the package {package!r}, which is not installed: "
-            f"run `pip install {package}`"
-        ) from missing
-    if door.dispatch(kind) is nobody:
-        raise InputError(
-            f"no {thing} is known for {kind.__module__}.{kind.__qualname__}: register it with "
-            f"`@blr_analysis.views.{nobody.__name__}.register`"
-        )
-    return door.dispatch(kind)

@@ -8,11 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that is held during one call above what was held before it.
-
-    Every allocation and release is in the profiler's record, so that the number is the same on
-    every run.
-    """
+    """The most that is held during one call above what was held before; the same on every run."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     held = highest = 0

@@ -21,8 +21,8 @@ class HFConv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(nf) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        size = (*x.shape[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(size)
+        product = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return product.view(*x.shape[:-1], self.nf)
 
 
 HFConv1D.__name__ = "Conv1D"
@@ -50,23 +50,6 @@ class Images(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Volumes(nn.Module):
-    """Conv1d with stride and dilation, Conv3d with groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c1 = nn.Conv1d(2, 3, 3, stride=2, dilation=2, padding=2, padding_mode="circular")
-        self.bn = nn.BatchNorm1d(3)
-        self.c3 = nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0))
-        self.out = nn.Linear(3, 2, bias=False)
-        self.gate = nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = torch.tanh(self.bn(self.c1(x))).mean(-1)
-        b = torch.tanh(self.c3(x.reshape(len(x), 1, 2, 2, -1))).mean((2, 3, 4))
-        return self.out(a * self.gate(b))
-
-
 class Words(nn.Module):
     """Embeddings (tied to the read-out; positions), norms, Conv1D, attention, a parameter."""
 
@@ -85,10 +68,8 @@ class Words(nn.Module):
             self.read.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(
-            torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        )
-        x = self.norm(x)
+        places = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        x = self.norm(self.words(ids) + self.places(places))
         x = x + self.mix(x)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
@@ -106,6 +87,13 @@ class Graph(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(self, *args, **kwargs)
+
+
+def volumes(m: Any, x: Tensor) -> Tensor:
+    """Conv1d with stride and dilation, Conv3d with groups."""
+    a = torch.tanh(m.bn(m.c1(x))).mean(-1)
+    b = torch.tanh(m.c3(x.reshape(len(x), 1, 2, 2, -1))).mean((2, 3, 4))
+    return m.out(a * m.gate(b))
 
 
 def functional(m: Any, x: Tensor) -> Tensor:
@@ -189,7 +177,12 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
         models = {
             "mlp": (mlp(), normal(7, 4)),
             "images": (Images(), normal(7, 2, 8, 8)),
-            "volumes": (Volumes(), normal(7, 2, 12)),
+            "volumes": (
+                Graph(
+                    volumes, bn=nn.BatchNorm1d(3), out=nn.Linear(3, 2, bias=False),
+                    c1=nn.Conv1d(2, 3, 3, 2, 2, 2, padding_mode="circular"), gate=nn.Linear(2, 3),
+                    c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
+                ), normal(7, 2, 12)),
             "words_tied": (Words(), ids),
             "words": (Words(tied=False), ids),
             "functional": (

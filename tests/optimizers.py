@@ -16,7 +16,11 @@ Make = Callable[[nn.Module, int, torch.Generator], Any]
 
 
 def _of(kind: Any, **options: Any) -> Make:
-    return lambda m, n, g: kind(m.parameters(), lr=0.05, ess=n, generator=g, **options)
+    return lambda m, n, g: kind(m.parameters(), ess=n, generator=g, **{"lr": 0.05, **options})
+
+
+def _by_example(kind: Any) -> Make:
+    return lambda m, n, g: kind(m.parameters(), lr=0.05, ess=n, model=m, generator=g)
 
 
 def _row(name: str) -> Make:
@@ -24,26 +28,20 @@ def _row(name: str) -> Make:
 
 
 def _dropout(model: nn.Module, n: int, generator: torch.Generator) -> Any:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
+    matrices, others = (
+        [p for p in model.parameters() if (p.ndim > 1) == is_so] for is_so in (1, 0)
+    )
     groups = [{"params": matrices, "keep": 0.8}, {"params": others}]
     return Dropout(groups, lr=0.05, generator=generator)
 
 
 ROWS: dict[str, Make] = {
-    "IVON": _of(blr.IVON, beta2=0.9),
-    "VOGN": lambda m, n, g: blr.VOGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
-    "OGN": lambda m, n, g: optim.OGN(m.parameters(), lr=0.05, ess=n, model=m, generator=g),
-    "Vadam": _of(optim.Vadam),
-    "Vprop": _of(optim.Vprop),
-    "BSAM": _of(optim.BSAM),
-    "BayesBiNN": lambda m, n, g: optim.BayesBiNN(m.parameters(), lr=1e-3, ess=n, generator=g),
+    "IVON": _of(blr.IVON, beta2=0.9), "VOGN": _by_example(blr.VOGN), "OGN": _by_example(optim.OGN),
+    "Vadam": _of(optim.Vadam), "Vprop": _of(optim.Vprop), "BSAM": _of(optim.BSAM),
+    "BayesBiNN": _of(optim.BayesBiNN, lr=1e-3), "Dropout": _dropout,
     "STE": lambda m, n, g: optim.STE(m.parameters(), lr=1e-3),
-    "Dropout": _dropout,
-    "SGD": _row("SGD"),
-    "RMSprop": _row("RMSprop"),
-    "AdamW": _row("AdamW"),
-}
+    "SGD": _row("SGD"), "RMSprop": _row("RMSprop"), "AdamW": _row("AdamW"),
+}  # fmt: skip
 
 
 def make(row: str, model: nn.Module, n: int) -> Any:

@@ -15,25 +15,10 @@ from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
 
 
-class _Call(nn.Module):
-    """``forward(model, batch)`` as a module, so that its parameters can be swapped."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.model = task.model
-        self.call = task.forward
-
-    def forward(self, batch: object) -> Tensor:
-        outputs = self.call(self.model, batch)[0]
-        return getattr(outputs, "logits", outputs)
-
-
 def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``."""
-    modes = {m: m.training for m in task.model.modules()}
-    task.model.eval()
     rows = []
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), task.evaluation(), torch.enable_grad():
         for i in range(task.n_data):
             leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
             batch = torch.utils._pytree.tree_map(
@@ -41,31 +26,30 @@ def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
             )
             outputs = _swapped(task, leaves, batch).reshape(-1)
             rows.append(torch.stack([_gradient(f, leaves) for f in outputs]))
-    for module, mode in modes.items():
-        module.training = mode
     return torch.stack(rows)
 
 
 def _swapped(task: Task, params: Mapping[str, Tensor], batch: object) -> Tensor:
     """The outputs of a batch at these parameters, every holder of a tied one given the same."""
+
+    class Call(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.model
+
+        def forward(self) -> Tensor:
+            outputs = task.forward(self.model, batch)[0]
+            return getattr(outputs, "logits", outputs)
+
     names = {id(p): n for n, p in task.model.named_parameters()}
-    places = {
-        f"model.{path}.{key}" if path else f"model.{key}": params[names[id(p)]]
-        for path, module in task.model.named_modules()
-        for key, p in module._parameters.items()
-        if p is not None and names[id(p)] in params
-    }
-    return functional_call(_Call(task), places, (batch,), tie_weights=False)
+    holders = Call().named_parameters(remove_duplicate=False)
+    places = {place: params[names[id(p)]] for place, p in holders if names[id(p)] in params}
+    return functional_call(Call(), places, (), tie_weights=False)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:
-    grads = torch.autograd.grad(
-        output,
-        list(leaves.values()),
-        retain_graph=True,
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(output, list(leaves.values()), **how)
     return torch.cat([g.to_dense().flatten() for g in grads])
 
 
@@ -81,14 +65,12 @@ def dense_ggn(task: Task, jacobian: Tensor) -> Tensor:
     total = jacobian.new_zeros(jacobian.shape[-1], jacobian.shape[-1])
     for i, f in enumerate(outputs_of(task)):
         _, target = task.run(task.fetch(torch.tensor([i])), task.parameters())
+        one = task.likelihood.at(torch.tensor([i]))
 
-        likelihood = task.likelihood.at(torch.tensor([i]))
-
-        def loss(output: Tensor, target: Tensor = target, one: Any = likelihood) -> Tensor:
+        def loss(output: Tensor, target: Tensor = target, one: Any = one) -> Tensor:
             return one.nll(output.unsqueeze(0), target).sum()
 
-        hessian = torch.func.hessian(loss)(f)
-        total = total + jacobian[i].mT @ hessian @ jacobian[i]
+        total = total + jacobian[i].mT @ torch.func.hessian(loss)(f) @ jacobian[i]
     return total
 
 
@@ -96,45 +78,43 @@ def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     """What input moments are, ``[P, P]``: the Jacobians of each layer's own outputs with respect to
     its own weights, by autograd, one example at a time; N for parameters of no such layer."""
     names = {id(p): n for n, p in task.model.named_parameters()}
-    at, start = {}, 0
-    for n, p in params.items():
-        at[n] = torch.arange(start, start := start + p.numel())
-    total = torch.zeros(start, start, dtype=torch.float64)
+    place = unflatten(torch.arange(sum(p.numel() for p in params.values())), params)
+    total = torch.diag(task.n_data * torch.ones_like(flatten(place), dtype=torch.float64))
     kinds = nn.Linear | nn.Embedding | nn.MultiheadAttention | _ConvNd
     layers = {
         m: {k: names[id(p)] for k, p in m._parameters.items() if p is not None}
         for m in task.model.modules()
         if isinstance(m, kinds) or type(m).__name__ == "Conv1D"
     }
-    fired: set[str] = set()
+    copied = {m: copy.deepcopy(m) for m in layers if not isinstance(m, nn.MultiheadAttention)}
     matrices = {own["weight"] for m, own in layers.items() if isinstance(m, nn.Linear)}
 
     def seen(module: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
         own = layers[module]
         if isinstance(module, nn.Embedding) and own["weight"] in matrices:
             return
-        held = {k: params[n] for k, n in own.items()}
 
         def outputs(held: dict[str, Tensor]) -> Tensor:
             if isinstance(module, nn.MultiheadAttention):
                 return nn.functional.linear(args[0], held["in_proj_weight"], held["in_proj_bias"])
             return functional_call(copied[module], held, args)
 
+        held = {k: params[n] for k, n in own.items()}
         jacobian = torch.func.jacrev(outputs)(held)
         j = torch.cat([x.reshape(-1, held[k].numel()) for k, x in jacobian.items()], 1).detach()
+        where = torch.cat([place[n].flatten() for n in own.values()])
+        if not fired.issuperset(own.values()):
+            total[where, where] = 0
         fired.update(own.values())
-        where = torch.cat([at[n] for n in own.values()])
         total[where.unsqueeze(1), where] += j.mT @ j
 
-    copied = {m: copy.deepcopy(m) for m in layers if not isinstance(m, nn.MultiheadAttention)}
+    fired: set[str] = set()
     handles = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in layers]
     for i in range(task.n_data):
         with task.evaluation():
             task.run(task.fetch(torch.tensor([i])), dict(params))
     for handle in handles:
         handle.remove()
-    for n in set(params) - fired:
-        total[at[n], at[n]] = task.n_data
     return total
 
 

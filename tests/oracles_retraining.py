@@ -23,31 +23,43 @@ def with_ones(x: Tensor) -> Tensor:
 
 def residual_and_curvature(kind: str, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """e ``[K, N, C]`` and Λ ``[K, N, C, C]`` for outputs f ``[K, N, C]``, from first principles."""
+    if kind == "categorical":
+        p = torch.exp(f - f.logsumexp(-1, keepdim=True))
+        onehot = (y.unsqueeze(-1) == torch.arange(f.shape[-1])).to(f.dtype)
+        return p - onehot, torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    mean, slope = {
+        "gaussian": lambda: (f, torch.ones_like(f)),
+        "bernoulli": lambda: ((p := 1 / (1 + torch.exp(-f))), p * (1 - p)),
+        "poisson": lambda: (torch.exp(f), torch.exp(f)),
+    }[kind]()
+    return mean - y, torch.diag_embed(slope)
+
+
+def losses(kind: str, f: Tensor, y: Tensor) -> Tensor:
+    """ℓ ``[K, N]``, up to a constant."""
+    if kind == "categorical":
+        return f.logsumexp(-1) - f.gather(-1, y.expand(len(f), -1).unsqueeze(-1)).squeeze(-1)
     if kind == "gaussian":
-        return f - y, torch.eye(f.shape[-1], dtype=f.dtype).expand(*f.shape, f.shape[-1])
-    if kind == "bernoulli":
-        p = 1 / (1 + torch.exp(-f))
-        return p - y, (p * (1 - p)).unsqueeze(-1)
-    if kind == "poisson":
-        rate = torch.exp(f)
-        return rate - y, rate.unsqueeze(-1)
-    p = torch.exp(f - f.logsumexp(-1, keepdim=True))
-    onehot = (y.unsqueeze(-1) == torch.arange(f.shape[-1])).to(f.dtype)
-    return p - onehot, torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+        return 0.5 * (f - y).square().sum(-1)
+    normaliser = torch.exp(f) if kind == "poisson" else torch.logaddexp(torch.zeros_like(f), f)
+    return (normaliser - y * f).sum(-1)
 
 
 def retrained(
     kind: str, x: Tensor, y: Tensor, weights: Tensor, delta: float, outputs: int = 1
 ) -> Tensor:
     """Θ ``[K, C, D]`` for K weightings of the examples ``[K, N]``; the last column is the bias."""
-    z = with_ones(x)
-    weights = weights.double()
+    z, weights = with_ones(x), weights.double()
     k, c, d = len(weights), outputs, z.shape[1]
     target = y.long() if kind == "categorical" else y.double().reshape(len(y), c)
     products = (z.unsqueeze(2) * z.unsqueeze(1)).reshape(len(z), d * d)
     theta = torch.zeros(k, c, d, dtype=torch.float64)
     ridge = delta * torch.eye(c * d, dtype=torch.float64)
-    objective = _objective(kind, z, target, weights, delta)
+
+    def objective(theta: Tensor) -> Tensor:
+        each = losses(kind, torch.einsum("kcd,nd->knc", theta, z), target)
+        return (weights * each).sum(1) + 0.5 * delta * theta.square().sum((1, 2))
+
     for _ in range(100):
         f = theta.reshape(k * c, d).matmul(z.T).reshape(k, c, -1).transpose(1, 2)
         e, curvature = residual_and_curvature(kind, f, target)
@@ -57,35 +69,15 @@ def retrained(
         blocks = (weights[:, :, None, None] * curvature).permute(0, 2, 3, 1).reshape(-1, len(z))
         hessian = (blocks @ products).reshape(k, c, c, d, d).permute(0, 1, 3, 2, 4)
         step = torch.linalg.solve(hessian.reshape(k, c * d, c * d) + ridge, gradient.flatten(1))
-        theta = _descended(objective, theta, step.reshape(k, c, d))
-    raise AssertionError(f"Newton did not converge: {gradient.flatten(1).norm(dim=1).max():.1e}")
-
-
-def _objective(kind, z, y, weights, delta):
-    def value(theta: Tensor) -> Tensor:
-        f = torch.einsum("kcd,nd->knc", theta, z)
-        if kind == "gaussian":
-            losses = 0.5 * (f - y).square().sum(-1)
-        elif kind == "bernoulli":
-            losses = (torch.logaddexp(torch.zeros_like(f), f) - y * f).sum(-1)
-        elif kind == "poisson":
-            losses = (torch.exp(f) - y * f).sum(-1)
-        else:
-            losses = f.logsumexp(-1) - f.gather(-1, y.expand(len(f), -1).unsqueeze(-1)).squeeze(-1)
-        return (weights * losses).sum(1) + 0.5 * delta * theta.square().sum((1, 2))
-
-    return value
-
-
-def _descended(objective, theta: Tensor, step: Tensor) -> Tensor:
-    """The Newton step, halved where it would raise the objective (beyond rounding)."""
-    start, size = objective(theta), torch.ones(len(theta), 1, 1, dtype=torch.float64)
-    for _ in range(30):
-        rises = objective(theta - size * step) > start + 1e-12 * start.abs()
-        if not bool(rises.any()):
-            break
-        size[rises] /= 2
-    return theta - size * step
+        step = step.reshape(k, c, d)
+        top = objective(theta)
+        for _ in range(30):  # halved where it would raise the objective, beyond rounding
+            rises = objective(theta - step) > top + 1e-12 * top.abs()
+            if not bool(rises.any()):
+                break
+            step[rises] /= 2
+        theta = theta - step
+    raise AssertionError("Newton did not converge")
 
 
 def leave_one_out_weights(n: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from models import mlp
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
@@ -23,9 +25,8 @@ from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Hessian
 from blr_analysis.cli import main
-from blr_analysis.errors import InputError, ModelError, OptimizerError
+from blr_analysis.errors import BLRError
 from blr_analysis.files import storage
-from blr_analysis.huggingface.recording import check_learns
 from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
@@ -50,21 +51,18 @@ def answers(folder: Path) -> dict[str, Any]:
     task = network()
     found: dict[str, Any] = {}
     qs: dict[str, blr.Posterior] = {}
-    for structure in ("diag", "kron", "lowrank", "full"):
+    for structure in ("diag", "kron", "lowrank", "full", "gram"):
         more: dict[str, Any] = {"rank": 6} if structure == "lowrank" else {}
-        q = blr.fit_laplace(task, structure=structure, prior_precision=2.0, **more)
-        qs[structure], v = q, {n: m.sin() for n, m in q.mean.items()}
-        found[f"fit {structure}"] = q.form.times(v)
-    gram = blr.fit_laplace(task, structure="gram")
-    found["gram"] = gram.form.diagonal()
+        more |= {} if structure == "gram" else {"prior_precision": 2.0}
+        qs[structure] = blr.fit_laplace(task, structure=structure, **more)
+        found[f"fit {structure}"] = qs[structure].form.diagonal()
     exact = blr.fit_laplace(task, structure="diag", curvature="mc_fisher")
     found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
     found["moments"] = [m for _, m in input_moments(task, params).moments.values()]
-    found["loss"] = loss_and_gradient(task, params)
-    found["two losses"] = loss_and_gradient(task, params, torch.tensor([3, 1, 7]))
-    found["one loss"] = loss_and_gradient(task, params, torch.tensor([3]))
+    some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
+    found["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
     found["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
     scores = blr.sensitivity(task, q)
     found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
@@ -72,11 +70,12 @@ def answers(folder: Path) -> dict[str, Any]:
     loo = blr.leave_one_out(task, q, refine=1)
     found["leave one out"] = [loo.logits, loo.losses, loo.leverage]
     test = task.subset(range(3))
+    several = [qs["diag"], q]
     found["influence"] = torch.as_tensor(blr.influence(task, q, test))
     found["normalized"] = torch.as_tensor(blr.influence(task, q, test, normalize="cosine"))
+    found["several"] = torch.as_tensor(blr.influence(task, several, test))
     best = blr.influence(task, q, test, k=9)
     found["top"] = [best.helpful, best.harmful, best.helpful_values, best.harmful_values]
-    found["several"] = torch.as_tensor(blr.influence(task, [qs["diag"], q], test))
     index = blr.Index.build(task, q, folder / "index", dtype="float64", rank=43)
     found["index"] = [index.influence(test), index.self_influence]
     words = task_of(tiny_lm(tied=True), sequences(9))
@@ -89,17 +88,11 @@ def answers(folder: Path) -> dict[str, Any]:
     return found
 
 
-def sharded(model: nn.Module, *parts: nn.Module) -> nn.Module:
-    """The model, divided where there is somebody to divide it with."""
-    for part in (*parts, model) if ranks.count() > 1 else ():
-        fully_shard(part)
-    return model
-
-
 def of_pieces(folder: Path) -> dict[str, Any]:
     """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
     model, data = mlp().double(), network().dataset
-    model = sharded(model, model[0])
+    for part in (model[0], model) if ranks.count() > 1 else ():
+        fully_shard(part)
     optimizer, (X, y) = torch.optim.AdamW(model.parameters(), lr=0.01), data[:]
     for _ in range(3):
         optimizer.zero_grad()
@@ -116,46 +109,29 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
     found["read"] = storage.read(folder / "pieces")[0]
     found["loaded"] = {n: whole(h) for n, h in loaded.items()}
-    task = blr.Task(model, data)
-    found["of captured"] = blr.sensitivity(task, q).variance
-    q = blr.fit_laplace(task, structure="kron", prior_precision=2.0)
-    found["fit"] = [q.mean, q.form.diagonal()]
-    found["loo"] = blr.leave_one_out(task, q, refine=1).losses
-    found["influence"] = torch.as_tensor(blr.influence(task, q, task.subset(range(3))))
-    moved = blr.what_if(task, q, remove=[0], evaluate=task, solver="posterior")
-    found["applied"] = [whole(p).detach() for p in moved.apply(model).parameters()]
-    words = sharded(tiny_lm(tied=True))
-    with torch.no_grad():
-        words(sequences(9)[0].unsqueeze(0))
-    words = task_of(words, sequences(9))
-    p = blr.fit_laplace(words, curvature="empirical_fisher", prior_precision=1.0)
-    found["words"] = [p.form.diagonal(), blr.sensitivity(words, p).self_influence]
+    options = StateDictOptions(full_state_dict=True)
+    plain = mlp().double()
+    plain.load_state_dict(get_model_state_dict(model, options=options))
+    found["of captured"] = blr.sensitivity(blr.Task(plain, data), q).variance
     found["after"] = model(X).detach()
     return found
 
 
 def refusals() -> list[str]:
-    """What is said by recorders of a sharded model, of one on one rank, too few examples, fewer
-    than elsewhere, and other data."""
-    words, model = [], fully_shard(mlp())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for begin in (
-        lambda: check_learns(optimizer, model),
+    """What is said of a sharded model, by recorders and a task, of too few examples, fewer than
+    elsewhere, and of other data."""
+    model, words = fully_shard(mlp()), []
+    calls: list[Any] = [
         lambda: KroneckerRecorder(model),
-    ):
-        try:
-            begin()
-        except (ModelError, OptimizerError) as error:
-            words.append(str(error))
-    with ranks.alone():
-        try:
-            blr.Task(fully_shard(mlp()), (torch.zeros(2, 4), torch.zeros(2).long()))
-        except ModelError as error:
-            words.append(str(error))
+        lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
+    ]
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
+        fit = partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0)
+        calls.append(fit)
+    for call in calls:
         try:
-            blr.fit_laplace(task, structure="diag", prior_precision=1.0)
-        except InputError as error:
+            call()
+        except BLRError as error:
             words.append(str(error))
     return words
 

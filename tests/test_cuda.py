@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optimizers
 import pytest
 import torch
-from models import minimised, mlp
+from models import classes, minimised, mlp
 from readings import task_of, ways
 from tiny_lm import sequences, tiny_lm
 from tiny_lm import task_of as lm_task
@@ -36,10 +38,8 @@ def close(there: Any, here: Any, tolerance: float = CLOSE) -> None:
 
 def table(device: str, dtype: torch.dtype = torch.float64) -> blr.Task:
     """A small classifier near its minimum, and its data, on one device."""
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
-    y = (x @ torch.randn(4, 3, generator=g, dtype=torch.float64)).argmax(1)
-    model = minimised(mlp(outputs=3), (x, y), 1.0, steps=60)
+    x, y = classes(1, n=N)
+    model = minimised(mlp(), (x, y), 1.0, steps=60)
     data = (x.to(device, dtype), y.to(device))
     return blr.Task(model.to(device, dtype), data, metadata={"half": ["a", "b"] * (N // 2)})
 
@@ -152,23 +152,17 @@ def test_optimizers_train_there(row: str, tmp_path: Path) -> None:
     x, y = table("cuda", torch.float32).dataset.tensors
 
     def made(seed: int) -> tuple[nn.Module, Any]:
-        model = mlp(outputs=3).to("cuda", torch.float32)
+        model = mlp().to("cuda", torch.float32)
         return model, optimizers.ROWS[row](model, N, torch.Generator("cuda").manual_seed(seed))
 
     def train(model: nn.Module, step: Any, count: int) -> None:
-        def look() -> None:
-            step.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-
+        draws: list[Any] = [partial(getattr(step, "sampled_params", nullcontext), True)]
+        draws += [step.adversarial_params] if row == "BSAM" else []
         for _ in range(count):
-            if hasattr(step, "sampled_params"):
-                with step.sampled_params(train=True):
-                    look()
-            else:
-                look()
-            if row == "BSAM":
-                with step.adversarial_params():
-                    look()
+            for draw in draws:
+                with draw():
+                    step.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
             step.step()
 
     (model, step), (other, again) = made(3), made(5)

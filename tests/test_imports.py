@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -27,9 +28,9 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
+    {"likelihoods", "files", "half"},
     {"recipe", "snapshots"},
     {"terminal"},
-    {"likelihoods", "files", "half"},
     {"data", "estimators"},
     {"task"},
     {"backprop"},
@@ -60,11 +61,6 @@ ADAPTERS = {f"{PACKAGE}.huggingface.trainer", f"{PACKAGE}.huggingface.lightning"
 # from results to tables and plots, `recipe` finds the optimizers that stand above it, and the
 # command line loads the user's own script.
 DYNAMIC, COMPUTED = {"views", "audit", "cli", "recipe"}, "?"
-# Where a distribution's name is not what one imports.
-DISTRIBUTION = {
-    "PIL": "pillow", "sklearn": "scikit-learn", "pytorch_lightning": "lightning",
-    "ruamel": "ruamel.yaml", "huggingface_hub": "huggingface-hub",
-}  # fmt: skip
 # Every module by its dotted name.
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -149,17 +145,17 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_third_party_imports_are_declared() -> None:
+    """Whatever their distribution is called."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    named = re.compile(r"[^\s\[<>=!~;]+")
-    extras = project["optional-dependencies"].values()
-    required = {named.match(text)[0].lower() for text in project["dependencies"]}
-    optional = {named.match(text)[0].lower() for extra in extras for text in extra}
-    known = sys.stdlib_module_names | {PACKAGE, COMPUTED}
+    extras = str(project["optional-dependencies"])
+    known, names = sys.stdlib_module_names | {PACKAGE, COMPUTED}, packages_distributions()
     for module in MODULES:
         for name, line, deferred in read(module):
-            top = name.partition(".")[0]
-            allowed = required | optional if deferred or module in ADAPTERS else required
-            declared = top in known or DISTRIBUTION.get(top, top) in allowed
+            optional = extras if deferred or module in ADAPTERS else ""
+            top = name.partition(".")[0].removeprefix("pytorch_")  # lightning has two
+            given = (str(project["dependencies"]) + optional).lower().replace("_", "-")
+            wanted = [name.lower().replace("_", "-") for name in names.get(top, ())]
+            declared = top in known or any(re.search(rf"'{n}\b(?!-)", given) for n in wanted)
             assert declared, f"{module}, line {line}: {top} is not in pyproject.toml"
 
 

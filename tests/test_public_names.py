@@ -19,30 +19,26 @@ NAMES = {
     "likelihoods", "errors", "BLRError",
 }  # fmt: skip
 
-# name → (the first arguments, the keyword-only ones with their defaults)
-REQUIRED = inspect.Parameter.empty
-SIGNATURES: dict[Callable, tuple[list[str], dict[str, Any]]] = {
-    blr.Task: (["model", "data"], {"likelihood": "categorical", "forward": None,
-                                   "batch_size": None, "device": None, "metadata": None}),
-    blr.Posterior.from_optimizer: (["optimizer", "model"],
-                                   {"n_data": None, "prior_precision": None}),
-    blr.Posterior.from_checkpoint: (["path", "model"], {"n_data": None, "prior_precision": None}),
-    blr.Posterior.load: (["path"], {"model": None, "prior_precision": None}),
-    blr.fit_laplace: (["task"], {"structure": "kron", "prior_precision": None}),
-    blr.sensitivity: (["task", "posterior"], {"variance": None}),
-    blr.leave_one_out: (["task", "posterior"], {"correction": "auto"}),
-    blr.what_if: (["task", "posterior"], {"remove": None, "add": None, "relabel": None,
-                                          "evaluate": None, "solver": "auto", "seeds": 3}),
-    blr.what_if_each: (["task", "posterior"], {"by": "target", "evaluate": None}),
-    blr.memory_map: (["scores"], {}),
+# The first arguments, and the keyword-only ones with their defaults.
+SIGNATURES: dict[Callable, tuple[str, dict[str, Any]]] = {
+    blr.Task: ("model data", {"likelihood": "categorical", "forward": None, "batch_size": None,
+                              "device": None, "metadata": None}),
+    blr.Posterior.from_optimizer: ("optimizer model", {"n_data": None, "prior_precision": None}),
+    blr.Posterior.from_checkpoint: ("path model", {"n_data": None, "prior_precision": None}),
+    blr.Posterior.load: ("path", {"model": None, "prior_precision": None}),
+    blr.fit_laplace: ("task", {"structure": "kron", "prior_precision": None}),
+    blr.sensitivity: ("task posterior", {"variance": None}),
+    blr.leave_one_out: ("task posterior", {"correction": "auto"}),
+    blr.what_if: ("task posterior", {"remove": None, "add": None, "relabel": None,
+                                     "evaluate": None, "solver": "auto", "seeds": 3}),
+    blr.what_if_each: ("task posterior", {"by": "target", "evaluate": None}),
+    blr.memory_map: ("scores", {}),
 }  # fmt: skip
 
 
 def test_the_names_exist_and_explain_themselves() -> None:
-    assert set(blr.__all__) == NAMES
-    assert all(getattr(blr, name).__doc__ for name in NAMES)
-    assert len(blr.__all__) == len(NAMES)
-    assert isinstance(blr.__version__, str)
+    assert set(blr.__all__) == NAMES and len(blr.__all__) == len(NAMES)
+    assert all(getattr(blr, name).__doc__ for name in NAMES) and isinstance(blr.__version__, str)
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
@@ -50,13 +46,12 @@ def test_signatures(function: Callable) -> None:
     first, keywords = SIGNATURES[function]
     parameters = dict(inspect.signature(function).parameters)
     positional = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    assert positional == first
-    for name, default in keywords.items():
-        assert parameters[name].default is default or parameters[name].default == default, name
+    assert positional == first.split()
+    assert {name: parameters[name].default for name in keywords} == keywords
     # In the first two a fitted model can stand in, the others name its remedy.
     alone = function in (blr.sensitivity, blr.leave_one_out, blr.what_if, blr.what_if_each)
-    required = first[:1] if alone else first
-    assert all(parameters[name].default is REQUIRED for name in required)
+    required = positional[:1] if alone else positional
+    assert all(parameters[name].default is inspect.Parameter.empty for name in required)
 
 
 def test_all_errors_are_one_family() -> None:

@@ -15,14 +15,7 @@ from models import mlp
 from oracles import relative
 from parts import graph, normal
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils import data as tud
 
 from blr_analysis.data import read_data
 from blr_analysis.errors import DataError, ModelError
@@ -30,25 +23,27 @@ from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
 
 X, Y = normal(10, 4), torch.arange(10) % 3
+ALL = torch.arange(10)
 
 
-class Rows(Dataset):
-    """A map-style dataset that says which indices were asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
+class Rows(tud.Dataset):
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.asked.append(index)
         return X[index], int(Y[index])
 
 
-def order_of(task: Task, size: int = 4) -> Tensor:
+def order_of(task: Task, chosen: Tensor | None = None) -> Tensor:
     """The inputs in the order in which the task hands them out."""
-    return torch.cat([batch[0] for _, batch in task.batches(size)])
+    return torch.cat([batch[0] for _, batch in task.batches(4, chosen)])
+
+
+def run(task: Task, indices: Tensor = ALL, **params: Tensor) -> tuple[Tensor, Tensor]:
+    return task.run(task.fetch(indices), params or task.parameters())
+
+
+WHOLE = tud.TensorDataset(X, Y)
 
 
 @pytest.mark.parametrize(
@@ -57,40 +52,23 @@ def order_of(task: Task, size: int = 4) -> Tensor:
         (X, Y),
         [X, Y],
         (X.numpy(), Y.numpy()),
-        TensorDataset(X, Y),
+        WHOLE,
         Rows(),
         list(zip(X, Y.tolist(), strict=True)),
-        DataLoader(TensorDataset(X, Y), batch_size=3),
-        DataLoader(TensorDataset(X, Y), batch_size=3, shuffle=True, drop_last=True),
-        DataLoader(Rows(), sampler=RandomSampler(range(10))),
-        DataLoader(Rows(), sampler=SequentialSampler(range(10))),
+        tud.DataLoader(WHOLE, batch_size=3),
+        tud.DataLoader(WHOLE, batch_size=3, shuffle=True, drop_last=True),
+        tud.DataLoader(Rows(), sampler=tud.RandomSampler(range(10))),
+        tud.DataLoader(Rows(), sampler=tud.SequentialSampler(range(10))),
     ],
-    ids=["pair", "list", "numpy", "tensors", "rows", "rows_list", "loader", "shuffled", "random",
-         "sequential"],
-)  # fmt: skip
+)
 def test_every_form_is_handed_out_in_dataset_order(data) -> None:
     task = Task(mlp(), data)
     assert len(task) == task.n_data == 10
     assert torch.equal(order_of(task), X)
-    indices = torch.cat([i for i, _ in task.batches(4)])
-    assert torch.equal(indices, torch.arange(10))
-
-
-def test_batches_of_chosen_indices() -> None:
-    for data in ((X, Y), Rows()):
-        task = Task(mlp(), data)
-        chosen = torch.tensor([7, 2, 2, 9])
-        found = list(task.batches(3, chosen))
-        assert [i.tolist() for i, _ in found] == [[7, 2, 2], [9]]
-        assert torch.equal(torch.cat([b[0] for _, b in found]), X[chosen])
-
-
-def test_no_example_is_read_before_it_is_needed() -> None:
-    rows = Rows()
-    task = Task(mlp(), rows)
-    rows.asked.clear()
-    task.fetch(torch.tensor([3, 5]))
-    assert rows.asked == [3, 5]
+    assert torch.equal(torch.cat([i for i, _ in task.batches(4)]), ALL)
+    chosen = torch.tensor([7, 2, 2, 9, 1])
+    assert [i.tolist() for i, _ in task.batches(3, chosen)] == [[7, 2, 2], [9, 1]]
+    assert torch.equal(order_of(task, chosen), X[chosen])
 
 
 class Tagger(nn.Module):
@@ -100,59 +78,52 @@ class Tagger(nn.Module):
         super().__init__()
         self.body = mlp()
 
-    def forward(self, features: Tensor, scale: Tensor | None = None) -> SimpleNamespace:
-        logits = self.body(features)
-        return SimpleNamespace(logits=logits if scale is None else logits * scale, loss=None)
-
-
-def test_dict_batches() -> None:
-    rows = [
-        {"features": x, "scale": torch.ones(1).double(), "labels": y}
-        for x, y in zip(X, Y, strict=True)
-    ]
-    task = Task(Tagger(), rows)
-    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
-    assert relative(outputs, mlp()(X).detach()) < 1e-12
-    assert torch.equal(targets, Y)
-    nameless = Task(Tagger(), [{"features": x, "target": 0} for x in X])
-    with pytest.raises(DataError, match=r"'labels'.*features"):
-        nameless.run(nameless.fetch(torch.arange(2)), nameless.parameters())
+    def forward(self, features: Tensor, scale: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.body(features) * scale, loss=None)
 
 
 Pair = namedtuple("Pair", ["inputs", "target"])
 
 
-def test_a_forward_function_reads_any_batch() -> None:
-    rows = [Pair({"a": x}, {"deep": [y]}) for x, y in zip(X, Y, strict=True)]
-    task = Task(
-        mlp(), rows,
-        forward=lambda model, b: (model(b.inputs["a"]) + 1, b.target["deep"][0]),
-    )  # fmt: skip
-    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
-    assert relative(outputs, mlp()(X).detach() + 1) < 1e-12
-    assert torch.equal(targets, Y)
+def test_batches_of_every_form_are_run() -> None:
+    model, pairs = mlp(), list(zip(X, Y, strict=True))
+    truth, one = model(X).detach(), torch.ones(1).double()
+    dicts = [{"features": x, "scale": one, "labels": y} for x, y in pairs]
+    mixed = [({"features": x, "scale": one}, y) for x, y in pairs]
+    named = [Pair({"a": x}, {"deep": [y]}) for x, y in pairs]
+
+    def forward(model: nn.Module, b: Pair) -> tuple[Tensor, Tensor]:
+        return model(b.inputs["a"]), b.target["deep"][0]
+
+    for task in (
+        Task(Tagger(), dicts),
+        Task(Tagger(), mixed),
+        Task(model, named, forward=forward),
+        Task(model, (X, Y)),
+    ):
+        outputs, targets = run(task)
+        assert relative(outputs, truth) < 1e-12 and torch.equal(targets, Y)
+    assert run(Task(model, (X.float(), Y)))[0].dtype == torch.float64
 
 
-def test_inputs_follow_the_models_dtype() -> None:
-    task = Task(mlp(), (X.float(), Y))
-    outputs, _ = task.run(task.fetch(torch.arange(3)), task.parameters())
-    assert outputs.dtype == torch.float64
+def test_run_is_at_the_given_parameters_and_buffers_which_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval()
+    own, task = deepcopy(model.state_dict()), Task(model, (X, Y))
+    other = {"0.bias": torch.ones(3).double(), "1.running_mean": torch.full((3,), 2.0).double()}
+    outputs, _ = run(task, **other)
+    assert all(torch.equal(t, own[n]) for n, t in model.state_dict().items())
+    model.load_state_dict(own | other)
+    torch.testing.assert_close(outputs, model(X).detach())
+    torch.testing.assert_close(run(Task(model, (X, Y)).holding(own))[0], run(task, **own)[0])
 
 
-def test_run_is_at_the_given_parameters_and_others_stay_the_models_own() -> None:
-    model = mlp()
-    task = Task(model, (X, Y))
-    bias = torch.tensor([5.0, 0.0, -5.0], dtype=torch.float64)
-    outputs, _ = task.run(task.fetch(torch.arange(10)), {"2.bias": bias})
-    truth = model(X) - model[2].bias + bias
-    assert relative(outputs, truth.detach()) < 1e-12
-
-
-def test_single_outputs_get_their_dimension() -> None:
-    model = graph(lambda m, x: m.one(x).squeeze(-1), one=nn.Linear(4, 1))
-    task = Task(model, (X, normal(10)), likelihood="gaussian")
-    outputs, targets = task.run(task.fetch(torch.arange(10)), task.parameters())
-    assert outputs.shape == targets.shape == (10, 1)
+def test_single_outputs_get_their_dimension_and_inputs_are_left_alone() -> None:
+    x = X.clone()
+    model = graph(lambda m, x: m.one(x.relu_()).squeeze(-1), one=nn.Linear(4, 1))
+    task = Task(model, (x, normal(10)), likelihood="gaussian")
+    (first, targets), (again, _) = (run(task) for _ in range(2))
+    assert first.shape == targets.shape == (10, 1)
+    assert torch.equal(first, again) and torch.equal(x, X)
 
 
 def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
@@ -166,106 +137,76 @@ def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
 
 
 def test_parts_of_tensors_are_read_as_tensors_and_faults_named() -> None:
-    x, y = torch.arange(20.0).view(10, 2), torch.arange(10)
-    part = Subset(Subset(TensorDataset(x, y), [9, 0, 4, 5]), torch.tensor([3, 1, 2]))
-    examples = read_data(part)
+    x, y = torch.arange(20.0).view(10, 2), ALL
+    whole = tud.TensorDataset(x, y)
+    examples = read_data(tud.Subset(tud.Subset(whole, [9, 0, 4, 5]), torch.tensor([3, 1, 2])))
     assert examples.is_tensors
     for chosen in ([0, 1, 2], [2], [1, 1], []):
-        rows = torch.tensor([5, 0, 4])[torch.tensor(chosen, dtype=torch.long)]
-        got = examples.batch(torch.tensor(chosen, dtype=torch.long))
+        places = torch.tensor(chosen, dtype=torch.long)
+        rows, got = torch.tensor([5, 0, 4])[places], examples.batch(places)
         assert torch.equal(got[0], x[rows]) and torch.equal(got[1], y[rows])
-    last = read_data(Subset(TensorDataset(x, y), [-2, -1]))
+    last = read_data(tud.Subset(whole, [-2, -1]))
     assert torch.equal(last.batch(torch.arange(2))[1], y[8:])
     with pytest.raises(DataError, match="example 1"):
-        read_data(Subset(TensorDataset(x, y), [0, 10])).batch(torch.tensor([1]))
+        read_data(tud.Subset(whole, [0, 10])).batch(torch.tensor([1]))
 
 
 def test_subset_keeps_order_metadata_and_all_settings() -> None:
-    likelihood = Gaussian(0.5)
+    likelihood, source = Gaussian(0.5), {"source": list("abcdefghij")}
     forward = lambda model, b: (model(b[0])[:, :1], b[1].double())  # noqa: E731
-    task = Task(
-        mlp(), (X, Y), likelihood=likelihood, forward=forward, batch_size=3,
-        metadata={"source": list("abcdefghij")},
-    )  # fmt: skip
+    how = {"likelihood": likelihood, "forward": forward, "batch_size": 3, "metadata": source}
+    task = Task(mlp(), (X, Y), **how)
     part = task.subset([7, 1, 1])
-    assert part.n_data == 3
-    assert torch.equal(order_of(part), X[[7, 1, 1]])
+    assert part.n_data == 3 and torch.equal(order_of(part), X[[7, 1, 1]])
     assert part.metadata == {"source": ["h", "b", "b"]}
     assert (part.likelihood, part.forward, part.batch_size) == (likelihood, forward, 3)
     assert part.model is task.model
     again = part.subset(torch.tensor([True, False, True]))
     assert torch.equal(order_of(again), X[[7, 1]])
+    mean = Task(nn.Linear(4, 2), (X, normal(10, 2)), likelihood=nn.MSELoss())
+    assert mean.mean_over_outputs and mean.subset([1, 2]).mean_over_outputs
+    with pytest.raises(ValueError, match="select none"):
+        task.subset([])
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"source": list("abcdefghij"), "year": np.arange(10)},
-        pd.DataFrame({"source": list("abcdefghij"), "year": range(10)}, index=range(5, 15)),
-        {"source": pd.Series(list("abcdefghij"), index=range(5, 15)), "year": torch.arange(10)},
-    ],
-    ids=["lists", "frame", "series"],
-)
-def test_metadata_of_every_kind(metadata) -> None:
-    task = Task(mlp(), (X, Y), metadata=metadata)
-    assert task.metadata["source"] == list("abcdefghij")
-    assert [int(y) for y in task.metadata["year"]] == list(range(10))
+@pytest.mark.parametrize("kind", [dict, pd.DataFrame, pd.Series])
+def test_metadata_of_every_kind(kind) -> None:
+    source, index = list("abcdefghij"), range(5, 15)
+    given = {"source": source, "year": np.arange(10)}
+    if kind is pd.Series:
+        given = {"source": pd.Series(source, index=index), "year": torch.arange(10)}
+    elif kind is pd.DataFrame:
+        given = pd.DataFrame(given, index=index)
+    task = Task(mlp(), (X, Y), metadata=given)
+    assert task.metadata == {"source": source, "year": list(range(10))}
     assert task.subset([3]).metadata["source"] == ["d"]
-
-
-def test_parts_of_a_task_know_the_loss_of_training() -> None:
-    task = Task(nn.Linear(4, 2), (X, normal(10, 2)), likelihood=nn.MSELoss())
-    assert task.mean_over_outputs and task.subset([1, 2]).mean_over_outputs
-
-
-def test_lazy_modules_must_have_seen_a_batch() -> None:
-    with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
-        Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
 
 
 def test_evaluation_gives_every_module_its_own_mode_back() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Sequential(nn.Dropout())).double()
     model[1].eval()
-    task = Task(model, (X, Y))
-    for error in (None, KeyboardInterrupt):
-        try:
-            with task.evaluation():
-                assert not any(m.training for m in model.modules())
-                if error:
-                    raise error
-        except KeyboardInterrupt:
-            pass
-        assert [m.training for m in model.modules()] == [True, True, False, True, True]
-
-
-def test_repr() -> None:
+    with pytest.raises(KeyboardInterrupt), Task(model, (X, Y)).evaluation():
+        assert not any(m.training for m in model.modules())
+        raise KeyboardInterrupt
+    assert [m.training for m in model.modules()] == [True, True, False, True, True]
     assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
+    with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
+        Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
 
 
-def test_the_mean_of_a_half_precision_model_is_a_dict_of_single_precision() -> None:
+def test_the_mean_of_a_half_precision_model_is_read_in_single_precision() -> None:
     model = nn.Linear(4, 3).bfloat16()
-    mean = Task(model, (X, Y)).parameters()
-    kept = io.BytesIO()
+    task, own = Task(model, (X, Y)), dict(model.named_parameters())
+    mean, kept = task.parameters(), io.BytesIO()
     torch.save(mean, kept)
     kept.seek(0)
     read = torch.load(kept, weights_only=True)
     for made in (mean, dict(mean), {**mean}, mean | {}, {} | mean, deepcopy(mean), read):
-        assert isinstance(made, dict) and list(made) == ["weight", "bias"]
-        assert all(
-            torch.equal(v, dict(model.named_parameters())[n].float()) for n, v in made.items()
-        )
+        assert list(made) == ["weight", "bias"]
+        assert all(torch.equal(v, own[n].float()) for n, v in made.items())
         assert {v.dtype for v in made.values()} == {torch.float32}
-    called = torch.func.functional_call(model, mean, (X.float(),))
-    assert called.dtype == torch.float32
-
-
-def test_half_precision_weights_that_are_equal_are_the_models_own() -> None:
-    model = nn.Linear(4, 3).bfloat16()
-    task = Task(model, (torch.zeros(2, 4), torch.zeros(2).long()))
-    given = task.parameters()
-    assert all(p.dtype == torch.float32 for p in given.values())
-    given["bias"] = given["bias"] + 1
-    assert torch.equal(given["bias"], model.bias.float() + 1) and len(given) == 2
-    cast, own = task.cast(given), dict(model.named_parameters())
+    mean["bias"] = mean["bias"] + 1
+    assert torch.equal(mean["bias"], model.bias.float() + 1) and len(mean) == 2
+    cast = task.cast(mean)
     assert cast["weight"].data_ptr() == own["weight"].data_ptr()
     assert cast["bias"].dtype == torch.bfloat16 and not torch.equal(cast["bias"], own["bias"])

@@ -34,18 +34,9 @@ def model() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def test_a_dataframe_with_a_target(model: nn.Module) -> None:
-    frame = pd.DataFrame(X.numpy(), columns=["a", "b", "c"])
-    frame["source"], frame["animal"] = ["web", "book"] * 12, np.array(["cat", "dog"])[Y]
-    task = blr.Task(model, frame, target="animal")
-    same(task, blr.Task(model, (X, Y)))
-    assert task.metadata == {"source": ["web", "book"] * 12}
-    real = blr.Task(nn.Linear(2, 1), frame[["a", "b", "c"]], target="c", likelihood="gaussian")
-    assert torch.equal(real.fetch(torch.arange(24))[1], X[:, 2])
-
-
+CODES = torch.arange(24) % 3
 FRAME = pd.DataFrame(X.numpy(), columns=["a", "b", "c"]).assign(
-    label=np.array(["cat", "dog", "owl"])[torch.arange(24) % 3], source="web"
+    label=np.array(["cat", "dog", "owl"])[CODES], source="web"
 )
 
 
@@ -71,7 +62,6 @@ ASKED = {
         (FRAME.assign(label=np.arange(24) % 3), "Categorical"),
         (FRAME[["c", "a", "b", "label"]], "order"),
     ],
-    ids=["class", "numbers", "columns"],
 )
 def test_frames_that_are_coded_differently_are_refused_together(
     other: pd.DataFrame, word: str, ask: str, tmp_path: Path
@@ -86,53 +76,48 @@ def test_frames_that_are_coded_differently_are_refused_together(
 
 def test_a_categorical_is_coded_by_its_own_categories() -> None:
     model = nn.Linear(3, 3)
-    owls_first = pd.CategoricalDtype(["owl", "dog", "cat"])
-    frame = FRAME.astype({"label": owls_first})
+    frame = FRAME.astype({"label": pd.CategoricalDtype(["owl", "dog", "cat"])})
     task = of(frame, model)
-    assert torch.equal(task.dataset.tensors[1], 2 - torch.arange(24) % 3)
+    assert torch.equal(task.dataset.tensors[1], 2 - CODES)
     q = blr.fit_laplace(task, prior_precision=1.0)
-    without_cats = of(frame[frame.label != "cat"], model)
-    told = blr.what_if(task, q, remove=[0], evaluate=without_cats)
-    rows = torch.arange(24) % 3 != 0
-    expected = nn.functional.cross_entropy(model(X[rows]), 2 - (torch.arange(24) % 3)[rows])
+    told = blr.what_if(task, q, remove=[0], evaluate=of(frame[frame.label != "cat"], model))
+    rows = CODES != 0
+    expected = nn.functional.cross_entropy(model(X[rows]), (2 - CODES)[rows])
     assert told.before.nll == pytest.approx(expected.item(), rel=1e-5)
+
+
+NUMBERS = [0, 1, 10, 2] * 6
 
 
 @pytest.mark.parametrize(
     "labels",
-    [
-        pd.array([0, 1, 10, 2] * 6, dtype="Int64"),
-        np.array([0, 1, 10, 2] * 6, dtype=object),
-        [False, True] * 12,
-    ],
+    [pd.array(NUMBERS, dtype="Int64"), np.array(NUMBERS, dtype=object), [False, True] * 12],
     ids=["nullable", "objects", "booleans"],
 )
-def test_labels_that_are_numbers_stay_themselves(labels: Any) -> None:
+def test_columns_of_numbers_stay_themselves(labels: Any, model: nn.Module) -> None:
     _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
     assert y.tolist() == list(labels)
+    task = of(FRAME.astype({"b": object}), model)
+    assert torch.equal(task.dataset.tensors[0], X) and list(task.metadata) == ["source"]
+    real = blr.Task(nn.Linear(2, 1), FRAME[["a", "b", "c"]], target="c", likelihood="gaussian")
+    assert torch.equal(real.fetch(torch.arange(24))[1], X[:, 2])
 
 
-def test_masks_have_the_index_of_the_frame() -> None:
+def test_masks_and_weights_have_the_index_of_the_frame(model: nn.Module) -> None:
     shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
     cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
     assert {int(y) for _, y in cats.dataset} == {0} and cats.n_data == 8
     ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
     with pytest.raises(InputError, match="to_numpy"):
         ambiguous.subset(FRAME.label == "cat")
-
-
-def test_numbers_of_object_dtype_are_inputs(model: nn.Module) -> None:
-    task = of(FRAME.astype({"b": object}), model)
-    assert torch.equal(task.dataset.tensors[0], of(FRAME, model).dataset.tensors[0])
-    assert list(task.metadata) == ["source"]
-
-
-def test_weights_of_a_train_split() -> None:
     weights = pd.Series(np.arange(24.0), index=np.arange(24) * 3 + 7)
-    task = blr.Task(nn.Linear(3, 2), (X, Y), weights=weights)
-    same = blr.Task(nn.Linear(3, 2), (X, Y), weights=torch.arange(24.0))
     f = torch.ones(24, 2)
-    assert torch.equal(task.likelihood.nll(f, Y), same.likelihood.nll(f, Y))
+    one, other = (
+        blr.Task(model, (X, Y), weights=w).likelihood.nll(f, Y) for w in (weights, range(24))
+    )
+    assert torch.equal(one, other)
+    with pytest.raises(InputError, match="row labels"):
+        blr.Task(model, shuffled, target="label", weights=weights)
 
 
 class Dictionary(nn.Module):
@@ -146,36 +131,31 @@ class Dictionary(nn.Module):
         return {"logits": self.inner(x)}
 
 
-def test_logits_in_a_dict(model: nn.Module) -> None:
-    same(blr.Task(Dictionary(model), (X, Y)), blr.Task(model, (X, Y)))
-
-
-def test_datasets(model: nn.Module) -> None:
+def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
     datasets = pytest.importorskip("datasets")
+    wrapped, plain = Dictionary(model), blr.Task(model, (X, Y))
+    same(blr.Task(wrapped, (X, Y)), plain)
     columns = {"x": X.tolist(), "label": Y.tolist(), "text": [f"example {i}" for i in range(24)]}
-    data = datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns)})
-    task = blr.Task(Dictionary(model), data["train"])
-    same(task, blr.Task(model, (X, Y)))
+    data = datasets.Dataset.from_dict(columns)
+    task = blr.Task(wrapped, data)
+    same(task, plain)
     assert task.metadata["text"][3] == "example 3"
-    named = data["train"].rename_column("label", "animal")
-    same(blr.Task(Dictionary(model), named, target="animal"), blr.Task(model, (X, Y)))
-    with pytest.raises(DataError, match="'train'"):
-        blr.Task(model, data)
-    spelled = data["train"].remove_columns("label").add_column("kind", ["ab"[k] for k in Y])
-    coded = blr.Task(Dictionary(model), spelled, target="kind")
-    same(coded, blr.Task(model, (X, Y)))
+    same(blr.Task(wrapped, data.rename_column("label", "animal"), target="animal"), plain)
+    with pytest.raises(DataError, match="one split"):
+        blr.Task(model, datasets.DatasetDict({"train": data}))
+    spelled = data.remove_columns("label").add_column("kind", ["ab"[k] for k in Y])
+    coded = blr.Task(wrapped, spelled, target="kind")
+    same(coded, plain)
     assert coded.examples.classes == ("a", "b") and list(coded.metadata) == ["text"]
     aside = {"labels": [0] * 24, "none": [None] * 24, "tags": [["a"], ["a", "b"]] * 12}
     aside |= {"when": [datetime.datetime(2020, 1, 1)] * 24}
-    more = datasets.Dataset.from_dict({**columns, **aside})
-    task = blr.Task(Dictionary(model), more, target="label")
-    same(task, blr.Task(model, (X, Y)))
+    task = blr.Task(wrapped, datasets.Dataset.from_dict({**columns, **aside}), target="label")
+    same(task, plain)
     assert set(task.metadata) == {"text", *aside}
-    words = [
-        data["train"].cast_column("label", datasets.ClassLabel(names=names))
+    tasks = [
+        blr.Task(wrapped, data.cast_column("label", datasets.ClassLabel(names=names)))
         for names in (["cat", "dog"], ["dog", "cat"])
     ]
-    tasks = [blr.Task(Dictionary(model), rows) for rows in words]
     with pytest.raises(InputError, match="Categorical"):
         tasks[0].with_model(tasks[1])
 
@@ -186,10 +166,8 @@ def test_models_that_are_wrapped(model: nn.Module) -> None:
     assert blr.Task(compiled, (X, Y)).model is model
     assert blr.Task(nn.DataParallel(model), (X, Y)).model is model
     optimizer = torch.optim.Adam(compiled.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+    nn.functional.cross_entropy(model(X), Y).backward()
+    optimizer.step()
     posterior = blr.Posterior.from_optimizer(optimizer, compiled, n_data=24, prior_precision=1.0)
     assert set(posterior.mean) == {"weight", "bias"}
     assert len(blr.sensitivity(blr.Task(compiled, (X, Y)), posterior)) == 24
@@ -199,7 +177,7 @@ def test_models_that_are_wrapped(model: nn.Module) -> None:
     ("data", "options", "error", "word"),
     [
         (pd.DataFrame({"a": [1.0], "y": [1]}), {}, DataError, "target="),
-        (pd.DataFrame({"a": [1.0], "y": [1]}), {"target": "z"}, InputError, "columns: a, y"),
+        (pd.DataFrame({"a": [1.0], "y": [1]}), {"target": "z"}, InputError, "for 'a', 'y'"),
         (pd.DataFrame({"a": ["x"], "y": [1]}), {"target": "y"}, DataError, "of numbers"),
         ((X, Y), {"target": "y"}, InputError, "no column"),
         (FRAME.assign(label=[None] + ["a"] * 23), {"target": "label"}, DataError, "row 0 "),

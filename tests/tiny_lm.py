@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +31,9 @@ class TinyLM(nn.Module):
     """Embeddings, a block of (causal) attention and an MLP with norms, a read-out."""
 
     def __init__(
-        self,
-        *,
-        causal: bool = True,
-        tied: bool = False,
-        library: bool = False,
-        vocabulary: int = VOCABULARY,
-        width: int = 4,
-        longest: int = 12,
-        classes: int | None = None,
-    ) -> None:
+        self, *, causal: bool = True, tied: bool = False, library: bool = False,
+        vocabulary: int = VOCABULARY, width: int = 4, longest: int = 12, classes: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.causal = causal
         self.words = nn.Embedding(vocabulary, width)
@@ -71,8 +65,7 @@ class TinyLM(nn.Module):
         if self.attention is not None:
             mask = hidden.squeeze(1).repeat_interleave(2, 0)
             return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
-        assert self.qkv is not None
-        assert self.mix is not None
+        assert self.qkv is not None and self.mix is not None
         q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
         return self.mix(mixed.transpose(1, 2).flatten(2))
@@ -81,79 +74,46 @@ class TinyLM(nn.Module):
 def tiny_lm(seed: int = 0, **settings: int | bool | None) -> TinyLM:
     """In float64 eval mode with generic weights."""
     with seeded(seed):
-        model = TinyLM(**settings)  # type: ignore[arg-type]
-    randomised(model)
-    return model
+        return randomised(TinyLM(**settings))  # type: ignore[arg-type,return-value]
 
 
-def sequences(n: int, *, low: int = 3, high: int = 9, vocabulary: int = VOCABULARY) -> list[Tensor]:
-    """Random token ids of unequal length."""
+def sequences(n: int, *, vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Random token ids, 3 to 9 each."""
     g = torch.Generator().manual_seed(n)
-    lengths = torch.randint(low, high + 1, (n,), generator=g).tolist()
+    lengths = torch.randint(3, 10, (n,), generator=g).tolist()
     return [torch.randint(0, vocabulary, (k,), generator=g) for k in lengths]
 
 
-class Rows:
-    """A dataset of dictionaries with ids and labels, as tokenisers give them."""
-
-    def __init__(self, ids: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
-        self.ids, self.labels = ids, labels
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[i], "labels": self.labels[i]}
-
-
-def padded(
-    rows: list[dict[str, Tensor]], *, more: int = 0, left: bool = False, fill: int = 0
-) -> dict[str, Tensor]:
+def padded(rows: list[dict[str, Tensor]], more: int, left: bool) -> dict[str, Tensor]:
     """A batch as long as its longest row, and ``more``."""
     longest = max(len(r["input_ids"]) for r in rows) + more
 
-    def table(name: str, value: int) -> Tensor:
+    def table(name: str, fill: int) -> Tensor:
         gaps = [longest - len(r[name]) for r in rows]
         sides = [(gap, 0) if left else (0, gap) for gap in gaps]
-        return torch.stack(
-            [F.pad(r[name], s, value=value) for r, s in zip(rows, sides, strict=True)]
-        )
+        parts = zip(rows, sides, strict=True)
+        return torch.stack([F.pad(r[name], side, value=fill) for r, side in parts])
 
     rows = [{**r, "attention_mask": torch.ones_like(r["input_ids"])} for r in rows]
-    fills = {"input_ids": fill, "labels": IGNORED, "attention_mask": 0}
+    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
     return {name: table(name, value) for name, value in fills.items()}
 
 
 def task_of(
-    model: nn.Module,
-    ids: Sequence[Tensor],
-    labels: Sequence[Tensor] | None = None,
-    *,
-    likelihood: str = "causal_lm",
-    more: int = 0,
-    left: bool = False,
-    mask: bool = True,
-    batch_size: int = 4,
-    metadata: Mapping[str, Sequence[object]] | None = None,
-) -> Task:
+    model: nn.Module, ids: Sequence[Tensor], labels: Sequence[Tensor] | None = None, *,
+    likelihood: str = "causal_lm", more: int = 0, left: bool = False, mask: bool = True,
+    batch_size: int = 4, metadata: Any = None,
+) -> Task:  # fmt: skip
     """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = padded(rows, more=more, left=left)
-        return batch if mask else {n: x for n, x in batch.items() if n != "attention_mask"}
+        batch = padded(rows, more, left)
+        return {n: x for n, x in batch.items() if mask or n != "attention_mask"}
 
-    loader = DataLoader(
-        Rows(ids, labels or ids),  # type: ignore[arg-type]
-        batch_size=batch_size,
-        collate_fn=collate,
-    )
-    return Task(
-        model,
-        loader,
-        likelihood=likelihood,
-        batch_size=batch_size,
-        metadata=metadata,  # type: ignore[arg-type]
-    )
+    pairs = zip(ids, labels or ids, strict=True)
+    rows: Any = [{"input_ids": x, "labels": y} for x, y in pairs]
+    loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+    return Task(model, loader, likelihood=likelihood, batch_size=batch_size, metadata=metadata)
 
 
 def token_losses(
@@ -176,32 +136,22 @@ def token_gradients(
     """Losses ``[t]`` and gradients ``[t, P]`` of one sequence's tokens, one backward pass each."""
     params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     losses = token_losses(model, params, ids, labels, shift)
-    rows = [
-        torch.autograd.grad(
-            loss,
-            list(params.values()),
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        for loss in losses
-    ]
+    how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    rows = [torch.autograd.grad(loss, list(params.values()), **how) for loss in losses]
     return losses.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
-def with_prompts(ids: Sequence[Tensor], count: int = 1) -> list[Tensor]:
-    """Labels that are the ids, but for ``count`` at the start of every sequence and one inside."""
+def with_prompts(ids: Sequence[Tensor]) -> list[Tensor]:
+    """Labels that are the ids, but for the first of every sequence and one inside."""
     labels = [x.clone() for x in ids]
     for row in labels:
-        row[:count] = IGNORED
-        if len(row) > count + 3:
-            row[count + 1] = IGNORED
+        row[[0, 2] if len(row) > 4 else [0]] = IGNORED
     return labels
 
 
-def tags(ids: Sequence[Tensor], classes: int = 3) -> list[Tensor]:
+def tags(ids: Sequence[Tensor]) -> list[Tensor]:
     """A class for every token, every fourth ignored."""
-    found = [(x * 5 + torch.arange(len(x))) % classes for x in ids]
+    found = [(x * 5 + torch.arange(len(x))) % 3 for x in ids]
     for row in found:
         row[3::4] = IGNORED
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +33,32 @@ def tokenizer(*, pairs: bool = True, segments: bool = True) -> Any:
 
 def config_of(kind: str, **more: Any) -> Any:
     """A configuration small enough to be compared with brute force."""
-    from transformers import BertConfig, GPT2Config, LlamaConfig
+    import transformers
 
-    size = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0}
-    if kind == "bert":
-        small = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-        small |= {"intermediate_size": 12, "max_position_embeddings": 16}
-        return BertConfig(**{**size, **small, "bos_token_id": None, **more})
-    ends = {"bos_token_id": 2, "eos_token_id": 3}
-    if kind == "gpt2":
-        small = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
-        return GPT2Config(**{**size, **ends, **small, **more})
+    size = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "bos_token_id": 2}
     small = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"intermediate_size": 12, "max_position_embeddings": 16, "num_key_value_heads": 1}
-    return LlamaConfig(**{**size, **ends, **small, **more})
+    small |= {"intermediate_size": 12, "max_position_embeddings": 16}
+    name, own = {
+        "bert": ("BertConfig", {**small, "bos_token_id": None}),
+        "gpt2": ("GPT2Config", {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}),
+        "llama": ("LlamaConfig", {**small, "num_key_value_heads": 1}),
+    }[kind]
+    ends = {} if kind == "bert" else {"eos_token_id": 3}
+    return getattr(transformers, name)(**{**size, **ends, **own, **more})
 
 
 def build(kind: str, task: str = "classification", seed: int = 0, **more: Any) -> Any:
     """A random model with weights far from their initial scale, so that no gradient vanishes."""
     import transformers
 
-    if task == "classification":
-        more = {"num_labels": 3, **more}
-    config = config_of(kind, **more)
     family = {"bert": "Bert", "gpt2": "GPT2", "llama": "Llama"}[kind]
     if task == "causal_lm":
         head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     else:
-        head = "ForSequenceClassification"
+        head, more = "ForSequenceClassification", {"num_labels": 3, **more}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, family + head)(config).eval()
+        model = getattr(transformers, family + head)(config_of(kind, **more)).eval()
         for p in model.parameters():
             p.data.add_(torch.randn_like(p), alpha=0.3)
     return model
@@ -81,9 +75,6 @@ def save(folder: Path, model: Any, *, pairs: bool = True) -> Path:
 def sentences(n: int, *, low: int = 2, high: int = 9, seed: int = 0) -> list[str]:
     """Random words."""
     g = torch.Generator().manual_seed(seed)
-
-    def some(count: int) -> Sequence[str]:
-        return [WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=g).tolist()]
-
     counts = torch.randint(low, high + 1, (n,), generator=g).tolist()
-    return [" ".join(some(count)) for count in counts]
+    chosen = [torch.randint(len(WORDS), (count,), generator=g).tolist() for count in counts]
+    return [" ".join(WORDS[i] for i in row) for row in chosen]

@@ -76,15 +76,15 @@ def fisher(
     from blr_analysis.huggingface.fisher import fisher as compute
     from blr_analysis.huggingface.fisher import fisher_cost
 
-    say, label, seed = Teller(), how.pop("label"), how.pop("seed")
+    say = Teller()
     say(f"loading {model}")
     dtype = torch.bfloat16 if half else None
     how |= {"base": base, "text": text or None, "device": shared.device or "cpu", "dtype": dtype}
     if shared.dry_run:
         show_forecast(fisher_cost(model, data, **how))
         return
-    kept = {"label": label, "seed": seed, "out": out, "force": shared.force}
-    result = compute(model, data, **how, **kept, memory_budget=shared.memory)
+    how |= {"out": out, "force": shared.force, "memory_budget": shared.memory}
+    result = compute(model, data, **how)
     say("done")
     used = "" if result.examples == result.n_data else f" ({result.examples:,} used, scaled)"
     if result.truncated:

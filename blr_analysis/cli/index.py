@@ -55,7 +55,7 @@ def index(
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
-    from blr_analysis.huggingface.tokens import ids_known_by
+    from blr_analysis.huggingface.questions import ids_known_by
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.index import PLAN, build_cost, check_place
 
@@ -223,7 +223,7 @@ def _text_tasks(
     """The training texts, where they are read ``again``, and the questions to a language model,
     which must be the index's."""
     from blr_analysis.huggingface.models import load_language_model
-    from blr_analysis.huggingface.tokens import ids_known_by
+    from blr_analysis.huggingface.questions import ids_known_by
     from blr_analysis.posterior.stationarity import check_weights
 
     if not about.get("model"):

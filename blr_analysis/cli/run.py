@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import sys
 import traceback
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "" in arguments:  # which typer takes for the current folder
             raise InputError("an argument is empty: name a value, or leave it out")
-        with _together(arguments), _estimates(), warnings.catch_warnings():
+        with _together(arguments), warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _warn
             code = app(arguments, prog_name=NAME, standalone_mode=False)
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         expected = isinstance(error, (BLRError, _BadUsage))
         ranks = sys.modules.get("blr_analysis.ranks")
-        if ranks is None or ranks.speaks():
+        if ranks is None or ranks.first() or not expected:
             more = "" if debug or expected else " (--debug shows where)"
             print(f"{NAME}: {_said(error)}{more}", file=sys.stderr)
         code = BAD_INPUT if expected else UNEXPECTED
@@ -91,26 +90,6 @@ def _together(arguments: Sequence[str]) -> Iterator[None]:
         if ranks.launched() and not {"--help", "-h", "--version", *TOGETHER} & {*arguments}:
             raise InputError(f"{arguments[0]} runs alone: start it without torchrun")
         yield
-
-
-class _Said(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(record.getMessage(), file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _estimates() -> Iterator[None]:
-    """Inside, what is left of long work is said where no bar shows it."""
-    log, said = logging.getLogger("blr_analysis"), _Said()
-    before = log.level
-    if not sys.stderr.isatty():
-        log.addHandler(said)
-        log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(said)
-        log.setLevel(before)
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import pandas as pd
 
 from blr_analysis.checks import path_of, some
-from blr_analysis.errors import DataError, StorageError
+from blr_analysis.errors import DataError, StorageError, told_as
 
-LINE = "line of the file"  # what the index of a table holds whose rows are lines
 ENCODING = "utf-8-sig"  # with or without the mark that spreadsheets put first
 PAIRS = (
     ("sentence1", "sentence2"),
@@ -29,12 +28,12 @@ PAIRS = (
     ("text_a", "text_b"),
 )
 TEXT_NAMES = (*((n,) for n in ("text", "sentence", "content", "review", "document")), *PAIRS)
-LABEL_NAMES = ("label", "labels", "target", "class")
+LABEL_NAMES = (("label",), ("labels",), ("target",), ("class",))
 
 
 def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
     """The rows of a file, of a folder that ``datasets`` saved, or of a ``datasets.Dataset``, and
-    what to call them.
+    what to call them. The index says "line" or "row", from 1.
 
     ``.jsonl``: an object per line. ``.json``: a list of them. ``.csv``: a header, commas, double
     quotes around fields. ``.tsv``: a header, tabs, no quotes. ``.txt``: a text per line, without
@@ -56,46 +55,58 @@ def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
         table, where = data.to_pandas(), "the dataset"
     else:
         place = Path(path_of(data)).expanduser()
-        where = repr(str(place))
-        table = _saved(place) if place.is_dir() else _file(place)
+        where, kind = repr(str(place)), "folder" if place.is_dir() else place.suffix.lower()
+        if kind not in READERS:
+            raise DataError(f"{where} is none of {', '.join(READERS)}: convert it")
+        if not place.exists():
+            raise StorageError(f"there is no file {where}.")
+        with told_as(DataError, f"{where} is no {kind} that can be read", "is it in UTF-8?"):
+            table = READERS[kind](place)
     if not len(table):
         raise DataError(f"{where} holds no examples")
+    if table.index.name != "line":
+        table = table.set_axis(pd.RangeIndex(1, len(table) + 1, name="row"))
     return table, where
 
 
 def places_of(table: pd.DataFrame, where: str) -> list[str]:
     """Where each row stands: its line, as an editor counts them; of other files the row, from 1
-    and without a header.
-
-    >>> places_of(pd.DataFrame({"text": ["a"]}), "the dataset")
-    ['row 1 of the dataset']
-    """
-    if table.index.name == LINE:
-        return [f"line {number} of {where}" for number in table.index]
-    return [f"row {i + 1} of {where}" for i in table.index]
+    and without a header."""
+    return [f"{table.index.name} {number} of {where}" for number in table.index]
 
 
 def text_columns(
     table: pd.DataFrame, where: str, text: str | Sequence[str] | None
 ) -> tuple[str, ...]:
     """The column of the texts, or the two of pairs: those named, or those of a usual name."""
-    if text is not None:
-        named = (text,) if isinstance(text, str) else tuple(text)
-        if not 1 <= len(named) <= 2:
-            raise DataError(f"a text has one column, or two for a pair, got {list(named)}")
-        return _held(where, table, named)
-    matches = [names for names in TEXT_NAMES if set(names) <= set(table)]
-    # A pair that contains a lone name (question + sentence) is what is meant.
-    matches = [m for m in matches if not any(set(m) < set(other) for other in matches)]
-    return _only(matches, where, table, "text", "text= (--text), two for a pair")
+    named = (text,) if isinstance(text, str) else text
+    if named is not None and not 1 <= len(named) <= 2:
+        raise DataError(f"a text has one column, or two for a pair, got {list(named)}")
+    return _chosen(table, where, named, TEXT_NAMES, "text")
 
 
 def label_column(table: pd.DataFrame, where: str, label: str | None) -> str:
     """The column of the labels: that named, or that of a usual name."""
-    if label is not None:
-        return _held(where, table, (label,))[0]
-    matches = [name for name in LABEL_NAMES if name in table]
-    return _only(matches, where, table, "label", "label= (--label)")
+    return _chosen(table, where, None if label is None else [label], LABEL_NAMES, "label")[0]
+
+
+def _chosen(
+    table: pd.DataFrame,
+    where: str,
+    named: Sequence[str] | None,
+    usual: Sequence[tuple[str, ...]],
+    what: str,
+) -> tuple[str, ...]:
+    tried = usual if named is None else [tuple(named)]
+    fits = [names for names in tried if set(names) <= set(table)]
+    # A pair that contains a lone name (question + sentence) is what is meant.
+    fits = [names for names in fits if not any(set(names) < set(other) for other in fits)]
+    if len(fits) != 1:
+        unknown = "a usual name" if named is None else f"the name {some(named)}"
+        said = "several columns that could be" if fits else f"no column of {unknown} for"
+        held = some(list(table), 12)
+        raise DataError(f"{where} has {said} the {what}; of {held} name it: {what}= (--{what})")
+    return fits[0]
 
 
 def class_indices(
@@ -109,10 +120,9 @@ def class_indices(
     indices = [_class_index(label, label2id) for label in labels]
     for label, place, index in zip(labels, places, indices, strict=True):
         if not 0 <= index < classes:
-            raise DataError(
-                f"{place} has the label {label!r}: expected 0 … {classes - 1} or one of "
-                f"{some(list(label2id))}"
-            )
+            known = some(list(label2id))
+            wanted = f"expected 0 … {classes - 1} or one of {known}"
+            raise DataError(f"{place} has the label {label!r}: {wanted}")
     return indices
 
 
@@ -126,15 +136,13 @@ def _class_index(label: Any, label2id: Mapping[str, int]) -> int:
 
 
 def _saved(place: Path) -> pd.DataFrame:
-    from datasets import DatasetDict, load_from_disk
+    from datasets import load_from_disk
 
-    try:
-        saved: Any = load_from_disk(str(place))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{str(place)!r} is no folder of Dataset.save_to_disk: {error}") from error
-    if isinstance(saved, DatasetDict):
-        first = place / str(next(iter(saved)))
-        raise DataError(f"{str(place)!r} holds several splits: name one, {str(first)!r}")
+    saved: Any = load_from_disk(str(place))
+    if isinstance(saved, dict):
+        raise DataError(
+            f"{str(place)!r} holds several splits: name one, {str(place / next(iter(saved)))!r}"
+        )
     return saved.to_pandas()
 
 
@@ -142,7 +150,7 @@ def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
     """A table with a header, every field as text, every row of its length."""
     with open(path, encoding=ENCODING, newline="") as file:
         rows = [row for row in csv.reader(file, strict=True, **dialect) if row]
-    header, rows = (rows[0], rows[1:]) if rows else ([], [])
+    header = rows.pop(0) if rows else []
     if len(set(header)) < len(header):
         raise ValueError(f"its header {header} names a column twice")
     for number, row in enumerate(rows, 1):
@@ -151,67 +159,24 @@ def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=header)
 
 
-def _jsonl(path: Path) -> pd.DataFrame:
+def _lines(path: Path, read: Callable[[str], Any]) -> pd.DataFrame:
+    """A row of every line that is not blank; the index counts from 1 with those that are."""
     rows = {}
-    for number, line in _numbered(path).items():
-        try:
-            rows[number] = dict(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number} is no JSON object: {error}") from error
-    return pd.DataFrame(list(rows.values()), index=pd.Index(list(rows), name=LINE))
-
-
-def _texts(path: Path) -> pd.DataFrame:
-    rows = _numbered(path)
-    return pd.DataFrame({"text": list(rows.values())}, index=pd.Index(list(rows), name=LINE))
-
-
-def _numbered(path: Path) -> dict[int, str]:
-    """Lines that are not blank, counted from 1 with those that are."""
     with open(path, encoding=ENCODING) as file:
-        return {k: line.rstrip("\n") for k, line in enumerate(file, 1) if line.strip()}
+        for number, line in enumerate(file, 1):
+            try:
+                rows |= {number: dict(read(line))} if line.strip() else {}
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"line {number} is no JSON object: {error}") from error
+    return pd.DataFrame(list(rows.values()), index=pd.Index(list(rows), name="line"))
 
 
 READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
-    ".jsonl": _jsonl,
+    ".jsonl": partial(_lines, read=json.loads),
     ".json": lambda path: pd.DataFrame(json.loads(path.read_text(encoding=ENCODING))),
     ".csv": partial(_separated, delimiter=","),
     ".tsv": partial(_separated, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".parquet": lambda path: pd.read_parquet(path).reset_index(drop=True),
-    ".txt": _texts,
+    ".txt": partial(_lines, read=lambda line: {"text": line.rstrip("\n")}),
+    "folder": _saved,
 }
-
-
-def _file(path: Path) -> pd.DataFrame:
-    """The file as it is read; whatever goes wrong names the file."""
-    read = READERS.get(path.suffix.lower())
-    if read is None:
-        raise DataError(f"{str(path)!r} ends in none of {', '.join(READERS)}: convert it")
-    try:
-        return read(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{str(path)!r} is not in UTF-8: convert it, iconv -t UTF-8") from error
-    except (ValueError, TypeError, AttributeError, RecursionError, csv.Error) as error:
-        said = " ".join(str(error).split())[:200]
-        raise DataError(f"{str(path)!r} is no {path.suffix} that can be read: {said}") from error
-
-
-def _only(matches: Sequence[Any], where: str, table: pd.DataFrame, what: str, how: str) -> Any:
-    if len(matches) != 1:
-        count = "several columns that could be" if matches else "no column of a usual name for"
-        raise DataError(
-            f"{where} has {count} the {what}; its columns are {some(list(table), 12)}: name "
-            f"it with {how}"
-        )
-    return matches[0]
-
-
-def _held(where: str, table: pd.DataFrame, asked: tuple[str, ...]) -> tuple[str, ...]:
-    missing = [name for name in asked if name not in table]
-    if missing:
-        raise DataError(
-            f"{where} has no column {some(missing)}; its columns are {some(list(table), 12)}"
-        )
-    return asked

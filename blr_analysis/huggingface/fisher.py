@@ -19,20 +19,12 @@ from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
 from blr_analysis.huggingface.data import class_indices, label_column, places_of, read_rows
-from blr_analysis.huggingface.models import (
-    Pretrained,
-    checkpoint_names,
-    load_model,
-    load_tuned,
-    read_config,
-)
-from blr_analysis.huggingface.questions import read_tokens
-from blr_analysis.huggingface.tokens import Tokens, read_length
+from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, load_tuned
+from blr_analysis.huggingface.questions import Tokens, read_length, read_tokens
 from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,
-    Posterior,
     check_dtype,
     fit_kept,
     take_off,
@@ -45,6 +37,10 @@ from blr_analysis.task import Task
 CURVATURES = {"mc": "mc_fisher", "emp": "empirical_fisher", "ggn": "ggn"}
 FOLDER = "precision"
 TINY = 1e-30  # δ of what is fitted, whose data part alone is asked for
+DEFINITION = (
+    "g_i the gradient of example i's loss, -log p(y_i|x_i), of a text the sum over its tokens; "
+    "summed over n_data examples (published merging scripts average: divide by n_data to compare)"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class FisherResult:
     n_data: int
     examples: int
     truncated: int
-    max_length: int
+    max_length: int | None
     zeros: float
     seconds: float
 
@@ -149,18 +145,14 @@ def fisher(
         blr_analysis.errors.StorageError: there is no folder 'no-model': ...
     """
     started = time.monotonic()
-    curvature = _asked(kind, structure, samples, dtype)
+    asked = Asked(kind, structure, samples, text, label, examples, max_length, seed, dtype)
     place = Path(path_of(model)).expanduser()
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    adapter = is_adapter(place)
-    if not adapter:
-        read_config(place)
-    leads = ranks.first()
+    adapter, leads = is_adapter(place), ranks.first()
+    loaded = load_tuned(place, base=base, task=task, device=device)
+    names = checkpoint_names(loaded)
     with held(storage.check_target(target, force=force)) if leads else nullcontext():
-        loaded = load_tuned(place, base=base, task=task, device=device)
-        names = checkpoint_names(loaded)
-        most = read_length(loaded, max_length)
-        encoded, n, columns = _read(loaded, data, kind, text, label, examples, most, seed)
+        encoded, n, columns = asked.read(loaded, data)
         how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
         weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
         kept = _unfinished(target, weights, encoded, how)
@@ -168,13 +160,14 @@ def fisher(
             encoded.task(loaded, memory_budget=memory_budget),
             structure=structure,
             prior_precision=None if structure == "gram" else TINY,
-            curvature="ggn" if structure == "gram" else curvature,
+            curvature="ggn" if structure == "gram" else CURVATURES[kind],
             samples=samples,
             seed=seed,
             kept=kept if ranks.count() == 1 else None,
         )
+        tied = {n: [n, *others] for n, others in tied_names(loaded.model).items()}
         about: dict[str, Any] = {
-            "definition": _definition(q, loaded),
+            "definition": f"{q.record['definition']}; {DEFINITION}",
             "n_data": n,
             "model": weights[-1],
             "samples": samples if kind == "mc" else None,
@@ -187,14 +180,23 @@ def fisher(
             "likelihood": loaded.likelihood,
             "source": "fisher",
             "frozen": [names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
-            "tied": _tied(loaded, names),
-            **({"noise": q.record["noise"]} if "noise" in q.record else {}),
-            **({"adapter": True} if adapter else {}),
+            "tied": {names[n]: [x for x in own if x != names[n]] for n, own in tied.items()},
+            "noise": q.record.get("noise"),
+            "adapter": adapter,
         }
-        tensors = _written(target, q, names, n / len(encoded), dtype, about, write=leads)
+        parts, scale = q.form.per_weight, n / len(encoded)
+        if parts is not None:
+            cut = {k: take_off(s.clone(), TINY, s.dtype) for k, s in parts.items()}
+            parts = {names[k]: s.mul_(scale).cpu() for k, s in cut.items()}
+        if leads and parts is not None:
+            write_precision(target, parts, dtype=dtype, kind=q.record["kind"], **about)
+        elif leads:
+            write_factors(target, q, names=names, scale=scale, **about)
         for sums in kept.values():
             sums.remove()
+    tensors = (parts or q.form.tensors()).values()
     size = sum(t.numel() for t in tensors)
+    zeros = sum(int((t == 0).sum()) for t in tensors) / size
     return FisherResult(
         folder=target,
         kind=str(q.record["kind"]),
@@ -203,32 +205,60 @@ def fisher(
         n_data=n,
         examples=len(encoded),
         truncated=encoded.cut,
-        max_length=most,
-        zeros=sum(int((t == 0).sum()) for t in tensors) / size,
+        max_length=encoded.max_length,
+        zeros=zeros,
         seconds=time.monotonic() - started,
     )
 
 
-def _written(
-    target: Path,
-    q: Posterior,
-    names: dict[str, str],
-    scale: float,
-    dtype: torch.dtype | None,
-    about: dict[str, Any],
-    *,
-    write: bool,
-) -> list[torch.Tensor]:
-    """The tensors of the data's part, and written by the names of the files."""
-    if (values := q.form.per_weight) is None:
-        if write:
-            write_factors(target, q, names=names, scale=scale, **about)
-        return list(q.form.tensors().values())
-    parts = {n: take_off(s.clone(), TINY, s.dtype).mul_(scale).cpu() for n, s in values.items()}
-    if write:
-        stored = {names[n]: t for n, t in parts.items()}
-        write_precision(target, stored, dtype=dtype, kind=str(q.record["kind"]), **about)
-    return list(parts.values())
+@dataclass(frozen=True)
+class Asked:
+    """What :func:`fisher` is asked for, of settings that go together."""
+
+    kind: str = "mc"
+    structure: str = "diag"
+    samples: int = 1
+    text: str | Sequence[str] | None = None
+    label: str | None = None
+    examples: int | None = None
+    max_length: int | None = None
+    seed: int = 0
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, tuple(CURVATURES))
+        one_of("structure", self.structure, ("diag", *FACTORED))
+        check_dtype(self.dtype)
+        if self.structure != "diag" and self.dtype is not None:
+            raise InputError(f"structure={self.structure!r} is kept in float32: leave dtype out")
+        if positive_int("samples", self.samples) > 1 and self.kind != "mc":
+            raise InputError("samples belongs to kind='mc', whose labels are drawn")
+
+    def read(self, loaded: Pretrained, data: Any) -> tuple[Tokens, int, tuple[str, ...]]:
+        """The examples that are used, sorted so that neighbours are padded little; how many there
+        are; and the columns that are read."""
+        causal, most = loaded.task == "causal_lm", read_length(loaded, self.max_length)
+        if causal and self.label is not None:
+            raise InputError("a language model has no label column: its labels are the tokens")
+        if causal and self.kind == "ggn":
+            raise InputError("kind='ggn' takes every token's vocabulary: use kind='mc'")
+        table, where = read_rows(data)
+        n = len(table)
+        if self.examples is not None:
+            if positive_int("examples", self.examples) > n:
+                raise InputError(f"examples={self.examples}, but {str(data)!r} holds {n}")
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
+            table = table.iloc[order[: self.examples].sort()[0].tolist()]
+        labels, named = None, ()
+        if not causal and (self.kind == "emp" or self.label is not None):
+            config: Any = loaded.model.config
+            named = (label_column(table, where, self.label),)
+            known = {str(k): int(v) for k, v in (config.label2id or {}).items()}
+            given, places = table[named[0]].tolist(), places_of(table, where)
+            labels = class_indices(given, places, known, config.num_labels)
+        columns, tokens, _ = read_tokens(loaded, table, where, self.text, most, labels)
+        tokens.rows.sort(key=lambda row: len(row["input_ids"]))
+        return tokens, n, columns + named
 
 
 def _unfinished(
@@ -251,23 +281,8 @@ def text_tasks(
     Raises:
         DataError, ModelError, StorageError: as :func:`fisher`.
     """
-    loaded = load_model(model)
-    kind, most = "emp" if labelled else "mc", read_length(loaded, None)
-    read = (_read(loaded, data, kind, None, None, None, most, 0)[0] for data in files)
-    return [encoded.task(loaded) for encoded in read]
-
-
-def _asked(kind: str, structure: str, samples: int, dtype: Any) -> str:
-    """The kind as a curvature, of settings that go together."""
-    one_of("kind", kind, tuple(CURVATURES))
-    one_of("structure", structure, ("diag", *FACTORED))
-    positive_int("samples", samples)
-    check_dtype(dtype)
-    if structure != "diag" and dtype is not None:
-        raise InputError(f"structure={structure!r} is kept in float32: leave dtype out")
-    if samples > 1 and kind != "mc":
-        raise InputError("samples belongs to kind='mc', whose labels are drawn")
-    return CURVATURES[kind]
+    loaded, asked = load_model(model), Asked("emp" if labelled else "mc")
+    return [asked.read(loaded, data)[0].task(loaded) for data in files]
 
 
 def fisher_cost(
@@ -275,82 +290,25 @@ def fisher_cost(
     data: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str] | None = None,
-    kind: str = "mc",
-    structure: str = "diag",
-    samples: int = 1,
-    text: str | Sequence[str] | None = None,
     task: str | None = None,
-    examples: int | None = None,
-    max_length: int | None = None,
-    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    **how: Any,
 ) -> Forecast:
     """What :func:`fisher` would cost; nothing is written. An example takes a forward pass, and for
-    every label that is drawn ("ggn": for every label but one) a backward pass, twice as long."""
-    _asked(kind, structure, samples, dtype)
+    every label that is drawn ("ggn": for every label but one) a backward pass, twice as long.
+
+    Args:
+        how: the settings of :func:`fisher` that say what is read and computed.
+    """
+    asked = Asked(**how)
     loaded = load_tuned(model, base=base, task=task, device=device)
-    most = read_length(loaded, max_length)
-    unlabelled = "mc" if kind == "emp" else kind
-    encoded, _, _ = _read(loaded, data, unlabelled, text, None, examples, most, 0)
-    ours = encoded.task(loaded)
+    ours = asked.read(loaded, data)[0].task(loaded)
     size = sum(p.numel() for p in ours.parameters().values())
     exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
-    backward = 0 if structure == "gram" else exact if kind == "ggn" else samples
-    run = round(len(encoded) * (1 + 2 * backward) / 3)
-    run *= 2 if structure == "kron" else 1
-    itemsize = torch.float32.itemsize if dtype is None else dtype.itemsize
-    return Forecast.of(ours, run, disk=size * itemsize, structure=structure)
-
-
-def _definition(q: Posterior, loaded: Pretrained) -> str:
-    """What the numbers are, for the record: a formula, and how published scripts differ."""
-    loss = "sum over tokens of -log p" if loaded.task == "causal_lm" else "-log p(y_i|x_i)"
-    return (
-        f"{q.record['definition']}; g_i the gradient of example i's loss, {loss}; without "
-        "prior_precision; summed over n_data examples (published merging scripts average: divide "
-        "by n_data to compare)"
-    )
-
-
-def _read(
-    loaded: Pretrained,
-    data: str | os.PathLike[str],
-    kind: str,
-    text: str | Sequence[str] | None,
-    label: str | None,
-    examples: int | None,
-    most: int,
-    seed: int,
-) -> tuple[Tokens, int, tuple[str, ...]]:
-    """The examples that are used, sorted so that neighbours are padded little; how many there are;
-    and the columns that are read."""
-    causal = loaded.task == "causal_lm"
-    if causal and label is not None:
-        raise InputError("a language model has no label column: its labels are the tokens")
-    if causal and kind == "ggn":
-        raise InputError("kind='ggn' takes every token's vocabulary: use kind='mc'")
-    table, where = read_rows(data)
-    n = len(table)
-    if examples is not None and positive_int("examples", examples) > n:
-        raise InputError(f"examples={examples}, but {str(data)!r} holds {n}")
-    if examples is not None:
-        generator = torch.Generator().manual_seed(seed)
-        table = table.iloc[torch.randperm(n, generator=generator)[:examples].sort()[0].tolist()]
-    labels, named = None, ()
-    if not causal and (kind == "emp" or label is not None):
-        named = (label_column(table, where, label),)
-        known = {str(k): int(v) for k, v in (loaded.config.label2id or {}).items()}
-        classes = int(loaded.config.num_labels)
-        labels = class_indices(table[named[0]].tolist(), places_of(table, where), known, classes)
-    columns, tokens, _ = read_tokens(loaded, table, where, text, most, labels)
-    tokens.rows.sort(key=lambda row: len(row["input_ids"]))
-    return tokens, n, columns + named
-
-
-def _tied(loaded: Pretrained, names: dict[str, str]) -> dict[str, list[str]]:
-    """Every further name of a tied tensor, by its name in the files."""
-    aliases: dict[str, list[str]] = {}
-    for first, others in tied_names(loaded.model).items():
-        stored = names[first]
-        aliases[stored] = [n for n in (first, *others) if n != stored]
-    return aliases
+    backward = exact if asked.kind == "ggn" else asked.samples
+    if asked.structure == "gram":
+        backward = 0
+    run = round(ours.n_data * (1 + 2 * backward) / 3)
+    run *= 2 if asked.structure == "kron" else 1
+    disk = size * (asked.dtype or torch.float32).itemsize
+    return Forecast.of(ours, run, disk=disk, structure=asked.structure)

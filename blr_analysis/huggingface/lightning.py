@@ -11,21 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError
-from blr_analysis.huggingface.recording import LOGGED, Kept, look, recipe_of
+from blr_analysis.huggingface.recording import LOGGED, Kept, Watching, length_of, recipe_of
 from blr_analysis.learning_rule.optim import BSAM
-from blr_analysis.sensitivity import Monitor
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback
 else:
     from pytorch_lightning import Callback
 
-SCHEDULES = {
-    "CosineAnnealingLR": "cosine",
-    "OneCycleLR": "cosine",
-    "LinearLR": "linear",
-    "PolynomialLR": "linear",
-}
+SCHEDULES: dict[str, str] = dict.fromkeys(("CosineAnnealingLR", "OneCycleLR"), "cosine")
+SCHEDULES |= dict.fromkeys(("LinearLR", "PolynomialLR"), "linear")
 
 
 class LightningCheckpoints(Kept, Callback):
@@ -48,9 +43,9 @@ class LightningCheckpoints(Kept, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The first weights, or where a run is resumed."""
-        steps = trainer.estimated_stepping_batches
-        known = {"steps": int(steps) if math.isfinite(steps) else None, "done": trainer.global_step}
-        self.begin(pl_module.get_submodule(self._submodule), trainer.optimizers[0], **known)
+        model, steps = pl_module.get_submodule(self._submodule), trainer.estimated_stepping_batches
+        known = {"steps": int(steps) if math.isfinite(steps) else None}
+        self.begin(model, trainer.optimizers[0], trainer.global_step, **known)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         """After each step of the optimizer."""
@@ -60,14 +55,13 @@ class LightningCheckpoints(Kept, Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
         loader, each = trainer.train_dataloader, trainer.accumulate_grad_batches
-        data: Any = getattr(loader, "dataset", None)
         scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
         recipe = recipe_of(
             trainer.optimizers[0],
             epochs=trainer.current_epoch,
             batch_size=(getattr(loader, "batch_size", None) or 1) * each * trainer.world_size,
             schedule=next((SCHEDULES.get(name) for name in scheduled), None),
-            n_data=len(data) if hasattr(data, "__len__") else None,
+            n_data=length_of(loader),
         )
         self.end(recipe)
 
@@ -102,16 +96,12 @@ class VariationalSteps(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizer's step run Lightning's closure first, whose pass draws by itself."""
         if not pl_module.automatic_optimization:
-            raise InputError(
-                "with manual optimisation leave VariationalSteps out: use "
-                "`with self.optimizers().sampled_params(train=True):`"
-            )
+            how = "with self.optimizers().sampled_params(train=True):"
+            raise InputError(f"with manual optimisation leave VariationalSteps out: {how}")
         optimizer, *others = trainer.optimizers
         if others or not hasattr(optimizer, "sampled_params"):
-            raise InputError(
-                f"VariationalSteps takes one optimizer that draws weights, such as IVON; got "
-                f"{', '.join(type(o).__name__ for o in trainer.optimizers)}"
-            )
+            names = ", ".join(type(o).__name__ for o in trainer.optimizers)
+            raise InputError(f"VariationalSteps takes one optimizer that draws, not {names}")
         self._step = optimizer, vars(optimizer).get("step")
         step = optimizer.step
 
@@ -156,9 +146,7 @@ class VariationalSteps(Callback):
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 trainer.strategy.backward(loss / count, optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """A batch without a backward pass."""
         self._leave()
 
@@ -183,7 +171,7 @@ class VariationalSteps(Callback):
             context.__exit__(_Unused, _Unused(), None)
 
 
-class LightningMonitor(Callback):
+class LightningMonitor(Watching, Callback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
     What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which loggers and,
@@ -200,27 +188,12 @@ class LightningMonitor(Callback):
         known: as in :class:`blr_analysis.huggingface.MonitorCallback`.
 
     Raises:
-        InputError: when training begins, of a monitor that has watched another run, and of
-            callbacks that would not wait.
+        InputError: when training begins, of a monitor that has watched another run.
     """
 
-    def __init__(self, monitor: Monitor, **known: Any) -> None:
-        self.monitor = monitor
-        self.known = known
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse what would end this run after an epoch."""
+        """Refuse a monitor that has watched another run."""
         self.monitor.check_epoch(trainer.current_epoch + 1)
-        every = self.monitor.every
-        for other in trainer.callbacks:
-            if every == 1 or getattr(other, "monitor", None) not in LOGGED:
-                continue
-            if getattr(other, "strict", False):
-                raise InputError(f"{other.monitor} comes every {every} epochs: give strict=False")
-            if (getattr(other, "every_n_epochs", None) or 0) % every:
-                raise InputError(
-                    f"{other.monitor} comes every {every} epochs: give every_n_epochs={every}"
-                )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What an earlier epoch has logged is not this one's."""
@@ -229,8 +202,7 @@ class LightningMonitor(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """One row of the monitor, where this epoch is due."""
-        row = look(self.monitor, trainer.optimizers[0], trainer.current_epoch + 1, self.known)
-        pl_module.log_dict(row)
+        pl_module.log_dict(self.look(trainer.optimizers[0], trainer.current_epoch + 1))
 
     def state_dict(self) -> dict[str, Any]:
         """The monitor's."""

@@ -28,17 +28,11 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
-LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
-AUTO = {
-    "classification": "AutoModelForSequenceClassification",
-    "causal_lm": "AutoModelForCausalLM",
-}
+AUTO = {"classification": "AutoModelForSequenceClassification", "causal_lm": "AutoModelForCausalLM"}
 ENDINGS = {
-    "ForSequenceClassification": "classification",
-    "ForCausalLM": "causal_lm",
-    "LMHeadModel": "causal_lm",
+    "classification": ("ForSequenceClassification",),
+    "causal_lm": ("ForCausalLM", "LMHeadModel"),
 }
-OTHER_BASE = ("size mismatch", "not found in the base model")  # as torch and peft say it
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 UNBOUNDED = 10**6  # some tokenizers say 10³⁰ where they know no bound
 
@@ -70,17 +64,9 @@ class Pretrained:
         """What :class:`~blr_analysis.Task` calls the loss of this model."""
         return "categorical" if self.task == "classification" else "causal_lm"
 
-    @property
-    def config(self) -> Any:
-        """The model's own configuration."""
-        return self.model.config
-
 
 def load_model(
-    folder: str | os.PathLike[str],
-    *,
-    task: str | None = None,
-    device: str | torch.device = "cpu",
+    folder: str | os.PathLike[str], *, task: str | None = None, device: str | torch.device = "cpu"
 ) -> Pretrained:
     """Load a sequence classifier or a causal language model with its tokenizer.
 
@@ -108,9 +94,7 @@ def load_model(
         model = _load_weights(place, kind)
         tokenizer = _load_tokenizer(place)
     model = model.float().eval().to(where)
-    for part in model.modules():  # nothing is generated: keys and values need not be kept
-        if getattr(getattr(part, "config", None), "use_cache", None):
-            part.config.use_cache = False  # type: ignore[union-attr]
+    model.config.use_cache = False  # nothing is generated: keys and values need not be kept
     taken = inspect.signature(model.forward).parameters
     named = dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names))
     inputs = tuple(n for n in named if n in taken)
@@ -138,11 +122,8 @@ def load_language_model(
     if find_spec("peft") is None:
         raise InputError(f"a LoRA adapter needs peft: {install('peft')}")
     loaded = load_model(_base_of(place, base))
-    with _quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is missing is raised below
-        model = _adapted(loaded, place)
-        tokenizer = _tokenizer_of(place, loaded)
-    return replace(loaded, folder=place, model=model.eval(), tokenizer=tokenizer)
+    model, tokenizer = _adapted(loaded, place), _tokenizer_of(place, loaded)
+    return replace(loaded, folder=place, model=model.float().eval(), tokenizer=tokenizer)
 
 
 def load_tuned(
@@ -192,32 +173,23 @@ def _base_of(place: Path, base: str | os.PathLike[str] | None) -> Path:
     tried = [Path(name).expanduser(), place / name]
     found = next((p for p in tried if p.is_dir()), None)
     if found is None:
-        raise ModelError(
-            f"{str(place)!r} is an adapter of {name!r}, no folder here: name its base (--base)"
-        )
+        said = f"an adapter of {name!r}, no folder here"
+        raise ModelError(f"{str(place)!r} is {said}: name its base (--base)")
     return found
 
 
 def _adapted(loaded: Pretrained, place: Path) -> Any:
     """The base with the adapter, all of whose tensors must find their place."""
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft import PeftModel, get_peft_model_state_dict
 
-    wrong = f"the adapter {str(place)!r} is of another base than {str(loaded.folder)!r}"
     stored = Folder.open(place, stem="adapter_model").specs
-    with told_as(StorageError, f"cannot read {CONFIG} in {str(place)!r}"):
-        how: Any = {"config": PeftConfig.from_pretrained(str(place)), "is_trainable": True}
-    with told_as(ModelError, f"peft cannot load the adapter {str(place)!r}"):
-        try:
-            model = PeftModel.from_pretrained(loaded.model, str(place), **how)
-        except (RuntimeError, ValueError) as error:
-            if any(sign in str(error) for sign in OTHER_BASE):
-                raise ModelError(f"{wrong}: {error!s:.300}") from error
-            raise
+    wrong = f"the adapter {str(place)!r} does not fit {str(loaded.folder)!r}"
+    with _quiet(), warnings.catch_warnings(), told_as(ModelError, wrong, "name its base (--base)"):
+        warnings.simplefilter("ignore")  # what is missing is raised below
+        model: Any = PeftModel.from_pretrained(loaded.model, str(place), is_trainable=True)  # type: ignore[arg-type]
     taken = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(model).items()}
     if taken != {n: spec.shape for n, spec in stored.items()}:
         raise ModelError(f"{wrong}: {some(sorted(set(taken) ^ set(stored)) or sorted(taken))}")
-    for part in model.parameters():
-        part.data = part.data.float()
     return model
 
 
@@ -241,10 +213,8 @@ def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
         asked = [*aliases, *(a.removeprefix(prefix) for a in aliases)]
         fits = [a for a in asked if a in loaded.specs and loaded.specs[a].shape == tuple(p.shape)]
         if not fits:
-            raise ModelError(
-                f"parameter {name!r} {list(p.shape)} is not in the files of "
-                f"{str(loaded.folder)!r}: write the folder anew with model.save_pretrained"
-            )
+            said = f"{str(loaded.folder)!r} holds no {name!r} {list(p.shape)}"
+            raise ModelError(f"{said}: write it anew with model.save_pretrained")
         stored[name] = fits[0]
     return stored
 
@@ -254,27 +224,18 @@ def read_config(folder: Path) -> Any:
 
     Raises:
         InputError: transformers is not installed.
-        StorageError: no such folder, no ``config.json`` in it, or a broken one.
-        ModelError: an adapter, quantised weights, or a model that transformers does not know.
+        StorageError: no such folder, or no ``config.json`` in it.
+        ModelError: a broken one, quantised weights, or a model that transformers does not know.
     """
     if find_spec("transformers") is None:
         raise InputError(f"a Hugging Face model needs transformers: {install('hf')}")
-    if not folder.is_dir():
-        raise StorageError(f"there is no folder {str(folder)!r}: name one of save_pretrained.")
     if not (folder / "config.json").is_file():
-        if is_adapter(folder):
-            raise ModelError(
-                f"{str(folder)!r} is a PEFT adapter: merge it into its base first "
-                "(model.merge_and_unload())"
-            )
-        raise StorageError(f"{str(folder)!r} is no Hugging Face model: it holds no config.json.")
+        made = "name one of save_pretrained, an adapter after merge_and_unload()"
+        raise StorageError(f"there is no folder {str(folder)!r} with a config.json: {made}.")
     from transformers import AutoConfig
 
     with told_as(ModelError, f"transformers cannot load {str(folder)!r}"):
-        try:
-            config = AutoConfig.from_pretrained(str(folder), **OFFLINE)
-        except OSError as error:
-            raise StorageError(f"cannot read config.json: {error}.") from error
+        config = AutoConfig.from_pretrained(str(folder), **OFFLINE)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"the weights of {str(folder)!r} are quantised: use the model before")
     return config
@@ -282,13 +243,11 @@ def read_config(folder: Path) -> Any:
 
 def _task_in(config: Any, folder: Path) -> str:
     """The task that the configuration's architectures were built for."""
-    named = config.architectures or []
-    tasks = {kind for a in named for ending, kind in ENDINGS.items() if str(a).endswith(ending)}
+    named = [str(name) for name in config.architectures or []]
+    tasks = {kind for kind, endings in ENDINGS.items() if any(n.endswith(endings) for n in named)}
     if len(tasks) != 1:
-        raise ModelError(
-            f"{str(folder)!r} is {', '.join(map(str, named)) or 'no architecture'}: say what it "
-            "is with task='classification' or task='causal_lm', or give blr.Task(forward=...)"
-        )
+        held = ", ".join(named) or "no architecture"
+        raise ModelError(f"{str(folder)!r} is {held}: say task='classification' or 'causal_lm'")
     return tasks.pop()
 
 
@@ -317,17 +276,11 @@ def _load_weights(folder: Path, kind: str) -> Any:
             str(folder), use_safetensors=True, output_loading_info=True, **OFFLINE
         )
     if missing := sorted(about["missing_keys"]):
-        raise ModelError(
-            f"{str(folder)!r} holds no weights for {some(missing)}, which would be random: use "
-            "a model that was trained for this task"
-        )
-    config = model.config
-    several = config.problem_type not in (None, "single_label_classification")
-    if kind == "classification" and (config.num_labels < 2 or several):
-        raise ModelError(
-            f"{str(folder)!r} is a {config.problem_type or 'regression'} model, no classifier: "
-            "give its blr.Task"
-        )
+        raise ModelError(f"{some(missing)} would be random, {str(folder)!r} holds none: train them")
+    several = model.config.problem_type not in (None, "single_label_classification")
+    if kind == "classification" and (model.config.num_labels < 2 or several):
+        said = model.config.problem_type or "regression"
+        raise ModelError(f"{str(folder)!r} is a {said} model, no classifier: give its blr.Task")
     return model
 
 

@@ -7,30 +7,109 @@ template, those of every assistant's turn.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.recording import training_of
-from blr_analysis.huggingface.tokens import IGNORED, Tokens, check_known, read_length
 from blr_analysis.task import Task
 
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "completion", "response", "output")
 SHOWN = 200  # characters of a text that are kept beside its example
+LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
+IGNORED = -100
+BATCH = 8
+KNOWN_BY = 256  # texts whose ids tell tokenizers apart
 Ids = list[int]
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Examples as token ids: a dataset whose batches are padded on the right.
+
+    Attributes:
+        rows: the model's inputs of each example as lists of ids, and "labels": a list as well, or
+            a class.
+        pad_id: what fills up short rows.
+        max_length: tokens that are kept of a row; None: all.
+        cut: how many rows were longer.
+        tokenizer: what made the ids.
+    """
+
+    rows: list[dict[str, Any]]
+    pad_id: int
+    max_length: int | None = None
+    cut: int = 0
+    tokenizer: Any = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
+
+    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch padded to its longest row.
+
+        >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+        >>> Tokens(rows, 0).collate(rows)["labels"]
+        tensor([[-100,    6],
+                [   7, -100]])
+        """
+        fills = {"input_ids": self.pad_id, "labels": IGNORED}
+        columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
+        return {
+            name: pad_sequence(column, batch_first=True, padding_value=fills.get(name, 0))
+            if column[0].ndim
+            else torch.stack(column)
+            for name, column in columns.items()
+        }
+
+    def task(self, loaded: Pretrained, **about: Any) -> Task:
+        """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
+        loader: Any = DataLoader(self, batch_size=BATCH, collate_fn=self.collate)  # type: ignore[arg-type]
+        about = {"likelihood": loaded.likelihood, "batch_size": BATCH, **about}
+        return Task(loaded.model, loader, **about)
+
+
+def ids_known_by(
+    tokenizer: Any, texts: Sequence[str], size: int | None = None
+) -> dict[str, int | str]:
+    """What tells a tokenizer from another: the sha256 of its first ``size`` tokens (None: of all)
+    and of the ids of some texts. Tokens that are added later count for nothing."""
+    size = len(tokenizer) if size is None else size
+    ids = tokenizer(list(texts[:KNOWN_BY]), verbose=False)["input_ids"] if texts else []
+    names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    digest = hashlib.sha256(json.dumps([names, ids]).encode()).hexdigest()
+    return {"tokens": size, "sha256": digest}
+
+
+def read_length(loaded: Pretrained, max_length: int | None) -> int:
+    """Tokens that are read of a text.
+
+    Raises:
+        InputError: more than the model reads.
+    """
+    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
+        raise InputError(f"max_length={max_length}, but the model reads {loaded.longest} tokens")
+    return max_length or min(loaded.longest, LONGEST)
+
+
 def language_task(
-    loaded: Pretrained,
-    data: Any,
-    *,
-    text: str | None = None,
-    max_length: int | None = None,
+    loaded: Pretrained, data: Any, *, text: str | None = None, max_length: int | None = None
 ) -> Task:
     """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
@@ -59,8 +138,9 @@ def language_task(
         read_length(loaded, max_length)
     table, where = read_rows(data)
     columns, tokens, words = read_tokens(loaded, table, where, text, max_length)
-    shown = [" ".join(each.split())[:SHOWN] for each in words]
-    about = {"text": shown, **_others(table, {*columns, "text"})}
+    about = {"text": [" ".join(each.split())[:SHOWN] for each in words]}
+    others = {str(n): table[n].tolist() for n in table if n not in {*columns, "text"}}
+    about |= {n: v for n, v in others.items() if all(isinstance(x, str | int | float) for x in v)}
     return tokens.task(loaded, metadata=about, **training_of(loaded.folder))
 
 
@@ -77,68 +157,60 @@ def read_tokens(
     Args:
         labels: of a classifier, a class per row; None where none are needed.
     """
-    columns, encode = _reader(loaded, table, where, text)
+    causal = loaded.task == "causal_lm"
+    answered = answer_columns(table) if causal and text is None else ()
+    columns = tuple(answered or text_columns(table, where, text))
+    if causal and not answered and len(columns) > 1:
+        raise DataError(f"a language model reads one text, not {columns}: name it, text= (--text)")
+    held = table[[*columns]].astype(object)
+    each = held.where(held.notna(), None).itertuples(index=False, name=None)
     rows, shown, cut = [], [], 0
-    each = zip(*(table[c].tolist() for c in columns), strict=True)
     for k, (place, values) in enumerate(zip(places_of(table, where), each, strict=True)):
-        words, row, start = encode(values, place)
-        longer = max_length is not None and len(row["input_ids"]) > max_length
-        cut += longer
-        if start is None:
-            if longer:
-                row = _ids(loaded, *values, truncation=True, max_length=max_length)
-            row["labels"] = 0 if labels is None else labels[k]
-        else:
-            _check(loaded, row, start, max_length, place)
-            row = {n: ids[:max_length] for n, ids in row.items()}
-        rows.append(row)
+        if causal:
+            words, row = _sequence(loaded, columns, values, place)
+            _check(loaded, row, max_length, place)
+            kept = {n: ids[:max_length] for n, ids in row.items()}
+        else:  # a text, which may be empty, or a pair
+            texts = [v if isinstance(v, str) else _words(v, "text", place) for v in values]
+            words, row = " ".join(texts), _ids(loaded, *texts)
+            kept = _ids(loaded, *texts, truncation=max_length is not None, max_length=max_length)
+            kept["labels"] = 0 if labels is None else labels[k]
+        cut += len(kept["input_ids"]) < len(row["input_ids"])
+        rows.append(kept)
         shown.append(words)
     return columns, Tokens(rows, loaded.pad_id, max_length, cut, loaded.tokenizer), shown
 
 
 def answer_columns(table: Any) -> tuple[str, ...]:
-    """Those of messages, or of prompts and answers (and inputs); none: the rows are texts."""
-    held = next((name for name in MESSAGES if name in table), None)
-    if held is not None:
+    """Those of messages, or of prompts (and inputs) and answers; none: the rows are texts."""
+    if held := next((name for name in MESSAGES if name in table), None):
         return (held,)
-    pair = tuple(next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
-    instructed = pair[0] == "instruction" and "input" in table
-    if not all(pair) or (instructed and "text" in table):
+    prompt, answer = (next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
+    instructed = prompt == "instruction" and "input" in table
+    if not (prompt and answer) or (instructed and "text" in table):
         return ()
-    return (*pair, "input") if instructed else pair
+    return (prompt, "input", answer) if instructed else (prompt, answer)
 
 
-# The words, ids (of language models with labels), where labels begin (None: of classifiers)
-Encoded = tuple[str, dict[str, Any], int | None]
+Encoded = tuple[str, dict[str, Any]]  # a row's words and ids, of language models with labels
 
 
-def _reader(
-    loaded: Pretrained, table: Any, where: str, text: str | Sequence[str] | None
-) -> tuple[tuple[str, ...], Callable[[tuple[Any, ...], str], Encoded]]:
-    """The columns that are read, and what makes ids of a row of them."""
-    causal = loaded.task == "causal_lm"
-    columns = answer_columns(table) if causal and text is None else ()
-    if len(columns) == 1:
-        return columns, lambda row, place: _chat(loaded, _turns(row[0], place), 0, place)
-    if columns:
-        return columns, lambda row, place: _answered(
-            loaded, _joined(row, place), columns[:2], place
-        )
-    named = text_columns(table, where, text)
-    first = named[0]
-    if causal and len(named) > 1:
-        raise DataError(
-            f"a language model reads one text, not {', '.join(named)}: name it, text= (--text)"
-        )
-
-    def plain(row: tuple[Any, ...], place: str) -> Encoded:
-        if causal:
-            words = _words(row[0], first, place)
-            return words, *_labelled(loaded, words, "")
-        words = [v if isinstance(v, str) else _words(v, first, place) for v in row]
-        return " ".join(words), _ids(loaded, *words), None
-
-    return named, plain
+def _sequence(
+    loaded: Pretrained, columns: tuple[str, ...], values: tuple[Any, ...], place: str
+) -> Encoded:
+    """A text, an answer after its prompt, or messages."""
+    listed = all(isinstance(v, Iterable) and not isinstance(v, str) for v in values)
+    if listed or columns[0] in MESSAGES:
+        turns = [_turns(value, columns[0], place) for value in values]
+        first = 0 if len(turns) == 1 else len(turns[0])
+        return _chat(loaded, [turn for some in turns for turn in some], first, place)
+    named = zip(values, columns, strict=True)
+    given = [(v, n) for v, n in named if n != "input" or str(v or "").strip()]
+    *asked, answer = (_words(v, n, place) for v, n in given)
+    prompt = "\n\n".join(asked)
+    row = _ids(loaded, prompt + answer)
+    start = _common(_ids(loaded, prompt)["input_ids"], row["input_ids"])
+    return prompt + answer, _labelled(row, [(start, len(row["input_ids"]))])
 
 
 def _ids(loaded: Pretrained, *words: str, **how: Any) -> dict[str, Any]:
@@ -149,47 +221,14 @@ def _ids(loaded: Pretrained, *words: str, **how: Any) -> dict[str, Any]:
 def _words(value: Any, name: str, place: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
-    if _empty(value):
-        raise DataError(f"{place} has no {name}, or an empty one: drop it")
-    raise DataError(f"{place} has {value!r} for its {name}: write it as text, in quotes")
+    raise DataError(f"{place} has {value!r} for its {name}: write it as text, or drop it")
 
 
-def _empty(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _joined(row: tuple[Any, ...], place: str) -> tuple[Any, Any]:
-    """Prompt and answer; after an instruction its input, where that is there and not empty."""
-    prompt, answer, *more = row
-    given = [_words(value, "input", place) for value in more if not _empty(value)]
-    return "\n\n".join((_words(prompt, "instruction", place), *given)) if given else prompt, answer
-
-
-def _answered(
-    loaded: Pretrained, row: tuple[Any, ...], names: tuple[str, ...], place: str
-) -> Encoded:
-    if any(isinstance(value, str) or not isinstance(value, Iterable) for value in row):
-        asked, answer = (_words(*pair, place) for pair in zip(row, names, strict=True))
-        return asked + answer, *_labelled(loaded, asked + answer, asked)
-    asked, answers = (_turns(value, place) for value in row)
-    return _chat(loaded, [*asked, *answers], len(asked), place)
-
-
-def _labelled(loaded: Pretrained, whole: str, prompt: str) -> tuple[dict[str, Ids], int]:
-    """Ids of the whole text; labels after what it has in common with the prompt's ids."""
-    row = _ids(loaded, whole)
-    before = list(loaded.tokenizer(prompt, verbose=False)["input_ids"]) if prompt else []
-    start = _common(before, row["input_ids"])
-    return _with_labels(row, [(start, len(row["input_ids"]))]), start
-
-
-def _turns(value: Any, place: str) -> list[dict[str, Any]]:
+def _turns(value: Any, name: str, place: str) -> list[dict[str, Any]]:
     """The messages of a row, as JSON or Parquet give them."""
     turns = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
     if not turns or not all(isinstance(t, Mapping) and "role" in t for t in turns):
-        raise DataError(f"{place} holds no list of messages with role and content")
+        raise DataError(f"{place} has no list of messages, with role and content, in its {name}")
     return [dict(turn) for turn in turns]
 
 
@@ -204,28 +243,25 @@ def _chat(loaded: Pretrained, turns: list[dict[str, Any]], first: int, place: st
                 turns[:upto], add_generation_prompt=prompt, tokenize=False
             )
 
-    def ids(words: str) -> Ids:
-        given: Any = loaded.tokenizer(words, add_special_tokens=False, verbose=False)
-        return list(given["input_ids"])
+    def row(words: str) -> dict[str, Ids]:
+        return _ids(loaded, words, add_special_tokens=False)
 
-    written = text(len(turns))
-    whole = ids(written)
-    spans = []
-    for k, turn in enumerate(turns):
-        if turn["role"] == "assistant" and k >= first:
-            if not str(turn.get("content") or "").strip():
-                raise DataError(f"{place} has an empty answer")
+    written, spans = text(len(turns)), []
+    whole = row(written)
+    contents = [str(turn.get("content") or "") for turn in turns]
+    for k in range(first, len(turns)):
+        if turns[k]["role"] == "assistant":
+            _words(contents[k], "answer", place)
             before, after = text(k, prompt=True), text(k + 1)
             if not written.startswith(after) or not after.startswith(before):
                 raise DataError(f"{place}: the chat template rewrites earlier turns; give the text")
-            spans.append((_common(ids(before), whole), _common(ids(after), whole)))
-    row = {"input_ids": whole, "attention_mask": [1] * len(whole)}
-    words = " ".join(str(turn.get("content") or "") for turn in turns)
-    start = spans[0][0] if spans else len(whole)
-    return words, _with_labels({n: row[n] for n in row if n in loaded.inputs}, spans), start
+            ends = (row(part)["input_ids"] for part in (before, after))
+            spans.append(tuple(_common(ids, whole["input_ids"]) for ids in ends))
+    return " ".join(contents), _labelled(whole, spans)
 
 
-def _with_labels(row: dict[str, Ids], spans: Sequence[tuple[int, int]]) -> dict[str, Ids]:
+def _labelled(row: dict[str, Ids], spans: Iterable[tuple[int, ...]]) -> dict[str, Ids]:
+    """With labels, which are the ids in these spans."""
     labels = [IGNORED] * len(row["input_ids"])
     for start, stop in spans:
         labels[start:stop] = row["input_ids"][start:stop]
@@ -234,31 +270,17 @@ def _with_labels(row: dict[str, Ids], spans: Sequence[tuple[int, int]]) -> dict[
 
 def _common(one: Ids, two: Ids) -> int:
     """How many ids at the start are the same."""
-    pairs = zip(one, two, strict=False)
-    same = min(len(one), len(two))
-    return next((k for k, (a, b) in enumerate(pairs) if a != b), same)
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((k for k, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
-def _check(
-    loaded: Pretrained, row: dict[str, Ids], start: int, most: int | None, place: str
-) -> None:
-    ids = row["input_ids"]
+def _check(loaded: Pretrained, row: dict[str, Ids], most: int | None, place: str) -> None:
+    ids, words = row["input_ids"], len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
     if most is None and len(ids) > loaded.longest:
-        raise DataError(
-            f"{place} has {len(ids):,} tokens, the model reads {loaded.longest:,}: cut with "
-            "max_length (--max-length)"
-        )
-    if len(ids) < 2 or max(start, 1) >= min(len(ids), most or len(ids)):
-        kept = f" in {most} tokens" if most else ""
-        raise DataError(f"{place} leaves nothing to predict{kept}; drop or shorten it")
-    check_known(loaded, ids, place)
-
-
-def _others(table: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Columns of words and numbers that describe the rows."""
-    plain = (str, int, float, bool)
-    return {
-        str(name): table[name].tolist()
-        for name in table
-        if name not in used and all(isinstance(v, plain) for v in table[name].tolist())
-    }
+        count = f"{len(ids):,} tokens, the model reads {loaded.longest:,}"
+        raise DataError(f"{place} has {count}: cut with max_length (--max-length)")
+    if set(row["labels"][1:most]) <= {IGNORED}:
+        raise DataError(f"{place} leaves nothing to predict; drop or shorten it")
+    if max(ids) >= words:
+        wrong = f"token {max(ids)}, the model {words}"
+        raise DataError(f"{place} has {wrong}: the tokenizer is another's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,14 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from blr_analysis.checkpoints import Checkpoints
-from blr_analysis.errors import BLRError, InputError, OptimizerError, StorageError
+from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
-from blr_analysis.huggingface.recording import (
-    FOLDER,
-    RUN,
-    SHARDED,
-    TOLD,
-    Kept,
-    check_learns,
-    look,
-    recipe_of,
-    write_learned,
-)
-from blr_analysis.huggingface.tokens import IGNORED
+from blr_analysis.huggingface.questions import IGNORED
+from blr_analysis.huggingface.recording import RUN, TOLD, Kept, Watching, length_of, recipe_of
 from blr_analysis.learning_rule.optim import BSAM, IVON
-from blr_analysis.posterior import Posterior, n_data_of
-from blr_analysis.posterior.capture import unwrap
+from blr_analysis.posterior import Posterior, write_captured
+from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
-from blr_analysis.sensitivity import Monitor
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
@@ -43,94 +31,41 @@ SAVED = "blr_analysis.Monitor"
 
 
 class TrainerPrecision(TrainerCallback):
-    """Write the precision that the optimizer has learned into each ``checkpoint-*/precision``.
+    """Write the precision that the optimizer has learned into each ``checkpoint-*/precision``, to
+    merge models with: the data's part N·√v̂ of Adam and its relatives, IVON's S with its prior.
 
-    What is stored is the data's part H, N·√v̂ for Adam and its relatives, as bare numbers to merge
-    models with; for IVON its S with the prior in it. The record has the recipe and the parameters'
-    names in the optimizer's order. ``Posterior.load(precision, model=checkpoint)`` makes a
-    posterior of it, with δ = N·weight_decay, which AdamW's decoupled decay is not exactly (the
-    record's ``prior_from`` says so).
-
-    What cannot work is refused when training begins. What goes wrong at a save is a warning, and
-    training goes on.
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[TrainerPrecision()])
+        trainer.train()                    # checkpoint-500/precision, checkpoint-1000/precision …
 
     Args:
         n_data: N, where it is not the length of the training data: a dataset without a length,
             or a loss that is a mean over tokens (then N is the number of tokens).
 
     Raises:
-        OptimizerError, InputError: when training begins, see above.
-
-    Example::
-
-        callback = TrainerPrecision()
-        trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
-        trainer.train()                    # checkpoint-500/precision, checkpoint-1000/precision …
-        trainer.save_model("fine-tuned")
-        callback.save("fine-tuned")        # fine-tuned/precision
+        OptimizerError: when training begins, of an optimizer that keeps no precision; at a save,
+            of one that no precision can be read from.
     """
 
     def __init__(self, *, n_data: int | None = None) -> None:
-        self.n_data = None if n_data is None else n_data_of(n_data)
-        self._best: str | None = None
-        self._run: dict[str, Any] | None = None
+        self.n_data = n_data
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what could not be written later."""
-        self._best = None
-        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            raise OptimizerError(
-                f"with FSDP or DeepSpeed the optimizer's state is in pieces: {SHARDED}"
-            )
-        optimizer, data = unwrap(kwargs["optimizer"]), kwargs["train_dataloader"].dataset
-        if self.n_data is None and not hasattr(data, "__len__"):
+        reader_of(unwrap(kwargs["optimizer"]))
+        if self.n_data is None and length_of(kwargs["train_dataloader"]) is None:
             raise InputError("the training data have no length: pass n_data=, their number")
-        check_learns(optimizer, kwargs["model"])
-        n = self.n_data or len(data)
-        self._run = {"optimizer": optimizer, "model": kwargs["model"], "n_data": n}
-        self._run["batch_size"] = batch_size_of(args)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write beside what the Trainer has just saved."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._tell(_recipe(args, state, state.global_step, **kwargs))
-        try:
-            if args.should_save:
-                self.save(folder)
-        except BLRError as error:
-            said = f"no precision was written to {str(folder)!r}: {error}"
-            warnings.warn(said, stacklevel=2)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note whether the weights are the best checkpoint's from here on."""
-        self._tell(_recipe(args, state, state.global_step, **kwargs))
-        if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._best = state.best_model_checkpoint
-
-    def _tell(self, recipe: Recipe | None) -> None:
-        if recipe is not None and self._run is not None:
-            self._run["recipe"] = recipe.record
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``folder/precision``, for a model that was saved to ``folder`` after training.
-
-        Raises:
-            OptimizerError: no training has begun, or the weights are no longer those that the
-                optimizer left (``load_best_model_at_end``).
-            StorageError: the place cannot be written.
-        """
-        place = Path(folder).expanduser() / FOLDER
-        if not place.parent.is_dir():
-            raise StorageError(f"there is no folder {str(folder)!r}: save the model there first.")
-        if self._run is None:
-            raise OptimizerError("no training has begun: give the callback to the trainer, train")
-        if self._best is not None:
-            raise OptimizerError(
-                f"the weights are those of {self._best!r} (load_best_model_at_end), the "
-                f"optimizer's state is later: copy {str(Path(self._best) / FOLDER)!r} instead."
-            )
-        write_learned(place, **self._run)
-        return place
+        optimizer = unwrap(kwargs["optimizer"])
+        how: Any = {"n_data": self.n_data or length_of(kwargs["train_dataloader"]), "bare": True}
+        how["scaling"] = "ess" if reader_of(optimizer).scaled else "sqrt"
+        captured = from_optimizer(optimizer, kwargs["model"], **how)
+        recipe = _recipe(args, state, state.global_step, **kwargs)
+        about = {"source": "training", "recipe": recipe and recipe.record}
+        if args.should_save:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            write_captured(folder / "precision", captured, model=folder, **about)
 
 
 class CheckpointsCallback(Kept, TrainerCallback):
@@ -155,8 +90,8 @@ class CheckpointsCallback(Kept, TrainerCallback):
         """The first weights, or where a run is resumed."""
         if state.is_world_process_zero:
             folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
-            known: Any = {"steps": state.max_steps, "done": state.global_step, "folder": folder}
-            self.begin(kwargs["model"], kwargs["optimizer"], **known)
+            known: Any = {"steps": state.max_steps, "folder": folder}
+            self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, **known)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After each step of the optimizer."""
@@ -184,25 +119,19 @@ def _tell(recipe: Recipe | None, folder: Path) -> None:
             draft.write_text(json.dumps(recipe.record), encoding="utf-8")
 
 
-def batch_size_of(args: Any) -> int:
-    """Examples of a Trainer's step."""
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
 def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:
     """The recipe of a Trainer's training up to a step."""
-    data: Any = getattr(known["train_dataloader"], "dataset", None)
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     return recipe_of(
         known["optimizer"],
         epochs=state.epoch * step / max(1, state.global_step),
-        batch_size=batch_size_of(args),
+        batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         schedule=SCHEDULES.get(schedule, "linear"),
-        n_data=len(data) if hasattr(data, "__len__") else None,
+        n_data=length_of(known["train_dataloader"]),
     )
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(Watching, TrainerCallback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
     What it finds is in ``monitor.table`` and, as ``loo_nll`` and the like, in the Trainer's
@@ -222,30 +151,17 @@ class MonitorCallback(TrainerCallback):
         InputError: when training begins, of a monitor that has watched another run.
     """
 
-    def __init__(self, monitor: Monitor, **known: Any) -> None:
-        self.monitor = monitor
-        self.known = known
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The epochs before, where this run is resumed; another run's monitor is refused."""
-        saved = state.stateful_callbacks.get(SAVED)
-        if saved is not None:
-            known = json.loads(saved)
-            known["indices"] = torch.tensor(known["indices"])
-            for name, column in known["rows"].items():
-                known["rows"][name] = torch.tensor(column, dtype=torch.float64)
-            for name, values in known["kept"].items():
-                kept = torch.tensor(values, dtype=torch.float32)
-                known["kept"][name] = kept.reshape(-1, len(known["indices"]))
-            self.monitor.load_state_dict(known)
+        if saved := state.stateful_callbacks.get(SAVED):
+            self.monitor.load_state_dict(json.loads(saved))
         self.monitor.check_epoch(int(state.epoch or 0) + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """One row of the monitor, where an epoch ends and is due; before the Trainer saves."""
         if state.epoch != round(state.epoch):
             return
-        row = look(self.monitor, kwargs["optimizer"], round(state.epoch), self.known)
-        if row:
+        if row := self.look(kwargs["optimizer"], round(state.epoch)):
             state.log_history.append({**row, "epoch": state.epoch, "step": state.global_step})
         recorded = self.monitor.state_dict()
         state.stateful_callbacks[SAVED] = json.dumps(recorded, default=Tensor.tolist)
@@ -270,7 +186,7 @@ class VariationalTrainer:
 
         ``num_items_in_batch`` is not handed on: not every model that takes it divides by it.
         """
-        own = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        own: Any = unwrap(self.optimizer)
         if not hasattr(own, "sampled_params"):
             raise InputError(f"{type(own).__name__} draws no weights; give IVON, VOGN or Vadam")
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
@@ -329,16 +245,13 @@ class IVONTrainer(VariationalTrainer, Trainer):
         """IVON over the parameters that are trained, unless an optimizer was given."""
         if self.optimizer is not None:
             return self.optimizer
-        data, args = self.train_dataset, self.args
-        if not hasattr(data, "__len__"):
+        args, n = self.args, self._terms()
+        if n is None:
             given = "optimizers=(IVON(..., ess=N), None)"
             raise InputError(f"the training data have no length: give {given}")
-        n = self._terms() or len(data)  # type: ignore[arg-type]
         if args.learning_rate < SMALL:
-            warnings.warn(
-                f"learning_rate={args.learning_rate:g} is Adam's; IVON's are 0.01 to 0.5",
-                stacklevel=2,
-            )
+            said = f"learning_rate={args.learning_rate:g} is Adam's; IVON's are 0.01 to 0.5"
+            warnings.warn(said, stacklevel=2)
         trained: Any = model or self.model
         self.optimizer = IVON(
             [p for p in trained.parameters() if p.requires_grad],
@@ -359,25 +272,19 @@ class IVONTrainer(VariationalTrainer, Trainer):
         return max(1, math.ceil(args.num_train_epochs * each))
 
     def _terms(self) -> int | None:
-        """How many labels the mean of the loss is over; None where it is over examples."""
+        """How many labels the mean of the loss is over; None of data without a length."""
         model: Any = self.accelerator.unwrap_model(self.model)
         data, kind = self.train_dataset, getattr(model, "loss_type", "")
-        outputs = kind in BY_OUTPUT and model.config.num_labels > 1
-        if not hasattr(data, "__len__") or not (outputs or kind in BY_TOKEN):
-            return None
-        with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
-            batches = self.get_eval_dataloader(data)  # type: ignore[arg-type]
-            if outputs:
-                problem = model.config.problem_type
-                if problem is None:  # as the model's first batch will tell
-                    several = next(iter(batches))["labels"].is_floating_point()
-                else:
-                    several = problem != "single_label_classification"
-                return len(data) * model.config.num_labels if several else None  # type: ignore[arg-type]
-            if self._counted is None:
-                labels = (batch["labels"][:, BY_TOKEN[kind] :] for batch in batches)
-                count = sum((y != IGNORED).sum() for y in labels)
-                self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
+        if self._counted is None and hasattr(data, "__len__"):
+            self._counted = len(data)  # type: ignore[arg-type]
+            with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
+                batches = self.get_eval_dataloader(data)  # type: ignore[arg-type]
+                if kind in BY_OUTPUT:
+                    self._counted *= next(iter(batches))["labels"][0].numel()
+                elif kind in BY_TOKEN:
+                    labels = (batch["labels"][:, BY_TOKEN[kind] :] for batch in batches)
+                    count = sum((y != IGNORED).sum() for y in labels)
+                    self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
         return self._counted
 
     def posterior(self) -> Posterior:
@@ -386,15 +293,13 @@ class IVONTrainer(VariationalTrainer, Trainer):
 
         Raises:
             StorageError: that checkpoint has no optimizer's state any more.
-            OptimizerError: nothing is trained yet.
+            OptimizerError: nothing is trained yet, there is no optimizer.
         """
-        if self.optimizer is None:
-            raise OptimizerError("nothing is trained yet: call train() first")
-        own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        own = unwrap(self.optimizer)
         model = self.accelerator.unwrap_model(self.model)
-        size, terms = own.param_groups[0].get("ess"), self._terms()
+        size, terms = own.param_groups[0].get("ess", math.nan), self._terms()
         by: dict[str, Any] = {}
-        if terms is not None and size is not None and math.isclose(size, terms, rel_tol=1e-6):
+        if terms is not None and math.isclose(size, terms, rel_tol=1e-6):
             by = {"n_data": len(self.train_dataset), "tokens": terms}  # type: ignore[arg-type]
         best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
 

@@ -13,7 +13,6 @@ from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.lora import open_model
 from blr_analysis.task import Task
-from blr_analysis.views import Tabular
 
 State = Mapping[str, Tensor]
 
@@ -62,7 +61,7 @@ def state_of(state: Any, name: str) -> State:
         InputError: something else, or nothing in it.
         StorageError: a folder that cannot be read.
     """
-    place = vars(state)["folder"] if isinstance(state, Tabular) else state
+    place = getattr(state, "folder", state)
     return open_model(place, name).tensors()
 
 

@@ -25,7 +25,6 @@ from blr_analysis.merging.plan import MergePlan
 from blr_analysis.merging.propagation import stream_propagated
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
-from blr_analysis.views import Tabular
 
 SHARD = 5_000_000_000
 # What tells a model how to run, or its user what it is allowed to do.
@@ -45,8 +44,8 @@ Documents = Callable[["MergeReport"], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class MergeReport(Tabular):
-    """What a merge of folders did; ``table`` shows every tensor's fate.
+class MergeReport:
+    """What a merge of folders did.
 
     Attributes:
         folder: the merged model.

@@ -12,7 +12,6 @@ from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import StoredPrecision
-from blr_analysis.views import Tabular
 
 CHUNK = 2**19  # entries of a tensor in hand at a time, at most
 MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
@@ -69,8 +68,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class MergePlan(Tabular):
-    """A merge that can be carried out: ``table`` shows every tensor's fate.
+class MergePlan:
+    """A merge that can be carried out.
 
     Attributes:
         job: what to merge with what, and how.

@@ -33,8 +33,7 @@ class GradientMismatch(Tabular, Plottable):
     """What :func:`gradient_mismatch` found.
 
     Attributes:
-        rows: one mapping per merge and task; :func:`blr_analysis.tables.mismatch_table` says
-            with which keys, and ``table`` is made of them.
+        rows: one mapping per merge and task; ``table`` is made of them.
         joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖: 0 where all tasks' data together have an optimum,
             however hard the single tasks pull there.
     """

@@ -5,15 +5,11 @@ Every function takes ``ax=``. Without it, a figure of its own is made that pyplo
 changes rcParams. Colours are those of Okabe and Ito, and markers or hatches differ with them,
 so that colour-blind readers and grey prints miss nothing; axis labels say which way is worse.
 
-Imported here, ``memory.plot()``, ``scores.plot()`` and ``result.plot()`` find their pictures.
+``memory.plot()``, ``scores.plot()`` and ``result.plot()`` find their pictures here by their class.
 """
 
 from __future__ import annotations
 
-from blr_analysis.learning_rule.inference.fitted import Fitted
-from blr_analysis.memory_map import MemoryMap
-from blr_analysis.merging.curve import MergeCurve
-from blr_analysis.merging.mismatch import GradientMismatch
 from blr_analysis.plots.examples import image_of, plot_deviations, plot_examples, plot_suspicious
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
@@ -25,32 +21,22 @@ from blr_analysis.plots.training import (
     plot_prior_selection,
 )
 from blr_analysis.plots.what_if import plot_what_if
-from blr_analysis.sensitivity.influence.results import Influence, TopInfluence
-from blr_analysis.sensitivity.monitor import Monitor
-from blr_analysis.sensitivity.prior_selection import PriorSelection
-from blr_analysis.sensitivity.results import NetworkScores
-from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
-from blr_analysis.sensitivity.suspicious import Suspicions
-from blr_analysis.sensitivity.what_if import WhatIf
-from blr_analysis.views import make_plot
 
-PICTURES = {
-    MemoryMap: plot_memory_map,
-    Monitor: plot_monitor,
-    PriorSelection: plot_prior_selection,
-    NetworkScores: plot_deviations,
-    SiteScores: plot_deviations,
-    SiteLeaveOneOut: plot_deviations,
-    Suspicions: plot_suspicious,
-    Influence: plot_influence,
-    TopInfluence: plot_influence,
-    WhatIf: plot_what_if,
-    GradientMismatch: plot_mismatch,
-    MergeCurve: plot_merge_curve,
-    Fitted: plot_history,
+PICTURES = {  # by the class of the result
+    "MemoryMap": plot_memory_map,
+    "Monitor": plot_monitor,
+    "PriorSelection": plot_prior_selection,
+    "NetworkScores": plot_deviations,
+    "SiteScores": plot_deviations,
+    "SiteLeaveOneOut": plot_deviations,
+    "Suspicions": plot_suspicious,
+    "Influence": plot_influence,
+    "TopInfluence": plot_influence,
+    "WhatIf": plot_what_if,
+    "GradientMismatch": plot_mismatch,
+    "MergeCurve": plot_merge_curve,
+    "Fitted": plot_history,
 }
-for result, picture in PICTURES.items():
-    make_plot.register(result, picture)
 
 __all__ = ["extremes", "image_of", "plot_examples", "plot_leave_one_out"]
 __all__ += sorted({picture.__name__ for picture in PICTURES.values()})

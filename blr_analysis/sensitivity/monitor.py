@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
-from blr_analysis.data import distinct_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, left_out
 from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_test, fitted
+from blr_analysis.sensitivity.selection import select
 from blr_analysis.sensitivity.sequences import sequence_scores
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, make_table
@@ -254,17 +254,14 @@ class Monitor(Plottable):
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, in tensors and numbers: ``torch.save`` it with the optimizer's state.
 
-        ``torch.load(..., weights_only=True)`` reads it back.
+        ``torch.load(..., weights_only=True)`` reads it back, and tensors may come back as lists.
         """
         return {
             "last_epoch": self._last,
             "n_data": self.task.n_data,
             "note": self._note,
             "indices": self.indices.clone(),
-            "rows": {
-                name: torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
-                for name in COLUMNS
-            },
+            "rows": {name: [row[name] for row in self.rows] for name in COLUMNS},
             "kept": {name: self.history(name) for name in self.keep},
         }
 
@@ -277,14 +274,16 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            columns = {name: state["rows"][name].tolist() for name in COLUMNS}
+            columns = {name: state["rows"][name] for name in COLUMNS}
             rows = [
                 dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]
-            kept = {name: list(values) for name, values in state["kept"].items()}
-            indices, last, note = state["indices"], int(state["last_epoch"]), str(state["note"])
+            seen = state["kept"].items()
+            kept = {name: [torch.as_tensor(v).float() for v in values] for name, values in seen}
+            last, note = int(state["last_epoch"]), str(state["note"])
+            indices = torch.as_tensor(state["indices"])
             same = state["n_data"] == self.task.n_data and torch.equal(indices, self.indices)
-            shapes = {tuple(values.shape) for values in state["kept"].values()}
+            shapes = {(len(seen), len(v)) for seen in kept.values() for v in seen or [indices]}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
         if not same:
@@ -368,8 +367,7 @@ def _watched(examples: Any, task: Task, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    chosen = distinct_indices(examples, n_data, "examples", task.examples.labels)
-    return torch.tensor(chosen).sort().values
+    return select(examples, task, None, name="examples")
 
 
 def _test_task(test: Any, task: Task) -> Task:

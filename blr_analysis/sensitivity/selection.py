@@ -89,7 +89,7 @@ class ExampleRow(Mapping[str, Any]):
 
 
 def select(
-    selection: Selection, task: Task, posterior: Posterior, *, name: str = "remove"
+    selection: Selection, task: Task, posterior: Posterior | None, *, name: str = "remove"
 ) -> Tensor:
     """The indices that are meant, sorted, ``[M]`` long.
 

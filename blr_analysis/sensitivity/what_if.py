@@ -33,7 +33,6 @@ from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
-from blr_analysis.ranks import divided, held_as
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import (
@@ -140,7 +139,6 @@ class WhatIf(Noted, Plottable):
         """
         instance("model", model, nn.Module, "a torch.nn.Module")
         bare = unwrapped(model)
-        divided(bare)
         own = dict(bare.named_parameters()) | dict(bare.named_buffers())
         values = {**self.parameters, **self.buffers}
         for name, value in values.items():
@@ -150,7 +148,7 @@ class WhatIf(Noted, Plottable):
                 raise ModelError(f"cannot apply {name!r} of shape {shape}: the model has {got}")
         with torch.no_grad():
             for name, value in values.items():
-                own[name].copy_(held_as(value, own[name]) if name in self.parameters else value)
+                own[name].copy_(value)
         return model
 
     def __repr__(self) -> str:

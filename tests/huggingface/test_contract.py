@@ -1,36 +1,44 @@
-"""One training in every trainer: the same weights, posterior, checkpoints and recipe as by hand."""
+"""One training in every trainer: what a loop by hand takes for steps, and leaves."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
-import tiny_transformers
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from optimizers import ROWS, float16_on_a_cpu, make
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 import blr_analysis as blr
-from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, TrainerPrecision
-from blr_analysis.huggingface.models import load_language_model
-from blr_analysis.huggingface.questions import language_task
-from blr_analysis.huggingface.recording import recipe_of, training_of
-from blr_analysis.huggingface.trainer import VariationalTrainer
+from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, VariationalTrainer
+from blr_analysis.huggingface.recording import recipe_of
 from blr_analysis.lightning import LightningCheckpoints, VariationalSteps
 from blr_analysis.snapshots import state_of
 
-N, EPOCHS, STEPS = 24, 16, 16  # all data in one minibatch, so that no order matters
+N, BATCH, EPOCHS = 24, 4, 2
+EACH = N // BATCH  # steps of an epoch
+STEPS = EPOCHS * EACH
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(N, 3, generator=G), torch.randint(2, (N,), generator=G)
-ROWS = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+DATA = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+TOLD: dict[str, Any] = {
+    "adamw": {"lr": 0.05, "weight_decay": 0.1},
+    "ivon": {"lr": 0.1, "weight_decay": 1 / N, "steps": STEPS},
+}
+BFLOAT = "bf16"
+FULL = (None, BFLOAT)  # no loss is scaled
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(num_workers|log_every_n_steps|exists and is not empty|litlogger|LeafSpec).*",
@@ -39,12 +47,13 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Net(nn.Module):
-    """A network with BatchNorm that answers as Hugging Face's do."""
+    """A network that answers as Hugging Face's do, with BatchNorm but for rows of the rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        torch.manual_seed(seed)
+        norm = [nn.Identity()] if kind in ROWS else [nn.BatchNorm1d(4)]
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *norm, nn.Linear(4, 2))
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.body(x)
@@ -54,10 +63,19 @@ class Net(nn.Module):
 
 def optimizer(kind: str, model: nn.Module) -> Any:
     if kind == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    generator = torch.Generator().manual_seed(3)
-    own: Any = {"weight_decay": 1 / N, "steps": STEPS, "generator": generator}
-    return blr.IVON(model.parameters(), lr=0.1, ess=N, **own)
+        return torch.optim.AdamW(model.parameters(), **TOLD[kind])
+    if kind == "ivon":
+        generator = torch.Generator().manual_seed(3)
+        return blr.IVON(model.parameters(), ess=N, generator=generator, **TOLD[kind])
+    return make(kind, model, N)
+
+
+def contexts(own: Any, divided_by: int = 1) -> Iterator[Any]:
+    """Around each forward and backward pass of a minibatch."""
+    draws = hasattr(own, "sampled_params")
+    yield own.sampled_params(train=True, divided_by=divided_by) if draws else nullcontext()
+    if hasattr(own, "adversarial_params"):
+        yield own.adversarial_params(divided_by=divided_by)
 
 
 @dataclass
@@ -65,124 +83,130 @@ class Run:
     """What a training leaves."""
 
     model: nn.Module
-    checkpoints: blr.Checkpoints
-    recipe: blr.Recipe
-    posterior: blr.Posterior
+    checkpoints: Any
+    recipe: Any
+    posterior: Callable[..., blr.Posterior]
 
 
-def kept(checkpoints: Any) -> blr.Posterior:
-    return checkpoints.posterior(n_data=N, prior_precision=None)
-
-
-def by_hand(kind: str) -> Run:
-    model = Net()
+def looped(kind: str, count: int = 1, clip: float = 0.0) -> Run:
+    """By hand: ``count`` minibatches a step, a draw for each."""
+    model = Net(kind)
     own = optimizer(kind, model)
     checkpoints = blr.Checkpoints(model, steps=STEPS, optimizer=own)
-    for _ in range(STEPS):
+    for step in torch.arange(N).split(BATCH * count) * EPOCHS:
         own.zero_grad()
-        if kind == "adamw":
-            model(X, Y)["loss"].backward()
-        else:
-            with own.sampled_params(train=True):
-                model(X, Y)["loss"].backward()
+        for part in step.split(BATCH):
+            for context in contexts(own):
+                with context:
+                    model(X[part], Y[part])["loss"].backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         own.step()
         checkpoints.step()
-    more = {"weight_decay": 0.1} if kind == "adamw" else {"weight_decay": 1 / N, "steps": STEPS}
-    lr = 0.05 if kind == "adamw" else 0.1
-    recipe = blr.Recipe(kind, lr=lr, epochs=EPOCHS, batch_size=N, **more)
-    return Run(model, checkpoints, recipe, kept(checkpoints))
+    how: Any = {"epochs": EPOCHS, "batch_size": BATCH}
+    recipe = blr.Recipe(kind, **how, **TOLD[kind]) if kind in TOLD else None
+    return Run(model, checkpoints, recipe, lambda: checkpoints.posterior(n_data=N))
+
+
+def near(ours: Any, theirs: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    ours, theirs = (state_of(m) if isinstance(m, nn.Module) else m for m in (ours, theirs))
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=rtol, atol=atol)
+
+
+@dataclass
+class How:
+    """``half``: in bfloat16, or in float16 with a scaled loss by means of a monkeypatch;
+    ``resume``: after the first epoch of such a run, from other weights."""
+
+    count: int = 1
+    clip: float = 0.0
+    half: Any = None
+    resume: bool = False
 
 
 class TrainerContract:
-    """Every way of training leaves what the loop by hand leaves."""
+    """Every way of training takes the steps of the loop by hand, and leaves what it leaves."""
 
     @classmethod
-    def run(cls, kind: str, folder: Path) -> Run:
+    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+        """In order, the minibatches of :func:`looped`."""
         raise NotImplementedError
 
-    @pytest.fixture(scope="class", params=["adamw", "ivon"])
-    @classmethod
-    def runs(cls, request: Any, tmp_path_factory: Any) -> tuple[Run, Run]:
-        kind: str = request.param
-        return cls.run(kind, tmp_path_factory.mktemp("run")), by_hand(kind)
+    @pytest.mark.parametrize("kind", ["adamw", "ivon"])
+    def test_it_leaves_what_the_loop_leaves(self, tmp_path: Path, kind: str) -> None:
+        """Weights and buffers, their checkpoints, the recipe, the posterior with earlier ones."""
+        runs = self.trained(kind, tmp_path, How()), looped(kind)
+        near(runs[0].model, runs[1].model)
+        assert runs[0].recipe.record == runs[1].recipe.record
+        near(runs[0].recipe.initial, Net(""), 0, 0)
+        tasks = [blr.Task(r.model.eval(), DATA, checkpoints=r.checkpoints) for r in runs]
+        states, posteriors = [t.checkpoints for t in tasks], [r.posterior().run for r in runs]
+        assert {*map(len, states)} == {3} and {*map(len, posteriors)} == {4}
+        for one, other in zip(*states, strict=True):
+            near(one, other)
+        for p, q in zip(*posteriors, strict=True):
+            near(p.mean, q.mean)
+            near(p.form.diagonal(), q.form.diagonal(), rtol=1e-3, atol=0)
 
-    def test_the_same_weights_and_buffers(self, runs: tuple[Run, Run]) -> None:
-        ours, theirs = (state_of(r.model) for r in runs)
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    @pytest.mark.parametrize("row", ROWS)
+    def test_gradients_accumulate_and_are_clipped(self, tmp_path: Path, row: str) -> None:
+        ours = self.trained(row, tmp_path, How(count=2, clip=0.1)).model
+        near(ours, looped(row, count=2, clip=0.1).model)
 
-    def test_the_same_checkpoints(self, runs: tuple[Run, Run]) -> None:
-        ours, theirs = (blr.Task(r.model.eval(), ROWS, checkpoints=r.checkpoints) for r in runs)
-        assert len(ours.checkpoints) == len(theirs.checkpoints) == 3
-        for one, other in zip(ours.checkpoints, theirs.checkpoints, strict=True):
-            for name, value in other.items():
-                torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5)
+    @pytest.mark.parametrize("row", [row for row in ROWS if row != "BSAM"])
+    def test_float16_with_a_loss_scale(
+        self, tmp_path: Path, row: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ours = self.trained(row, tmp_path, How(2, half=monkeypatch)).model
+        near(ours, looped(row, count=2).model, 0.1, 0.1)
+        with pytest.raises(AssertionError):
+            near(ours, Net(row))
 
-    def test_the_same_recipe(self, runs: tuple[Run, Run]) -> None:
-        ours, theirs = (r.recipe for r in runs)
-        assert ours.record == theirs.record
-        first = Net()
-        assert ours.initial is not None
-        for name, value in state_of(first).items():
-            assert torch.equal(ours.initial[name], value)
+    def test_bfloat16(self, tmp_path: Path) -> None:
+        ours = self.trained("ivon", tmp_path, How(clip=0.1, half=BFLOAT)).model
+        near(ours, looped("ivon", clip=0.1).model, 0.1, 0.05)
 
-    def test_the_same_posterior_with_its_earlier_ones(self, runs: tuple[Run, Run]) -> None:
-        ours, theirs = (r.posterior for r in runs)
-        assert len(ours.run) == len(theirs.run) == 4
-        for p, q in zip(ours.run, theirs.run, strict=True):
-            for name in q.mean:
-                torch.testing.assert_close(p.mean[name], q.mean[name], rtol=1e-4, atol=1e-5)
-                torch.testing.assert_close(p.precision(name), q.precision(name), rtol=1e-3, atol=0)
-
-
-def arguments(folder: Path, **settings: Any) -> TrainingArguments:
-    how = {
-        "num_train_epochs": EPOCHS, "per_device_train_batch_size": N, "report_to": [],
-        "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant", "save_steps": 5, **settings,
-    }  # fmt: skip
-    return TrainingArguments(str(folder), **how)
+    @pytest.mark.parametrize("row", ROWS)
+    def test_a_resumed_run_ends_with_the_same_bits(self, tmp_path: Path, row: str) -> None:
+        whole, again = (self.trained(row, tmp_path, How(resume=resume)) for resume in (False, True))
+        near(again.model, whole.model, 0, 0)
 
 
-class Drawing(VariationalTrainer, Trainer):
-    """Another Trainer that draws weights."""
+class Ordered(Trainer):
+    """Whose minibatches are those of the loop."""
 
-
-class TestIVONTrainer(TrainerContract):
-    @classmethod
-    def run(cls, kind: str, folder: Path) -> Run:
-        model = Net()
-        if kind == "adamw":
-            pytest.skip("which draws weights")
-        trainer = IVONTrainer(
-            model, arguments(folder), train_dataset=ROWS, optimizers=(optimizer(kind, model), None)
-        )
-        trainer.train()
-        q = trainer.posterior()
-        assert q.record["recipe"] == trainer.recipe.record
-        q.save(folder / "q")
-        assert blr.Posterior.load(folder / "q").record["recipe"] == trainer.recipe.record
-        return Run(trainer.model, trainer.checkpoints, trainer.recipe, q)
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 class TestTrainer(TrainerContract):
     @classmethod
-    def run(cls, kind: str, folder: Path) -> Run:
-        model, callback = Net(), CheckpointsCallback()
-        trainer = (Trainer if kind == "adamw" else Drawing)(
-            model, arguments(folder, save_strategy="no"), train_dataset=ROWS, callbacks=[callback],
-            optimizers=(optimizer(kind, model), None),
+    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+        model, callback = Net(kind, seed=how.resume), CheckpointsCallback()
+        settings = {
+            "num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "report_to": [],
+            "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "save_steps": EACH,
+            "lr_scheduler_type": "constant", "max_grad_norm": how.clip,
+            "gradient_accumulation_steps": how.count, "bf16": how.half == BFLOAT,
+        }  # fmt: skip
+        base = {"ivon": (IVONTrainer,), "adamw": ()}.get(kind, (VariationalTrainer,))
+        run: Any = type("Mine", (*base, Ordered), {})(
+            model, TrainingArguments(str(folder), **settings), train_dataset=DATA,
+            callbacks=[callback], optimizers=(optimizer(kind, model), None),
         )  # fmt: skip
-        trainer.train()
-        assert callback.checkpoints is not None and callback.recipe is not None
-        assert not (folder / "_run").exists()
-        return Run(model, callback.checkpoints, callback.recipe, kept(callback.checkpoints))
+        scaler = float16_on_a_cpu(run.accelerator, how.half) if how.half not in FULL else None
+        place = str(folder / f"checkpoint-{EACH}")
+        run.train(resume_from_checkpoint=place if how.resume else None)
+        assert scaler is None or scaler.get_scale() == 2048  # it grew twice, and met no infinity
+        kept = callback.checkpoints
+        posterior = getattr(run, "posterior", lambda: kept.posterior(n_data=N))  # type: ignore[union-attr]
+        return Run(model, kept, callback.recipe, posterior)
 
 
 class Module(lightning.pytorch.LightningModule):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, seed: int) -> None:
         super().__init__()
-        self.net, self.kind = Net(), kind
+        self.net, self.kind = Net(kind, seed), kind
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         return self.net(**batch)["loss"]
@@ -193,137 +217,59 @@ class Module(lightning.pytorch.LightningModule):
 
 class TestLightning(TrainerContract):
     @classmethod
-    def run(cls, kind: str, folder: Path) -> Run:
-        module, callback = Module(kind), LightningCheckpoints(submodule="net")
+    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+        module, callback = Module(kind, seed=how.resume), LightningCheckpoints(submodule="net")
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         draws = [] if kind == "adamw" else [VariationalSteps()]
-        lightning.Trainer(
-            max_epochs=EPOCHS, callbacks=[callback, *draws], logger=False, accelerator="cpu",
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=str(folder),
-        ).fit(module, DataLoader(ROWS, batch_size=N))  # type: ignore[arg-type]  # fmt: skip
-        assert callback.checkpoints is not None and callback.recipe is not None
-        return Run(module.net, callback.checkpoints, callback.recipe, kept(callback.checkpoints))
+        more: Any = {"precision": "bf16-mixed"} if how.half == BFLOAT else {}
+        if how.half not in FULL:  # by name on a CPU, where "16-mixed" means bfloat16
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+            more["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+        trainer = lightning.Trainer(
+            max_epochs=EPOCHS, callbacks=[callback, *draws, saver], logger=False,
+            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=str(folder), accumulate_grad_batches=how.count,
+            gradient_clip_val=how.clip or None, **more,
+        )  # fmt: skip
+        loader: Any = DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
+        trainer.fit(module, loader, ckpt_path=folder / "epoch=0.ckpt" if how.resume else None)
+        own: Any = trainer.optimizers[0]
+        assert "step" not in vars(own) and getattr(own, "_step_supports_amp_scaling", True)
+        kept: Any = callback.checkpoints
+        return Run(module.net, kept, callback.recipe, lambda: kept.posterior(n_data=N))
 
 
 class TestAccelerate(TrainerContract):
     @classmethod
-    def run(cls, kind: str, folder: Path) -> Run:
-        model, accelerator = Net(), Accelerator(cpu=True)
-        loader: Any = DataLoader(ROWS, batch_size=N)  # type: ignore[arg-type]
+    def trained(cls, kind: str, folder: Path, how: How) -> Run:
+        """As docs/training.md says."""
+        more: Any = {"mixed_precision": BFLOAT} if how.half == BFLOAT else {}
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=how.count, **more)
+        if how.half not in FULL:
+            float16_on_a_cpu(accelerator, how.half)
+        model, loader = Net(kind, seed=how.resume), DataLoader(DATA, batch_size=BATCH)  # type: ignore[arg-type]
         net, wrapped, loader = accelerator.prepare(model, optimizer(kind, model), loader)
         own = wrapped.optimizer
-        checkpoints = blr.Checkpoints(net, steps=STEPS, folder=folder, optimizer=own)
+        checkpoints = blr.Checkpoints(net, steps=STEPS, folder=folder / "run", optimizer=own)
         checkpoints.begin()
-        for _ in range(EPOCHS):
+        if how.resume:
+            accelerator.load_state(str(folder / "state"))
+        for epoch in range(how.resume, EPOCHS):
             for batch in loader:
-                own.zero_grad()
-                if kind == "adamw":
-                    accelerator.backward(net(**batch)["loss"])
-                else:
-                    with own.sampled_params(train=True):
-                        accelerator.backward(net(**batch)["loss"])
-                wrapped.step()
-                checkpoints.step()
-        recipe = recipe_of(wrapped, epochs=EPOCHS, batch_size=N, n_data=N)
-        assert recipe is not None
-        recipe.initial = checkpoints.first
-        return Run(model, checkpoints, recipe, kept(checkpoints))
-
-
-# ---------------------------------------------------------------- what a Trainer's folder tells
-
-
-def test_a_trainers_folder_has_checkpoints_and_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Net()
-    how: Any = {"optim": "adamw_torch", "learning_rate": 0.05, "weight_decay": 0.1}
-    trainer = Trainer(
-        model, arguments(tmp_path, save_steps=1, lr_scheduler_type="cosine", **how),
-        train_dataset=ROWS, callbacks=[CheckpointsCallback(), TrainerPrecision()],
-    )  # fmt: skip
-    trainer.train()
-    expected = {
-        "optimizer": "adamw", "lr": 0.05, "epochs": EPOCHS, "batch_size": N, "schedule": "cosine",
-        "weight_decay": 0.1,
-    }  # fmt: skip
-    assert json.loads((tmp_path / "_run" / "recipe.json").read_text()) == expected
-    assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
-    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
-    found = training_of(tmp_path)
-    task = blr.Task(model.eval(), ROWS, **found)
-    assert task.recipe is not None and task.recipe.record == expected
-    assert task.recipe.initial is not None
-    beside = blr.Task(model, ROWS, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
-    for one, other in zip(task.checkpoints, beside.checkpoints, strict=True):
-        for name, value in other.items():
-            assert torch.equal(one[name], value), name
-    early = training_of(tmp_path / "checkpoint-4")
-    assert early["recipe"].epochs == 4 and early["checkpoints"] == tmp_path / "_run"
-    q = blr.Posterior.load(
-        tmp_path / "checkpoint-4" / "precision",
-        model=tmp_path / "checkpoint-4",
-        prior_precision=1.0,
-    )
-    assert q.record["recipe"]["epochs"] == 4
-    shutil.rmtree(tmp_path / "_run")  # as without the callback
-    assert training_of(tmp_path) == {"checkpoints": tmp_path}
-    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()  # as of those that are pickled
-    assert training_of(tmp_path) == {}
-
-
-def test_a_resumed_run_has_the_checkpoints_of_the_whole_one(tmp_path: Path) -> None:
-    def trained(resume: bool) -> IVONTrainer:
-        model = Net()
-        trainer = IVONTrainer(
-            model, arguments(tmp_path, save_steps=5), train_dataset=ROWS,
-            optimizers=(optimizer("ivon", model), None),
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5") if resume else None)
-        return trainer
-
-    whole, again = (trained(resume) for resume in (False, True))
-    for p, q in zip(whole.posterior().run, again.posterior().run, strict=True):
-        assert all(torch.equal(p.precision(n), q.precision(n)) for n in p.mean)
-    assert again.recipe is not None and again.recipe.initial is not None
-    names = {p.name for p in (tmp_path / "_run").iterdir()}
-    assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
-
-
-def test_the_run_ends_at_the_best_weights(tmp_path: Path) -> None:
-    class Judged(Trainer):
-        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            worse = {"eval_loss": abs(self.state.global_step - 4.0)}
-            self.log(worse)
-            return worse
-
-    callback = CheckpointsCallback()
-    best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    Judged(
-        Net(), arguments(tmp_path, **best), train_dataset=ROWS, eval_dataset=ROWS,
-        callbacks=[callback],
-    ).train()  # fmt: skip
-    assert callback.recipe is not None and callback.recipe.epochs == 4
-    assert callback.checkpoints is not None
-    assert [s.step for s in callback.checkpoints.snapshots] == [0, 1, 2]
-
-
-def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) -> None:
-    """As the command line reads it."""
-    texts = tiny_transformers.sentences(N, low=5, high=5)
-    (tmp_path / "data.txt").write_text("\n".join(texts))
-    rows = [tiny_transformers.tokenizer(pairs=False)(t).input_ids for t in texts]
-    model = tiny_transformers.build("llama", "causal_lm")
-    trainer = IVONTrainer(
-        model, arguments(tmp_path / "lm", learning_rate=0.1, per_device_train_batch_size=1,
-                         num_train_epochs=1),
-        train_dataset=[{"input_ids": ids, "labels": ids} for ids in rows],
-    )  # fmt: skip
-    trainer.train()
-    tiny_transformers.save(tmp_path / "lm", model, pairs=False)
-    task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
-    assert len(task.checkpoints) == 3 and task.recipe is not None
-    expected = {"optimizer": "ivon", "lr": 0.1, "epochs": 1, "batch_size": 1, "steps": N}
-    told = task.recipe.record or {}
-    assert {k: told[k] for k in expected} == expected
-    assert told["ess"] == sum(len(ids) - 1 for ids in rows)
+                with accelerator.accumulate(net):
+                    for context in contexts(own, how.count):
+                        with context:
+                            accelerator.backward(net(**batch)["loss"])
+                    if how.clip and accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(net.parameters(), how.clip)
+                    wrapped.step()
+                    wrapped.zero_grad()
+                    if accelerator.sync_gradients:
+                        checkpoints.step()
+            if epoch == 0 and not how.resume:
+                accelerator.save_state(str(folder / "state"))
+        recipe: Any = recipe_of(wrapped, epochs=EPOCHS, batch_size=BATCH, n_data=N)
+        if recipe is not None:
+            recipe.initial = checkpoints.first
+        return Run(model, checkpoints, recipe, lambda: checkpoints.posterior(n_data=N))

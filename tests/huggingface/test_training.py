@@ -1,301 +1,288 @@
-"""IVON inside Hugging Face's Trainer: two lines changed, the same steps as a loop by hand."""
+"""What Hugging Face's Trainer knows of a training, and what is kept of it: IVON's sizes, the best
+weights, precisions for merging, a folder that becomes a task, a script with two changed lines."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_transformers
+import tiny_transformers as tiny
 import torch
-from optimizers import ROWS, float16_on_a_cpu, make
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainingArguments,
-)
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import blr_analysis as blr
-from blr_analysis import IVON
-from blr_analysis.errors import InputError
-from blr_analysis.huggingface import IVONTrainer, MonitorCallback
+from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, MonitorCallback
+from blr_analysis.huggingface.models import load_language_model
+from blr_analysis.huggingface.questions import language_task
+from blr_analysis.huggingface.recording import training_of
+from blr_analysis.huggingface.trainer import TrainerPrecision
+from blr_analysis.posterior import read_precision_record
+from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 
 N = 12
+IDS = torch.randint(4, 12, (N, 4), generator=torch.Generator().manual_seed(0))
+DATA: list[dict[str, Tensor]] = [
+    {"input_ids": ids, "labels": torch.tensor(i % 2)} for i, ids in enumerate(IDS)
+]
+pytestmark = pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
 
 
-class Alike(Dataset):
-    """The same sentence again and again, so that no order matters."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        places = torch.arange(4)  # each example's own, so that VOGN reads a gradient of each
-        return {"input_ids": places + 5, "position_ids": places, "labels": torch.tensor(1)}
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(DATA * 4)
 
 
-def bert() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=12, max_position_embeddings=8, num_labels=2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
+def bert() -> Any:
+    sure = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return tiny.build("bert", num_labels=2, **sure)
 
 
-def trainer(folder: Path, model: Any, optimizer: Any = None, **settings: Any) -> IVONTrainer:
-    arguments = {
-        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 3, "learning_rate": 0.1,
-        "gradient_accumulation_steps": 2, "report_to": [], "disable_tqdm": True, "use_cpu": True,
-        "logging_strategy": "no", "max_grad_norm": 0.0, **settings,
+def prepared(
+    folder: Path, model: Any = None, *callbacks: TrainerCallback, data: Any = DATA,
+    kind: type[Trainer] = IVONTrainer, optimizer: Any = None, **settings: Any,
+) -> Any:  # fmt: skip
+    """Two steps an epoch, and a checkpoint after each epoch."""
+    how = {
+        "num_train_epochs": 2, "save_steps": 2, "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2, "learning_rate": 0.1, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "logging_strategy": "no", **settings,
     }  # fmt: skip
-    return IVONTrainer(
-        model,
-        TrainingArguments(str(folder), **arguments),
-        train_dataset=Alike(),
-        eval_dataset=Alike(),
-        optimizers=(optimizer, None),
-    )
-
-
-def ivon(model: Any, **options: Any) -> IVON:
-    generator = torch.Generator().manual_seed(3)
-    return IVON(model.parameters(), lr=0.1, ess=N, weight_decay=0.1, generator=generator, **options)
-
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize(
-    ("settings", "close"),
-    [
-        ({"max_grad_norm": 0.0}, 1e-6),
-        ({}, 1e-6),
-        ({"bf16": True}, 0.02),
-        ({"scaled": True}, 0.02),
-        pytest.param({"fp16": True, "use_cpu": False}, 0.02, marks=GPU),
-    ],
-)
-def test_it_takes_the_steps_of_a_loop_by_hand(
-    tmp_path: Path, settings: Any, close: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, other = bert(), bert()
-    how = {"max_grad_norm": 0.1, "lr_scheduler_type": "constant", "save_strategy": "no"} | settings
-    scaled = how.pop("scaled", False)
-    run = trainer(tmp_path, model, ivon(model), **how)
-    scaler = float16_on_a_cpu(run.accelerator, monkeypatch) if scaled else None
-    run.train()
-    assert scaler is None or scaler.get_scale() == 1024  # it grew once, and met no infinity
-    optimizer = ivon(other)
-    batch = {k: torch.stack([v] * 3) for k, v in Alike()[0].items()}
-    for _ in range(4):
-        optimizer.zero_grad()
-        for _ in range(2):  # a draw for each microbatch; their mean
-            with optimizer.sampled_params(train=True):
-                other(**batch).loss.backward()
-        if how["max_grad_norm"]:
-            torch.nn.utils.clip_grad_norm_(other.parameters(), how["max_grad_norm"])
-        optimizer.step()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=close)
-
-
-def test_steps_are_counted_where_only_epochs_are_given(tmp_path: Path) -> None:
-    run = trainer(tmp_path, bert(), max_steps=-1, num_train_epochs=3)
-    run.create_optimizer()
-    options: Any = {"weight_decay": 1 / N, "hess_init": "weights", "steps": 6}
-    expected = IVON(bert().parameters(), lr=0.1, ess=N, **options)
-    assert run.optimizer.param_groups[0]["beta2"] == expected.param_groups[0]["beta2"]
-
-
-class Sentences(Alike):
-    """Each with a label that does not count, beside the first, which nothing predicts."""
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        ids = torch.arange(4) + i % 3
-        return {"input_ids": ids, "labels": torch.where(torch.arange(4) == 2, -100, ids)}
-
-
-TOKENS = 2 * N
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=12, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=8,
+    return kind(
+        model or bert(), TrainingArguments(str(folder), **how), train_dataset=data,
+        eval_dataset=DATA, callbacks=[*callbacks], optimizers=(optimizer, None),
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+
+
+def same(one: blr.Posterior, other: blr.Posterior) -> bool:
+    pairs = [(q.mean, q.form.diagonal()) for q in (one, other)]
+    return all(torch.equal(a[n], b[n]) for a, b in zip(*pairs, strict=True) for n in a)
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> None:
-    model = llama()
-    own = IVON(model.parameters(), lr=0.1, ess=TOKENS, weight_decay=1 / TOKENS) if given else None
-    run = trainer(tmp_path, model, own, save_strategy="no")
-    run.train_dataset = Sentences()
+    """One label of four does not count, beside the first, which nothing predicts."""
+    labels = torch.where(torch.arange(4) == 2, -100, IDS)
+    rows: Any = [{"input_ids": i, "labels": y} for i, y in zip(IDS, labels, strict=True)]
+    model, tokens = tiny.build("llama", "causal_lm"), 2 * N
+    own = blr.IVON(model.parameters(), lr=0.1, ess=tokens, weight_decay=1 / tokens)
+    how: Any = {"data": rows, "save_strategy": "no", "optimizer": own if given else None}
+    run = prepared(tmp_path, model, **how)
     before = torch.get_rng_state()
-    run.create_optimizer()
+    group = run.create_optimizer().param_groups[0]
     assert torch.equal(torch.get_rng_state(), before)  # counting leaves the draws alone
+    assert group["ess"] == tokens and (given or run.optimizer.steps == 4)
     run.train()
-    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
-    assert optimizer.param_groups[0]["ess"] == TOKENS
+    assert not list(tmp_path.iterdir())
     posterior = run.posterior()
     assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
-    task = blr.Task(
-        model, torch.utils.data.DataLoader(Sentences(), batch_size=3), likelihood="causal_lm"
-    )
+    task = blr.Task(model, DataLoader(rows, batch_size=3), likelihood="causal_lm")
     assert bool(blr.sensitivity(task, posterior).self_influence.isfinite().all())
 
 
-@pytest.mark.parametrize("problem", [None, "regression", "collated"])
-def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, problem: str | None) -> None:
-    rows = [Alike()[i] | {"labels": torch.tensor([1.0, 0.0])} for i in range(N)]
-    model = bert()
-    model.config.problem_type = None if problem == "collated" else problem  # None: the labels tell
-    run = trainer(tmp_path, model, save_strategy="no")
-    run.train_dataset = rows  # type: ignore[assignment]
-    if problem == "collated":
+@pytest.mark.parametrize("collated", [False, True])
+def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, collated: bool) -> None:
+    rows: list[Any] = [{**row, "labels": torch.tensor([1.0, 0.0])} for row in DATA]
 
-        def named(some: list[dict[str, Any]]) -> dict[str, Tensor]:
-            held = {k: torch.stack([r[k] for r in some]) for k in ("input_ids", "position_ids")}
-            return held | {"labels": torch.tensor([[r["tag"] == "a", False] for r in some]).float()}
+    def named(some: list[Any]) -> dict[str, Tensor]:
+        ids = torch.stack([row["input_ids"] for row in some])
+        return {"input_ids": ids, "labels": torch.ones(len(some), 2)}
 
-        run.data_collator = named
-        run.args.remove_unused_columns = False
-        run.train_dataset = [  # type: ignore[assignment]
-            {k: v for k, v in Alike()[i].items() if k != "labels"} | {"tag": "a"} for i in range(N)
-        ]
+    if collated:
+        rows = [{"input_ids": ids, "tag": "a"} for ids in IDS]
+    run = prepared(tmp_path, data=rows, remove_unused_columns=False)
+    run.data_collator = named if collated else run.data_collator
     run.train()
-    posterior = run.posterior()
-    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
-    assert optimizer.param_groups[0]["ess"] == 2 * N
-    assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
+    q = run.posterior()
+    assert run.optimizer.optimizer.param_groups[0]["ess"] == 2 * N
+    assert q.n_data == N and q.prior_precision == pytest.approx(1.0)
 
 
-def test_the_best_checkpoint_brings_its_own_precision(tmp_path: Path) -> None:
+def test_the_best_checkpoint_brings_its_own_precision_and_recipe(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    run = trainer(
-        tmp_path, bert(), metric_for_best_model="loss", greater_is_better=True, **settings
-    )
+    run = prepared(tmp_path, **settings)
+    run.evaluate = lambda *_, **__: run.log(worse := {"eval_loss": run.state.global_step}) or worse
     run.train()
-    best = run.state.best_model_checkpoint
-    assert best is not None and best.endswith("-2")
-    ours, theirs = run.posterior(), blr.Posterior.from_checkpoint(best, bert())
-    last = blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model)
-    for name in ours.mean:
-        assert torch.equal(ours.mean[name], theirs.mean[name])
-        assert torch.equal(ours.precision(name), theirs.precision(name))
-    assert any(not torch.equal(ours.precision(n), last.precision(n)) for n in ours.mean)
+    best = blr.Posterior.from_checkpoint(tmp_path / "checkpoint-2", bert())
+    assert same(run.posterior(), best)
+    assert not same(best, blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model))
+    assert run.recipe.epochs == 1
+    assert list(run.checkpoints.snapshots) == [0, 1]
 
 
-def test_adams_rate_is_said_and_adam_refused(tmp_path: Path) -> None:
-    model = bert()
-    with pytest.warns(UserWarning, match="IVON's are"):
-        trainer(tmp_path, model, learning_rate=5e-5).create_optimizer()
-    with pytest.raises(InputError, match="nothing is trained"):
-        trainer(tmp_path, model).posterior()
-    with pytest.raises(InputError, match="AdamW draws no weights"):
-        trainer(tmp_path, model, torch.optim.AdamW(model.parameters())).train()
+def test_a_trainers_folder_has_checkpoints_and_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    how |= {"kind": Trainer, "num_train_epochs": 8}
+    callbacks, model = (CheckpointsCallback(), TrainerPrecision()), bert()
+    prepared(tmp_path, model, *callbacks, **how).train()
+    expected = {"optimizer": "adamw", "lr": 0.1, "epochs": 8, "batch_size": 6}
+    expected |= {"schedule": "cosine", "weight_decay": 0.1}
+    assert json.loads((tmp_path / "_run" / "recipe.json").read_text()) == expected
+    names = {p.name for p in (tmp_path / "_run").iterdir()}
+    assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
+    kept, again = callbacks[0].checkpoints.posterior(n_data=N).run, bert()  # type: ignore[union-attr]
+    resumed = prepared(tmp_path, again, callbacks[0], **how)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    posteriors = callbacks[0].checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
+    assert len(kept) == 4 and all(map(same, kept, posteriors))
+    assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
+    task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
+    assert task.recipe is not None and task.recipe.record == expected
+    assert task.recipe.initial is not None
+    beside = blr.Task(model, DATA, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
+    torch.testing.assert_close([*task.checkpoints], [*beside.checkpoints], rtol=0, atol=0)
+    early = training_of(tmp_path / "checkpoint-4")
+    assert early["recipe"].epochs == 2 and early["checkpoints"] == tmp_path / "_run"
+    assert read_precision_record(tmp_path / "checkpoint-4/precision")["recipe"]["epochs"] == 2
+    shutil.rmtree(tmp_path / "_run")  # as without the callback
+    assert training_of(tmp_path) == {"checkpoints": tmp_path}
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()  # as of those that are pickled
+    assert training_of(tmp_path) == {}
 
 
-# one of each class of optimizer: what the others are, accelerate's tests go through
-@pytest.mark.parametrize(
-    "row", [r for r in ROWS if r not in ("OGN", "Vadam", "Vprop", "SGD", "RMSprop")]
-)
-def test_every_row_trains_and_is_resumed_to_the_bit(tmp_path: Path, row: str) -> None:
-    model = bert()
-    whole = trainer(tmp_path, model, make(row, model, N))
-    whole.train()
-    other = bert()
-    again = trainer(tmp_path, other, make(row, other, N))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    moved = 0
-    for p, q, start in zip(
-        model.parameters(), other.parameters(), bert().parameters(), strict=True
-    ):
-        assert torch.equal(p, q)
-        assert bool(p.isfinite().all())
-        moved += not torch.equal(p, start)
-    assert moved > 10
+def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) -> None:
+    """As the command line reads it."""
+    texts = tiny.sentences(N, low=5, high=5)
+    (tmp_path / "data.txt").write_text("\n".join(texts))
+    rows = [{"input_ids": i, "labels": i} for i in tiny.tokenizer(pairs=False)(texts).input_ids]
+    model = tiny.build("llama", "causal_lm")
+    prepared(tmp_path / "lm", model, data=rows, num_train_epochs=8).train()
+    tiny.save(tmp_path / "lm", model, pairs=False)
+    task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
+    assert len(task.checkpoints) == 3 and task.recipe is not None
+    told, expected = task.recipe.record or {}, {"lr": 0.1, "epochs": 8, "batch_size": 6}
+    expected |= {"optimizer": "ivon", "steps": 16, "ess": 4 * N}
+    assert {k: told[k] for k in expected} == expected
 
 
 def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
-    def watched() -> tuple[IVONTrainer, blr.Monitor]:
+    def watched(place: str | None = None) -> tuple[Any, blr.Monitor]:
         model = bert()
-        task = blr.Task(model, torch.utils.data.DataLoader(Alike(), batch_size=3))
-        monitor = blr.Monitor(task, examples=4)
-        run = trainer(tmp_path, model, max_steps=-1, num_train_epochs=2)
-        run.add_callback(MonitorCallback(monitor))
+        monitor = blr.Monitor(blr.Task(model, DataLoader(DATA, batch_size=3)), examples=4)  # type: ignore[arg-type]
+        run = prepared(tmp_path, model, MonitorCallback(monitor))
+        run.train(resume_from_checkpoint=place)
         return run, monitor
 
     run, monitor = watched()
-    run.train()
     assert monitor.table["epoch"].tolist() == [1, 2]
     said = [row["loo_nll"] for row in run.state.log_history if "loo_nll" in row]
     assert said == monitor.table["loo_nll"].tolist()
-    again, other = watched()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for p, q in zip(run.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert again.state.global_step == 4 and len(other) == 2
+    again, other = watched(str(tmp_path / "checkpoint-2"))
+    assert same(run.posterior(), again.posterior())
+    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     columns = monitor.table.columns.drop("seconds")  # the second epoch was watched again
     assert other.table[columns].equals(monitor.table[columns])
-    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     assert torch.equal(other.deviations, monitor.deviations)
     with pytest.raises(InputError, match="epoch 1 does not follow epoch 2; build a new Monitor"):
         run.train()  # another run, refused before its first step
     assert run.state.global_step == 0
 
 
-# A script for Hugging Face's Trainer trains with IVON when two of its lines are changed.
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None:
+    """By the formula, and as a module or a merge reads it; the tied embeddings once."""
+    rows = DATA if kind == "bert" else [{"input_ids": i, "labels": i} for i in IDS]
+    tied = {} if kind == "bert" else {"tie_word_embeddings": True}
+    model = bert() if kind == "bert" else tiny.build(kind, "causal_lm", **tied)
+    how: Any = {"kind": Trainer, "data": rows, "weight_decay": 0.01, "optim": "adamw_torch"}
+    run = prepared(tmp_path, model, TrainerPrecision(), save_total_limit=2, save_steps=1, **how)
+    run.train()
+    assert {p.parent.name[-1] for p in tmp_path.glob("*/precision")} == {"3", "4"}
+    place = tmp_path / "checkpoint-4"
+    stored, record = storage.read(place / "precision")
+    assert list(stored) == [n for n, _ in model.named_parameters()]
+    assert [*record["tied"].values()] == ([["lm_head.weight"]] if tied else [])
+    state = run.optimizer.optimizer.state
+    for name, p in model.named_parameters():
+        by_hand = N * (state[p]["exp_avg_sq"] / (1 - 0.999**4)).sqrt()
+        torch.testing.assert_close(stored[name], by_hand, rtol=1e-5, atol=0)
+    assert (record["kind"], record["n_data"], record["step"]) == ("adam_v", N, 4)
+    assert record["prior_precision"] == 0 and record["definition"] == "H = N*sqrt(v_hat)"
+    assert record["recipe"]["optimizer"] == "adamw" and record["recipe"]["batch_size"] == 6
+    assert record["model_sha256"] == fingerprint(Folder.open(place), progress=False)
+    known: Any = {"n_data": N, "prior_precision": 2.0}
+    truth = from_optimizer(run.optimizer, model, **known)
+    q = blr.Posterior.load(place / "precision", model=place, prior_precision=2.0)
+    read = from_checkpoint(place, model, **known)  # the Trainer's own, without our callback
+    for name, s in truth.precision.items():
+        assert torch.equal(q.precision(name), s) and torch.equal(read.precision[name], s)
+        assert torch.equal(q.mean[name], read.mean[name])
+
+
+def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -> None:
+    how = {"kind": Trainer, "data": Stream(), "max_steps": 2}
+    prepared(tmp_path, None, TrainerPrecision(n_data=1000), **how).train()
+    assert read_precision_record(tmp_path / "checkpoint-2" / "precision")["n_data"] == 1000
+    run = prepared(tmp_path, None, TrainerPrecision(), weight_decay=0.1)
+    run.train()
+    place = tmp_path / "checkpoint-4"
+    q = blr.Posterior.load(place / "precision", model=place)
+    assert same(q, blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model))
+    assert q.record["kind"] == "ivon" and q.prior_precision == pytest.approx(N * 0.1)
+
+
+def adam(folder: Path, **how: Any) -> Any:
+    return prepared(folder, None, TrainerPrecision(), kind=Trainer, **how)
+
+
+def ivon(folder: Path, optimizer: Any = None, **how: Any) -> Any:
+    model = bert()
+    return prepared(folder, model, optimizer=optimizer and optimizer(model.parameters()), **how)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "Adam's rate": (lambda p: ivon(p, learning_rate=5e-5).train(), UserWarning, "IVON's are"),
+    "untrained": (lambda p: ivon(p).posterior(), OptimizerError, "NoneType"),
+    "no draws": (lambda p: ivon(p, torch.optim.AdamW).train(), InputError, "AdamW draws no"),
+    "IVON": (lambda p: ivon(p, data=Stream(), max_steps=2).train(), InputError, "no length.*ess"),
+    "SGD": (lambda p: adam(p, optim="sgd").train(), OptimizerError, "SGD keeps no precision"),
+    "Adafactor": (lambda p: adam(p, optim="adafactor").train(), OptimizerError, "from Adafactor"),
+    "Adam": (lambda p: adam(p, data=Stream(), max_steps=2).train(), InputError, "n_data="),
+}
+
+
+@pytest.mark.filterwarnings("error:learning_rate")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_before_a_step(case: str, tmp_path: Path) -> None:
+    ask, error, words = REFUSED[case]
+    with pytest.raises(error, match=words):
+        ask(tmp_path)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+# A script for Hugging Face's Trainer trains with IVON when two of its lines are changed
 
 
 SCRIPT = Path(__file__).with_name("run_glue.py").read_text("utf-8")
-IMPORT = "from blr_analysis.huggingface import IVONTrainer as Trainer\n"
-CHANGED = (
-    SCRIPT.replace("    Trainer,\n", "")
-    .replace("import datasets\n", f"import datasets\n{IMPORT}")
-    .replace("learning_rate=5e-5", "learning_rate=0.1")
-)
-LINES = """the film was very good,1
-a bright book,1
-a very good book,1
-the film was not good,0
-a dull book,0
-the book was very bad,0
-"""
-
-
-def tiny(folder: Path) -> None:
-    tiny_transformers.save(folder, tiny_transformers.build("bert", num_labels=2))
-
-
-def run(text: str, folder: Path, steps: int) -> Any:
-    known: dict[str, Any] = {"__name__": "script"}
-    exec(compile(text, "run_glue.py", "exec"), known)
-    (folder / "six.csv").write_text("sentence,label\n" + LINES)
-    options = f"--max_steps {steps} --per_device_train_batch_size 6 --report_to none --use_cpu 1"
-    options += " --disable_tqdm 1 --logging_steps 1 --save_strategy no"
-    where = [str(folder / "model"), str(folder / "six.csv"), "--output_dir", str(folder / "out")]
-    return known["main"]([*where, *options.split()])
+OURS = "from blr_analysis.huggingface import IVONTrainer as Trainer"
+CHANGED = SCRIPT.replace("from transformers import Trainer", OURS).replace("=5e-5", "=0.1")
+GOOD = "the film was very good,1\na bright book,1\na very good book,1\n"
+BAD = "the film was not good,0\na dull book,0\nthe book was very bad,0\n"
 
 
 @pytest.mark.slow
 def test_two_changed_lines_train_on_six(tmp_path: Path) -> None:
     changes = list(difflib.ndiff(SCRIPT.splitlines(), CHANGED.splitlines()))
     assert [sum(line.startswith(sign) for line in changes) for sign in ("- ", "+ ")] == [2, 2]
-    (tmp_path / "model").mkdir()
-    tiny(tmp_path / "model")
-    trainer = run(CHANGED, tmp_path, 200)
-    assert type(trainer.optimizer.optimizer).__name__ == "IVON"
-    assert trainer.evaluate()["eval_loss"] < 0.5  # of two classes, log 2 at first
-    posterior = trainer.posterior()
-    assert posterior.n_data == 6
-    assert set(posterior.mean) == {n for n, _ in trainer.model.named_parameters()}
+    tiny.save(tmp_path / "model", tiny.build("bert", num_labels=2))
+    (tmp_path / "six.csv").write_text("sentence,label\n" + GOOD + BAD)
+    known: dict[str, Any] = {"__name__": "script"}
+    exec(compile(CHANGED, "run_glue.py", "exec"), known)
+    options = "--max_steps 200 --per_device_train_batch_size 6 --report_to none --use_cpu 1"
+    options += " --disable_tqdm 1 --logging_steps 1 --save_strategy no"
+    where = [str(tmp_path / "model"), str(tmp_path / "six.csv"), "--output_dir", str(tmp_path)]
+    run = known["main"]([*where, *options.split()])
+    assert type(run.optimizer.optimizer).__name__ == "IVON"
+    assert run.evaluate()["eval_loss"] < 0.5  # of two classes, log 2 at first
+    assert set(run.posterior().mean) == {n for n, _ in run.model.named_parameters()}

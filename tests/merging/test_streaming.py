@@ -74,24 +74,21 @@ def test_memory_stays_below_the_promise(tmp_path: Path) -> None:
         more = dict(max_memory={bound}, threads=2)
         blr.merge(**{small!r}, **more, out={str(tmp_path / "warm")!r})
         before = peak()
-        report = blr.merge(**{family!r}, **more, out={str(tmp_path / "out")!r})
-        print(peak() - before, report.plan.workers)
+        blr.merge(**{family!r}, **more, out={str(tmp_path / "out")!r})
+        print(peak() - before)
     """
     told = {"capture_output": True, "text": True, "check": True, "cwd": ROOT}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], **told, env=env)
-    grown, _ = map(int, run.stdout.split())
-    largest = Folder.open(family["base"]).specs["embed"].nbytes
-    assert largest > 2 * bound
-    assert grown <= bound
+    grown = int(run.stdout)
+    assert grown <= bound < Folder.open(family["base"]).specs["embed"].nbytes / 2
 
 
-def small_plan(root: Path, **more: Any) -> Any:
+def small_plan(root: Path) -> Any:
     family = write_family(root)
-    members = [Member(m, p) for m, p in zip(family["models"], family["precisions"], strict=True)]
-    return make_plan(
-        Job("gradient_matching", members=tuple(members), base=family["base"], delta=1.0, **more)
-    )
+    pairs = zip(family["models"], family["precisions"], strict=True)
+    members = tuple(Member(m, p) for m, p in pairs)
+    return make_plan(Job("gradient_matching", members, family["base"], delta=1.0))
 
 
 def left(folder: Path) -> list[str]:
@@ -161,24 +158,18 @@ def test_inputs_may_be_read_only_and_are_not_touched(tmp_path: Path) -> None:
     assert os.access(report.folder / "config.json", os.W_OK)
 
 
-@pytest.mark.parametrize("kind", ["full", "file", "broken link"])
-def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path, kind: str) -> None:
-    found, out = small_plan(tmp_path), tmp_path / "out"
-    if kind == "full":
-        out.mkdir()
-        (out / "mine.txt").write_text("dear to me")
-    elif kind == "file":
-        out.write_text("dear to me")
-    else:
-        out.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(StorageError, match="name a new one"):
-        execute(found, out)
-    assert left(tmp_path) == ["out"]
-    (tmp_path / "a" / "empty").mkdir(parents=True)
-    for new in (tmp_path / "a" / "empty", tmp_path / "b" / "c" / "out"):
+def test_an_output_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    found, full, empty = small_plan(tmp_path), tmp_path / "full", tmp_path / "a" / "empty"
+    for folder in (full, empty):
+        folder.mkdir(parents=True)
+    (full / "mine.txt").write_text("dear to me")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in (full, full / "mine.txt", tmp_path / "link"):
+        with pytest.raises(StorageError, match="name a new one"):
+            execute(found, taken)
+    assert [p.read_text() for p in full.iterdir()] == ["dear to me"]
+    for new in (empty, tmp_path / "b" / "c" / "out"):
         assert (execute(found, new).folder / "model.safetensors").is_file()
-    if kind == "full":
-        assert (out / "mine.txt").read_text() == "dear to me"
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -353,8 +344,7 @@ def test_folders_and_state_dicts_may_be_mixed(tmp_path: Path) -> None:
 
 
 def test_a_merge_that_overflows_its_dtype() -> None:
-    base = {"w": torch.zeros(3)}
-    model = {"w": torch.full((3,), 6e4)}
+    base, model = {"w": torch.zeros(3)}, {"w": torch.full((3,), 6e4)}
     arguments: dict[str, Any] = dict(method="task_arithmetic", out_dtype=torch.float16)
     assert blr.merge(base, [model], **arguments)["w"].dtype == torch.float16
     with pytest.raises(BLRError, match=r"does not fit into torch\.float16"):
@@ -362,19 +352,22 @@ def test_a_merge_that_overflows_its_dtype() -> None:
 
 
 def test_a_model_equal_to_its_base_is_found_wherever_they_differ() -> None:
-    base = {"w": torch.zeros(10_000)}
-    one = {"w": torch.zeros(10_000)}
+    base, one = {"w": torch.zeros(10_000)}, {"w": torch.zeros(10_000)}
     with pytest.raises(BLRError, match="equals its base"):
         blr.merge(base, [one], method="task_arithmetic")
     one["w"][9_000] = 1.0
     assert torch.equal(blr.merge(base, [one], method="task_arithmetic")["w"], one["w"])
 
 
-def test_an_adapter_needs_its_base(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "ft", near(state(0), 1))
-    (folder / "adapter_config.json").write_text("{}")
+def test_an_adapter_needs_its_base_and_a_base_must_fit(tmp_path: Path) -> None:
+    """Also one that only gives its files."""
+    tuned = [write_model(tmp_path / f"ft{t}", near(state(0), t)) for t in (1, 2)]
+    other = write_model(tmp_path / "other", {"odd": torch.ones(2, 2)})
+    with pytest.raises(BLRError, match="not the same model"):
+        blr.merge(other, tuned, method="linear", out=tmp_path / "out")
+    (tuned[0] / "adapter_config.json").write_text("{}")
     with pytest.raises(BLRError, match="is an adapter"):
-        blr.merge(None, [folder], method="linear", out=tmp_path / "out")
+        blr.merge(None, tuned, method="linear", out=tmp_path / "out")
 
 
 def test_precisions_that_add_up_to_more_than_float32_holds() -> None:
@@ -392,10 +385,3 @@ def test_tensors_without_entries() -> None:
         blr.merge(base, [{"w": torch.zeros(0, 4)}], method="task_arithmetic")
     merged = blr.merge(None, [base, {"w": torch.zeros(0, 4).half()}], method="linear")
     assert merged["w"].shape == (0, 4)
-
-
-def test_a_base_that_only_gives_its_files_must_fit_all_the_same(tmp_path: Path) -> None:
-    family = write_family(tmp_path)
-    write_model(tmp_path / "other", {"odd": torch.ones(2, 2)})
-    with pytest.raises(BLRError, match="not the same model"):
-        blr.merge(tmp_path / "other", family["models"], method="linear", out=tmp_path / "out")

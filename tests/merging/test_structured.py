@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import write_model
+from merging.models_on_disk import copied, write_model
 from models import HFConv1D, Images, Words, mlp, randomised, seeded
 from oracles import dense_precision, flatten, relative, unflatten
 from parts import normal
@@ -62,6 +62,20 @@ def weights_of(task: Task) -> State:
     return {n: p.detach() for n, p in task.model.named_parameters()}
 
 
+def fitted_mlps(structure: str, **how: Any) -> tuple[list[Task], list[Posterior], list[State]]:
+    tasks = tasks_of(*CASES["mlp"]())
+    fitted = [fit_laplace(t, structure=structure, **how) for t in tasks]
+    return tasks, fitted, [weights_of(t) for t in tasks]
+
+
+def on_disk(root: Path, models: list[State], fitted: list[Posterior]) -> tuple[list, list]:
+    """The folders of models and posteriors."""
+    places = [root / f"q{k}" for k in range(len(fitted))]
+    for q, place in zip(fitted, places, strict=True):
+        q.save(place)
+    return [write_model(root / f"m{k}", state) for k, state in enumerate(models)], places
+
+
 def data_part(q: Posterior) -> Tensor:
     """H = S − δ as a dense matrix."""
     dense = dense_precision(q)
@@ -103,10 +117,7 @@ def test_against_the_dense_solve(
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 @pytest.mark.parametrize(("shrink", "power"), [(0.9, 1.0), (0.0, 1.0), (0.7, 0.5), (1.0, 0.0)])
 def test_shrinkage_and_power(structure: str, shrink: float, power: float) -> None:
-    model, x, classes = CASES["mlp"]()
-    base, tasks = weights_of(Task(model, (x, torch.arange(40) % 3))), tasks_of(model, x, classes)
-    fitted = [fit_laplace(t, structure=structure, prior_precision=1e-9) for t in tasks]
-    models = [weights_of(t) for t in tasks]
+    base, (_, fitted, models) = copied(mlp()), fitted_mlps(structure, prior_precision=1e-9)
     family = {"shrink": shrink, "power": power, "delta": 0.1, "damping": 0.25}
     merged = merge(base, models, precisions=fitted, dtype=torch.float64, **family)
     held = []
@@ -189,10 +200,7 @@ def test_a_table_that_is_head_and_embedding(
 
 def test_without_damping_the_solution_nearest_to_the_average() -> None:
     """Logits of a softmax are known up to a constant, so that G is singular."""
-    model, x, classes = CASES["mlp"]()
-    tasks = tasks_of(model, x, classes)
-    fitted = [fit_laplace(t, structure="kron", prior_precision=1.0) for t in tasks]
-    models, names = [weights_of(t) for t in tasks], ("2.weight", "2.bias")
+    (_, fitted, models), names = fitted_mlps("kron", prior_precision=1.0), ("2.weight", "2.bias")
     merged = merge(
         None, models, precisions=fitted, method="fisher", damping=0.0, dtype=torch.float64
     )
@@ -227,14 +235,8 @@ def test_equal_precisions_are_the_average(family: tuple[State, list[Task]], stru
 
 @pytest.mark.parametrize("structure", ["gram", "kron"])
 def test_folders_and_memory_agree(tmp_path: Path, structure: str) -> None:
-    model, x, classes = CASES["mlp"]()
-    tasks = tasks_of(model, x, classes)
-    models, places, folders = [weights_of(t) for t in tasks], [], []
-    fitted = [fit_laplace(t, structure=structure) for t in tasks]
-    for k, (q, state) in enumerate(zip(fitted, models, strict=True)):
-        q.save(tmp_path / f"q{k}")
-        places.append(tmp_path / f"q{k}")
-        folders.append(write_model(tmp_path / f"m{k}", state))
+    _, fitted, models = fitted_mlps(structure)
+    folders, places = on_disk(tmp_path, models, fitted)
     report = merge(None, folders, precisions=places, method="fisher", out=tmp_path / "out")
     memory = merge(None, models, precisions=fitted, method="fisher")
     written = Folder.open(report.folder).tensors()
@@ -286,35 +288,26 @@ def test_moments_of_few_examples_are_shrunk_and_said(
 
     on_the_way = regmean(*shrunk)
     stored = on_the_way if said else regmean(*(x.mT @ x for x in rows))
-    for k, (q, state) in enumerate(zip(fitted, models, strict=True)):
-        q.save(tmp_path / f"q{k}")
-        write_model(tmp_path / f"m{k}", state)
-    report = merge(
-        None, [tmp_path / "m0", tmp_path / "m1"], method="fisher", out=tmp_path / "out",
-        precisions=[tmp_path / "q0", tmp_path / "q1"], dtype=torch.float64,
-    )  # fmt: skip
+    folders, places = on_disk(tmp_path, models, fitted)
+    fisher: dict[str, Any] = {"method": "fisher", "dtype": torch.float64}
+    report = merge(None, folders, precisions=places, out=tmp_path / "out", **fisher)
     assert relative(Folder.open(report.folder).tensor("weight"), stored) < EXACT
     assert any("shrink as measured" in line for line in outcome(report)) == said
     for how, truth in (({"tasks": tasks}, on_the_way), ({"precisions": fitted}, stored)):
-        merged = merge(None, models, method="fisher", dtype=torch.float64, **how)
-        assert relative(merged["weight"], truth) < EXACT
+        assert relative(merge(None, models, **fisher, **how)["weight"], truth) < EXACT
 
 
 def test_swapped_precisions_are_refused(tmp_path) -> None:
     """In memory by the posterior's mean, on disk by the fingerprint that was recorded."""
-    model, x, classes = CASES["mlp"]()
-    tasks = tasks_of(model, x, classes, count=2)
-    models = [weights_of(t) for t in tasks]
     for structure in ("diag", "gram"):
-        fitted = [fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
+        _, fitted, models = fitted_mlps(structure, prior_precision=1.0)
         with pytest.raises(PosteriorError, match=r"swapped.*trust"):
             merge(None, models, precisions=fitted[::-1], method="fisher")
         merge(None, models, precisions=fitted[::-1], method="fisher", trust=True)
         rounded = [{n: w.bfloat16() for n, w in m.items()} for m in models]
         merge(None, rounded, precisions=fitted, method="fisher")  # another dtype, the same weights
-    places = [tmp_path / "a", tmp_path / "b"]
+    places = [write_model(tmp_path / f"m{k}", state) for k, state in enumerate(models)]
     for place, state in zip(places, models, strict=True):
-        write_model(place, state)
         curved = {n: torch.ones_like(w) for n, w in state.items()}
         about = {"kind": "fisher_mc", "definition": "ones", "n_data": 3}
         write_precision(place / "precision", curved, **about, model=place)

@@ -221,6 +221,7 @@ class IVON(RowOptimizer):
         if clip_radius == math.inf:
             scale = (hess_init, weight_decay) if rescale_lr else ()
             given["clip_radius"] = radius_for(steps, lr, *scale)
+        self.steps = steps  # what recipes read
         self._set_up(ROWS["IVON"], params, **given)
 
     def _check_group(self, group: Group) -> None:

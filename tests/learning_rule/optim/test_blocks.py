@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.learning_rule.optim.row_optimizer import BLOCK, PIECE, Scratch, blocks, for_blocks
+from blr_analysis.learning_rule.optim.row_optimizer import BLOCK, PIECE, blocks
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 30), st.integers(1, 30))
@@ -27,27 +24,8 @@ def test_every_element_is_visited_once_and_in_step(
             view += twin + 1
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left, right + 1)
-
-
-def test_what_cannot_be_cut_stays_whole() -> None:
-    strided = torch.zeros(10, 10).t()
-    (block,) = blocks([[strided], [torch.zeros(10, 10)]], piece=5)
-    assert [column[0].shape for column in block] == [(10, 10), (10, 10)]
-
-
-@pytest.fixture
-def three_threads() -> None:
-    torch.set_num_threads(3)  # the fixture of conftest.py sets it back
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_an_error_in_any_thread_is_raised() -> None:
-    def fail_elsewhere(tensors: list[Tensor]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        for_blocks(fail_elsewhere, [[torch.zeros(4 * BLOCK)]])
+    (block,) = blocks([[torch.zeros(10, 10).t()], [torch.zeros(10, 10)]], piece=5)
+    assert [column[0].shape for column in block] == [(10, 10), (10, 10)]  # which cannot be cut
 
 
 @pytest.mark.parametrize("draws", [1, 2])
@@ -89,14 +67,3 @@ def test_large_noise_is_drawn_in_streams_that_differ() -> None:
     torch.testing.assert_close(pieces.std(dim=1), torch.full((8,), std), rtol=0.02, atol=0)
     assert pieces.mean(dim=1).abs().max() < 4 * std / PIECE**0.5
     assert (torch.corrcoef(pieces) - torch.eye(8)).abs().max() < 5 / PIECE**0.5
-
-
-def test_memory_is_used_again() -> None:
-    scratch, like = Scratch(), [torch.zeros(2, 3), torch.zeros(4)]
-    flat, views = scratch.take("noise", like, torch.float32)
-    assert [view.shape for view in views] == [(2, 3), (4,)] and views[
-        0
-    ].data_ptr() == flat.data_ptr()
-    assert scratch.take("mean", like, torch.float32)[0] is not flat
-    assert scratch.take("noise", like, torch.float32)[0] is flat
-    assert len(scratch.take("noise", like[:1], torch.float32)[0]) == 6

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from learning_rule.optim.makers import N, draw, dropout, loss_of, network
+from learning_rule.optim.makers import N, advance, draw, dropout, loss_of, network
 from looks import distance, values
-from torch import Tensor, nn
+from torch import nn
 
 from blr_analysis import Posterior
 from blr_analysis.errors import OptimizerError
@@ -26,40 +25,9 @@ def test_nothing_dropped_is_the_row_itself(row: str) -> None:
         model, generator = network(), torch.Generator().manual_seed(3)
         settings = {"ess": N, "weight_decay": 0.01, "hess_init": 0.1, "generator": generator}
         optimizer = kind(model.parameters(), row=row, lr=0.01, **settings)
-        for t in range(20):
-            draw(row, optimizer, lambda t=t, m=model: loss_of(m, t))
-            optimizer.step()
+        advance("", model, optimizer, 0, 20)
         ends.append(values(model))
     assert distance(*ends) == 0
-
-
-@pytest.mark.slow
-def test_the_mean_gradient_is_that_of_the_mixture() -> None:
-    """(1/π₁) ∇_m E_q[ℓ], by enumeration of all masks (App. G, Eq. 84)."""
-    m = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-
-    def loss(w: Tensor) -> Tensor:
-        return (w.sum(-1) - 1) ** 2 + torch.sin(w[..., 0] * w[..., 1])
-
-    copies = nn.Parameter(m.expand(1, 3).clone())
-    found = []
-    optimizer = Dropout([copies], lr=0.1, keep=KEEP, generator=torch.Generator().manual_seed(3))
-    for _ in range(1000):
-        with optimizer.sampled_params(train=True):
-            optimizer.zero_grad()
-            loss(copies).sum().backward()
-        assert copies.grad is not None
-        found.append(copies.grad.clone())
-        optimizer.drop_draws()
-    drawn = torch.cat(found)
-    count = len(drawn)
-    leaf = m.clone().requires_grad_()
-    expected = torch.zeros(())
-    for z in itertools.product([0.0, 1.0], repeat=3):
-        share = math.prod(KEEP if kept else 1 - KEEP for kept in z)
-        expected = expected + share * loss(leaf * torch.tensor(z).double())
-    (wanted,) = torch.autograd.grad(expected / KEEP, leaf)
-    assert ((drawn.mean(0) - wanted).abs() < 4 * drawn.std(0) / math.sqrt(count)).all()
 
 
 def test_prediction_at_the_mean_and_by_draws() -> None:

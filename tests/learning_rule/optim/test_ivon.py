@@ -1,5 +1,4 @@
-"""IVON computes Algorithm 1 of Shen et al. (2024): oracles are a transcription in numpy, the
-package ``ivon-opt`` with the same noise, and the closed form of linear regression."""
+"""IVON beside the package ``ivon-opt`` with the same noise, and what ``steps`` and the start do."""
 
 from __future__ import annotations
 
@@ -9,56 +8,40 @@ from typing import Any
 import ivon as ivon_opt
 import pytest
 import torch
-from torch import Tensor
+from learning_rule.optim.makers import flat, loss_of, network, step
+from torch import Tensor, nn
 
-from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.optim import IVON
 
 
-def train_two_groups(
-    make: Any, *, dtype: torch.dtype, draws: int, steps: int = 50, **options: Any
-) -> dict[str, Tensor]:
-    """Weights, precision and momentum after ``steps``, as flat vectors over both groups."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    model.to(dtype)
-    x, y = torch.randn(64, 6, dtype=dtype), torch.randn(64, 2, dtype=dtype)
+def train_two_groups(make: Any, draws: int, **options: Any) -> dict[str, Tensor]:
+    """Weights, precision and momentum after 50 steps, as flat vectors over both groups."""
+    model = network()
     second = {"params": model[2].parameters(), "lr": 0.05, "weight_decay": 1e-2, "hess_init": 0.25}
-    optimizer = make(
-        [{"params": model[0].parameters()}, second], lr=0.1, ess=64, hess_init=0.5, **options
-    )
-    for _ in range(steps):
-        for _ in range(draws):
-            with optimizer.sampled_params(train=True):
-                optimizer.zero_grad()
-                torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    found = {"weights": torch.cat([p.detach().flatten() for p in model.parameters()])}
-    for name in ("hess", "momentum"):
-        if make is IVON:
-            found[name] = torch.cat(
-                [optimizer.state[p][name].flatten() for p in model.parameters()]
-            )
-        else:
-            found[name] = torch.cat([group[name] for group in optimizer.param_groups])
-    return found
+    groups = [{"params": model[0].parameters()}, second]
+    optimizer = make(groups, lr=0.1, ess=64, hess_init=0.5, **options)
+    torch.manual_seed(0)
+    for t in range(50):
+        step("", optimizer, lambda t=t: loss_of(model, t), draws)
+    if make is IVON:
+        own = {n: [optimizer.state[p][n] for p in model.parameters()] for n in ("hess", "momentum")}
+    else:
+        own = {n: [g[n] for g in optimizer.param_groups] for n in ("hess", "momentum")}
+    return {"weights": flat(model.parameters()), **{n: flat(held) for n, held in own.items()}}
 
 
 @pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
 @pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"beta1": 0.5, "beta2": 0.9, "debias": False},
-        {"beta2": 0.99, "rescale_lr": False, "clip_radius": 0.1},
-        {"beta1": 0.0, "beta2": 0.999, "clip_radius": 0.02},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"beta1": 0.5, "beta2": 0.9, "debias": False},
+    {"beta2": 0.99, "rescale_lr": False, "clip_radius": 0.1},
+    {"beta1": 0.0, "beta2": 0.999, "clip_radius": 0.02},
+])  # fmt: skip
 def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, Any]) -> None:
     options = {"hess_approx": hess_approx, **options}
-    ours = train_two_groups(IVON, dtype=torch.float64, draws=draws, **options)
-    theirs = train_two_groups(ivon_opt.IVON, dtype=torch.float64, draws=draws, **options)
+    ours = train_two_groups(IVON, draws, **options)
+    theirs = train_two_groups(ivon_opt.IVON, draws, **options)
     for name in ("weights", "hess", "momentum"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-14)
 
@@ -67,8 +50,8 @@ def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, A
 def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> None:
     """0.05 of their size at first and, of a loss that says nothing, 0.15 of it in the end."""
     noise = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(0.2 * torch.randn(100, 200, generator=noise))
-    bias = torch.nn.Parameter(torch.full((5,), 100.0))
+    weight = nn.Parameter(0.2 * torch.randn(100, 200, generator=noise))
+    bias = nn.Parameter(torch.full((5,), 100.0))
     params: Any = [{"params": iter([weight])}, {"params": [bias]}] if grouped else [weight, bias]
     optimizer = IVON(params, lr=0.1, ess=6, hess_init="weights", weight_decay=0.0, steps=400,
                      generator=noise)  # fmt: skip
@@ -87,7 +70,7 @@ def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> Non
 
 
 def test_steps_set_how_fast_the_start_is_forgotten() -> None:
-    param = torch.nn.Parameter(torch.ones(3))
+    param = nn.Parameter(torch.ones(3))
 
     def beta2(**given: Any) -> float:
         return IVON([param], lr=0.1, **given).param_groups[0]["beta2"]
@@ -100,11 +83,6 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
     assert beta2(ess=1e9, steps=1000) ** 1000 == pytest.approx(math.exp(-5), rel=2e-2)
     assert beta2(ess=1, steps=1000) ** 1000 == pytest.approx(math.exp(-1), rel=2e-2)
     assert beta2(ess=1e9, steps=1) == 0
-    for wrong in (0, -3, 2.5, True):
-        with pytest.raises(InputError, match="steps"):
-            beta2(ess=10, steps=wrong)
-    with pytest.raises(InputError, match="ess"):
-        beta2(ess="many", steps=10)
     state = IVON([param], lr=0.1, ess=10, steps=7).state_dict()
     assert "steps" not in state["param_groups"][0]
 
@@ -114,7 +92,7 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
 )
 def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, Any]) -> None:
     def moved(**more: Any) -> Tensor:
-        param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        param = nn.Parameter(torch.ones(3, dtype=torch.float64))
         noise = torch.Generator().manual_seed(0)
         optimizer = IVON([param], lr=20.0, ess=1e9, steps=10**12, generator=noise, **given, **more)
         with optimizer.sampled_params(train=True):
@@ -125,5 +103,5 @@ def test_with_steps_no_weight_moves_further_than_a_twentieth(given: dict[str, An
     bounded, free = moved(), moved(clip_radius=1e9)
     torch.testing.assert_close(bounded, free.clamp(-0.05, 0.05), rtol=1e-10, atol=0)
     assert free.abs().max() > 1 and 0 < free[0].abs() < 0.05
-    without = IVON([torch.nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **given)
+    without = IVON([nn.Parameter(torch.ones(3))], lr=20.0, ess=1e9, **given)
     assert without.param_groups[0]["clip_radius"] == math.inf

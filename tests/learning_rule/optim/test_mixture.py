@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from learning_rule.optim.makers import flat
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -22,16 +23,12 @@ def pair(far: float) -> tuple[list[nn.Module], list[IVON], Mixture]:
     with torch.no_grad():
         for p in models[1].parameters():
             p += far * torch.randn_like(p)
-    optimizers = [
-        IVON(m.parameters(), lr=0.05, ess=N, weight_decay=0.1, hess_init=h, beta1=0.0, beta2=0.9,
-             rescale_lr=False, generator=torch.Generator().manual_seed(k))
-        for k, (m, h) in enumerate(zip(models, (0.7, 0.8), strict=True))
-    ]  # fmt: skip
+    settings = {"lr": 0.05, "ess": N, "weight_decay": 0.1, "beta1": 0.0, "beta2": 0.9}
+    optimizers = []
+    for k, (m, h) in enumerate(zip(models, (0.7, 0.8), strict=True)):
+        own = {"hess_init": h, "generator": torch.Generator().manual_seed(k)}
+        optimizers.append(IVON(m.parameters(), rescale_lr=False, **settings, **own))
     return models, optimizers, Mixture(optimizers)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | None) -> list[Tensor]:
@@ -43,14 +40,15 @@ def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | Non
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             (loss if mixture is None else loss + mixture.overlap(k)).backward()
-            draws.append(flat(model))
+            draws.append(flat(model.parameters()))
     return draws
 
 
 def test_a_step_is_that_of_the_paper() -> None:
     """With the family's own ∇ log q and m, S as Khan & Rue write them, IVON's retraction added."""
     models, optimizers, mixture = pair(0.02)
-    means, precisions = torch.stack([*map(flat, models)]), torch.tensor([0.8, 0.9]).double() * N
+    means = torch.stack([flat(m.parameters()) for m in models])
+    precisions = torch.tensor([0.8, 0.9]).double() * N
     parts = DiagonalGaussian(means, precisions.unsqueeze(1).expand_as(means).contiguous())
     q = GaussianMixture(torch.full((2,), 0.5).double(), parts).marginal
     draws = step(models, optimizers, mixture)
@@ -60,7 +58,7 @@ def test_a_step_is_that_of_the_paper() -> None:
         at = copy.deepcopy(model)
         nn.utils.vector_to_parameters(theta, at.parameters())
         nn.functional.mse_loss(at(x), y).backward()
-        loss = N * torch.cat([p.grad.flatten() for p in at.parameters()]) + 0.1 * N * m
+        loss = N * flat(p.grad for p in at.parameters()) + 0.1 * N * m
         log_q = q.score(theta)
         # E[∇ log q] and E[∇² log q] by the draw; those of log q_k, −S(θ − m) and −S, cancel there
         gradient = loss + log_q + s * (theta - m)
@@ -68,9 +66,9 @@ def test_a_step_is_that_of_the_paper() -> None:
         hessian = s * (theta - m) * pulled + 0.1 * N - s
         new = s + 0.1 * hessian + 0.01 * hessian.square() / (2 * s)
         optimizers[k].step()
-        found = torch.cat([optimizers[k].state[p]["hess"].flatten() for p in model.parameters()])
+        found = flat(optimizers[k].state[p]["hess"] for p in model.parameters())
         torch.testing.assert_close(N * (found + 0.1), new)
-        torch.testing.assert_close(flat(model), m - 0.05 * gradient / new)
+        torch.testing.assert_close(flat(model.parameters()), m - 0.05 * gradient / new)
         assert (log_q + s * (theta - m)).norm() > 0.1  # they do overlap
 
 
@@ -81,8 +79,8 @@ def test_far_from_each_other_they_are_a_deep_ensemble() -> None:
         step(alone[0], alone[1], None)
         for optimizer in (*together[1], *alone[1]):
             optimizer.step()
-    for one, other in zip(together[0], alone[0], strict=True):
-        torch.testing.assert_close(flat(one), flat(other), rtol=1e-12, atol=1e-12)
+    ends = [flat(p for m in models for p in m.parameters()) for models, *_ in (together, alone)]
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
 
 
 def test_predictions_and_analyses_take_the_mixture() -> None:

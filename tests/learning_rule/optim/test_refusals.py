@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from learning_rule.optim.makers import MAKERS, draw, held, make, network, same
+from learning_rule.optim.makers import MAKERS, draw, held, make, network, same, trained
 from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule import optim
-from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, VOGN, Newton, RowOptimizer, Vadam
+from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, Newton, RowOptimizer, Vadam
 from blr_analysis.recipe import OPTIMIZERS
 
 
@@ -27,38 +27,28 @@ def ivon(**options: Any) -> IVON:
     return IVON([param()], **{"lr": 0.1, "ess": 10.0, **options})
 
 
-def newton(closure: Callable[[], Any] | None, model: nn.Module | None = None) -> Any:
-    return Newton((model or nn.Linear(2, 1)).parameters()).step(closure)
-
-
-def inside(act: Callable[[Any], Any], train: bool = False) -> None:
+def inside(act: Callable[[Any], Any]) -> None:
     optimizer = ivon()
-    with optimizer.sampled_params(train):
+    with optimizer.sampled_params():
         act(optimizer)
 
 
 def after(name: str, act: Callable[[Any, Any], Any]) -> None:
     """After one draw."""
-    model = network()
-    optimizer = make(name, model)
+    model, optimizer = trained(name, stop=0)
     with optimizer.sampled_params(train=True):
         model(torch.ones(3, 4).double()).square().mean().backward()
     act(optimizer, model)
 
 
-def dropout(**options: Any) -> Any:
-    return optim.Dropout([param(2, 2)], 0.1, **options)
-
-
-def forgotten(kind: Any) -> None:
-    model = nn.Linear(2, 1)
-    with kind(model.parameters(), 0.1, 10, model=model).sampled_params(train=True):
-        model(torch.ones(3, 2))
-
-
-def sparse(optimizer: IVON) -> None:
-    weight = optimizer.param_groups[0]["params"][0]
-    weight.grad = torch.ones(2).to_sparse()
+def graded(grad: Tensor | None, kind: Any = IVON, **options: Any) -> Any:
+    """A step with this gradient."""
+    weight = param()
+    optimizer = kind([weight], 0.1, 10, **options)
+    with optimizer.sampled_params(train=True):
+        weight.grad = grad
+    optimizer.step()
+    return optimizer
 
 
 def called_backward() -> Tensor:
@@ -67,44 +57,23 @@ def called_backward() -> Tensor:
     return loss
 
 
-def newton_state(other: nn.Module) -> None:
-    optimizer = Newton(A.parameters(), weight_decay=0.1)
-    optimizer.step(lambda: A(torch.ones(3, 2)).square().mean())
-    Newton(B.parameters()).load_state_dict(optimizer.state_dict())
-    Newton(other.parameters()).load_state_dict(optimizer.state_dict())
-
-
-def foreign_state(name: str, value: Any) -> None:
-    optimizer = ivon()
-    with optimizer.sampled_params(train=True):
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
+def foreign(name: str, value: Any) -> None:
+    state = copy.deepcopy(graded(torch.ones(2)).state_dict())
     state["state"][0][name] = value
-    if name == "exp_avg":
-        del state["state"][0]["hess"]
     ivon().load_state_dict(state)
 
 
-def overflowing(value: float) -> None:
-    optimizer = ivon()
-    weight = optimizer.param_groups[0]["params"][0]
-    with optimizer.sampled_params(train=True):
-        weight.grad = torch.full((2,), value)
-    optimizer.step()
-
-
-def saved(optimizer: Any) -> dict[str, Any]:
-    return optimizer.state_dict()
+def saved(name: str) -> Any:
+    return trained(name)[1].state_dict()
 
 
 def draws(optimizer: Any, context: str = "sampled_params", **options: Any) -> None:
-    getattr(optimizer, context)(
-        *([True] if context == "sampled_params" else []), **options
-    ).__enter__()
+    train = [True] if context == "sampled_params" else []
+    getattr(optimizer, context)(*train, **options).__enter__()
 
 
 A, B = nn.Linear(2, 1), nn.Linear(2, 1)
+OTHER = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
 SETTINGS = (
     *(("lr", -0.1), ("lr", "fast"), ("ess", 0.0), ("ess", "many"), ("hess_init", 0.0)),
     *(("beta1", 1.0), ("beta2", 1.5), ("weight_decay", -1e-4), ("clip_radius", 0.0)),
@@ -118,14 +87,6 @@ NO_ROWS = {"Kalman filter": "no elementwise", "Newton": "newton runs", "STE": "b
 NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
 KINDS = ("IVON", "bSAM", "SLANG", "Newton")
 STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
-INSIDE: dict[str, Callable[[Any], Any]] = {
-    "step": lambda o: o.step(),
-    "state_dict": lambda o: o.state_dict(),
-    "load_state_dict": lambda o: o.load_state_dict({}),
-    "drop_draws": lambda o: o.drop_draws(),
-    "context": draws,
-}
-
 # fmt: off
 INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
@@ -133,7 +94,7 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: ivon().add_param_group({"params": [param()], "hess_approx": "gradsq"}), "all groups"),
     (lambda: ivon(mc_samples=0), "mc_samples"),
     (lambda: ivon(generator=3), r"torch\.Generator"),
-    (lambda: ivon(steps=2.5), "steps"),
+    *((lambda n=n: ivon(steps=n), "steps") for n in (0, -3, 2.5, True)),
     (lambda: ivon(steps=9, lr="fast"), "lr"),
     (lambda: ivon(ess=0, hess_init="weights"), "ess"),
     (lambda: ivon(hess_init="weight"), "hess_init"),
@@ -149,10 +110,10 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda n=n: optim.STE([param()], 0.1, n), word)
       for n, word in (("IVON", "IVON"), ("OGN", "OGN"), ("bSAM", "BSAM"))),
     (lambda: optim.Dropout([param()], 0.1, keep=0.5), "biases"),
-    (lambda: dropout(keep=1.5), "keep"),
-    (lambda: dropout(keep=0.5, dim=2), "dim"),
-    (lambda: dropout(row="bSAM"), "BSAM"),
-    (lambda: dropout(row="OGN", weight_decay=1.0), "model"),
+    (lambda: optim.Dropout([param(2, 2)], 0.1, keep=1.5), "keep"),
+    (lambda: optim.Dropout([param(2, 2)], 0.1, keep=0.5, dim=2), "dim"),
+    (lambda: optim.Dropout([param()], 0.1, "bSAM"), "BSAM"),
+    (lambda: optim.Dropout([param()], 0.1, "OGN", weight_decay=1.0), "model"),
     *((lambda n=n: RowOptimizer([param()], n, 0.1), word) for n, word in NO_ROWS.items()),
     (lambda: RowOptimizer([param()], "Adam", 0.1, model=A), "leave it out"),
     (lambda: optim.SLANG(nn.Linear(2, 1), 0.1, 9, rank=3), "rank"),
@@ -169,40 +130,43 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: Newton([{"params": [A.weight]}, {"params": [A.bias]}]), "one group"),
     (lambda: Newton(nn.Linear(2, 1).half().parameters()), "float32"),
     (lambda: Newton(nn.Linear(100, 100).parameters()), "fit_laplace"),
-    (lambda: newton(lambda: -A(torch.eye(2)).square().mean(), A), "must be positive definite"),
+    (lambda: Newton(A.parameters()).step(lambda: -A(torch.eye(2)).square().mean()), "definite"),
 ]
 OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: draws(OGN(A.parameters(), 0.1, 9, model=B)), "not in model"),
     (lambda: ivon().step(), "without a draw"),
     (lambda: RowOptimizer([param()], "Adam", 0.1).step(), "backward"),
     (lambda: RowOptimizer([param()], "Adam", 0.1).sampled_params().__enter__(), "no posterior"),
-    (lambda: forgotten(VOGN), r"loss\.backward"),
-    (lambda: inside(lambda o: None, True), "no parameter has"),
-    (lambda: inside(sparse, True), "sparse"),
-    (lambda: overflowing(1e20), "overflow"),
-    *((lambda act=act: inside(act), f"{word}.* inside") for word, act in INSIDE.items()),
+    (lambda: graded(None), r"loss\.backward"),
+    (lambda: graded(torch.ones(2).to_sparse()), "sparse"),
+    (lambda: graded(torch.full((2,), 1e20)), "overflow"),
+    *((lambda word=word: inside(lambda o: getattr(o, word)()), f"{word}.* inside")
+      for word in ("step", "state_dict", "drop_draws")),
+    (lambda: inside(lambda o: o.load_state_dict({})), "load_state_dict.* inside"),
+    (lambda: inside(draws), "context inside"),
     (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
     (lambda: after("bSAM", lambda o, m: o.step()), "without its adversary"),
     (lambda: after("bSAM", lambda o, m: draws(o)), "two samples"),
     (lambda: draws(BSAM([param()], 0.1, 10), "adversarial_params"), "without a sample"),
     (lambda: after("SLANG", lambda o, m: draws(o)), "one draw"),
     (lambda: copy.deepcopy(make("SLANG", network())), "copied"),
+    (lambda: after("IVON", lambda o, m: copy.deepcopy(o)), "copy the optimizer after"),
     (lambda: make("SLANG", network()).posterior(), "after a step"),
-    (lambda: newton(None), "closure"),
-    (lambda: newton(called_backward, A), "without backward"),
-    *((lambda loss=loss: newton(lambda: loss), "loss")
+    (lambda: Newton([param()]).step(), "closure"),
+    (lambda: Newton(A.parameters()).step(called_backward), "without backward"),
+    *((lambda loss=loss: Newton([param()]).step(lambda: loss), "loss")
       for loss in (None, 0.3, torch.ones(2), torch.tensor(math.nan))),
     *((lambda n=n: make(n, network()).step(3), "closure") for n in KINDS),
     *((lambda n=n, s=s: make(n, network()).load_state_dict(s), "load a state_dict")
       for n in KINDS for s in STATES),
-    (lambda: make("Adam", network()).load_state_dict(saved(make("Vadam", network()))), "Vadam"),
-    (lambda: ivon().load_state_dict(saved(IVON([param(), param()], 0.1, 10))), "load a state"),
-    (lambda: newton_state(nn.Linear(3, 1)), "does not fit"),
-    (lambda: foreign_state("hess", torch.ones(3)), r"Size\(\[3\]\)"),
-    (lambda: foreign_state("hess", -torch.ones(2)), "not positive"),
-    (lambda: foreign_state("hess", torch.full((2,), math.nan)), "finite"),
-    (lambda: foreign_state("momentum", [0.0]), "momentum"),
-    (lambda: foreign_state("exp_avg", torch.ones(2)), "does not fit"),
+    (lambda: make("Adam", network()).load_state_dict(saved("Vadam")), "Vadam"),
+    (lambda: ivon().load_state_dict(saved("IVON itself")), "load a state"),
+    (lambda: Newton(OTHER.parameters()).load_state_dict(saved("Newton")), "does not fit"),
+    (lambda: foreign("hess", torch.ones(3)), r"Size\(\[3\]\)"),
+    (lambda: foreign("hess", -torch.ones(2)), "not positive"),
+    (lambda: foreign("hess", torch.full((2,), math.nan)), "finite"),
+    (lambda: foreign("momentum", [0.0]), "momentum"),
+    (lambda: foreign("momentum", None), "does not fit"),
 ]
 # fmt: on
 
@@ -226,8 +190,7 @@ BROKEN = {"lr": math.nan, "ess": -5, "weight_decay": -3, "beta1": 1.0, "hess_ini
 @pytest.mark.parametrize("setting", BROKEN)
 @pytest.mark.parametrize("name", [n for n in MAKERS if n != "Newton"])
 def test_a_setting_that_is_broken_later(name: str, setting: str) -> None:
-    model = network()
-    optimizer = make(name, model)
+    model, optimizer = trained(name, stop=0)
     before = held(model, optimizer)
     optimizer.param_groups[-1][setting] = BROKEN[setting]
     with pytest.raises(InputError, match=f"{setting} must be"):
@@ -236,11 +199,9 @@ def test_a_setting_that_is_broken_later(name: str, setting: str) -> None:
 
 
 def test_a_schedule_may_end_at_zero_less_rounding() -> None:
-    optimizer = ivon()
+    optimizer = graded(torch.full((2,), 1e10))  # large, but no error
     optimizer.param_groups[0]["lr"] = -1e-18
-    with optimizer.sampled_params(train=True):
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
-    optimizer.step()
+    draws(optimizer)
 
 
 def test_every_optimizer_has_its_name() -> None:
