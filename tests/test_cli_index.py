@@ -344,7 +344,7 @@ def test_a_place_for_an_index_is_looked_at_before_the_work(
     (tmp_path / "file").touch()
     data, asked, rank = model / "data.jsonl", model / "asked.jsonl", ("--rank", 10**6)
     for where, argv, word in (
-        (tmp_path / "file", (model, data), "is no folder"),
+        (tmp_path / "file", (model, data), "there already"),
         (other, (model, data), "is not empty"),
         (built, (other, data, *rank), "an index with another model: name"),
         (built, (model, asked, *rank), "another number of examples, data:"),
