@@ -199,6 +199,12 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
     assert Task(nn.DataParallel(model), (X, Y)).model is model
 
 
+@pytest.mark.slow
+def test_a_compiled_model_is_taken_out() -> None:
+    model = mlp()
+    assert Task(torch.compile(model), (X, Y)).model is model
+
+
 def test_the_mean_of_a_half_precision_model_is_read_in_single_precision() -> None:
     model = nn.Linear(4, 3).bfloat16()
     task, own = Task(model, (X, Y)), dict(model.named_parameters())
@@ -310,6 +316,8 @@ def test_masks_and_weights_have_the_index_of_the_frame(model: nn.Module) -> None
     shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
     cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
     assert {int(y) for _, y in cats.dataset} == {0} and cats.n_data == 8
+    plain = blr.Task(nn.Linear(3, 2), (XS, YS)).subset(pd.Series(YS.numpy() == 1))
+    assert {int(y) for _, y in plain.dataset} == {1} and plain.n_data == 12
     ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
     with pytest.raises(InputError, match="to_numpy"):
         ambiguous.subset(FRAME.label == "cat")
