@@ -350,7 +350,9 @@ class _Reader:
         names = Folder.open(self.base or next(iter(self.models))).specs
         for rule in rules:
             if not any(rule.part in n for n in names):
-                raise InputError(f"no name such as {max(names, key=len)!r} holds {rule.part!r}")
+                raise InputError(
+                    f"filter {rule.part!r} is in no name such as {max(names, key=len)!r}"
+                )
         return LayerWeights(rules, depths(names), usual)
 
     def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:
