@@ -12,7 +12,7 @@ from typing import Any
 import optimizers
 import pytest
 import torch
-from models import minimised, mlp
+from models import classes, minimised, mlp
 from readings import task_of, ways
 from tiny_lm import sequences, tiny_lm
 from tiny_lm import task_of as lm_task
@@ -38,10 +38,8 @@ def close(there: Any, here: Any, tolerance: float = CLOSE) -> None:
 
 def table(device: str, dtype: torch.dtype = torch.float64) -> blr.Task:
     """A small classifier near its minimum, and its data, on one device."""
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 4, generator=g, dtype=torch.float64)
-    y = (x @ torch.randn(4, 3, generator=g, dtype=torch.float64)).argmax(1)
-    model = minimised(mlp(outputs=3), (x, y), 1.0, steps=60)
+    x, y = classes(1, n=N)
+    model = minimised(mlp(), (x, y), 1.0, steps=60)
     data = (x.to(device, dtype), y.to(device))
     return blr.Task(model.to(device, dtype), data, metadata={"half": ["a", "b"] * (N // 2)})
 
@@ -154,7 +152,7 @@ def test_optimizers_train_there(row: str, tmp_path: Path) -> None:
     x, y = table("cuda", torch.float32).dataset.tensors
 
     def made(seed: int) -> tuple[nn.Module, Any]:
-        model = mlp(outputs=3).to("cuda", torch.float32)
+        model = mlp().to("cuda", torch.float32)
         return model, optimizers.ROWS[row](model, N, torch.Generator("cuda").manual_seed(seed))
 
     def train(model: nn.Module, step: Any, count: int) -> None:

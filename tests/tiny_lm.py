@@ -65,6 +65,7 @@ class TinyLM(nn.Module):
         if self.attention is not None:
             mask = hidden.squeeze(1).repeat_interleave(2, 0)
             return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        assert self.qkv is not None and self.mix is not None
         q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
         return self.mix(mixed.transpose(1, 2).flatten(2))

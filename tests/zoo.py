@@ -22,12 +22,6 @@ from torch.nn.utils import parametrizations as par
 from torch.nn.utils import spectral_norm, weight_norm
 
 
-def case(read: Callable[..., Tensor], layer: nn.Module, x: Tensor, width: int = 4) -> Case:
-    """A model around one layer, read in one of the ways below."""
-    first = {"conv": nn.Conv2d(2, 4, 2)} if read is normed else {}
-    return Case(graph(read, layer=layer, out=nn.Linear(width, 2), **first), x)
-
-
 def spread(m: Any, x: Tensor) -> Tensor:
     """Channels come second, positions behind them."""
     h = torch.tanh(m.layer(x))
@@ -63,155 +57,149 @@ def masked(m: Any, x: Tensor) -> Tensor:
     return m.out(m.layer(x, x, x, attn_mask=mask, need_weights=False)[0].mean(1))
 
 
-PLANES = normal(5, 2, 4, 4)
+def case(layer: nn.Module, shape: tuple[int, ...], read: Any = spread, width: int = 4) -> Case:
+    """A model around one layer, read in one of the ways above."""
+    first = {"conv": nn.Conv2d(2, 4, 2)} if read is normed else {}
+    words = isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+    model = graph(read, layer=layer, out=nn.Linear(width, 2), **first)
+    return Case(model, tokens(*shape) if words else normal(*shape))
+
+
+PLANES = (5, 2, 4, 4)
 LAYERS: dict[str, Callable[[], Case]] = {
-    "conv1d": lambda: case(spread, nn.Conv1d(2, 4, 3, stride=2, dilation=2), normal(5, 2, 9)),
+    "conv1d": lambda: case(nn.Conv1d(2, 4, 3, stride=2, dilation=2), (5, 2, 9)),
     "conv1d_same_circular": lambda: case(
-        spread, nn.Conv1d(2, 4, 4, padding="same", padding_mode="circular"), normal(5, 2, 7)),
-    "conv1d_depthwise": lambda: case(
-        spread, nn.Conv1d(2, 4, 2, groups=2, padding=3), normal(5, 2, 6)),
-    "conv1d_pointwise": lambda: case(spread, nn.Conv1d(3, 4, 1, bias=False), normal(5, 3, 4)),
+        nn.Conv1d(2, 4, 4, padding="same", padding_mode="circular"), (5, 2, 7)),
+    "conv1d_depthwise": lambda: case(nn.Conv1d(2, 4, 2, groups=2, padding=3), (5, 2, 6)),
+    "conv1d_pointwise": lambda: case(nn.Conv1d(3, 4, 1, bias=False), (5, 3, 4)),
     "conv2d_strided": lambda: case(
-        spread, nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(1, 2), dilation=(2, 1)),
-        normal(5, 2, 7, 6)),
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(1, 2), dilation=(2, 1)), (5, 2, 7, 6)),
     "conv2d_groups_reflect": lambda: case(
-        spread, nn.Conv2d(4, 4, 3, padding=2, groups=2, padding_mode="reflect"),
-        normal(5, 4, 5, 5)),
+        nn.Conv2d(4, 4, 3, padding=2, groups=2, padding_mode="reflect"), (5, 4, 5, 5)),
     "conv2d_replicate": lambda: case(
-        spread, nn.Conv2d(2, 4, 2, padding=(1, 0), padding_mode="replicate", bias=False),
-        normal(5, 2, 4, 5)),
-    "conv2d_one_position": lambda: case(spread, nn.Conv2d(2, 4, 3), normal(5, 2, 3, 3)),
+        nn.Conv2d(2, 4, 2, padding=(1, 0), padding_mode="replicate", bias=False), (5, 2, 4, 5)),
+    "conv2d_one_position": lambda: case(nn.Conv2d(2, 4, 3), (5, 2, 3, 3)),
     "conv3d": lambda: case(
-        spread, nn.Conv3d(2, 4, (2, 1, 3), (1, 2, 1), (1, 0, 2), (2, 1, 1), groups=2),
-        normal(5, 2, 3, 4, 4)),
-    "conv3d_zeros_same": lambda: case(
-        spread, nn.Conv3d(1, 4, 2, padding="same"), normal(5, 1, 2, 3, 2)),
-    "conv_transpose1d": lambda: case(
-        spread, nn.ConvTranspose1d(2, 4, 3, stride=2), normal(5, 2, 4)),
-    "conv_transpose2d": lambda: case(
-        spread, nn.ConvTranspose2d(2, 4, 2, groups=2), normal(5, 2, 3, 3)),
-    "layernorm_two_dims": lambda: case(normed, nn.LayerNorm((3, 3)), PLANES),
-    "layernorm_all_dims_no_bias": lambda: case(
-        normed, nn.LayerNorm((4, 3, 3), bias=False), PLANES),
-    "layernorm_no_affine": lambda: case(
-        normed, nn.LayerNorm(3, elementwise_affine=False), PLANES),
-    "rmsnorm_two_dims": lambda: case(normed, nn.RMSNorm((3, 3), eps=1e-3), PLANES),
-    "rmsnorm_no_affine": lambda: case(normed, nn.RMSNorm(3, elementwise_affine=False), PLANES),
-    "groupnorm": lambda: case(normed, nn.GroupNorm(2, 4), PLANES),
-    "groupnorm_flat": lambda: case(spread, nn.GroupNorm(2, 4), normal(5, 4)),
-    "groupnorm_no_affine": lambda: case(normed, nn.GroupNorm(4, 4, affine=False), PLANES),
-    "batchnorm1d": lambda: case(spread, nn.BatchNorm1d(4), normal(5, 4)),
-    "batchnorm1d_sequence": lambda: case(spread, nn.BatchNorm1d(3), normal(5, 3, 4), 3),
-    "batchnorm2d": lambda: case(spread, nn.BatchNorm2d(3), normal(5, 3, 2, 3), 3),
-    "batchnorm2d_no_affine": lambda: case(
-        spread, nn.BatchNorm2d(3, affine=False), normal(5, 3, 2, 3), 3),
-    "batchnorm3d": lambda: case(spread, nn.BatchNorm3d(3), normal(5, 3, 2, 1, 2), 3),
-    "instancenorm": lambda: case(
-        spread, nn.InstanceNorm2d(3, affine=True), normal(5, 3, 2, 3), 3),
-    "prelu": lambda: case(spread, nn.PReLU(3), normal(5, 3, 2, 2), 3),
-    "embedding_sparse": lambda: case(summed, nn.Embedding(5, 3, sparse=True), tokens(5, 4), 3),
-    "embedding_padding": lambda: case(summed, nn.Embedding(5, 3, padding_idx=-1), tokens(5, 6), 3),
+        nn.Conv3d(2, 4, (2, 1, 3), (1, 2, 1), (1, 0, 2), (2, 1, 1), groups=2), (5, 2, 3, 4, 4)),
+    "conv3d_zeros_same": lambda: case(nn.Conv3d(1, 4, 2, padding="same"), (5, 1, 2, 3, 2)),
+    "conv_transpose1d": lambda: case(nn.ConvTranspose1d(2, 4, 3, stride=2), (5, 2, 4)),
+    "conv_transpose2d": lambda: case(nn.ConvTranspose2d(2, 4, 2, groups=2), (5, 2, 3, 3)),
+    "layernorm_two_dims": lambda: case(nn.LayerNorm((3, 3)), PLANES, normed),
+    "layernorm_all_dims_no_bias": lambda: case(nn.LayerNorm((4, 3, 3), bias=False), PLANES, normed),
+    "layernorm_no_affine": lambda: case(nn.LayerNorm(3, elementwise_affine=False), PLANES, normed),
+    "rmsnorm_two_dims": lambda: case(nn.RMSNorm((3, 3), eps=1e-3), PLANES, normed),
+    "rmsnorm_no_affine": lambda: case(nn.RMSNorm(3, elementwise_affine=False), PLANES, normed),
+    "groupnorm": lambda: case(nn.GroupNorm(2, 4), PLANES, normed),
+    "groupnorm_flat": lambda: case(nn.GroupNorm(2, 4), (5, 4)),
+    "groupnorm_no_affine": lambda: case(nn.GroupNorm(4, 4, affine=False), PLANES, normed),
+    "batchnorm1d": lambda: case(nn.BatchNorm1d(4), (5, 4)),
+    "batchnorm1d_sequence": lambda: case(nn.BatchNorm1d(3), (5, 3, 4), width=3),
+    "batchnorm2d": lambda: case(nn.BatchNorm2d(3), (5, 3, 2, 3), width=3),
+    "batchnorm2d_no_affine": lambda: case(nn.BatchNorm2d(3, affine=False), (5, 3, 2, 3), width=3),
+    "batchnorm3d": lambda: case(nn.BatchNorm3d(3), (5, 3, 2, 1, 2), width=3),
+    "instancenorm": lambda: case(nn.InstanceNorm2d(3, affine=True), (5, 3, 2, 3), width=3),
+    "prelu": lambda: case(nn.PReLU(3), (5, 3, 2, 2), width=3),
+    "embedding_sparse": lambda: case(nn.Embedding(5, 3, sparse=True), (5, 4), summed, width=3),
+    "embedding_padding": lambda: case(nn.Embedding(5, 3, padding_idx=-1), (5, 6), summed, width=3),
     "embedding_bag": lambda: case(
-        lambda m, i: m.out(m.layer(i)), nn.EmbeddingBag(5, 3, mode="mean", padding_idx=0),
-        tokens(5, 4), 3),
+        nn.EmbeddingBag(5, 3, mode="mean", padding_idx=0), (5, 4), lambda m, i: m.out(m.layer(i)),
+        width=3),
     "embedding_bag_offsets": lambda: case(
-        offsets, nn.EmbeddingBag(5, 3, mode="sum"), tokens(5, 4), 3),
+        nn.EmbeddingBag(5, 3, mode="sum"), (5, 4), offsets, width=3),
     "conv1d_of_hugging_face": lambda: case(
-        pooled, nn.Sequential(HFConv1D(6, 3), nn.Tanh(), HFConv1D(4, 6)), normal(5, 4, 3)),
+        nn.Sequential(HFConv1D(6, 3), nn.Tanh(), HFConv1D(4, 6)), (5, 4, 3), pooled),
     "bilinear": lambda: case(
-        lambda m, x: m.out(m.layer(x[:, :3], torch.tanh(x))), nn.Bilinear(3, 4, 2),
-        normal(5, 4), 2),
+        nn.Bilinear(3, 4, 2), (5, 4), lambda m, x: m.out(m.layer(x[:, :3], torch.tanh(x))),
+        width=2),
     "lstm": lambda: case(
-        last, nn.LSTM(3, 2, num_layers=2, batch_first=True, bidirectional=True),
-        normal(5, 4, 3)),
+        nn.LSTM(3, 2, num_layers=2, batch_first=True, bidirectional=True), (5, 4, 3), last),
     "lstm_projected": lambda: case(
-        last, nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True), normal(5, 4, 3), 2),
+        nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True), (5, 4, 3), last, width=2),
     "lstm_with_states": lambda: case(
-        states, nn.LSTM(4, 4, batch_first=True, bias=False), normal(5, 4, 4)),
-    "gru": lambda: case(last, nn.GRU(3, 4, batch_first=True), normal(5, 3, 3)),
+        nn.LSTM(4, 4, batch_first=True, bias=False), (5, 4, 4), states),
+    "gru": lambda: case(nn.GRU(3, 4, batch_first=True), (5, 3, 3), last),
     "rnn_relu": lambda: case(
-        last, nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True),
-        normal(5, 3, 3), 8),
+        nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True), (5, 3, 3), last,
+        width=8),
     "attention_masked": lambda: case(
-        masked, nn.MultiheadAttention(4, 2, batch_first=True), normal(5, 3, 4)),
+        nn.MultiheadAttention(4, 2, batch_first=True), (5, 3, 4), masked),
     "attention_own_kv": lambda: case(
-        lambda m, x: m.out(m.layer(x, x[..., :2], x[..., 2:])[0].mean(1)),
         nn.MultiheadAttention(4, 2, batch_first=True, kdim=2, vdim=2, add_bias_kv=True),
-        normal(5, 3, 4)),
+        (5, 3, 4), lambda m, x: m.out(m.layer(x, x[..., :2], x[..., 2:])[0].mean(1))),
     "transformer_layer": lambda: case(
-        pooled, nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, norm_first=True),
-        normal(5, 3, 4)),
+        nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, norm_first=True), (5, 3, 4), pooled),
     "transformer_two_layers": lambda: case(
-        pooled, nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), 2),
-        normal(5, 4, 4)),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), 2),
+        (5, 4, 4), pooled),
 }  # fmt: skip
 
 
-# Uses
+# Ordinary layers, used in every way that hides from a hook or confuses a shape
 
 
-def _position_table(length: int, consume: str) -> Case:
-    """Position embeddings made once for all examples, and three ways of using them."""
+def made(call: Any, shape: tuple[int, ...], **parts: Any) -> Case:
+    return Case(graph(call, **parts), normal(*shape))
+
+
+def stacked(shape: tuple[int, ...], *layers: nn.Module) -> Case:
+    return Case(randomised(nn.Sequential(*layers)), normal(*shape))
+
+
+def positions(length: int, use: Any = lambda layer, at, n: layer(at)) -> Case:
+    """Position embeddings made once for all examples."""
 
     def call(m: Any, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        if consume == "row":
-            places = m.places(positions.unsqueeze(0))
-        elif consume == "repeat":
-            places = m.places(positions)[None].repeat(len(ids), 1, 1)
-        else:
-            places = m.places(positions)
+        places = use(m.places, torch.arange(ids.shape[1], device=ids.device), len(ids))
         return m.out(torch.tanh(m.words(ids) + places).mean(1))
 
     parts = dict(words=nn.Embedding(5, 3), places=nn.Embedding(9, 3), out=nn.Linear(3, 2))
     return Case(graph(call, **parts), tokens(7, length))
 
 
-def _sequence_first(length: int, recurrent: bool) -> Case:
+def sequence_first(length: int, recurrent: bool = False, n: int = 7) -> Case:
     def call(m: Any, x: Tensor) -> Tensor:
         h = m.inner(x.transpose(0, 1))
         h = h[0] if recurrent else torch.tanh(h).cumsum(0)
         return m.out(h)[-1]
 
     inner = nn.GRU(3, 4) if recurrent else nn.Linear(3, 4)
-    return Case(graph(call, inner=inner, out=nn.Linear(4, 2)), normal(7, length, 3))
+    return made(call, (n, length, 3), inner=inner, out=HEAD())
 
 
-def _flattened(length: int, time_major: bool = False) -> Case:
+def flattened(length: int, time_major: bool = False) -> Case:
     def call(m: Any, x: Tensor) -> Tensor:
         n = len(x)
         rows = (x.transpose(0, 1) if time_major else x).flatten(0, 1)
         h = m.out(m.norm(torch.tanh(m.inner(rows))))
         return h.view(-1, n, 2).mean(0) if time_major else h.view(n, -1, 2).mean(1)
 
-    parts = dict(inner=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), out=nn.Linear(4, 2))
-    return Case(graph(call, **parts), normal(7, length, 3))
+    return made(call, (7, length, 3), inner=nn.Linear(3, 4), norm=nn.BatchNorm1d(4), out=HEAD())
 
 
-def _experts(m: Any, x: Tensor) -> Tensor:
-    choice = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
-    out = x.new_zeros(len(x), 4)
-    for expert, layer in enumerate(m.experts):
-        rows = (choice == expert).nonzero().flatten()
-        if len(rows):
-            out = out.index_put((rows,), torch.tanh(layer(x[rows])))
-    return m.out(out)
-
-
-def _routed(first: list[float]) -> Case:
+def routed(first: list[float]) -> Case:
     """Three experts, each called on the examples of its own choice, if there are any."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        choice = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+        out = x.new_zeros(len(x), 4)
+        for expert, layer in enumerate(m.experts):
+            rows = (choice == expert).nonzero().flatten()
+            if len(rows):
+                out = out.index_put((rows,), torch.tanh(layer(x[rows])))
+        return m.out(out)
+
     x = normal(7, 3)
     x[:, 0] = torch.tensor(first, dtype=D)
     experts = nn.ModuleList([nn.Linear(3, 4) for _ in range(3)])
-    return Case(graph(_experts, experts=experts, out=nn.Linear(4, 2)), x)
+    return Case(graph(call, experts=experts, out=HEAD()), x)
 
 
-def _class_token(m: Any, x: Tensor) -> Tensor:
+def class_token(m: Any, x: Tensor) -> Tensor:
     x = torch.cat([m.token.expand(len(x), -1, -1), m.patch(x)], dim=1) + m.places
     return m.head(m.layer(x)[:, 0])
 
 
-def _lists() -> nn.Module:
+def lists(*before: nn.Module) -> Case:
     """Parameters in a list, a dict, and a number."""
 
     def call(m: Any, x: Tensor) -> Tensor:
@@ -219,16 +207,10 @@ def _lists() -> nn.Module:
             x = torch.tanh(x @ weight + m.shifts["a"])
         return m.head(x) * m.gain
 
-    return graph(
-        call, weights=nn.ParameterList([torch.randn(3, 3) for _ in range(2)]),
-        shifts=nn.ParameterDict({"a": torch.randn(3)}), gain=nn.Parameter(torch.randn(())),
-        head=nn.Linear(3, 2),
-    )  # fmt: skip
-
-
-def _encoder(m: Any, batch: Any) -> tuple[Tensor, Any]:
-    """Of a model whose ``forward`` nobody calls."""
-    return m.head(torch.tanh(m.first(batch[0])) * m.gain), batch[1]
+    weights = nn.ParameterList([torch.randn(3, 3) for _ in range(2)])
+    shifts, gain = nn.ParameterDict({"a": torch.randn(3)}), nn.Parameter(torch.randn(()))
+    inner = graph(call, weights=weights, shifts=shifts, gain=gain, head=nn.Linear(3, 2))
+    return stacked((5, 3), *before, inner) if before else Case(inner, normal(5, 3))
 
 
 class Remembering(nn.Module):
@@ -247,48 +229,43 @@ class Remembering(nn.Module):
         return torch.tanh(x * self.gain)
 
 
-def _remembering(m: Any, x: Tensor) -> Tensor:
+def remembering(m: Any, x: Tensor) -> Tensor:
     m.inner.state = None
     return m.out(m.inner(m.one(x)))
 
 
-def _two_modules_one_weight() -> Case:
-    model = graph(
-        lambda m, x: m.out(m.two(torch.tanh(m.one(x)))),
-        one=nn.Linear(3, 3), two=nn.Linear(3, 3), out=nn.Linear(3, 2),
-    )  # fmt: skip
-    model.two.weight = model.one.weight
-    return Case(model, normal(5, 3))
+def two_modules_one_weight() -> Case:
+    parts = dict(one=nn.Linear(3, 3), two=nn.Linear(3, 3), out=nn.Linear(3, 2))
+    found = made(lambda m, x: m.out(m.two(torch.tanh(m.one(x)))), (5, 3), **parts)
+    found.model.two.weight = found.model.one.weight
+    return found
 
 
-def _one_module_two_places() -> Case:
+def one_module_two_places() -> Case:
     shared = nn.Linear(3, 3)
     blocks = [nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(3, 3), shared)]
-    return Case(randomised(nn.Sequential(*blocks, nn.Linear(3, 2))), normal(5, 3))
+    return stacked((5, 3), *blocks, nn.Linear(3, 2))
 
 
-def _hugging_face() -> Case:
+def hugging_face() -> Case:
     def call(m: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
         words = m.words(input_ids) * attention_mask.unsqueeze(-1)
         return SimpleNamespace(logits=m.head(words.sum(1)), loss=None)
 
-    ids = tokens(5, 4)
     mask = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 4]).unsqueeze(1)).to(D)
-    rows = [
-        {"input_ids": ids[n], "attention_mask": mask[n], "labels": torch.tensor(n % 2)}
-        for n in range(5)
-    ]
+    columns = {"input_ids": tokens(5, 4), "attention_mask": mask, "labels": torch.arange(5) % 2}
+    rows = [{name: column[n] for name, column in columns.items()} for n in range(5)]
     return Case(graph(call, words=nn.Embedding(5, 3), head=nn.Linear(3, 2)), rows)
 
 
-def _frozen(*patterns: str) -> Case:
+def frozen(*patterns: str) -> Case:
     model, x = example_models()["images"]
     for name, p in model.named_parameters():
         p.requires_grad_(not any(pattern in name for pattern in patterns))
     return Case(model, x)
 
 
-def _in_place(m: Any, x: Tensor) -> Tensor:
+def in_place(m: Any, x: Tensor) -> Tensor:
     h = m.one(x)
     h.relu_()
     h = m.two(h)
@@ -297,130 +274,115 @@ def _in_place(m: Any, x: Tensor) -> Tensor:
     return m.out(h)
 
 
-def _hooked() -> Case:
-    model = graph(lambda m, x: m.out(torch.tanh(m.one(x))), one=nn.Linear(3, 4), out=HEAD())
-    model.one.register_forward_hook(lambda module, args, output: output * 2)
-    return Case(model, normal(5, 3))
+def hooked() -> Case:
+    found = made(lambda m, x: m.out(torch.tanh(m.one(x))), (5, 3), one=nn.Linear(3, 4), out=HEAD())
+    found.model.one.register_forward_hook(lambda module, args, output: output * 2)
+    return found
 
 
-def _reparametrised(wrap: Any, out: int = 4, **options: Any) -> Case:
+def reparametrised(wrap: Any, out: int = 4, **options: Any) -> Case:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the old ones
         first = wrap(nn.Linear(3, out, **options))
     return Case(nn.Sequential(first, nn.Tanh(), nn.Linear(out, 2)).double().eval(), normal(5, 3))
 
 
-def _unrolled(m: Any, x: Tensor) -> Tensor:
+def unrolled(m: Any, x: Tensor) -> Tensor:
     h = x.new_zeros(len(x), 4)
     for step in x.unbind(1):
         h = m.cell(step, h)
     return m.out(h)
 
 
-def _frames(m: Any, x: Tensor) -> Tensor:
+def frames(m: Any, x: Tensor) -> Tensor:
     h = m.norm(torch.tanh(m.conv(x.flatten(0, 1))))
     return m.out(h.mean((2, 3)).view(len(x), -1, 4).mean(1))
 
 
-def _functional(m: Any, x: Tensor) -> Tensor:
+def functional(m: Any, x: Tensor) -> Tensor:
     doubled = {"weight": m.one.weight * 2, "bias": m.one.bias}
     return m.out(torch.tanh(functional_call(m.one, doubled, (x,))))
 
 
+def dead_on_the_probe() -> Case:
+    found = made(
+        lambda m, x: m.out(F.relu(m.one(x) * (x > 5))), (5, 3), one=nn.Linear(3, 3),
+        out=nn.Linear(3, 2),
+    )  # fmt: skip
+    found.inputs[1::2] += 9.0
+    return found
+
+
 HEAD = partial(nn.Linear, 4, 2)
-# Name → (the function of the parts, the parts by name, made anew each time, and the inputs).
-GRAPHS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Tensor]] = {
-    "frames": (
-        _frames, lambda: dict(conv=nn.Conv2d(1, 4, 2), norm=nn.GroupNorm(2, 4), out=HEAD()),
-        normal(5, 3, 1, 3, 3)),
-    "class_token": (
-        _class_token,  # and positions, as a vision transformer's plain parameters
-        lambda: dict(token=nn.Parameter(torch.randn(1, 1, 4)), patch=nn.Linear(3, 4),
-                     places=nn.Parameter(torch.randn(1, 4, 4)), head=HEAD(),
-                     layer=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)),
-        normal(5, 3, 3)),
-    "called_twice": (
-        lambda m, x: m.out(m.one(torch.tanh(m.one(x)))),
-        lambda: dict(one=nn.Linear(3, 3), out=nn.Linear(3, 2)), normal(5, 3)),
-    "state_between_calls": (
-        _remembering, lambda: dict(one=nn.Linear(3, 4), inner=Remembering(), out=HEAD()),
-        normal(5, 3)),
-    "tied_transposed": (
-        lambda m, x: F.linear(torch.tanh(m.one(x)), m.one.weight.t()),
-        lambda: dict(one=nn.Linear(3, 4)), normal(5, 3)),
-    "functional_call_inside": (
-        _functional, lambda: dict(one=nn.Linear(3, 4), out=HEAD()), normal(5, 3)),
-    "weights_from_a_network": (
-        lambda m, x: torch.einsum("bi,io->bo", x, m.hyper(m.code).view(3, 2)),
-        lambda: dict(hyper=nn.Linear(2, 6), code=nn.Parameter(torch.randn(2))), normal(5, 3)),
-    "layer_on_a_shared_table": (
-        lambda m, x: m.out(torch.tanh(m.one(x) + m.two(m.table)).mean(1)),
-        lambda: dict(one=nn.Linear(3, 4), two=nn.Linear(2, 4), out=HEAD(),
-                     table=nn.Parameter(torch.randn(5, 2))),
-        normal(5, 5, 3)),
-    "attention_keys_with_bias": (  # whose gradient is nought but rounding
-        lambda m, x: (torch.softmax(m.q(x) @ m.k(x).mT, -1) @ m.v(x)).mean(1),
-        lambda: dict(q=nn.Linear(3, 4), k=nn.Linear(3, 4), v=nn.Linear(3, 2)), normal(5, 4, 3)),
-    "unrolled_cell": (_unrolled, lambda: dict(cell=nn.GRUCell(3, 4), out=HEAD()), normal(5, 3, 3)),
-    "in_place": (
-        _in_place, lambda: dict(one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()),
-        normal(5, 3)),
-    "unused": (
-        lambda m, x: m.out(x), lambda: dict(idle=nn.Linear(3, 3), out=nn.Linear(3, 2)),
-        normal(5, 3)),
-    "dead_on_the_probe": (
-        lambda m, x: m.out(F.relu(m.one(x) * (x > 5))),
-        lambda: dict(one=nn.Linear(3, 3), out=nn.Linear(3, 2)),
-        normal(5, 3) + torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0], dtype=D).unsqueeze(1)),
-    "single_output": (
-        lambda m, x: m.one(x).squeeze(-1), lambda: dict(one=nn.Linear(3, 1)), normal(5, 3)),
+USES: dict[str, Callable[[], Case]] = {
+    **{f"positions_plain_{t}": lambda t=t: positions(t) for t in (1, 3, 4, 6, 7)},
+    "positions_row_5": lambda: positions(5, lambda m, at, n: m(at[None])),
+    "positions_repeat_5": lambda: positions(5, lambda m, at, n: m(at)[None].repeat(n, 1, 1)),
+    **{f"sequence_first_{t}": lambda t=t: sequence_first(t) for t in (1, 2, 3, 7)},
+    **{f"sequence_first_gru_{t}": lambda t=t: sequence_first(t, True) for t in (1, 3)},
+    **{f"flattened_{t}": lambda t=t: flattened(t) for t in (1, 2, 3)},
+    "flattened_time_major": lambda: flattened(4, time_major=True),
+    "frames": lambda: made(
+        frames, (5, 3, 1, 3, 3), conv=nn.Conv2d(1, 4, 2), norm=nn.GroupNorm(2, 4), out=HEAD()),
+    "experts": lambda: routed([0.5, -1, 2, -1, 0.5, 2, -2]),
+    "experts_unseen_by_the_probe": lambda: routed([-1, -2, 0.5, -1, 2, 2, -1]),
+    "class_token": lambda: made(  # and positions, as a vision transformer's plain parameters
+        class_token, (5, 3, 3), token=nn.Parameter(torch.randn(1, 1, 4)), patch=nn.Linear(3, 4),
+        places=nn.Parameter(torch.randn(1, 4, 4)), head=HEAD(),
+        layer=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)),
+    "parameter_lists": lists,
+    "parameter_lists_inside": lambda: lists(nn.Linear(3, 3)),
+    "forward_never_called": lambda: Case(
+        graph(None, first=nn.Linear(3, 4), head=HEAD(), gain=nn.Parameter(torch.ones(4))),
+        normal(5, 3), lambda m, b: (m.head(torch.tanh(m.first(b[0])) * m.gain), b[1])),
+    "weight_norm": lambda: reparametrised(par.weight_norm),
+    "weight_norm_square": lambda: reparametrised(par.weight_norm, 3, bias=False),
+    "orthogonal": lambda: reparametrised(par.orthogonal),
+    "spectral_norm": lambda: reparametrised(par.spectral_norm),
+    "old_weight_norm": lambda: reparametrised(weight_norm),
+    "old_spectral_norm": lambda: reparametrised(spectral_norm),
+    "called_twice": lambda: made(
+        lambda m, x: m.out(m.one(torch.tanh(m.one(x)))), (5, 3), one=nn.Linear(3, 3),
+        out=nn.Linear(3, 2)),
+    "state_between_calls": lambda: made(
+        remembering, (5, 3), one=nn.Linear(3, 4), inner=Remembering(), out=HEAD()),
+    "two_modules_one_weight": two_modules_one_weight,
+    "one_module_two_places": one_module_two_places,
+    "tied_transposed": lambda: made(
+        lambda m, x: F.linear(torch.tanh(m.one(x)), m.one.weight.t()), (5, 3), one=nn.Linear(3, 4)),
+    "functional_call_inside": lambda: made(functional, (5, 3), one=nn.Linear(3, 4), out=HEAD()),
+    "weights_from_a_network": lambda: made(
+        lambda m, x: torch.einsum("bi,io->bo", x, m.hyper(m.code).view(3, 2)), (5, 3),
+        hyper=nn.Linear(2, 6), code=nn.Parameter(torch.randn(2))),
+    "layer_on_a_shared_table": lambda: made(
+        lambda m, x: m.out(torch.tanh(m.one(x) + m.two(m.table)).mean(1)), (5, 5, 3),
+        one=nn.Linear(3, 4), two=nn.Linear(2, 4), table=nn.Parameter(torch.randn(5, 2)),
+        out=HEAD()),
+    "attention_keys_with_bias": lambda: made(  # whose gradient is nought but rounding
+        lambda m, x: (torch.softmax(m.q(x) @ m.k(x).mT, -1) @ m.v(x)).mean(1), (5, 4, 3),
+        q=nn.Linear(3, 4), k=nn.Linear(3, 4), v=nn.Linear(3, 2)),
+    "unrolled_cell": lambda: made(unrolled, (5, 3, 3), cell=nn.GRUCell(3, 4), out=HEAD()),
+    "hugging_face": hugging_face,
+    "in_place": lambda: made(
+        in_place, (5, 3), one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()),
+    "in_place_on_the_input": lambda: stacked((5, 3), nn.ReLU(True), nn.Linear(3, 4), HEAD()),
+    "hooked_by_the_user": hooked,
+    "frozen_first_layers": lambda: frozen("c1", "n1"),
+    "frozen_weights": lambda: frozen("weight"),
+    "frozen_biases": lambda: frozen("bias"),
+    "unused": lambda: made(
+        lambda m, x: m.out(x), (5, 3), idle=nn.Linear(3, 3), out=nn.Linear(3, 2)),
+    "dead_on_the_probe": dead_on_the_probe,
+    "single_output": lambda: made(lambda m, x: m.one(x).squeeze(-1), (5, 3), one=nn.Linear(3, 1)),
+    "model_is_a_layer": lambda: Case(randomised(nn.Linear(3, 2)), normal(5, 3)),
+    "square": lambda: Case(randomised(nn.Linear(3, 3)), normal(3, 3)),
+    "one_example": lambda: stacked((1, 3), nn.Linear(3, 3), nn.LayerNorm(3)),
+    "one_example_sequence_first": lambda: sequence_first(2, True, 1),
+    "two_examples": lambda: sequence_first(2, n=2),
 }  # fmt: skip
-
-
-def _of_graph(call: Callable[..., Any], parts: Callable[[], dict[str, Any]], x: Tensor) -> Case:
-    return Case(graph(call, **parts()), x.clone())
-
-
 MIXED = ("mlp", "images", "volumes", "words_tied", "words", "functional", "recurrent")
 CASES: dict[str, Callable[[], Case]] = {
     **{name: lambda name=name: Case(*example_models()[name]) for name in MIXED},
     **LAYERS,
-    **{f"positions_{c}_{t}": lambda t=t, c=c: _position_table(t, c)
-       for t, c in [(1, "plain"), (3, "plain"), (4, "plain"), (6, "plain"), (7, "plain"),
-                    (5, "row"), (5, "repeat")]},
-    **{f"sequence_first_{t}": lambda t=t: _sequence_first(t, False) for t in (1, 2, 3, 7)},
-    **{f"sequence_first_gru_{t}": lambda t=t: _sequence_first(t, True) for t in (1, 3)},
-    **{f"flattened_{t}": lambda t=t: _flattened(t) for t in (1, 2, 3)},
-    **{name: lambda name=name: _of_graph(*GRAPHS[name]) for name in GRAPHS},
-    "flattened_time_major": lambda: _flattened(4, time_major=True),
-    "experts": lambda: _routed([0.5, -1, 2, -1, 0.5, 2, -2]),
-    "experts_unseen_by_the_probe": lambda: _routed([-1, -2, 0.5, -1, 2, 2, -1]),
-    "parameter_lists": lambda: Case(_lists(), normal(5, 3)),
-    "parameter_lists_inside": lambda: Case(
-        randomised(nn.Sequential(nn.Linear(3, 3), _lists())), normal(5, 3)),
-    "forward_never_called": lambda: Case(
-        graph(None, first=nn.Linear(3, 4), head=HEAD(), gain=nn.Parameter(torch.ones(4))),
-        normal(5, 3), _encoder),
-    "weight_norm": lambda: _reparametrised(par.weight_norm),
-    "weight_norm_square": lambda: _reparametrised(par.weight_norm, 3, bias=False),
-    "orthogonal": lambda: _reparametrised(par.orthogonal),
-    "spectral_norm": lambda: _reparametrised(par.spectral_norm),
-    "old_weight_norm": lambda: _reparametrised(weight_norm),
-    "old_spectral_norm": lambda: _reparametrised(spectral_norm),
-    "two_modules_one_weight": _two_modules_one_weight,
-    "one_module_two_places": _one_module_two_places,
-    "hugging_face": _hugging_face,
-    "in_place_on_the_input": lambda: Case(
-        randomised(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), HEAD())),
-        normal(5, 3)),
-    "hooked_by_the_user": _hooked,
-    "frozen_first_layers": lambda: _frozen("c1", "n1"),
-    "frozen_weights": lambda: _frozen("weight"),
-    "frozen_biases": lambda: _frozen("bias"),
-    "model_is_a_layer": lambda: Case(randomised(nn.Linear(3, 2)), normal(5, 3)),
-    "square": lambda: Case(randomised(nn.Linear(3, 3)), normal(3, 3)),
-    "one_example": lambda: Case(
-        randomised(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))), normal(1, 3)),
-    "one_example_sequence_first": lambda: Case(_sequence_first(2, True).model, normal(1, 2, 3)),
-    "two_examples": lambda: Case(_sequence_first(2, False).model, normal(2, 2, 3)),
-}  # fmt: skip
+    **USES,
+}

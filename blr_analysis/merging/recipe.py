@@ -350,9 +350,8 @@ class _Reader:
         names = Folder.open(self.base or next(iter(self.models))).specs
         for rule in rules:
             if not any(rule.part in n for n in names):
-                raise InputError(
-                    f"filter {rule.part!r} is in no name such as {max(names, key=len)!r}"
-                )
+                like = max(names, key=len)
+                raise InputError(f"filter {rule.part!r} is in no name such as {like!r}")
         return LayerWeights(rules, depths(names), usual)
 
     def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:

@@ -9,22 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.expectations import GAUSS_NEWTON
-from blr_analysis.learning_rule.optim import (
-    BSAM,
-    IVON,
-    OGGN,
-    SLANG,
-    STE,
-    VOGGN,
-    BayesBiNN,
-    Dropout,
-    Newton,
-    NoisyKFAC,
-    RowOptimizer,
-    Vadam,
-    Vprop,
-)
 from blr_analysis.learning_rule.table import ROWS, runs_elementwise
 
 N, BATCH = 60, 12
@@ -50,8 +36,8 @@ def row(model: nn.Module, generator: Any, name: str, params: Any = None, **optio
         settings["model"] = model
     params = [*model.parameters()] if params is None else params
     if name == "bSAM":
-        return BSAM(params, **{**settings, **options})
-    return RowOptimizer(params, name, **{**settings, **options})
+        return optim.BSAM(params, **{**settings, **options})
+    return optim.RowOptimizer(params, name, **{**settings, **options})
 
 
 def dropout(model: Any, generator: Any, row: str, params: Any = None, **options: Any) -> Any:
@@ -60,14 +46,14 @@ def dropout(model: Any, generator: Any, row: str, params: Any = None, **options:
     groups += [{"params": [p for p in model.parameters() if p is not last]}]
     extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
     given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
-    return Dropout(groups if params is None else params, row=row, **given)
+    return optim.Dropout(groups if params is None else params, row=row, **given)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
     def make(model: nn.Module, generator: Any, params: Any = None, **options: Any) -> Any:
         params = [*model.parameters()] if params is None else params
-        given = {**settings, **options}
-        return kind(params, **({} if kind in (STE, Newton) else {"generator": generator}), **given)
+        noise = {} if kind in (optim.STE, optim.Newton) else {"generator": generator}
+        return kind(params, **noise, **{**settings, **options})
 
     return make
 
@@ -77,21 +63,23 @@ def whole(kind: type) -> Callable[..., Any]:
     return lambda model, generator, **options: kind(model, generator=generator, **given, **options)
 
 
+STRUCTURED = (optim.NoisyKFAC, optim.SLANG, optim.VOGGN, optim.OGGN)
+WHOLE = tuple(kind.__name__ for kind in STRUCTURED)  # of a whole model, and one draw a step
 ELEMENTWISE = [name for name, found in ROWS.items() if runs_elementwise(found)]
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(row, name=name) for name in ELEMENTWISE},
-    "IVON itself": of(IVON, lr=0.1, ess=N, beta2=0.9),
-    "IVON, gradsq": of(IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
-    "Vadam itself": of(Vadam, lr=0.01, ess=N),
-    "Vprop itself": of(Vprop, lr=0.01, ess=N),
+    "IVON itself": of(optim.IVON, lr=0.1, ess=N, beta2=0.9),
+    "IVON, gradsq": of(optim.IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
+    "Vadam itself": of(optim.Vadam, lr=0.01, ess=N),
+    "Vprop itself": of(optim.Vprop, lr=0.01, ess=N),
     **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},
-    "BayesBiNN": of(BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
-    "STE": of(STE, lr=0.05),
-    "STE with Adam": of(STE, lr=0.05, row="Adam", clip=2.0),
-    **{kind.__name__: whole(kind) for kind in (NoisyKFAC, SLANG, VOGGN, OGGN)},
-    "Newton": of(Newton, lr=0.5, ess=N, weight_decay=1.0),
+    "BayesBiNN": of(optim.BayesBiNN, lr=0.01, ess=N, beta1=0.5, prior=0.3),
+    "STE": of(optim.STE, lr=0.05),
+    "STE with Adam": of(optim.STE, lr=0.05, row="Adam", clip=2.0),
+    **{kind.__name__: whole(kind) for kind in STRUCTURED},
+    "Newton": of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0),
 }
-WHOLE = ("NoisyKFAC", "SLANG", "VOGGN", "OGGN")  # of a whole model, and one draw a step
+
 BINARY = ("BayesBiNN", "STE", "STE with Adam")
 ALONE = ("Newton", *WHOLE)  # neither groups nor several draws
 

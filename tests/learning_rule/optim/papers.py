@@ -1,9 +1,7 @@
 """The steps of the papers, line by line, over all weights of a network as one vector of float64.
 
-A transcription yields the weights after every step, and the precision or Hessian learned (None
-where there is none). It draws what the optimizer draws, from a generator of the same seed; where
-the root that turns noise into a draw is the optimizer's own affair, it takes the weights that the
-loss has seen.
+A transcription yields the weights after every step, and the precision or Hessian learned. It draws
+what the optimizer draws, or takes the weights that the loss has seen.
 """
 
 from __future__ import annotations
@@ -309,7 +307,6 @@ SMALL = {"eps": 1e-3, "weight_decay": 0.01}
 WAYS = [(a, d, r) for a in ("price", "gradsq") for d in (True, False) for r in (True, False)]
 STE = partial(of, optim.STE, lr=0.02)
 behind_a_sign = partial(torchs, look=signs, lr=0.02)
-rank_50 = {"rank": 50}  # of 51 weights
 T = torch.optim
 # fmt: off
 TORCH: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
@@ -357,9 +354,9 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
                       partial(behind_a_sign, kind=T.SGD, momentum=0.9), 1),
     "STE, Adam": (STE(row="Adam"), partial(behind_a_sign, kind=T.Adam), 1),
     "Newton": (of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0), newton, 1),
-    "SLANG": (partial(whole(optim.SLANG), **rank_50), partial(low_rank, rows_of="each"), 1),
-    "VOGGN": (partial(whole(optim.VOGGN), **rank_50), partial(low_rank, rows_of="curved"), 1),
-    "OGGN": (partial(whole(optim.OGGN), **rank_50), partial(low_rank, rows_of="curved"), 1),
+    "SLANG": (partial(whole(optim.SLANG), rank=50), partial(low_rank, rows_of="each"), 1),
+    "VOGGN": (partial(whole(optim.VOGGN), rank=50), partial(low_rank, rows_of="curved"), 1),
+    "OGGN": (partial(whole(optim.OGGN), rank=50), partial(low_rank, rows_of="curved"), 1),
     "NoisyKFAC": (whole(optim.NoisyKFAC), kronecker, 1),
 }
 # fmt: on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +14,7 @@ from blr_analysis.learning_rule.optim import IVON
 IVONS = ("IVON itself", "IVON, gradsq")
 
 
-def run(name: str) -> tuple[Any, Any]:
-    return trained(name, stop=0)
+run = partial(trained, stop=0)
 
 
 def usual(name: str, draws: int, steps: int = 3, by: float = 1.0) -> list[Tensor]:
@@ -151,9 +150,8 @@ def test_half_precision_weights(dtype: torch.dtype, draws: int) -> None:
 
 def test_mixed_dtypes_are_trained_side_by_side() -> None:
     """Each parameter as if its dtype were the only one: same gradients, same noise."""
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
 
-    def train(kinds: list[torch.dtype]) -> list[Tensor]:
+    def train(*kinds: torch.dtype) -> list[nn.Parameter]:
         params = [nn.Parameter(torch.full((4,), 0.5, dtype=kind)) for kind in kinds]
         optimizer = IVON(params, lr=0.1, ess=1e12, hess_approx="gradsq")  # no noise to speak of
         for t in range(4):
@@ -161,10 +159,10 @@ def test_mixed_dtypes_are_trained_side_by_side() -> None:
                 for param in params:
                     param.grad = torch.full_like(param, 1e-6 * (t + 1))
             optimizer.step()
-        return [param.detach() for param in params]
+        return params
 
-    for param, kind in zip(train(dtypes), dtypes, strict=True):
-        torch.testing.assert_close(param, train([kind])[0], rtol=1e-5, atol=1e-5)
+    for param in train(torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        torch.testing.assert_close(param, *train(param.dtype), rtol=1e-5, atol=1e-5)
 
 
 def test_thawed_and_unused_parameters() -> None:

@@ -1,5 +1,4 @@
-"""IVON computes Algorithm 1 of Shen et al. (2024): oracles are a transcription in numpy, the
-package ``ivon-opt`` with the same noise, and the closed form of linear regression."""
+"""IVON beside the package ``ivon-opt`` with the same noise, and what ``steps`` and the start do."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import torch
 from learning_rule.optim.makers import flat, loss_of, network, step
 from torch import Tensor, nn
 
-from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.optim import IVON
 
 
@@ -34,15 +32,12 @@ def train_two_groups(make: Any, draws: int, **options: Any) -> dict[str, Tensor]
 
 @pytest.mark.parametrize("hess_approx", ["price", "gradsq"])
 @pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"beta1": 0.5, "beta2": 0.9, "debias": False},
-        {"beta2": 0.99, "rescale_lr": False, "clip_radius": 0.1},
-        {"beta1": 0.0, "beta2": 0.999, "clip_radius": 0.02},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"beta1": 0.5, "beta2": 0.9, "debias": False},
+    {"beta2": 0.99, "rescale_lr": False, "clip_radius": 0.1},
+    {"beta1": 0.0, "beta2": 0.999, "clip_radius": 0.02},
+])  # fmt: skip
 def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, Any]) -> None:
     options = {"hess_approx": hess_approx, **options}
     ours = train_two_groups(IVON, draws, **options)
@@ -88,11 +83,6 @@ def test_steps_set_how_fast_the_start_is_forgotten() -> None:
     assert beta2(ess=1e9, steps=1000) ** 1000 == pytest.approx(math.exp(-5), rel=2e-2)
     assert beta2(ess=1, steps=1000) ** 1000 == pytest.approx(math.exp(-1), rel=2e-2)
     assert beta2(ess=1e9, steps=1) == 0
-    for wrong in (0, -3, 2.5, True):
-        with pytest.raises(InputError, match="steps"):
-            beta2(ess=10, steps=wrong)
-    with pytest.raises(InputError, match="ess"):
-        beta2(ess="many", steps=10)
     state = IVON([param], lr=0.1, ess=10, steps=7).state_dict()
     assert "steps" not in state["param_groups"][0]
 

@@ -47,10 +47,8 @@ def step(models: list[nn.Module], optimizers: list[IVON], mixture: Mixture | Non
 def test_a_step_is_that_of_the_paper() -> None:
     """With the family's own ∇ log q and m, S as Khan & Rue write them, IVON's retraction added."""
     models, optimizers, mixture = pair(0.02)
-    means, precisions = (
-        torch.stack([*(flat(m.parameters()) for m in models)]),
-        torch.tensor([0.8, 0.9]).double() * N,
-    )
+    means = torch.stack([flat(m.parameters()) for m in models])
+    precisions = torch.tensor([0.8, 0.9]).double() * N
     parts = DiagonalGaussian(means, precisions.unsqueeze(1).expand_as(means).contiguous())
     q = GaussianMixture(torch.full((2,), 0.5).double(), parts).marginal
     draws = step(models, optimizers, mixture)

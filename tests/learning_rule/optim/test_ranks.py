@@ -18,11 +18,6 @@ from blr_analysis.learning_rule.optim import IVON
 WORLD = 2
 
 
-def gradient(rank: int, step: int, size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(size, generator=generator)
-
-
 def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
     """IVON: the draws of ``ranks`` one after the other; with ``sync`` one of them per process."""
     params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
@@ -33,9 +28,9 @@ def draws(ranks: list[int], sync: bool, hess_approx: str) -> dict[str, Tensor]:
             optimizer.generator = generators[rank]
             with optimizer.sampled_params(train=True):
                 optimizer.zero_grad()
-                params[0].grad = gradient(rank, step, 5)
+                params[0].grad = torch.linspace(rank, step - 1, 5)
                 if rank == 1:  # a gradient on one process only; params[2] never has one
-                    params[1].grad = gradient(rank, step, 5)
+                    params[1].grad = torch.linspace(step + 1, -1, 5)
         optimizer.step()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(1))

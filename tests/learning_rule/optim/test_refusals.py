@@ -87,14 +87,6 @@ NO_ROWS = {"Kalman filter": "no elementwise", "Newton": "newton runs", "STE": "b
 NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
 KINDS = ("IVON", "bSAM", "SLANG", "Newton")
 STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
-INSIDE: dict[str, Callable[[Any], Any]] = {
-    "step": lambda o: o.step(),
-    "state_dict": lambda o: o.state_dict(),
-    "load_state_dict": lambda o: o.load_state_dict({}),
-    "drop_draws": lambda o: o.drop_draws(),
-    "context": draws,
-}
-
 # fmt: off
 INPUT: list[tuple[Callable[[], Any], str]] = [
     *((lambda n=n, v=v: ivon(**{n: v}), n) for n, v in SETTINGS),
@@ -102,7 +94,7 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: ivon().add_param_group({"params": [param()], "hess_approx": "gradsq"}), "all groups"),
     (lambda: ivon(mc_samples=0), "mc_samples"),
     (lambda: ivon(generator=3), r"torch\.Generator"),
-    (lambda: ivon(steps=2.5), "steps"),
+    *((lambda n=n: ivon(steps=n), "steps") for n in (0, -3, 2.5, True)),
     (lambda: ivon(steps=9, lr="fast"), "lr"),
     (lambda: ivon(ess=0, hess_init="weights"), "ess"),
     (lambda: ivon(hess_init="weight"), "hess_init"),
@@ -148,13 +140,17 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: graded(None), r"loss\.backward"),
     (lambda: graded(torch.ones(2).to_sparse()), "sparse"),
     (lambda: graded(torch.full((2,), 1e20)), "overflow"),
-    *((lambda act=act: inside(act), f"{word}.* inside") for word, act in INSIDE.items()),
+    *((lambda word=word: inside(lambda o: getattr(o, word)()), f"{word}.* inside")
+      for word in ("step", "state_dict", "drop_draws")),
+    (lambda: inside(lambda o: o.load_state_dict({})), "load_state_dict.* inside"),
+    (lambda: inside(draws), "context inside"),
     (lambda: after("IVON", lambda o, m: (m.zero_grad(False), draws(o))), "set_to_none"),
     (lambda: after("bSAM", lambda o, m: o.step()), "without its adversary"),
     (lambda: after("bSAM", lambda o, m: draws(o)), "two samples"),
     (lambda: draws(BSAM([param()], 0.1, 10), "adversarial_params"), "without a sample"),
     (lambda: after("SLANG", lambda o, m: draws(o)), "one draw"),
     (lambda: copy.deepcopy(make("SLANG", network())), "copied"),
+    (lambda: after("IVON", lambda o, m: copy.deepcopy(o)), "copy the optimizer after"),
     (lambda: make("SLANG", network()).posterior(), "after a step"),
     (lambda: Newton([param()]).step(), "closure"),
     (lambda: Newton(A.parameters()).step(called_backward), "without backward"),

@@ -8,7 +8,6 @@ from learning_rule.optim.makers import BATCH, N, advance, draw, flat, loss_of, n
 from learning_rule.optim.papers import Run
 from learning_rule.optim.test_contract import learned
 
-import blr_analysis as blr
 from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
 
 
@@ -32,17 +31,6 @@ def test_low_rank_has_the_right_diagonal(kind: type, rows_of: str) -> None:
         diagonal = 0.8 * diagonal + 0.2 * N / BATCH * rows.square().sum(0)
         torch.testing.assert_close(learned(model, optimizer).diagonal(), diagonal + N * 0.05)
     assert optimizer.posterior().structure == "lowrank"
-
-
-def test_the_posterior_is_the_recorders() -> None:
-    model = network()
-    optimizer = whole(NoisyKFAC)(model, None)
-    advance("NoisyKFAC", model, optimizer, 0, 2)
-    recorder, given = optimizer.recorder, {"n_data": N, "prior_precision": N * 0.05}
-    one, other = optimizer.posterior(), blr.Posterior.from_recorder(recorder, model, **given)
-    for name, p in model.named_parameters():
-        assert torch.equal(one.mean[name], p) and one.structure == "kron"
-        torch.testing.assert_close(one.variance(name), other.variance(name))
 
 
 @pytest.mark.slow
