@@ -32,7 +32,7 @@ from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.cli.options import option, read_size
 from blr_analysis.errors import InputError, PosteriorWarning
 from blr_analysis.huggingface.fisher import fisher
-from blr_analysis.learning_rule.table import ROWS, table1
+from blr_analysis.learning_rule.table import table1
 from blr_analysis.terminal import as_text, show
 
 SCRIPT = """
@@ -177,6 +177,10 @@ class TestAudit(CommandContract):
         assert after[4] == f"{worst['nll_low']:.2f} and {worst['nll_high']:.2f}"
 
 
+QUERIES = ["source == 'web' and year > 2030", "not (target in [0, 1] or loss > 2)"]
+QUERIES += ['`the word` == "it\'s" and checked']
+
+
 class TestWhatIf(CommandContract):
     name, word = "what-if", "no script 'gone.py'"
     argv = (TASK, *Q, "--test", "make_test", "--remove", "target == 1", "--seeds", "2")
@@ -194,50 +198,28 @@ class TestWhatIf(CommandContract):
         left = load_file(out / "without.safetensors")
         assert torch.equal(left["1.weight"], result.parameters["1.weight"])
 
-    @pytest.mark.parametrize(
-        ("flags", "options", "said"),
-        [
-            ("--solver posterior", {"solver": "posterior"}, "in one step"),
-            ("--passes 1 --seeds 1", {"passes": 1, "seeds": 1}, "by short trainings"),
-            ("--solver cg --passes 9", {"solver": "cg", "passes": 9}, "a descent of 9"),
-            ("--solver retrain", {"solver": "retrain"}, "by whole trainings"),
-        ],
-    )
-    def test_each_solver(
-        self, here: Path, capsys: Any, flags: str, options: Any, said: str
-    ) -> None:
-        code, out, err = run(capsys, "what-if", TASK, *Q, "--remove", "target == 1", *flags.split())
-        task, _, q = inputs()
-        result = blr.what_if(task, q, remove=Y(task) == 1, **options)
-        assert code == 0 and said in " ".join(out.split()), err
-        assert cells(out, "all")[3] == f"{result.nll:.3f}"
-        assert not result.note or result.note in " ".join(out.split())
-
-    def test_queries_labels_and_decisions_mean_the_same_as_in_python(
+    def test_solvers_queries_labels_and_decisions_mean_the_same_as_in_python(
         self, here: Path, capsys: Any
     ) -> None:
         Path("d.csv").write_text("index,action,label\n3,relabel,2\n4,relabel,2\n6,keep,\n7,drop,\n")
-        twice = {"relabel": {3: 2, 4: 2}}
-        ways: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-            (
-                ("--relabel", "index in [3, 4]: 2", "--remove", "index == 7"),
-                {**twice, "remove": [7]},
-            ),
-            (("--relabel", "index == 3: 2", "--relabel", "index == 4: 2"), twice),
-            (("--decisions", "d.csv"), {**twice, "remove": [7]}),
-        ]
-        for query in (
-            "source == 'web' and year > 2030",
-            "not (target in [0, 1] or loss > 2)",
-            '`the word` == "it\'s" and checked',
-        ):
-            ways.append((("--remove", query), {"remove": query}))
         task, _, q = inputs()
-        for flags, asked in ways:
-            code, out, err = run(capsys, "what-if", TASK, *Q, *flags, "--solver", "posterior")
-            truth = blr.what_if(task, q, solver="posterior", **asked)
+        ones, twice = {"remove": Y(task) == 1}, {"relabel": {3: 2, 4: 2}}
+        ways = {f"--remove {shlex.quote(query)}": {"remove": query} for query in QUERIES} | {
+            "--remove 'target == 1' --solver posterior": ones | {"solver": "posterior"},
+            "--remove 'target == 1' --passes 1 --seeds 1": ones | {"passes": 1, "seeds": 1},
+            "--remove 'target == 1' --solver cg --passes 9": ones | {"solver": "cg", "passes": 9},
+            "--remove 'target == 1' --solver retrain": ones | {"solver": "retrain"},
+            "--relabel 'index in [3, 4]: 2' --remove 'index == 7'": twice | {"remove": [7]},
+            "--relabel 'index == 3: 2' --relabel 'index == 4: 2'": twice,
+            "--decisions d.csv": twice | {"remove": [7]},
+        }
+        said = {"posterior": "in one step", "cg": "a descent of", "retrain": "by whole trainings"}
+        for flags, asked in ways.items():
+            code, out, err = run(capsys, "what-if", TASK, *Q, *shlex.split(flags))
+            truth, words = blr.what_if(task, q, **asked), " ".join(out.split())
             assert code == 0 and cells(out, "all")[3] == f"{truth.nll:.3f}", err
-            assert ("2 relabelled" in out) == ("relabel" in asked)
+            assert ("2 relabelled" in out) == ("relabel" in asked) and truth.note in words
+            assert said.get(truth.solver, "by short trainings") in words
 
 
 class TestIndex(CommandContract):
@@ -280,15 +262,9 @@ class TestAlgorithms(CommandContract):
         assert "BayesBiNN" not in said
         pd.testing.assert_frame_equal(table1(), pd.read_parquet(out / "table1.parquet"))
 
-    def test_the_whole_table(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "250")
-        _, out, _ = run(capsys, "algorithms")
-        assert all(name in out for name in ROWS) and "square-root" in out
-
 
 class TestDemo(CommandContract):
-    name, word, argv, bad = "demo", "script.py", (), ("--force",)
-    to = ("--out", "out")
+    name, argv = "demo", ()
 
     def test_a_bad_path_is_one_line(self, here: Path, capsys: Any) -> None:
         assert "script.py" in refused(capsys, "demo", "--force", "--out", "script.py")
@@ -309,7 +285,7 @@ def Y(task: blr.Task) -> torch.Tensor:
 def test_audit_by_a_metadata_column_and_of_other_likelihoods(here: Path, capsys: Any) -> None:
     argv = ("audit", TASK, "--fit", "diag", "--out", "audit", "--force", "--passes", "1")
     code, out, _ = run(capsys, *argv, "--by", "source")
-    assert code == 0 and "What if a source were gone?" in out
+    assert code == 0 and "What if one source were gone?" in out
     assert "the training data themselves" in " ".join(out.split())
     assert "This posterior is diagonal" in out
     assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
@@ -353,18 +329,15 @@ def test_the_temperature_is_measured_where_asked(here: Path, capsys: Any) -> Non
 
 def test_options_are_those_of_the_functions() -> None:
     """Defaults and words come from there; an option in words says what its argument does."""
-    for module, function, name in (
-        ("sensitivity/what_if.py", blr.what_if, "solver"),
-        ("sensitivity/what_if.py", blr.what_if, "passes"),
-        ("huggingface/fisher.py", fisher, "kind"),
-        ("sensitivity/influence/index.py", blr.Index.build, "rank"),
-    ):
-        made = option(module, function.__name__, name)
-        assert made.default == inspect.signature(function).parameters[name].default
-        (shown,) = made.annotation.__metadata__
-        assert len(shown.help) > 20 and ":class:" not in shown.help and "  " not in shown.help
-    sizes = {"1": 1, "5GB": 5 * 10**9, "256MiB": 256 * 2**20, "1.5 k": 1500, "2e9": 2 * 10**9}
-    assert {text: read_size("--x", text) for text in sizes} == sizes
+    functions = {"sensitivity/what_if.py": (blr.what_if, "solver", "passes")}
+    functions["huggingface/fisher.py"] = (fisher, "kind")
+    functions["sensitivity/influence/index.py"] = (blr.Index.build, "rank")
+    for module, (function, *names) in functions.items():
+        for name in names:
+            made = option(module, function.__name__, name)
+            assert made.default == inspect.signature(function).parameters[name].default
+            (shown,) = made.annotation.__metadata__
+            assert len(shown.help) > 20 and ":class:" not in shown.help and "  " not in shown.help
     for text in ("", "GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB"):
         with pytest.raises(InputError, match="--x must be a size"):
             read_size("--x", text)
@@ -391,7 +364,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit", "Missing argument"),
         ("loo", "No such command"),
         ("audit T Q --fit kron", "belong to a fit"),
-        ("audit T Q --prior-precision 1", "belong to a fit"),
         ("audit T --prior-precision -1", "above 0"),
         ("audit T --fit none", "'kron'"),
         ("audit T -p gone.safetensors", "nothing is stored"),
@@ -409,7 +381,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit T --test gone", "defines no 'gone'"),
         ("audit T Q --test regression", "another model"),
         ("audit T --by colour", "no column 'colour'"),
-        ("audit T --by colour --dry-run", "no column 'colour'"),
         ("audit T q.safetensors", "leave 'q.safetensors' out"),
         ("audit T --device abacus", "abacus"),
         ("audit T --max-memory much", "--max-memory"),
@@ -420,7 +391,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("what-if T Q --remove 'target >= 0'", "all 60"),
         ("what-if T Q --remove 'target == 9'", "selects none"),
         ("what-if T Q --remove 'nothing > 3'", "no query of"),
-        ("what-if T Q --remove target=3", "no query of"),
         ("what-if T Q --relabel 'index == 3'", "QUERY:LABEL"),
         ("what-if T Q --relabel 'index == 3: 9'", "9"),
         ("what-if T Q --remove index==3 --solver guess", "solver"),
@@ -433,7 +403,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("query index script.py:make_test --data script.py:make_test", "60 examples"),
         ("query index script.py:make_test --data rows.jsonl", "--data SCRIPT.py:TASK"),
         ("query index script.py:make_test --tokens --out o", "language model"),
-        ("query index script.py:make_test --max-length 9", "language model"),
         ("query index rows.jsonl", "--model"),
         ("demo --seed x", "seed"),
     ],

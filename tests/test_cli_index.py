@@ -192,13 +192,25 @@ def test_tokens_and_adapters_of_other_models(model: Path, tmp_path: Path) -> Non
 
 # The commands
 
+TIED = [pytest.param(name, marks=pytest.mark.slow) for name in ("embed_tokens", "lm_head")]
 
-def test_an_adapter_is_indexed_on_its_base(model: Path, tmp_path: Path, capsys: Any) -> None:
-    adapter, place = tuned(model, tmp_path / "lora", "q_proj", "v_proj"), tmp_path / "index"
-    code, _, err = run(capsys, "index", adapter, model / "data.jsonl", "--out", place)
+
+@pytest.mark.parametrize("target", ["q_proj", *TIED])
+def test_an_adapter_is_indexed_on_its_base(
+    target: str, model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """That of a tied table has gradients of its own; what fisher would add it to is two layers."""
+    place, argv = (
+        tmp_path / "index",
+        (tuned(model, tmp_path / "lora", target), model / "data.jsonl"),
+    )
+    code, _, err = run(capsys, "index", *argv, "--out", place)
     assert code == 0 and "prior precision" in err, err  # was found
     names = set(blr.Index.open(place).posterior.mean)
-    assert names and all("lora_" in name for name in names)
+    assert names and all(f"{target}.lora_" in name for name in names)
+    if target != "q_proj":
+        assert "tied" in refused(capsys, "fisher", *argv, "--out", tmp_path / "precision")
+        return
     asked = ("query", place, model / "asked.jsonl")
     code, out, err = run(capsys, *asked, "--top", 1, "--max-length", 3)
     assert code == 0 and "the film" in out and "1 of 2 texts" in err, err
@@ -211,33 +223,25 @@ def test_an_adapter_is_indexed_on_its_base(model: Path, tmp_path: Path, capsys: 
     assert "is not the base that the index was built on" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_a_tied_table(target: str, model: Path, tmp_path: Path, capsys: Any) -> None:
-    """Has gradients of its own; what ``fisher`` would add it to is two layers."""
-    argv = (tuned(model, tmp_path / "lora", target), model / "data.jsonl", "--base", model)
-    out = ("--out", tmp_path / "out")
-    code, _, err = run(capsys, "index", *argv, *out, "--prior-precision", 1.0)
-    assert code == 0, err
-    names = set(blr.Index.open(tmp_path / "out").posterior.mean)
-    assert names and all(f"{target}.lora_" in name for name in names)
-    assert "tied" in refused(capsys, "fisher", *argv, "--out", tmp_path / "precision")
+@pytest.fixture(scope="module")
+def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exact index of the model's texts."""
+    place = tmp_path_factory.mktemp("index") / "index"
+    argv = (model, model / "data.jsonl", "--prior-precision", 1.0, "--rank", 10**6, "--out", place)
+    assert main(["index", *map(str, argv)]) == 0
+    return place
 
 
 @pytest.mark.slow
 def test_a_query_names_the_model_that_the_index_was_made_with(
-    model: Path, tmp_path: Path, capsys: Any
+    model: Path, built: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    place, other = tmp_path / "index", tmp_path / "other"
-    assert run(capsys, "index", model, model / "data.jsonl", "--out", place)[0] == 0
-    loaded = load_model(model)
+    loaded, other = load_model(model), tmp_path / "other"
     loaded.tokenizer.save_pretrained(other)
-    asked = ("query", place, model / "asked.jsonl", "--top", 1, "--model", other)
+    asked = ("query", built, model / "asked.jsonl", "--top", 1, "--model", other)
     loaded.model.bfloat16().save_pretrained(other)  # the same, rounded
     assert run(capsys, *asked)[0] == 0
-    for p in loaded.model.parameters():
-        p.data.mul_(1.05)
-    loaded.model.save_pretrained(other)
+    tiny.build("llama", "causal_lm", seed=1, tie_word_embeddings=True).save_pretrained(other)
     assert "weights" in refused(capsys, *asked)
     load_model(model).model.save_pretrained(other)
     loaded.tokenizer.add_tokens(["another"])  # which no text had
@@ -251,16 +255,13 @@ def test_a_query_names_the_model_that_the_index_was_made_with(
 
 
 @pytest.mark.slow
-def test_an_index_and_its_questions(model: Path, tmp_path: Path, capsys: Any) -> None:
-    place, found = tmp_path / "index", tmp_path / "found"
-    options = ("--prior-precision", 1.0, "--rank", 10**6)
-    code, out, err = run(capsys, "index", model, model / "data.jsonl", "--out", place, *options)
-    assert code == 0 and f"sequences  {N}" in out and "rough" not in err, err
+def test_an_index_and_its_questions(model: Path, built: Path, tmp_path: Path, capsys: Any) -> None:
+    found = tmp_path / "found"
     task, test = (
         language_task(load_model(model), model / n) for n in ("data.jsonl", "asked.jsonl")
     )
     q = blr.fit_laplace(task, structure="kron", curvature="mc_fisher", prior_precision=1.0)
-    asked = ("query", place, model / "asked.jsonl", "--top", 3, "--out", found, "--force")
+    asked = ("query", built, model / "asked.jsonl", "--top", 3, "--out", found, "--force")
     for more, name, normalize in (
         ((), "normalized_influence", True),
         (("--tokens", "--refine", 3, "--no-normalize"), "influence", False),
@@ -281,7 +282,7 @@ def test_an_index_and_its_questions(model: Path, tmp_path: Path, capsys: Any) ->
     words = shares.query("question == 0 and example == @first")["token"].tolist()
     assert words == task.metadata["text"][first].split()[1:]
     steering = {**ASKED[0], "prompt": "the film\u202e\x1b[31m"}
-    code, out, err = run(capsys, "query", place, written(tmp_path, [steering]), "--top", 999)
+    code, out, err = run(capsys, "query", built, written(tmp_path, [steering]), "--top", 999)
     assert code == 0 and "the film??[31m" in out and "\x1b" not in out, err
 
 
@@ -336,27 +337,28 @@ def test_a_dry_run_counts_what_the_run_then_does(
 
 @pytest.mark.slow
 def test_a_place_for_an_index_is_looked_at_before_the_work(
-    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    model: Path, built: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, other, fits = tmp_path / "index", tmp_path / "other", []
-    argv = ("index", model, model / "data.jsonl", "--prior-precision", 1.0, "--out")
-    assert run(capsys, *argv, place)[0] == 0
-    plain = blr.fit_laplace
+    other, fits, plain = tmp_path / "other", [], blr.fit_laplace
     monkeypatch.setattr(
         "blr_analysis.posterior.fit_laplace", lambda *a, **k: fits.append(1) or plain(*a, **k)
     )
     tiny.save(other, tiny.build("llama", "causal_lm", seed=1), pairs=False)
     (tmp_path / "file").touch()
-    for where, way, word in (
-        (tmp_path / "file", argv, "is no folder"),
-        (other, argv, "is not empty"),
-        (place, (argv[0], other, *argv[2:]), "an index with another model: name"),
-        (place, (*argv[:2], model / "asked.jsonl", *argv[3:]), "another number of examples, data:"),
-        (place, (*argv[:-1], "--rank", 7, "--out"), "another rank"),
+    data, asked, rank = model / "data.jsonl", model / "asked.jsonl", ("--rank", 10**6)
+    for where, argv, word in (
+        (tmp_path / "file", (model, data), "is no folder"),
+        (other, (model, data), "is not empty"),
+        (built, (other, data, *rank), "an index with another model: name"),
+        (built, (model, asked, *rank), "another number of examples, data:"),
+        (built, (model, data, "--rank", 7), "another rank"),
     ):
         for how in ((), ("--dry-run",)):
-            assert word in refused(capsys, *way, where, *how)
-    with held(tmp_path / "new"), ThreadPoolExecutor(1) as pool:  # by a run that began before
-        assert pool.submit(main, [*map(str, argv), str(tmp_path / "new")]).result() == 2
+            given = (*argv, "--prior-precision", 1.0, *how, "--out", where)
+            assert word in refused(capsys, "index", *given)
+    copied, new = shutil.copytree(built, tmp_path / "copied"), str(tmp_path / "new")
+    with held(new), ThreadPoolExecutor(1) as pool:  # by a run that began before
+        assert pool.submit(main, ["index", str(model), str(data), "--out", new]).result() == 2
     assert "another run is writing" in capsys.readouterr().err and not fits
-    assert run(capsys, *argv[:-1], "--rank", 7, "--force", "--out", place)[0] == 0 and fits
+    assert run(capsys, "index", model, data, "--rank", 7, "--force", "--out", copied)[0] == 0
+    assert fits

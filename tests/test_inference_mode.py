@@ -5,7 +5,7 @@ Those that give nothing but numbers (``what_if_each``, ``merge_curve`` and their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +93,27 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_tensors_can_be_trained_on(case: Case, name: str) -> None:
     with untouched(case.model), torch.inference_mode():
         result = CALLS[name](case)
-    tensors = dict(inside(result, set()))
-    assert tensors
-    for place, tensor in tensors.items():
-        assert not tensor.is_inference(), place
-        if tensor.is_floating_point():
-            weight = torch.ones((), dtype=tensor.dtype, requires_grad=True)
-            (weight * tensor).sum().backward()
+    tensors = list(inside(result, set()))
+    assert tensors and not any(tensor.is_inference() for tensor in tensors)
+    for tensor in filter(torch.is_floating_point, tensors):
+        weight = torch.ones((), dtype=tensor.dtype, requires_grad=True)
+        (weight * tensor).sum().backward()
 
 
-def inside(value: Any, seen: set[int], place: str = "result") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a result holds, by where it is."""
+def inside(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor that a result holds."""
     if id(value) in seen or isinstance(value, (blr.Task, nn.Module, torch.Generator)):
         return
     seen.add(id(value))
+    parts: Any = ()
     if isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from inside(part, seen, f"{place}[{key!r}]")
+        yield value
+    elif isinstance(value, Mapping):
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
-        for k, part in enumerate(value):
-            yield from inside(part, seen, f"{place}[{k}]")
+        parts = value
     elif type(value).__module__.startswith("blr_analysis"):
-        for key in [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]:
-            yield from inside(getattr(value, key), seen, f"{place}.{key}")
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        parts = [getattr(value, name) for name in names]
+    for part in parts:
+        yield from inside(part, seen)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # as vmap does, slowly
 from oracles import fit_at_rest, relative
+from oracles_retraining import leave_one_out_weights, linear, standardised, with_ones
 from parts import normal
 from sklearn import datasets
 from test_likelihoods import Loss, each, focal
@@ -43,8 +45,8 @@ LOSSES: dict[str, tuple[Any, Loss]] = {
 
 def iris(name: str) -> tuple[Tensor, Tensor]:
     """Inputs and the targets that a loss takes."""
-    x, y = (torch.tensor(t) for t in datasets.load_iris(return_X_y=True))
-    x, shares = (x - x.mean(0)) / x.std(0), one_hot(y, 3).double()
+    x, y = standardised(datasets.load_iris)
+    shares = one_hot(y, 3).double()
     if name == "mixup":
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(len(x), generator=generator)
@@ -75,21 +77,18 @@ def minima(objective: Callable[[Tensor, Tensor], Tensor], theta: Tensor, keep: T
 
 def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tensor]:
     """A linear model at its minimum, and each example's true rise, trained anew without it."""
-    n, d = x.shape
+    z, n = with_ones(x), len(x)
 
     def losses(theta: Tensor) -> Tensor:
-        return loss(x @ theta[: c * d].view(c, d).T + theta[c * d :], y)
+        return loss(z @ theta.view(c, -1).T, y)
 
     def objective(theta: Tensor, keep: Tensor) -> Tensor:
         return keep @ losses(theta) + DELTA / 2 * theta.square().sum()
 
-    every = torch.ones(1, n).double()
-    best = minima(objective, torch.zeros(1, c * (d + 1)).double(), every)
-    alone = minima(objective, best.repeat(n, 1), every - torch.eye(n).double())
-    best, rise = best[0], torch.vmap(losses)(alone).diagonal() - losses(best[0])
-    linear = nn.Linear(d, c).double()
-    linear.weight.data, linear.bias.data = best[: c * d].view(c, d).clone(), best[c * d :].clone()
-    return linear, rise
+    best = minima(objective, z.new_zeros(1, c * z.shape[1]), z.new_ones(1, n))
+    alone = minima(objective, best.repeat(n, 1), leave_one_out_weights(n))
+    rise = torch.vmap(losses)(alone).diagonal() - losses(best[0])
+    return linear(best[0].view(c, -1)), rise
 
 
 class Spread(nn.Module):
@@ -104,9 +103,9 @@ class Spread(nn.Module):
 def test_leave_one_out_is_what_retraining_gives(name: str) -> None:
     """The total rise of a linear model's loss, each example left out and trained anew."""
     (likelihood, loss), (x, y) = LOSSES[name], iris(name)
-    linear, rise = left_out(x, y, 2 if "variances" in name else 3, loss)
+    head, rise = left_out(x, y, 2 if "variances" in name else 3, loss)
     curved = name == "learned variances"  # by more than the mean of its Hessian
-    model = nn.Sequential(linear, Spread()) if curved else linear
+    model = nn.Sequential(head, Spread()) if curved else head
     task = blr.Task(model, (x, y), likelihood=likelihood)
     how = {"structure": "full", "curvature": "exact" if curved else "ggn"}
     q = blr.fit_laplace(task, **how, prior_precision=DELTA)
@@ -216,17 +215,18 @@ def test_every_analysis_takes_the_loss(name: str, structure: str) -> None:
     assert len(scores.table) == len(loo.table) == 12
 
 
-@pytest.mark.parametrize(("head", "likelihood"), [("softmax", "categorical"), ("sig", "bernoulli")])
-def test_probabilities_given_as_logits_are_warned_of_once(head: str, likelihood: str) -> None:
-    x, y = 5 * normal(20, 2), torch.arange(20) % 2
-    last = nn.Softmax(-1) if head == "softmax" else nn.Sigmoid()
-    model = nn.Sequential(nn.Linear(2, 2 if head == "softmax" else 1), last)
-    nn.init.normal_(model[0].weight, std=3.0, generator=torch.Generator().manual_seed(0))
-    task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=10)
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "last"),
+    [("categorical", 2, nn.Softmax(-1)), ("bernoulli", 1, nn.Sigmoid())],
+)
+def test_probabilities_given_as_logits_are_warned_of_once(likelihood, outputs, last) -> None:
+    layer, data = nn.Linear(2, outputs).double(), (5 * normal(20, 2), torch.arange(20) % 2)
+    layer.weight.data = 3 * normal(outputs, 2, seed=1)
+    task = blr.Task(nn.Sequential(layer, last), data, likelihood=likelihood, batch_size=10)
     with pytest.warns(UserWarning, match="look like probabilities") as seen:
         blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        logits = blr.Task(nn.Sequential(model[0]), (x, y), likelihood=likelihood)
+        logits = blr.Task(nn.Sequential(layer), data, likelihood=likelihood)
         blr.fit_laplace(logits, structure="diag", prior_precision=1.0)

@@ -32,6 +32,7 @@ STARTING = (
     "More than half of the precision is still the optimizer's starting value, not the data's: the "
     "scale of every estimate rests on that choice."
 )
+TRAINED = "What is said here of groups comes from trainings without them: more than a ranking."
 WIDTHS = "The ranges are rough: four of five truths lie in them on small networks."
 REGION_MEANS = {
     "regular": "well fitted, and others support it",
@@ -64,8 +65,9 @@ class Section:
 def sections(findings: Findings, names: Names | None = None) -> dict[str, Section]:
     """All that the findings allow, in the order of reading; ``names`` are those of groups."""
     removals = findings.removals
+    solver = "" if removals is None else str(removals["solver"].iloc[0])
     found = {
-        "trust": trust(findings.task, findings.posterior, findings, names),
+        "trust": trust(findings.task, findings.posterior, findings, names, solver),
         "influential": influential(findings),
         "suspicious": suspects(findings),
         "new": generalisation(findings),
@@ -82,9 +84,13 @@ def trust(
     posterior: Posterior,
     findings: Findings | None = None,
     names: Names | None = None,
+    solver: str = "",
 ) -> Section:
-    """How far the answers hold: what the reader must know before the first number."""
-    said = []
+    """How far the answers hold: what the reader must know before the first number; ``solver`` is
+    by what groups were taken out."""
+    said, found = [], stationarity(task, posterior)
+    if solver in ("replay", "retrain") and not (found.at_minimum or found.near):
+        said.append(TRAINED)
     if posterior.note and not posterior.at_minimum:  # else it is the verdict
         said.append(f"Single examples: {posterior.note}.")
     if (error := posterior.temperature_error) is not None:
@@ -103,8 +109,7 @@ def trust(
         )
     if findings is not None and findings.removals is not None:
         said += doubts(findings.removals, names)
-    verdict = f"The model is {stationarity(task, posterior).verdict}."
-    return Section("How far to trust it", verdict, notes=said)
+    return Section("How far to trust it", f"The model is {found.verdict}.", notes=said)
 
 
 def influential(findings: Findings) -> Section:
@@ -220,9 +225,9 @@ def without_each(
         columns["accuracy without"] = [f"{v:.1%}" for v in table["accuracy_after"]]
     before, passes = removals["nll_before"].iloc[0], float(removals["passes"].to_numpy().max())
     done = how(str(removals["solver"].iloc[0]), passes)
-    lead = f"Predicted {done}, measured on {where} (NLL with all data: {before:.3f})."
+    lead = f"Each predicted {done}, measured on {where} (NLL with all data: {before:.3f})."
     notes = [WIDTHS] if known.any() else []
-    return Section(f"What if a {noun} were gone?", lead, columns, notes)
+    return Section(f"What if one {noun} were gone?", lead, columns, notes)
 
 
 def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:

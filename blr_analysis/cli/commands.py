@@ -232,7 +232,6 @@ def what_if_(
             pairs({"examples": f"{task.n_data:,}", "writes": out or "nothing"})
             return
         say("what if")
-        told = trust(task, q)
         result = what_if(task, q, **change, evaluate=test, **how)
         if out is not None:
             if has_classes(result):
@@ -241,7 +240,7 @@ def what_if_(
             with drafted(folder / "without.safetensors") as draft:
                 save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
     where = "the training data" if test is None else "the test data"
-    show(in_text(told, what_if_section(result, where, task.n_data)))
+    show(in_text(trust(task, q, solver=result.solver), what_if_section(result, where, task.n_data)))
 
 
 def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:

@@ -140,6 +140,7 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
         return
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
     said = differs(known, seen)
+    own_weights = own_weights and "checkpoint" not in posterior.record
     if not said and own_weights and _distance(task, q) > APART:
         said = "the model's weights are not the posterior's mean: load those that it was learned at"
     for words in filter(None, (said, _too_few_terms(task, posterior))):

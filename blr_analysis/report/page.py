@@ -97,7 +97,7 @@ def question(findings: Findings) -> str:
     """What was asked, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
-    groups = f", with each {findings.noun} or without it" * (findings.removals is not None)
+    groups = f", and without each {findings.noun}" * (findings.removals is not None)
     return (
         f"Which of {task.n_data:,} training examples shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +40,7 @@ PIXEL = f"""(k) => {{
   const box = el.getBoundingClientRect(), {{ x, y }} = {POINTS};
   return [box.x + frame.x_scale.compute(x[k]), box.y + frame.y_scale.compute(y[k])];
 }}"""
+INK = "['backgroundColor', 'color'].map((name) => getComputedStyle(document.body)[name])"
 ROWS = "rows => rows.map(row => Number(row.dataset.k))"
 
 
@@ -50,7 +50,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     api = pytest.importorskip("playwright.sync_api")
     x = torch.rand(N, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = torch.arange(N) % 3
-    x[:, 0, 0, 0] += y
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     task = blr.Task(model, (x, y), metadata={"source": COLUMNS["source"]})
@@ -63,10 +62,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
     path = tmp_path_factory.mktemp("page") / "report.html"
     shown = {"texts": texts, "classes": NAMES, "monitor": monitor}
     blr.report(task, posterior, path, test=test, passes=1, **shown)
-    memory, wrong = (
-        blr.memory_map(blr.sensitivity(task, posterior)),
-        blr.suspicious(task, posterior),
-    )
+    scores, wrong = blr.sensitivity(task, posterior), blr.suspicious(task, posterior)
+    memory = blr.memory_map(scores)
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         window = browser.new_page(viewport={"width": 1280, "height": 1000})
@@ -86,8 +83,8 @@ def page(whole: SimpleNamespace) -> Iterator[SimpleNamespace]:
     whole.window.click("#clear")
     yield whole
     assert whole.faults == [] and whole.window.evaluate("window.hacked") is None
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in whole.asked)
-    assert sum(url.startswith("file:") for url in whole.asked) == 1
+    fetched = [url for url in whole.asked if not url.startswith(("data:", "blob:"))]
+    assert fetched == [whole.path.as_uri()]
 
 
 def pixel(page: SimpleNamespace, k: int) -> tuple[float, float]:
@@ -105,19 +102,17 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
     k, window = int(page.memory.product.argmax()), page.window
     x, y = pixel(page, k)
     window.mouse.move(x - 60, y + 60)
-    began = time.perf_counter()
     window.mouse.move(x, y)
-    window.wait_for_selector("#card:not([hidden])")
-    assert time.perf_counter() - began < 2  # a stalled page, not a slow machine
+    window.wait_for_selector("#card:not([hidden])", timeout=4000)  # ms
     assert window.inner_text("#card h4") == f"Example {k}"
     assert page.texts[k][:40] in window.inner_text("#card")
     tile = "t => ['--column', '--row'].map(name => Number(t.style.getPropertyValue(name)))"
     assert window.eval_on_selector("#card .tile", tile) == [k % 18, k // 18]  # of 320 tiles
     names, values = (window.locator(f"#card {e}").all_inner_texts() for e in ("dt", "dd"))
     row = dict(zip(names, values, strict=True))
-    wanted = {name: column[k] for name, column in COLUMNS.items()}
-    assert row.items() >= {**wanted, "region": page.memory.region[k]}.items()
-    assert float(row["loss"]) == pytest.approx(float(page.memory.scores.losses[k]), rel=1e-3)
+    assert [row[name] for name in COLUMNS] == [column[k] for column in COLUMNS.values()]
+    assert row["region"] == page.memory.region[k]
+    assert float(row["loss"]) == pytest.approx(float(page.scores.losses[k]), rel=1e-3)
     window.mouse.move(5, 5)
 
 
@@ -140,8 +135,8 @@ def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> N
     assert [table["text"][k] for k in short] == [page.texts[inside[k]] for k in short]
 
 
-def test_search_choice_and_order(page: SimpleNamespace) -> None:
-    window, scores = page.window, page.memory.scores
+def test_search_choice_order_and_keys(page: SimpleNamespace) -> None:
+    window, scores = page.window, page.scores
     shown = window.eval_on_selector_all("#table tbody tr", ROWS)
     largest = scores.deviation.sort(descending=True).values[:25].tolist()
     assert scores.deviation[shown].tolist() == pytest.approx(largest, rel=1e-3)  # of four digits
@@ -155,27 +150,19 @@ def test_search_choice_and_order(page: SimpleNamespace) -> None:
     assert shown == sorted(expected, key=lambda k: -scores.losses[k])[:25]
     head = window.locator("#table th:has(button[data-name=loss])")
     assert head.get_attribute("aria-sort") == "descending"
-
-
-def test_the_keyboard_walks_the_rows_and_decides(page: SimpleNamespace) -> None:
-    window = page.window
     window.focus("#table tbody tr")
     window.keyboard.press("ArrowDown")
-    row = int(window.evaluate("document.activeElement.dataset.k"))
-    assert window.inner_text("#card h4") == f"Example {row}"
+    assert window.inner_text("#card h4") == f"Example {shown[1]}"
     window.keyboard.press("Escape")
     assert window.is_hidden("#card")
-    window.focus("#gallery > li >> nth=0 >> input[value=drop]")
-    window.keyboard.press("Space")
-    assert window.locator("#gallery > li >> nth=0").get_attribute("data-action") == "drop"
 
 
 def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path) -> None:
     window = page.window
-    cards = window.eval_on_selector_all(
-        "#gallery > li h4", "list => list.map(h => Number(h.textContent.split(/[ :]/)[1]))"
-    )
-    window.check("#gallery > li >> nth=0 >> input[value=drop]")
+    titles = window.locator("#gallery > li h4").all_inner_texts()
+    cards = [int(title.split()[1].rstrip(":")) for title in titles]
+    window.focus("#gallery > li >> nth=0 >> input[value=drop]")
+    window.keyboard.press("Space")
     window.select_option("#gallery > li >> nth=1 >> select", "2")
     window.check("#gallery > li >> nth=2 >> input[value=keep]")
     for radio in window.locator("#gallery input[value=relabel]").all()[3:]:
@@ -186,26 +173,23 @@ def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path
     assert read_decisions(tmp_path / "d.csv") == {"remove": [cards[0]], "relabel": relabel}
 
 
-@pytest.mark.parametrize("by", ["target", "source", "region"])
-def test_each_class_source_and_region_has_a_colour_and_a_shape(
-    page: SimpleNamespace, by: str
-) -> None:
+def test_each_class_source_and_region_has_a_colour_and_a_shape(page: SimpleNamespace) -> None:
     """Both of its own: told apart by a colour-blind reader, and in grey."""
-    of, window = COLUMNS.get(by, list(page.memory.region)), page.window
-    window.select_option("#colour", by)
-    drawn = window.evaluate(POINTS)
-    looks = {*zip(of, drawn["colour"], drawn["mark"], strict=True)}
-    assert (
-        [len({*each}) for each in zip(*looks, strict=True)] == [len({*of})] * 3 == [len(looks)] * 3
-    )
-    legend = window.inner_text("#legend").split("\n")
-    fills = window.eval_on_selector_all("#legend path", "l => l.map(p => p.getAttribute('fill'))")
-    shown = dict(zip(legend, fills, strict=True))
-    assert shown.items() >= {name: colour for name, colour, _ in looks}.items()
-    window.select_option("#colour", "region")
+    window = page.window
+    for by, of in {**COLUMNS, "region": list(page.memory.region)}.items():
+        window.select_option("#colour", by)
+        drawn = window.evaluate(POINTS)
+        looks = {*zip(of, drawn["colour"], drawn["mark"], strict=True)}
+        assert {len({*each}) for each in zip(*looks, strict=True)} == {len({*of})} == {len(looks)}
+        legend = window.inner_text("#legend").split("\n")
+        fills = window.eval_on_selector_all(
+            "#legend path", "l => l.map(p => p.attributes.fill.value)"
+        )
+        shown = dict(zip(legend, fills, strict=True))
+        assert shown.items() >= {name: colour for name, colour, _ in looks}.items()
 
 
-def test_pictures_and_the_next_test_example(page: SimpleNamespace) -> None:
+def test_pictures_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamespace) -> None:
     window = page.window
     widths = window.eval_on_selector_all("img.drawn", "list => list.map(img => img.naturalWidth)")
     assert len(widths) == 2 and min(widths) > 400  # what was monitored, and the groups
@@ -213,13 +197,6 @@ def test_pictures_and_the_next_test_example(page: SimpleNamespace) -> None:
     window.click("#later")
     assert window.inner_text("#tested h4") != before
     assert window.locator("#helpful > li").count() == 5
-
-
-INK = "['backgroundColor', 'color'].map((name) => getComputedStyle(document.body)[name])"
-
-
-def test_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamespace) -> None:
-    window = page.window
     for media in ({"media": "print"}, {"media": "screen", "color_scheme": "dark"}):
         window.emulate_media(**media)
         paper, ink = (sum(map(int, c[4:-1].split(","))) for c in window.evaluate(INK))
@@ -234,4 +211,3 @@ def test_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamespace) -> N
     widths = "list => list.map(value => value.clientWidth)"
     assert min(window.eval_on_selector_all("#gallery dd", widths)) > 90  # words stay whole
     window.set_viewport_size({"width": 1280, "height": 1000})
-    window.wait_for_timeout(200)

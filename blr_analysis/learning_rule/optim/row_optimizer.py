@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +92,6 @@ Seen = tuple[Tensor, Tensor | None]
 Look = Callable[[Tensor, Group, torch.Generator | None], Seen]
 Context = AbstractContextManager[None]
 Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
 
 
 def check_setting(name: str, value: Any, interval: str) -> None:
@@ -126,13 +125,13 @@ def plain_tensors() -> Iterator[None]:
 # Blocks ---------------------------------------------------------------------------------------
 
 
-def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
     """Items with equal ``key(item)`` together, in their order.
 
     >>> group_by([1, 2, 3, 4], lambda number: number % 2)
     {1: [1, 3], 0: [2, 4]}
     """
-    groups: dict[Key, list[Item]] = {}
+    groups: dict[Any, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
