@@ -17,7 +17,7 @@ import torch
 from oracles import dense_ggn, dense_jacobian, flatten, relative, rows, unflatten
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.posterior.structures import KINDS, Full, Kronecker, LowRank, Structure
@@ -97,7 +97,7 @@ def eye(dense: Tensor) -> Tensor:
 
 
 def parts(task: Task, q: Posterior, size: int, **options: Any) -> Iterator[Any]:
-    return chunks(task, q.mean, Chunking(chunk_size=size, progress=False), **options)
+    return chunks(task, q.mean, size=size, **options)
 
 
 class StructureContract:

@@ -345,7 +345,7 @@ class _Reader:
         names = Folder.open(self.base or next(iter(self.models))).specs
         for rule in rules:
             if not any(rule.part in n for n in names):
-                raise InputError(f"no tensor's name holds the filter {rule.part!r}: see --tensors")
+                raise InputError(f"no tensor's name holds the filter {rule.part!r}")
         return LayerWeights(rules, depths(names), usual)
 
     def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:
