@@ -119,11 +119,11 @@ def ours(structure: str, model: nn.Module, x: Tensor, y: Tensor, variance: bool 
 def v_only(structure: str, model: nn.Module, x: Tensor, y: Tensor):
     """The engine alone: V_i of every example, without the scores made from it."""
     import blr_analysis as blr
-    from blr_analysis.backprop.engine import QUIET, chunks
+    from blr_analysis.backprop.engine import chunks
 
     task = blr.Task(model, (x, y))
     q = posterior(structure, task)
-    return lambda: torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, QUIET)])
+    return lambda: torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task.quiet, q.mean)])
 
 
 def laplace_torch(model: nn.Module, x: Tensor, y: Tensor, images: int) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ import blr_analysis as blr
 from blr_analysis import ranks
 from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.products import Hessian
 from blr_analysis.cli import main
 from blr_analysis.errors import BLRError
 from blr_analysis.files import storage
@@ -63,8 +63,7 @@ def answers(folder: Path) -> dict[str, Any]:
     found["moments"] = [m for _, m in input_moments(task, params).moments.values()]
     some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
     found["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
-    curvature = Curvature(task, params)
-    found["product"] = [curvature.product(params), curvature.passes]
+    found["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
     scores = blr.sensitivity(task, q)
     found["sensitivity"] = [scores.error, scores.variance, scores.outputs, scores.targets]
     found["self-influence"] = blr.sensitivity(task, q, variance=False).self_influence

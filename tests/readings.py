@@ -11,7 +11,7 @@ from parts import Case
 from torch import Tensor
 from zoo import CASES
 
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.task import Task
 
@@ -55,9 +55,7 @@ def jacobian_of(task: Task, chunk_size: int | None, indices: Tensor | None = Non
     """The engine's Jacobians, ``[n, C, P]``."""
     params = task.parameters()
     parts = []
-    for chunk in chunks(
-        task, params, Chunking(chunk_size=chunk_size, progress=False), indices=indices
-    ):
+    for chunk in chunks(task, params, size=chunk_size, indices=indices):
         b, c = chunk.outputs.shape
         found = {n: g for term in chunk.jacobian_terms() for n, g in term.jacobian().items()}
         columns = [

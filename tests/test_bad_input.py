@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from models import mlp
-from snapshots import snapshot, untouched
+from snapshots import untouched
 from torch import Tensor, nn
 from torch.utils import data as tud
 
@@ -100,23 +100,10 @@ class Items(tud.Dataset):
         return self.item(i), i % 3
 
 
-class Backwards(tud.Sampler):
-    def __iter__(self):
-        return iter(range(N - 1, -1, -1))
-
-    def __len__(self) -> int:
-        return N
-
-
 def failing(bad: int) -> Items:
     """Rows, but for one index."""
-
-    def row(i: int) -> Tensor:
-        if i == bad:
-            raise FileNotFoundError("no such image: cat.png")
-        return torch.full((4,), float(i), dtype=torch.float64)
-
-    return Items(50, row)
+    rows = {i: torch.full((4,), float(i), dtype=torch.float64) for i in range(50) if i != bad}
+    return Items(50, rows.__getitem__)
 
 
 WHOLE = tud.TensorDataset(*data())
@@ -124,7 +111,7 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"sampler": tud.SubsetRandomSampler(range(5))},
     {"sampler": tud.RandomSampler(WHOLE, replacement=True)},
     {"sampler": tud.SequentialSampler(range(5))},
-    {"sampler": Backwards()},
+    {"sampler": list(range(N))[::-1]},
     {"batch_sampler": [[0, 1], [2, 3]]},
     {"sampler": tud.DistributedSampler(WHOLE, num_replicas=2, rank=0)},
     {"batch_size": None},
@@ -146,14 +133,13 @@ DATA: list[tuple[Any, str]] = [
 ]
 ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"model": nn.Linear}, InputError, r"model must be a torch\.nn\.Module, got"),
-    ({"model": "model.pt"}, InputError, r"model must be a torch\.nn\.Module, got"),
     ({"kind": "softmax"}, InputError, "likelihood must be one of 'categorical'"),
     ({"kind": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
     ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
-    ({"batch_size": True}, InputError, "batch_size must be a positive .*, got True"),
     ({"memory_budget": 2.5}, InputError, "memory_budget must be a positive integer"),
     ({"memory_budget": 0}, InputError, "memory_budget must be a positive integer"),
     ({"device": "gpu"}, DeviceError, 'device .gpu. cannot be used here.*"cpu" can'),
+    ({"device": f"cuda:{torch.cuda.device_count()}"}, DeviceError, "cannot be used here"),
     ({"device": "meta"}, DeviceError, "'0.weight' is on another device"),
     ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
     ({"recipe": "adamw"}, InputError, r"recipe must be a blr_analysis\.Recipe"),
@@ -175,13 +161,6 @@ ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
 def test_what_no_task_is_made_of(options: dict, error: type[BLRError], word: str) -> None:
     with pytest.raises(error, match=word):
         task_of(**{"kind": "categorical", **options})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_cuda_where_there_is_none() -> None:
-    for call in (lambda: task_of(device="cuda"), lambda: fitted(task_of()).to("cuda")):
-        with pytest.raises(DeviceError, match=r"device 'cuda' cannot be used here.*\"cpu\" can"):
-            call()
 
 
 def test_unusual_numbers_that_are_no_fault() -> None:
@@ -277,7 +256,7 @@ def test_what_a_sweep_refuses(options: dict[str, Any], error: type[BLRError], wo
 
 
 def test_a_dataset_that_raises_late_and_a_test_set_that_is_spoilt() -> None:
-    word = r"failed on example 8 of 50: FileNotFoundError: no such image: cat.png; each index"
+    word = "failed on example 8 of 50: KeyError: 8; each index"
     refused(task_of(data=failing(8)), DataError, word, posterior_for(50))
     task = task_of()
     bad = task_of(model=task.model, data=spoilt("categorical", NAN)["data"])
@@ -285,23 +264,14 @@ def test_a_dataset_that_raises_late_and_a_test_set_that_is_spoilt() -> None:
         blr.what_if(task, fitted(task), remove=[0], evaluate=bad)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(5), nn.GroupNorm(1, 5)])
-def test_norms_that_are_taken(norm: nn.Module) -> None:
-    model = normed(norm)["model"]
-    model(data()[0])
-    assert fitted(task_of(model=model.eval())).n_data == N
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_nan_and_inf_in_the_weights(value: float) -> None:
+def test_nan_in_the_weights() -> None:
     model = mlp()
     q = fitted(task_of(model=model))
-    model[2].weight.data[0, 0] = value
+    model[2].weight.data[0, 0] = NAN
     task = task_of(model=model)
     unfitted(task, ModelError, r"the weights of '2.weight' hold")
     adam = torch.optim.Adam(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
     adam.step()
     with untouched(model), pytest.raises(BLRError, match=r"'2.weight' has .* not finite"):
         blr.Posterior.from_optimizer(adam, model, n_data=N, prior_precision=1.0)
@@ -335,26 +305,6 @@ def test_losses_of_one_output_take_flat_targets(loss: nn.Module, dtype: torch.dt
     unfitted(blr.Task(mlp(outputs=1), data(), likelihood=squared), InputError, r"y\[:, None\]")
 
 
-def test_an_exception_in_the_middle_leaves_the_model_as_it_was() -> None:
-    """The fault comes late, in training mode, with gradients there and hooks in use."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
-    x, y = data(n=40)
-    q = fitted(task_of(model=model, data=(x, y.clone())))
-    y[29] = 7
-    model(x).sum().backward()
-    model.train()
-    model[1].eval()
-    model[0].register_forward_hook(lambda *_: None)
-    task = task_of(model=model, data=(x, y), batch_size=10)
-    word = r"must lie in 0 … 2 .* found 7"
-    refused(task, DataError, word, q)
-    unfitted(task, DataError, word)
-    with untouched(model), pytest.raises(DataError, match=word):
-        blr.what_if(task, q, relabel={29: 0})
-    state = snapshot(model)
-    assert state["mode of ''"] and not state["mode of '1'"]
-
-
 # Posteriors, and what is asked of them.
 
 
@@ -377,10 +327,8 @@ def what_if(**options: Any) -> Callable[..., Any]:
 
 CALLS: list[tuple[Callable[..., Any], str]] = [
     (made(mean={"w": torch.tensor([1.0, NAN])}), "mean of 'w' holds NaN or inf"),
-    (made(mean={"w": torch.ones(2) * 1j}), "the mean of 'w' must hold real numbers"),
     (made(mean={}), "at least one parameter"),
     (made(mean=[torch.ones(2)]), "mean must be a dict of tensors by parameter name, got list"),
-    (made(precision={"w": torch.tensor([1.0, NAN])}), "precision of 'w' holds NaN or inf"),
     (made(precision={"w": torch.tensor([1.0, -2.0])}), "'w' must be positive, .* -2; give"),
     (made(precision={"w": torch.ones(3)}), r"w: \(2,\) in the mean, \(3,\) in the precision"),
     (made(precision={"v": torch.ones(2)}), r"absent in the precision; v: absent in the mean"),
@@ -390,8 +338,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (made(record="laplace"), "record must be a dict, got str"),
     (made(n_data=-1), "n_data must be"),
     (fit(prior_precision=0.0), "prior_precision must be finite and above 0, got 0.0"),
-    (fit(prior_precision=NAN), "prior_precision must be finite and above 0"),
-    (fit(prior_precision="small"), "prior_precision must be a number"),
     (fit(prior_precision={"0.weight": 1.0}), r"missing \['0.bias', '2.bias', '2.weight'\]"),
     (fit(structure="diagonal"), "structure must be one of"),
     (fit(curvature="hessian"), "curvature must be one of"),
@@ -399,7 +345,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (what_if(remove=range(N)), "remove selects all 12 examples; leave at least one, or add"),
     (what_if(remove=[0], solver="newton"), "solver must be one of"),
     (what_if(remove=[0], seeds=0), "seeds must be a positive integer"),
-    (what_if(remove=[0], passes=0), "passes must be a positive integer"),
     (what_if(remove=[0], evaluate=data()), "evaluate must be a blr_analysis.Task .* got tuple"),
     (what_if(add=data()), "add must be a blr_analysis.Task with the new examples, got tuple"),
     (what_if(relabel=[1, 2]), "relabel must be a dict from index to new target, got list"),
@@ -422,7 +367,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
             (lambda q: q.sample(n=0), "n must be a positive integer, got 0"),
             (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
             (lambda q: q.save(None), "path must be a file or folder name, got None"),
-            (lambda q: q.load(3), "path must be a file or folder name, got 3"),
         )
     ),
 ]
@@ -440,23 +384,15 @@ def test_a_posterior_of_another_model_or_of_other_data() -> None:
     renamed = nn.Sequential()
     for name, layer in zip(("a", "b", "c"), mlp().children(), strict=True):
         renamed.add_module(name, layer)
-    grown = nn.Sequential(*mlp().children(), nn.Linear(3, 3).double())
-    for task, word in (
-        (task_of(model=mlp(hidden=6)), r"0.weight: \(5, 4\) in the posterior, \(6, 4\) in the mo"),
-        (task_of(model=renamed), r"\(5, 4\) in the posterior, absent in the model; .*a.weight: ab"),
-        (task_of(model=grown), r"another model: 3.weight: absent in the posterior, \(3, 3\) in"),
-        (task_of(model=nn.Flatten()), "0.weight: .* in the posterior, absent in the model"),
-        (task_of(data=tuple(t[:11] for t in data())), "from n_data=12 examples, the task has 11"),
+    grown, wide = nn.Sequential(*mlp().children(), nn.Linear(3, 3).double()), mlp(hidden=6)
+    for options, word in (
+        ({"model": wide}, r"0.weight: \(5, 4\) in the posterior, \(6, 4\) in the mo"),
+        ({"model": renamed}, r"\(5, 4\) in the posterior, absent in the model; .*a.weight: ab"),
+        ({"model": grown}, r"another model: 3.weight: absent in the posterior, \(3, 3\) in"),
+        ({"model": nn.Flatten()}, "0.weight: .* in the posterior, absent in the model"),
+        ({"data": tuple(t[:11] for t in data())}, "from n_data=12 examples, the task has 11"),
     ):
-        refused(task, PosteriorError, word, fitted(task_of()))
-    task, other = task_of(), task_of(model=mlp(hidden=7))
-    q = fitted(task)
-    for call in (
-        lambda: blr.what_if(task, q, remove=[0], evaluate=other),
-        lambda: blr.what_if_each(task, q, evaluate=other),
-    ):
-        with untouched(other.model), pytest.raises(PosteriorError, match=r"another model: 0\.w"):
-            call()
+        refused(task_of(**options), PosteriorError, word, fitted(task_of()))
     regression = task_of("gaussian")
     counts = blr.Task(regression.model, data("gaussian"), likelihood="poisson")
     with pytest.raises(InputError, match=r"have the likelihood .*, the task Gaussian\(varia"):
@@ -474,25 +410,7 @@ def test_frozen_parameters_are_not_reported_as_differences() -> None:
     assert len(blr.sensitivity(task_of(model=mlp()), q)) == N
 
 
-@pytest.mark.parametrize("call", ANALYSES)
-def test_something_else_than_a_task_or_a_posterior(call: Callable[..., Any]) -> None:
-    task = task_of()
-    q = fitted(task)
-    for other in (None, "posterior.safetensors", q.mean, task):
-        with pytest.raises(InputError, match=r"posterior must be a blr_analysis.Posterior .* got"):
-            call(task, other)
-    for other in (task.model, data(), "task.py"):
-        with pytest.raises(InputError, match="Task"):
-            call(other, q)
-
-
-def test_numbers_that_overflow() -> None:
-    x, y = data()
-    task = task_of(model=mlp().float(), data=(x * 100, y))
-    wide = posterior_for(N, task.model, 1e-37)
-    for analysis in (blr.sensitivity, blr.leave_one_out):
-        with pytest.raises(ModelError, match=r"variance overflows float32; raise prior_precis"):
-            analysis(task, wide)
+def test_rates_that_overflow() -> None:
     model, (x, y) = nn.Linear(4, 1).double(), data("poisson")
     task = task_of("poisson", model, data=(x * 1e4, y))
     word = r"log-rates reach .*, whose exp overflows torch.float64; check the weights"
@@ -512,14 +430,12 @@ def test_weights_at_which_the_model_breaks_down() -> None:
 def test_a_sparse_gradient() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=5)
-    before = model.weight.detach().clone()
+    adam, before = torch.optim.SparseAdam(model.parameters()), model.weight.detach().clone()
     with pytest.raises(BLRError, match="sparse"):
         with optimizer.sampled_params(train=True):
             model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
     assert torch.equal(model.weight, before)
-    adam = torch.optim.SparseAdam(model.parameters())
-    model.weight.grad = None
     model(torch.tensor([1])).sum().backward()
     adam.step()
     with pytest.raises(OptimizerError, match="no precision can be read from SparseAdam"):

@@ -69,7 +69,6 @@ TASK = make_task()
 make_test = lambda: Task(model(), data(30, 2))
 regression = lambda: Task(model(1), (X, X.sum((1, 2, 3))), likelihood="gaussian")
 tags = lambda: Task(model(3), (X, (X[:, 0, 0, :3] > 0).float()), likelihood="bernoulli")
-wider = lambda: Task(model(), (torch.randn(9, 1, 5, 5), data(9, 0)[1]))
 empty = lambda: Task(model(), (X[:0], X[:0]))
 number = lambda: 3
 needs = lambda argument: TASK
@@ -284,23 +283,22 @@ def Y(task: blr.Task) -> torch.Tensor:
 @pytest.mark.slow
 def test_audit_by_a_metadata_column_and_of_other_likelihoods(here: Path, capsys: Any) -> None:
     argv = ("audit", TASK, "--fit", "diag", "--out", "audit", "--force", "--passes", "1")
-    code, out, _ = run(capsys, *argv, "--by", "source")
-    assert code == 0 and "What if one source were gone?" in out
-    assert "the training data themselves" in " ".join(out.split())
-    assert "This posterior is diagonal" in out
+    code, out, err = run(capsys, *argv, "--by", "source")
+    assert code == 0 and "What if one source were gone?" in out, err
+    for words in ("the training data themselves", "This posterior is diagonal"):
+        assert words in " ".join(out.split())
     assert pd.read_csv("audit/removals.csv")["group"].tolist() == ["book", "web"]
     for name in ("leave_one_out.png", "mine.png"):  # as of an audit with test data; a stranger's
         Path("audit", name).touch()
     for name in ("regression", "tags"):
-        given = (f"script.py:{name}", "--prior-precision", "1")
-        code, out, err = run(capsys, "audit", *given, "--out", "audit", "--force")
+        given = (f"script.py:{name}", "--prior-precision", "1", "--force", "--out")
+        code, out, err = run(capsys, "audit", *given, "audit")
         assert code == 0 and "What if" not in out, err
         left = {path.name for path in Path("audit").iterdir()}
         assert not left & {"removals.csv", "removals.parquet", "removals.png", "leave_one_out.png"}
         assert {"table.csv", "mine.png"} <= left
         assert ("left_out_prediction" in pd.read_csv("audit/table.csv")) == (name == "regression")
-        asked = ("--remove", "index == 3", "--out", "less", "--force")
-        code, out, err = run(capsys, "what-if", *given, *asked)
+        code, out, err = run(capsys, "what-if", *given, "less", "--remove", "index == 3")
         assert code == 0 and cells(out, "all")[1] == "60", err
         assert {p.name for p in Path("less").iterdir()} == {"what_if.png", "without.safetensors"}
 
@@ -364,8 +362,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit", "Missing argument"),
         ("loo", "No such command"),
         ("audit T Q --fit kron", "belong to a fit"),
-        ("audit T --prior-precision -1", "above 0"),
-        ("audit T --fit none", "'kron'"),
         ("audit T -p gone.safetensors", "nothing is stored"),
         ("audit T -p script.py", "script.py"),
         ("audit script.py:make_test Q", "60 examples"),
@@ -388,23 +384,16 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit T --out ''", "empty"),
         ("what-if T", "--remove"),
         ("what-if T --remove index==3 --decisions d.csv", "--decisions"),
-        ("what-if T Q --remove 'target >= 0'", "all 60"),
-        ("what-if T Q --remove 'target == 9'", "selects none"),
         ("what-if T Q --remove 'nothing > 3'", "no query of"),
         ("what-if T Q --relabel 'index == 3'", "QUERY:LABEL"),
-        ("what-if T Q --relabel 'index == 3: 9'", "9"),
-        ("what-if T Q --remove index==3 --solver guess", "solver"),
         ("what-if T --decisions gone", "No such file"),
         ("index T --fit full --out i", "not full"),
         ("index T --out i --text words", "MODEL DATA"),
-        ("query index script.py:gone", "make_task, TASK"),
         ("query index script.py:regression", "another model"),
-        ("query index script.py:wider", "shape"),
         ("query index script.py:make_test --data script.py:make_test", "60 examples"),
         ("query index script.py:make_test --data rows.jsonl", "--data SCRIPT.py:TASK"),
         ("query index script.py:make_test --tokens --out o", "language model"),
         ("query index rows.jsonl", "--model"),
-        ("demo --seed x", "seed"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(here: Path, capsys: Any, argv: str, word: str) -> None:
@@ -434,16 +423,13 @@ def test_faults_and_warnings_are_one_line(capsys: Any, monkeypatch: pytest.Monke
     assert err.splitlines() == ["warning: of other data", said]
 
 
-def test_interrupted_in_the_script(here: Path, capsys: Any) -> None:
+def test_an_interruption_and_the_guard_main_of_the_script(here: Path, capsys: Any) -> None:
     code, out, err = run(capsys, "audit", "script.py:interrupts", "--out", "audit")
     assert (code, out, err.splitlines()[-1]) == (130, "", "blr-analysis: interrupted")
-    assert not Path("audit").exists()
-
-
-def test_the_guard_main_does_not_run_and_the_path_is_given_back(here: Path) -> None:
     before = list(sys.path)
     task, none = load_tasks("script.py:TASK")
     assert isinstance(task, blr.Task) and none is None and sys.path == before
+    assert not Path("audit").exists()
 
 
 # Processes of their own. A shell lets its background jobs ignore Ctrl-C, and what they start too.

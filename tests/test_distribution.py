@@ -8,6 +8,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +32,8 @@ command.load()(["algorithms"])
 def run(*command: object, cwd: Path, **more: object) -> str:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV"))}
     clean |= {k: str(v) for k, v in more.items()}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd, env=clean, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    how: dict[str, Any] = {"cwd": cwd, "env": clean, "capture_output": True, "text": True}
+    done = subprocess.run([str(part) for part in command], timeout=300, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -53,12 +52,8 @@ def test_what_is_installed_writes_a_page(tmp_path: Path) -> None:
     run(*build, "wheel", cwd=source)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("blr_analysis/")}
-    package = (ROOT / "blr_analysis").rglob("*")
-    assert held == {
-        str(p.relative_to(ROOT))
-        for p in package
-        if p.is_file() and p.suffix not in (".pyc", ".pyo")
-    }
+    package = [p for p in (ROOT / "blr_analysis").rglob("*") if p.is_file()]
+    assert held == {str(p.relative_to(ROOT)) for p in package if p.suffix not in (".pyc", ".pyo")}
 
     place = tmp_path / "installed"  # as pip lays out a wheel that needs no compiler
     with zipfile.ZipFile(wheel) as archive:

@@ -187,7 +187,7 @@ class TestLikelihoodContract:
 
 
 def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """The root, the products and the two parts, against Λ, which is not formed of sequences."""
+    """The root and the products, against Λ, which is not formed of sequences."""
     if likelihood.is_sequence:
         for ask in (likelihood.hessian, likelihood.hessian_root):
             with pytest.raises(InputError, match="empirical_fisher"):
@@ -198,9 +198,6 @@ def check_hessian_parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     assert relative(root @ root.mT, hessian) < 1e-12
     product = torch.einsum("bcd,kbd->kbc", hessian, v)
     assert relative(likelihood.hessian_times(f, y, v), product) < 1e-12
-    if (parts := likelihood.hessian_parts(f, y)) is not None:
-        s, v = parts
-        assert relative(s.diag_embed() - v.unsqueeze(-1) * v.unsqueeze(-2), hessian) < 1e-12
 
 
 @pytest.mark.parametrize(("likelihood", "make", "y"), KINDS, ids=[repr(k[0]) for k in KINDS])

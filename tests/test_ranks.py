@@ -22,20 +22,17 @@ import blr_analysis as blr
 from blr_analysis.files import storage
 
 TESTS = Path(__file__).parent
+Said = subprocess.CompletedProcess[str]
 
 
-def launched(*argv: object) -> subprocess.CompletedProcess[str]:
+def launched(*argv: object) -> Said:
     """The script in two processes of one thread."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    return subprocess.run(
-        [sys.executable, *torchrun, str(TESTS / "ranked.py"), *map(str, argv)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    how: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": 240}
+    script = [sys.executable, *torchrun, TESTS / "ranked.py", *argv]
+    return subprocess.run(list(map(str, script)), check=False, **how)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +54,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def two(
-    tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def two(tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]) -> tuple[Path, Said]:
     """What two processes left behind, and said, the second of which dies in the end."""
     place, task = tmp_path_factory.mktemp("two"), ranked.network()
     q = blr.fit_laplace(task, structure="diag", prior_precision=2.0)
@@ -80,9 +75,7 @@ def agree(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert float((a - b).norm()) <= 1e-6 * float(b.norm()), name
 
 
-def test_two_processes_give_the_numbers_of_one(
-    two: tuple[Path, subprocess.CompletedProcess[str]], alone: dict[str, Any]
-) -> None:
+def test_two_processes_give_the_numbers_of_one(two: tuple[Path, Said], alone: Any) -> None:
     place, said = two
     for rank in range(2):
         assert (place / f"rank{rank}.pt").is_file(), said.stderr
@@ -90,7 +83,7 @@ def test_two_processes_give_the_numbers_of_one(
     agree({"read": storage.read(place / "pieces")[0]}, {"read": alone["read"]})
 
 
-def test_refused_on_all_ranks(two: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_refused_on_all_ranks(two: tuple[Path, Said]) -> None:
     for rank in range(2):
         *sharded, few, one, other = torch.load(two[0] / f"rank{rank}.pt")["refusals"]
         assert len(sharded) == 2 and all("sharded" in words for words in sharded)
@@ -100,7 +93,7 @@ def test_refused_on_all_ranks(two: tuple[Path, subprocess.CompletedProcess[str]]
 
 @pytest.mark.slow
 def test_commands_write_once_what_one_process_writes(
-    two: tuple[Path, subprocess.CompletedProcess[str]], texts: tuple[Path, Path], tmp_path: Path
+    two: tuple[Path, Said], texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     place, said = two
     assert ranked.commands(tmp_path, *texts) == [0, 0, 0]
@@ -120,9 +113,8 @@ def test_commands_write_once_what_one_process_writes(
 def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    forked = [
-        FORK.Process(target=ranked.as_rank, args=(rank, 4, port, tmp_path)) for rank in range(4)
-    ]
+    told = [(rank, 4, port, tmp_path) for rank in range(4)]
+    forked = [FORK.Process(target=ranked.as_rank, args=args) for args in told]
     for process in forked:
         process.start()
     for process in forked:
@@ -133,7 +125,7 @@ def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(
-    two: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+    two: tuple[Path, Said], tmp_path: Path
 ) -> None:
     place, said = two
     assert said.returncode != 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from benchmarks.agreement.cases import Case
-from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.engine import chunks
 
 Rows = dict[str, Callable[[], Tensor]]
 FULL = 3_000  # parameters of a dense posterior that is worth its time here
@@ -38,7 +38,7 @@ def fitted(
 def gradients(task: blr.Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """∇ℓ_i of all examples, by name ``[N, *shape]``."""
     parts: list[dict[str, Tensor]] = []
-    for chunk in chunks(task, dict(params), QUIET, columns=1):
+    for chunk in chunks(task.quiet, dict(params), columns=1):
         error = task.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1))
         parts.append({n: g[:, 0] for term in terms for n, g in term.jacobian().items()})

@@ -56,7 +56,7 @@ class Case:
         found = []
         for task in self.test.values() if only is None else [self.test[only]]:
             with at_weights(task, state, "a merge") as params, torch.no_grad():
-                seen = evaluated(task, params, progress=False)[0]
+                seen = evaluated(task, params)[0]
             found.append(100 * (seen.accuracy or 0.0))
         return found
 

@@ -136,7 +136,7 @@ def investigate(
     tested: tuple[Any, ...] = (None, None)
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
-        tested = evaluated(test, posterior.on(test, same_data=False).mean, progress=False)
+        tested = evaluated(test, posterior.on(test, same_data=False).mean)
     found = Findings(task, posterior, scores, loo, memory, suspicions, test, *tested)
     column = by if by != AUTO else "target" if len(groups_of(task, by)) > 1 else None
     if column is None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from blr_analysis.backprop.layout import counted, probe_indices
-from blr_analysis.backprop.record import Recording, Visit
+from blr_analysis.backprop.layout import probe_indices
+from blr_analysis.backprop.record import Recording, SavedBytes, Visit
 from blr_analysis.backprop.terms import TermCost
 from blr_analysis.half import working
 from blr_analysis.task import Task, parameter_places
@@ -32,32 +30,31 @@ def cost_of(
     """Numbers of the parameters' dtype held per example as a function of the columns K: graph,
     inputs, gradients.
 
-    ``graph``: those that autograd keeps for the recording; ``costs``: of its terms. The function's
+    ``graph``: bytes that autograd keeps for the recording; ``costs``: of its terms. The function's
     ``by_parts`` leaves out what :meth:`Chunk.parts` takes of some examples alone, and the columns
     at the outputs themselves, unit vectors that all examples share.
     """
     visits, batch = recording.visits, len(probe_indices(task.n_data)[0])
     # torch.func holds the graph of one module at a time, and its gradients of one column.
     loose = [visit for visit in visits if visit.unit.rule is None]
+    alone = [0]
     with task.evaluation():
-        again = (counted(task, params, partial(_again, visit))[1] for visit in loose)
-        alone = max(again, default=0)
+        for visit in loose:
+            saved = SavedBytes(task, params)
+            with saved:
+                _again(visit)
+            alone.append(saved.total)
     outputs = sum(leaf.numel() for visit in visits for leaf in visit.outputs) / batch
-    scored = recording.outputs.numel() / batch if task.likelihood.is_sequence else 0.0
-    last = get_gradient_edge(recording.outputs) if recording.outputs.requires_grad else None
-    alike = sum(
-        leaf.numel() / batch
-        for visit in visits
-        for leaf, edge in zip(visit.outputs, visit.edges, strict=True)
-        if edge == last
-    )
+    last = recording.outputs.numel() / batch
+    scored = last if task.likelihood.is_sequence else 0.0
     inputs, dense = sum(c.inputs for c in costs), sum(c.column for c in costs)
     kind = next(iter(params.values())).dtype
     wide = working(kind).itemsize // kind.itemsize  # a sum's number, in numbers of half precision
 
     def floats(columns: int, *, by_parts: bool = False) -> float:
-        kept = (graph + 2 * alone) / batch + 2 * inputs + wide * SCORED * scored
-        made = outputs - alike if by_parts else outputs
+        kept = (graph + 2 * max(alone)) / kind.itemsize / batch + 2 * inputs
+        kept += wide * SCORED * scored
+        made = outputs - by_parts * min(last, outputs)
         kept += (wide * columns + 1) * made + wide * 2.5 * columns * dense
         return kept if by_parts else kept + wide * gram_floats(costs, columns)
 

@@ -7,8 +7,8 @@ gradients of as many output directions (columns) as needed, in factored form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,12 +17,9 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
-from blr_analysis.backprop.head import MANY, Head, few_columns, pays
-from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.plan import Plan, plan_for
 from blr_analysis.backprop.record import Recording, fetched, record, together
 from blr_analysis.backprop.terms import Term, pieces
-from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import Likelihood
@@ -33,36 +30,6 @@ DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no b
 TOGETHER = 8.5  # examples that it should hold
 MOST = 2**30  # unless that takes more than this, or
 SHARE = 4  # times what the parameters take
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """How a pass over the data is run, made once where the user says so.
-
-    Attributes:
-        chunk_size: examples per chunk; None: as many as ``memory_budget`` holds.
-        memory_budget: bytes of working memory above model and data; at least one example's need is
-            taken. Default: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the
-            parameters take; at least 1 GiB on a GPU, which waits for launches.
-        progress: None shows a bar on a terminal when the work is long.
-    """
-
-    chunk_size: int | None = None
-    memory_budget: int | None = None
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("chunk_size", "memory_budget"):
-            if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name))
-
-    @property
-    def quiet(self) -> Chunking:
-        """The same without a progress bar."""
-        return replace(self, progress=False)
-
-
-QUIET = Chunking(progress=False)
 
 
 @dataclass(frozen=True)
@@ -96,26 +63,6 @@ class Chunk:
         where = self._task, self._params, self._recording, self.indices
         return self._plan.terms(*where, columns, last=last)
 
-    def few_columns(self) -> tuple[Tensor | None, Callable[[list[Term]], list[Term]]] | None:
-        """Columns c_ik whose Σ_k G_ik ⊗ G_ik is that of a root of Λ_i in each layer below the last
-        (None: no fewer than C), and the terms with the last one's own sums; None: not that way."""
-        name = self._plan.head_of(self._recording)
-        outputs = self.outputs
-        many = name and outputs.shape[-1] >= MANY
-        parts = many and self.likelihood.hessian_parts(outputs.double(), self.targets)
-        if name is None or not parts or not all(bool(x.isfinite().all()) for x in parts):
-            return None
-
-        def summed(terms: list[Term]) -> list[Term]:
-            return [
-                Head(t.joint, t.inputs, [], *parts)
-                if isinstance(t, Outer) and name in t.names
-                else t
-                for t in terms
-            ]
-
-        return few_columns(self._params[name].detach(), *parts), summed
-
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
         if self.outputs.ndim > 2:
@@ -142,8 +89,8 @@ class Chunk:
 def chunks(
     task: Task,
     params: Mapping[str, Tensor],
-    chunking: Chunking | None = None,
     *,
+    size: int | None = None,
     columns: int | None = None,
     by_parts: bool = False,
     indices: Tensor | None = None,
@@ -154,6 +101,7 @@ def chunks(
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
     Args:
+        size: examples per chunk; None: the task's batch size, or as many as its memory holds.
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
         by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in a quarter of it.
@@ -163,7 +111,6 @@ def chunks(
     Raises:
         ModelError: see :func:`blr_analysis.backprop.plan.plan_for`.
     """
-    chunking = chunking or Chunking(task.chunk_size, task.memory_budget, task.progress)
     if task.device.type == "cpu":
         _keep_freed_memory()
     params = task.cast(params)
@@ -173,32 +120,22 @@ def chunks(
     asked = plan.outputs if columns is None else columns
     least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
     one = itemsize * plan.floats(asked, by_parts=by_parts)
-    budget = chunking.memory_budget or default_memory(params, least, one)
+    budget = task.memory_budget or default_memory(params, least, one)
     room = budget // 4 if by_parts else budget
-    size = chunking.chunk_size or plan.chunk_size(
-        asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts
-    )
-    pieces = order.split(size)
+    exact = size or task.chunk_size
+    fits = plan.chunk_size(asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts)
+    pieces = order.split(exact or fits)
     pieces = pieces[ranks.rank() :: ranks.count()] if divided else pieces
-    shown = track(pieces, total=len(pieces), label=label, show=chunking.progress)
-    pieces = _fitted(task, plan, shown, exact=chunking.chunk_size is not None)
-    for number, (chosen, batch) in enumerate(pieces):
+    shown = track(pieces, total=len(pieces), label=label, show=task.progress)
+    for number, (chosen, batch) in enumerate(_fitted(task, plan, shown, exact=bool(exact))):
         if kept is not None and number < kept.done:
             continue
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )
-        yield Chunk(
-            chosen,
-            recording.outputs.detach(),
-            recording.targets,
-            task,
-            params,
-            plan,
-            recording,
-            room,
-        )
-        del recording, batch
+        f, y = recording.outputs.detach(), recording.targets
+        yield Chunk(chosen, f, y, task, params, plan, recording, room)
+        del recording, batch, f, y
 
 
 def default_memory(params: Mapping[str, Tensor], least: int, one: float) -> int:
@@ -216,15 +153,13 @@ def _fitted(
     """
     for chosen in pieces:
         batch = fetched(task, chosen)
-        longer = 1.0
-        if not exact and plan.numbers:
-            longer = batch_numbers(batch) / (len(chosen) * plan.numbers)
-        if longer <= 1 or len(chosen) == 1:
+        longer = batch_numbers(batch) / max(1.0, len(chosen) * plan.numbers)
+        if exact or longer <= 1 or len(chosen) == 1:
             yield chosen, batch
-            continue
-        del batch
-        for part in chosen.split(max(1, int(len(chosen) / longer**2))):
-            yield part, fetched(task, part)
+        else:
+            del batch
+            for part in chosen.split(max(1, int(len(chosen) / longer**2))):
+                yield part, fetched(task, part)
 
 
 @cache
@@ -238,21 +173,12 @@ def _keep_freed_memory() -> None:
     _ = bytes(31 * 2**20)
 
 
-def n_columns(task: Task, params: Mapping[str, Tensor]) -> int:
-    """Columns of :meth:`Chunk.few_columns`: C, or the inputs of the last layer."""
-    plan, kind = plan_for(task, params), type(task.likelihood.plain)
-    closed = plan.head and kind.hessian_parts is not Likelihood.hessian_parts
-    return plan.head if closed and pays(plan.head, plan.outputs) else plan.outputs
-
-
 def n_outputs(task: Task, params: Mapping[str, Tensor]) -> int:
     """C, the number of outputs of one example."""
     return plan_for(task, params).outputs
 
 
-def predict(
-    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
-) -> tuple[Tensor, Tensor]:
+def predict(task: Task, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs ``[N, C]`` and targets of the whole task at these parameters, on the CPU.
 
     Raises:
@@ -262,17 +188,9 @@ def predict(
         raise InputError(
             "the outputs of sequences are too many to hold; ask for losses (sensitivity, what_if)"
         )
-    outputs, targets = [], []
-    size = together(task, params, torch.arange(task.n_data))
-    batches = track(
-        task.batches(size),
-        total=-(-task.n_data // size),
-        label="predictions",
-        show=task.progress if progress is None else progress,
-    )
+    rows, size = [], together(task, params, torch.arange(task.n_data))
     with torch.no_grad(), task.evaluation():
-        for indices, batch in batches:
-            f, y = task.run(batch, params, indices)
-            outputs.append(f.cpu())
-            targets.append(y.cpu())
-    return torch.cat(outputs), torch.cat(targets)
+        for indices, batch in task.batches(size):
+            rows.append([t.cpu() for t in task.run(batch, params, indices)])
+    outputs, targets = map(torch.cat, zip(*rows, strict=True))
+    return outputs, targets

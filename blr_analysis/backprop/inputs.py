@@ -9,13 +9,13 @@ without one, what follows the last label that counts of a causal language model.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from blr_analysis import ranks
 from blr_analysis.backprop.layers import (
@@ -28,7 +28,7 @@ from blr_analysis.backprop.layers import (
 )
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.record import Unit, shared
+from blr_analysis.backprop.record import Unit, shared, watched
 from blr_analysis.data import padding
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
@@ -160,14 +160,10 @@ Sums = TypeVar("Sums", bound=InputMoments)
 
 
 def input_moments(
-    task: Task,
-    params: Mapping[str, Tensor],
-    *,
-    kept: Unfinished | None = None,
-    progress: bool | None = None,
+    task: Task, params: Mapping[str, Tensor], *, kept: Unfinished | None = None
 ) -> InputMoments:
     """:func:`swept` for the moments of all layers with a matrix."""
-    return swept(task, params, InputMoments(), label="layer inputs", kept=kept, progress=progress)
+    return swept(task, params, InputMoments(), label="layer inputs", kept=kept)
 
 
 @torch.no_grad()
@@ -179,12 +175,12 @@ def swept(
     only: Collection[str] | None = None,
     label: str = "",
     kept: Unfinished | None = None,
-    progress: bool | None = False,
 ) -> Sums:
     """One sweep of forward passes over the task's data, at ``params``.
 
     Args:
         sums: what is told of the layers.
+        label: of a progress bar; none without.
         only: parameters whose layers are looked at; None: all layers with a matrix.
         kept: where the sums are kept meanwhile, and taken up from.
 
@@ -195,22 +191,16 @@ def swept(
     units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
     params = task.cast(params)
     own = shared(task, params)
-    batches = track(
-        task.batches(indices=own),
-        total=-(-len(own) // task.batch_size),
-        label=label,
-        show=task.progress if progress is None else progress,
-    )
+    count = -(-len(own) // task.batch_size)
+    shown = task.progress if label else False
+    batches = track(task.batches(indices=own), total=count, label=label, show=shown)
     for number, (indices, batch) in enumerate(batches):
         if kept is not None and number < kept.done:
             continue
         mask = _mask(batch, task.likelihood.kind)
         sums.begin()
-        with ExitStack() as hooks, task.evaluation(), suppress(_Enough):
-            for unit in units:
-                seen = _seen(unit, sums, mask, len(indices))
-                handle = unit.module.register_forward_hook(seen, with_kwargs=True)
-                hooks.callback(handle.remove)
+        see = partial(_see, sums, mask, len(indices))
+        with watched(units, see), task.evaluation(), suppress(_Enough):
             task.run(batch, params, indices)
         if kept is not None:
             kept.follow(sums.tensors())
@@ -218,45 +208,39 @@ def swept(
     return sums
 
 
-def _seen(unit: Unit, sums: InputMoments, mask: Tensor | None, batch: int) -> Any:
-    names = unit.names
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = [*args, *kwargs.values()]
-        times = batch if len(given[0]) == 1 else 1  # one row that all examples share
-        if isinstance(module, nn.MultiheadAttention) and "in_proj_weight" in names:
-            e = module.embed_dim
-            layout = MatrixShape(3, e, e, (3 * e, e))
-            rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
-            joint = Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout)
-            sums.add(joint, rows, times, given[0])
-        if "weight" not in names:
-            return
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        shape = tuple(weight.shape)
-        if unit.rule is embedding:
-            own, size = names["weight"], shape[0]
-            seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                seen[module.padding_idx] = 0  # which never learns
-            sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
-            return
-        if unit.rule is convolution:
-            assert isinstance(module, _ConvNd)
-            patches = unfold(upcast(given[0]), module)  # [R, g, I, T]
-            rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
-            layout = MatrixShape(len(rows), shape[0] // len(rows), rows.shape[-1], shape)
-        elif unit.rule in (linear, transposed_linear):
-            rows = _rows(upcast(given[0]), mask).unsqueeze(0)
-            swapped = unit.rule is transposed_linear
-            o, i = shape[::-1] if swapped else shape
-            layout = MatrixShape(1, o, i, shape, swapped)
-        else:
-            return
-        sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times, given[0])
-
-    return hook
+def _see(sums: InputMoments, mask: Tensor | None, batch: int, unit: Unit, *call: Any) -> None:
+    module: Any = unit.module
+    names, (args, kwargs, _) = unit.names, call
+    given = [*args, *kwargs.values()]
+    times = batch if len(given[0]) == 1 else 1  # one row that all examples share
+    if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in names:
+        e = module.embed_dim
+        layout = MatrixShape(3, e, e, (3 * e, e))
+        rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
+        joint = Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout)
+        sums.add(joint, rows, times, given[0])
+    if "weight" not in names:
+        return
+    shape = tuple(module.weight.shape)
+    if unit.rule is embedding:
+        own, size = names["weight"], shape[0]
+        seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
+        if module.padding_idx is not None:
+            seen[module.padding_idx] = 0  # which never learns
+        sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
+        return
+    if unit.rule is convolution:
+        patches = unfold(upcast(given[0]), module)  # [R, g, I, T]
+        rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
+        layout = MatrixShape(len(rows), shape[0] // len(rows), rows.shape[-1], shape)
+    elif unit.rule in (linear, transposed_linear):
+        rows = _rows(upcast(given[0]), mask).unsqueeze(0)
+        swapped = unit.rule is transposed_linear
+        o, i = shape[::-1] if swapped else shape
+        layout = MatrixShape(1, o, i, shape, swapped)
+    else:
+        return
+    sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times, given[0])
 
 
 def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:

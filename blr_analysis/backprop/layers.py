@@ -190,12 +190,17 @@ def embedding(call: Call, grads: list[Tensor]) -> list[Term]:
     return [Rows.collect(call.names["weight"], tuple(module.weight.shape), ids, d)]
 
 
-def _affine(
-    call: Call, normalised: Tensor, grads: list[Tensor], keep: tuple[int, ...]
-) -> list[Term]:
-    """y = x̂ ∘ w + b: G_w = Σ d ∘ x̂ and G_b = Σ d over every dimension but ``keep``."""
+def norm(call: Call, grads: list[Tensor]) -> list[Term]:
+    """y = x̂ ∘ w + b, BatchNorm in eval mode: G_w = Σ d ∘ x̂ and G_b = Σ d, over all dimensions that
+    w has not."""
+    module: Any = call.module
+    by_channel = isinstance(module, nn.GroupNorm | _BatchNorm)
+    normalised = _normalised(module, call.x)
+    if by_channel:
+        reduce = [d for d in range(1, normalised.ndim) if d != 1]
+    else:
+        reduce = [*range(1, normalised.ndim - len(module.normalized_shape))]
     columns: dict[str, list[Tensor]] = {name: [] for name in call.names.values()}
-    reduce = [d for d in range(1, normalised.ndim) if d not in keep]
 
     def total(tensor: Tensor) -> Tensor:
         summed = tensor.sum(reduce) if reduce else tensor
@@ -203,46 +208,20 @@ def _affine(
 
     for raw in grads:
         d = call.gradient(raw)
-        if "weight" in call.names:
-            columns[call.names["weight"]].append(total(d * normalised))
-        if "bias" in call.names:
-            columns[call.names["bias"]].append(total(d))
+        for attribute, name in call.names.items():
+            columns[name].append(total(d * normalised if attribute == "weight" else d))
     return [Dense({n: torch.stack(c, dim=1) for n, c in columns.items()})]
 
 
-def layer_norm(call: Call, grads: list[Tensor]) -> list[Term]:
-    module = call.module
-    assert isinstance(module, nn.LayerNorm)
-    shape = module.normalized_shape
-    normalised = F.layer_norm(call.x, shape, None, None, module.eps)
-    keep = tuple(range(normalised.ndim - len(shape), normalised.ndim))
-    return _affine(call, normalised, grads, keep)
-
-
-def rms_norm(call: Call, grads: list[Tensor]) -> list[Term]:
-    module = call.module
-    assert isinstance(module, nn.RMSNorm)
-    shape = module.normalized_shape
-    normalised = F.rms_norm(call.x, shape, None, module.eps)  # type: ignore[arg-type]
-    keep = tuple(range(normalised.ndim - len(shape), normalised.ndim))
-    return _affine(call, normalised, grads, keep)
-
-
-def group_norm(call: Call, grads: list[Tensor]) -> list[Term]:
-    module = call.module
-    assert isinstance(module, nn.GroupNorm)
-    normalised = F.group_norm(call.x, module.num_groups, None, None, module.eps)
-    return _affine(call, normalised, grads, (1,))
-
-
-def batch_norm(call: Call, grads: list[Tensor]) -> list[Term]:
-    """Eval mode: a fixed affine map of each channel."""
-    module = call.module
-    assert isinstance(module, _BatchNorm)
-    normalised = F.batch_norm(
-        call.x, module.running_mean, module.running_var, None, None, False, 0.0, module.eps
-    )
-    return _affine(call, normalised, grads, (1,))
+def _normalised(module: Any, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, None, module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, None, None, module.eps)
+    mean, var = module.running_mean, module.running_var
+    return F.batch_norm(x, mean, var, None, None, False, 0.0, module.eps)
 
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -251,12 +230,12 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
     nn.Embedding: embedding,
-    nn.LayerNorm: layer_norm,
-    nn.RMSNorm: rms_norm,
-    nn.GroupNorm: group_norm,
-    nn.BatchNorm1d: batch_norm,
-    nn.BatchNorm2d: batch_norm,
-    nn.BatchNorm3d: batch_norm,
+    nn.LayerNorm: norm,
+    nn.RMSNorm: norm,
+    nn.GroupNorm: norm,
+    nn.BatchNorm1d: norm,
+    nn.BatchNorm2d: norm,
+    nn.BatchNorm3d: norm,
 }
 
 

@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_flatten
 
 from blr_analysis.backprop.layers import axis_between, upcast
 from blr_analysis.backprop.reading import Axes
-from blr_analysis.backprop.record import Recording, Unit, Visit, fetched, record, rounding
+from blr_analysis.backprop.record import (
+    Recording,
+    SavedBytes,
+    Unit,
+    Visit,
+    fetched,
+    record,
+    rounding,
+)
 from blr_analysis.errors import BLRError
 from blr_analysis.task import Task
 
@@ -33,7 +41,7 @@ class Layout:
     """A recorded probe, where its examples are, and the parameters for which nobody can say."""
 
     recording: Recording
-    saved: int  # numbers that autograd keeps for the recording, weights apart
+    saved: int  # bytes that autograd keeps for the recording, weights apart
     axes: dict[tuple[str, int], Axes]
     shared: Shared
     unknown: frozenset[str]
@@ -77,8 +85,10 @@ def layout_of(
             check(larger.outputs.detach())
         visits = larger.visits
         del larger
-        recording, saved = counted(task, params, small)
-        return recording, visits, saved
+        saved = SavedBytes(task, params)
+        with saved:
+            recording = small()
+        return recording, visits, saved.total
 
     current = runs(frozenset())
     plain = current[0].outputs.detach()
@@ -102,24 +112,6 @@ def layout_of(
         else:
             axes[small.unit.path, small.occurrence] = places
     return Layout(current[0], current[2], axes, shared, frozenset(unknown))
-
-
-def counted(task: Task, params: Mapping[str, Tensor], run: Callable[[], Any]) -> tuple[Any, int]:
-    """What ``run`` gives, and how many numbers autograd keeps for a backward pass through it."""
-    kept: dict[int, int] = {}
-    own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
-    weights = {t.untyped_storage().data_ptr() for t in own}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            size = min(tensor.numel(), storage.nbytes() // tensor.element_size())
-            kept[storage.data_ptr()] = max(size, kept.get(storage.data_ptr(), 0))
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    return result, sum(kept.values())
 
 
 def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:

@@ -18,7 +18,6 @@ from blr_analysis.backprop.record import fetched, shared, together
 from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood, TokenCategorical
-from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 Watch = Callable[[Tensor, Tensor, Tensor], None]  # outputs, targets and indices of a batch
@@ -149,23 +148,16 @@ class Tally:
         return torch.cat(rows)
 
 
-def evaluated(
-    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
-) -> tuple[Evaluation, Tensor]:
+def evaluated(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Tensor]:
     """Losses and hits of the whole task at these parameters, and its targets, on the CPU.
 
     Raises:
         ModelError, DataError: as :meth:`Task.run`.
     """
-    tally, order = Tally(task.likelihood), torch.arange(task.n_data).split(task.batch_size)
+    tally = Tally(task.likelihood)
     with torch.no_grad(), task.evaluation():
-        for chosen in track(
-            order,
-            total=len(order),
-            label="predictions",
-            show=task.progress if progress is None else progress,
-        ):
-            tally.add(*task.run(task.fetch(chosen), params, chosen), chosen)
+        for indices, batch in task.batches():
+            tally.add(*task.run(batch, params, indices), indices)
     return tally.evaluation, tally.targets
 
 
@@ -203,7 +195,6 @@ def loss_and_gradient(
     errors: Tensor | None = None,
     *,
     watch: Watch | None = None,
-    progress: bool | None = False,
 ) -> tuple[dict[str, Tensor], float]:
     """Σ_i ∇ℓ_i and Σ_i ℓ_i in nats, from one forward and one backward pass over the examples.
 
@@ -221,16 +212,9 @@ def loss_and_gradient(
     order = torch.arange(task.n_data) if indices is None else indices
     mine = torch.arange(len(order)) if watch else shared(task, params, torch.arange(len(order)))
     pieces = mine.split(together(task, params, order[mine])) if len(mine) else ()
-    parts = [order[piece] for piece in pieces]
-    given = [None if errors is None else errors[piece] for piece in pieces]
-    shown = track(
-        parts,
-        total=len(parts),
-        label="gradient",
-        show=task.progress if progress is None else progress,
-    )
     with task.evaluation():
-        for chosen, e in zip(shown, given, strict=True):
+        for piece in pieces:
+            chosen, e = order[piece], None if errors is None else errors[piece]
             f, y, grads = batch_gradient(task, leaves, chosen, e)
             loss += float(task.likelihood.at(chosen).nll(f, y).double().sum())
             if watch is not None:
@@ -245,7 +229,7 @@ def loss_and_gradient(
 
 
 def evaluated_gradient(
-    task: Task, params: Mapping[str, Tensor], *, progress: bool | None = None
+    task: Task, params: Mapping[str, Tensor]
 ) -> tuple[Evaluation, dict[str, Tensor]]:
     """:func:`evaluated` and Σ_i ∇ℓ_i from the same passes.
 
@@ -253,7 +237,7 @@ def evaluated_gradient(
         ModelError: also where the outputs do not depend on the parameters.
     """
     tally = Tally(task.likelihood)
-    gradient, _ = loss_and_gradient(task, params, watch=tally.add, progress=progress)
+    gradient, _ = loss_and_gradient(task, params, watch=tally.add)
     check_connected(task, params, gradient)
     return tally.evaluation, gradient
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,21 +46,14 @@ class Joint:
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Joint:
         """What :meth:`record` wrote."""
-        numbers = (entry["groups"], entry["rows"], entry["columns"], tuple(entry["shape"]))
-        layout = MatrixShape(*numbers, entry["transposed"])
-        return Joint(entry["weight"], entry["bias"], layout)
+        layout = {f.name: entry[f.name] for f in fields(MatrixShape)}
+        shape = tuple(entry["shape"])
+        return Joint(entry["weight"], entry["bias"], MatrixShape(**{**layout, "shape": shape}))
 
     def record(self) -> dict[str, Any]:
         """JSON-able."""
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "groups": self.layout.groups,
-            "rows": self.layout.rows,
-            "columns": self.layout.columns,
-            "shape": list(self.layout.shape),
-            "transposed": self.layout.transposed,
-        }
+        layout = {**asdict(self.layout), "shape": list(self.layout.shape)}
+        return {"weight": self.weight, "bias": self.bias, **layout}
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -146,11 +146,9 @@ class Outer(Term):
             bias = variance[self.bias].reshape(self.layout.groups, self.layout.rows)
         return weighted_gram(self, weight, bias, into)
 
-    def square_sum(self) -> Tree:
-        shapes = {n: self.joint.shapes[n] for n in self.names}
-        squares = {n: self.inputs.new_zeros(shape) for n, shape in shapes.items()}
-        self.add_square_sum(squares)
-        return squares
+    @property
+    def zeros(self) -> Tree:
+        return {n: self.inputs.new_zeros(shape) for n, shape in self.joint.shapes.items()}
 
     def add_square_sum(self, into: Tree) -> None:
         weight = None if self.weight is None else self.layout.matrix(into[self.weight])
@@ -162,7 +160,8 @@ class Outer(Term):
                 into[self.bias] += squares.sum((0, 2)).flatten()
             return
         if weight is not None:
-            add_matrix_squares(self, weight)
+            for _, rows, part in _blocks(self):
+                weight[:, rows] += part.square_().sum((0, 2))
         if self.bias is not None:
             into[self.bias] += self._bias_grads().square().sum((0, 2)).flatten()
 
@@ -170,7 +169,8 @@ class Outer(Term):
         d = sum(self.grads[1:], start=self.grads[0])
         sums: Tree = {}
         if self.weight is not None:
-            sums[self.weight] = self.layout.parameter(_summed(d, self.inputs))
+            left, right = (x.transpose(0, 1).flatten(1, 2) for x in (d, self.inputs))
+            sums[self.weight] = self.layout.parameter(torch.bmm(left.mT, right))
         if self.bias is not None:
             sums[self.bias] = d.sum((0, 2)).flatten()
         return sums
@@ -300,14 +300,11 @@ def weighted_gram(
     """⟨G_c ∘ σ², G_c'⟩ with σ² ``[g, O, I]`` and a bias variance ``[g, O]``, by the cheaper form.
 
     * one position: s_o = Σ_i σ²_oi a_i² + σ²_o, then Σ_o d_co s_o d_c'o;
-    * few positions: the same with the kernel M_o[t, t'] = Σ_i σ²_oi a_ti a_t'i;
-    * many positions: G_c itself, layer by layer.
+    * several: G_c itself, some of its rows at a time.
     """
-    t, k = term.positions, len(term.grads)
-    if t == 1:
+    k = len(term.grads)
+    if term.positions == 1:
         return _one_position_gram(term, _row_scale(term, weight, bias), into=into)
-    if weight is not None and _few_positions(t, k, weight.shape[-1]):
-        return added(into, _position_gram(term, weight, bias))
     total = term.inputs.new_zeros(len(term.inputs), k, k) if into is None else into
     if weight is not None:
         for examples, rows, part in _blocks(term):
@@ -317,18 +314,11 @@ def weighted_gram(
     return total
 
 
-def _few_positions(t: int, k: int, i: int) -> bool:
-    """Whether the kernel over pairs of positions multiplies less than G_c does."""
-    return t * (t + 1) // 2 * (i + 2 * k + k * k) <= (k * t + k * k) * i
-
-
 def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
     """Numbers that :func:`weighted_gram` holds per example for t positions and k columns."""
     g, o, i = layout.groups, layout.rows, layout.columns
     if t == 1:
         return 2.5 * k * g * o
-    if _few_positions(t, k, i):
-        return t * (t + 1) / 2 * g * (i + 2 * o + 2 * k * o)
     return 2.5 * min(k * g * o * i, max(BLOCK if k == 1 else EXPLICIT, k * g * i))
 
 
@@ -343,15 +333,9 @@ def _blocks(term: Outer) -> Iterator[tuple[slice, slice, Tensor]]:
     else:
         some, held = STACKED // (g * k * t * o), EXPLICIT
     for rows in slices(o, held // (k * g * i)):
-        block = _of_rows(term, rows)
+        block = term.rows(rows)
         for examples in slices(b, some):
             yield examples, rows, (block if some >= b else block.part(examples)).matrices()
-
-
-def _of_rows(term: Outer, rows: slice) -> Outer:
-    """The term of some of the weight's rows."""
-    grads = [d[..., rows] for d in term.grads]
-    return Outer(replace(term.joint, bias=None), term.inputs, grads)
 
 
 def _one_position_gram(
@@ -360,18 +344,13 @@ def _one_position_gram(
     """Σ_o (d_c U)_o s_o (d_c' U)_o from s ``[B, g, O]``, which is overwritten, and U ``[O, O]``."""
     if term.alike is not None and scale.shape[1] == 1:
         rows = term.alike[:, 0]  # [K, O]
-        unit = _is_identity(rows)
+        unit = torch.equal(rows, torch.eye(*rows.shape, dtype=rows.dtype, device=rows.device))
         if left is None and unit:
             if into is None:
                 return torch.diag_embed(scale.squeeze(1))
             into.diagonal(dim1=1, dim2=2).add_(scale.squeeze(1))
             return into
         turned = rows if left is None else left if unit else rows @ left
-        k, o = turned.shape
-        if k * k * o <= CACHED:
-            pairs = (turned.unsqueeze(1) * turned).view(k * k, o)
-            share = product(scale.squeeze(1), pairs.mT).view(-1, k, k)
-            return added(into, share)
         half = turned * scale.sqrt_()
         return added_bmm(into, half, half.mT)
     scale = scale.unsqueeze(2)
@@ -390,13 +369,6 @@ def _together(columns: list[Tensor]) -> Iterator[Tensor]:
     for at in slices(len(columns), TALL // rows):
         part = columns[at]
         yield part[0].unsqueeze(0) if len(part) == 1 else torch.stack(part)
-
-
-def _is_identity(matrix: Tensor) -> bool:
-    rows, columns = matrix.shape
-    return rows == columns and torch.equal(
-        matrix, torch.eye(rows, dtype=matrix.dtype, device=matrix.device)
-    )
 
 
 def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -448,19 +420,6 @@ def rotated_gram(term: Outer, basis: Basis, variance: Tensor, into: Tensor | Non
     return added(into, flat_gram(turned, variance.unsqueeze(1)))
 
 
-def _position_gram(term: Outer, weight: Tensor, bias: Tensor | None) -> Tensor:
-    a, d = term.inputs, term.stacked()  # [B, g, T, I], [B, g, K, T, O]
-    rows, cols = torch.triu_indices(a.shape[2], a.shape[2], device=a.device)
-    pairs = a[:, :, rows] * a[:, :, cols]  # [B, g, T(T+1)/2, I]
-    kernel = torch.einsum("bgpi,goi->bgpo", pairs, weight)
-    if bias is not None:
-        kernel = kernel + bias.unsqueeze(1)
-    kernel = kernel * torch.where(rows == cols, 0.5, 1.0).to(a.dtype)[:, None]
-    left = (d[:, :, :, rows] * kernel.unsqueeze(2)).transpose(1, 2).flatten(2)
-    half = left @ d[:, :, :, cols].transpose(1, 2).flatten(2).mT
-    return half + half.mT
-
-
 def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
     """⟨G_c ∘ σ², G_c'⟩ from ``[B, g, K, ...]`` and σ² ``[g, 1, ...]`` (broadcast), ``[B, K, K]``.
 
@@ -471,20 +430,6 @@ def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
         return (columns.square_().flatten(1) @ each).view(-1, 1, 1)
     flat = columns.mul_(variance.sqrt()).transpose(1, 2).flatten(2)
     return torch.bmm(flat, flat.mT)
-
-
-def _summed(d: Tensor, a: Tensor) -> Tensor:
-    """Σ_i Σ_t d_it a_itᵀ, ``[g, O, I]``; of patches, with their positions last, one by one."""
-    b, g, t, i = a.shape
-    o = d.shape[-1]
-    if a.stride(-1) == 1 or t == 1:
-        left, right = (x.transpose(0, 1).reshape(g, b * t, -1) for x in (d, a))
-        return torch.bmm(left.mT, right)
-    sums = a.new_zeros(g, o, i)
-    for rows in slices(b, BLOCK // (g * o * i)):
-        left, right = (x[rows].reshape(-1, t, x.shape[-1]) for x in (d, a))
-        sums += torch.bmm(left.mT, right).view(-1, g, o, i).sum(0)
-    return sums
 
 
 def _add_position_squares(a: Tensor, squares: Tensor, into: Tensor) -> None:
@@ -498,15 +443,6 @@ def _add_position_squares(a: Tensor, squares: Tensor, into: Tensor) -> None:
         d = squares[rows].squeeze(2).permute(1, 2, 0)  # [g, O, B]
         sums.baddbmm_(d, a[rows].squeeze(2).square().transpose(0, 1))
     into += sums
-
-
-def add_matrix_squares(term: Outer, into: Tensor) -> None:
-    """Add Σ_i Σ_c G_ic² of terms of several positions to ``into``, ``[g, O, I]``."""
-    for _, rows, part in _blocks(term):
-        if len(part) * len(term.grads) == 1:
-            into[:, rows].addcmul_(part[0, :, 0], part[0, :, 0])
-        else:
-            into[:, rows] += part.square_().sum((0, 2))
 
 
 def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
@@ -577,7 +513,8 @@ def factored_products(
     if copied or swapped:
         size = min(size, min(HELD, room or HELD) // stack[term.weight].shape[1:].numel())
     for at in slices(r, size):
-        u = term.layout.matrix(unflat(term, taken(stack, term.weight, at, dtype, scale)))
+        taken_up = taken(stack, term.weight, at, dtype, scale)
+        u = term.layout.matrix(taken_up.view(-1, *term.layout.shape))
         u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])
         x = product(a, u.mT)
         if term.bias is not None and not swapped:
@@ -612,7 +549,7 @@ def explicit_products(
         part, into = term.part(examples), shares[examples.start * k : examples.stop * k]
         size = (len(into) + len(u)) * g * i
         for rows in slices(o, min(4 * BLOCK, room or 4 * BLOCK) // size):
-            made = _of_rows(part, rows).matrices().transpose(1, 2).reshape(len(into), -1)
+            made = part.rows(rows).matrices().transpose(1, 2).reshape(len(into), -1)
             block = u[:, :, rows].to(dtype)
             block = block if s is None else block * s[:, rows]
             into.addmm_(made.to(dtype), block.reshape(len(u), -1).mT)
@@ -620,8 +557,3 @@ def explicit_products(
         bias = taken(stack, term.bias, slice(None), dtype, scale)
         shares.addmm_(term._bias_grads().to(dtype).transpose(1, 2).reshape(b * k, -1), bias.mT)
     return shares.view(b, k, -1)
-
-
-def unflat(term: Outer, u: Tensor) -> Tensor:
-    """Flat weights ``[r, p]`` as they are shaped in the model."""
-    return u.view(len(u), *term.layout.shape)

@@ -9,25 +9,23 @@ exact on any model or says why it cannot be.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from blr_analysis.backprop.affine import affine, is_affine
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import rule_for, upcast
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read
-from blr_analysis.backprop.record import Unit, Visit, fetched
+from blr_analysis.backprop.record import Unit, fetched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
 from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
@@ -41,21 +39,6 @@ from blr_analysis.errors import ModelError
 from blr_analysis.half import working
 from blr_analysis.task import Task
 
-LARGE = 2**26  # bytes of parameters
-
-
-@dataclass(frozen=True, eq=False)
-class Same:
-    """This very object, held and told from its equals, if it can be compared at all."""
-
-    what: Any
-
-    def __hash__(self) -> int:
-        return id(self.what)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.what is other.what
-
 
 def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """The task's plan for these parameters, made on first use and kept with the task.
@@ -64,25 +47,18 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
         ModelError: the model fails, treats examples together, is random, keeps state between
             calls, or cannot be differentiated.
     """
-    key = (
-        tuple(params),
-        tuple(
-            (
-                id(m),
-                type(m),
-                len(m._forward_hooks),
-                len(m._forward_pre_hooks),
-                Same(m.__dict__.get("forward", getattr(type(m), "forward", None))),
-            )
-            for m in task.model.modules()
-        ),
-    )
+    modules = list(task.model.modules())
+    forwards = [m.__dict__.get("forward", getattr(type(m), "forward", None)) for m in modules]
+    states = [
+        (id(m), type(m), len(m._forward_hooks), len(m._forward_pre_hooks), id(forward))
+        for m, forward in zip(modules, forwards, strict=True)
+    ]
+    key = tuple(params), tuple(states)
     if key not in task.plans:
         params = task.cast(params)
         with torch.inference_mode(False), _single_precision(task.device):
-            task.plans[key] = _make(task, params)
-        _give_back(params)
-    return task.plans[key]
+            task.plans[key] = _make(task, params), forwards  # held: no other has their ids
+    return task.plans[key][0]
 
 
 @contextmanager
@@ -105,20 +81,12 @@ def _single_precision(device: torch.device) -> Iterator[None]:
             setattr(place, name, kind)
 
 
-def _give_back(params: Mapping[str, Tensor]) -> None:
-    """What a large model's plan freed and glibc keeps, while a pass asks for other sizes."""
-    if sum(p.nbytes for p in params.values()) > LARGE and sys.platform == "linux":
-        with suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     """At most three passes over the probe: a forward and a backward pass by autograd, the same by
     the rules, and forward passes of other batches."""
     probe = probe_indices(task.n_data)[0]
     units, whole = units_of(task.model, set(params)), frozenset[str]()
     truth, plain = autograd_gradients(task, params, probe)
-    _give_back(params)
     sizes = [float(torch.linalg.vector_norm(upcast(t))) for t in truth.sums.values()]
     for size, (name, t) in zip(sizes, truth.sums.items(), strict=True):
         if not math.isfinite(size) and not bool(t.isfinite().all()):
@@ -136,9 +104,7 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
 
     while True:
         layout = layout_of(task, params, units, check)
-        units = _with_affine(task, units, layout, values, len(probe))
         plan = Plan(tuple(units), tuple(sorted(whole)), layout.axes, layout.shared, lambda _: 1.0)
-        head = plan.head_of(layout.recording)
         routes = layout.recording.routes()
         costs, wrong = _compared(plan, task, values, layout, probe, truth, floor)
         if not wrong:
@@ -147,7 +113,6 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 floats=cost_of(task, params, layout.recording, layout.saved, costs),
                 numbers=batch_numbers(fetched(task, probe)) / len(probe),
                 outputs=1 if task.likelihood.is_sequence else layout.recording.outputs.shape[-1],
-                head=0 if head is None else values[head].shape[1],
                 routes=routes,
             )
         if wrong & whole:
@@ -156,32 +121,6 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
                 "the forward pass may mix examples, be random or keep state"
             )
         units, adopted, whole = _rerouted(task, params, units, wrong, adopted, whole)
-
-
-def _with_affine(
-    task: Task, units: Sequence[Unit], layout: Layout, values: Mapping[str, Tensor], batch: int
-) -> list[Unit]:
-    """The units with the affine rule for those layers without one that the probe shows to be so."""
-    seen: dict[str, list[Visit]] = {}
-    for visit in layout.recording.visits:
-        seen.setdefault(visit.unit.path, []).append(visit)
-    result = []
-    with torch.no_grad(), task.evaluation():
-        for unit in units:
-            visits = seen.get(unit.path, [])
-            own = set(unit.names) <= set(unit.module._parameters)
-            if unit.rule is None and own and visits:
-                held = {a: values[n] for a, n in unit.names.items()}
-                places = [layout.axes.get((v.unit.path, v.occurrence)) for v in visits]
-                if all(
-                    p is not None and len(p[1]) == 1 and is_affine(v, held, p[1][0])
-                    for v, p in zip(visits, places, strict=True)
-                ):
-                    unit = replace(unit, rule=affine)
-                    for visit in visits:
-                        visit.unit = unit
-            result.append(unit)
-    return result
 
 
 def _disagreeing(term: Term, truth: Truth, floor: float) -> set[str]:
@@ -211,8 +150,9 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
     canonical = names_of(model)
     units = []
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            _check_embedding(path, module)
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and getattr(module, option):
+                raise ModelError(f"{option} of embedding {path!r} changes its gradients: unset it")
         own = {
             a: canonical[id(p)]
             for a, p in module._parameters.items()
@@ -223,17 +163,6 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
             rule = recurrence if type(module) in RECURRENT else rule
             units.append(Unit(path, module, own, rule))
     return units
-
-
-def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    if module.max_norm is not None:
-        raise ModelError(
-            f"embedding {path!r} renormalises its rows in place; build it with max_norm=None"
-        )
-    if module.scale_grad_by_freq:
-        raise ModelError(
-            f"embedding {path!r} scales its gradients by frequency; set scale_grad_by_freq=False"
-        )
 
 
 def _compared(
@@ -309,9 +238,10 @@ def _rerouted(
     E.g. ``MultiheadAttention`` uses ``out_proj``'s weight without calling ``out_proj``; a weight
     that such a module gets wrong too is left to the whole model.
     """
-    called = _called(task, params)
     modules = dict(task.model.named_modules(remove_duplicate=False))
-    canonical = names_of(task.model)
+    ids, canonical = _called(task, params), names_of(task.model)
+    hooked = {p: m for p, m in modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+    called = [path for path, module in hooked.items() if id(module) in ids]
     given: dict[str, dict[str, str]] = {}
     for name in wrong - adopted:
         holders = [
@@ -320,9 +250,10 @@ def _rerouted(
             for p in module._parameters.values()
             if p is not None and canonical[id(p)] == name
         ]
-        adopter = _adopter(holders, {path for path, m in modules.items() if id(m) in called})
-        if adopter is not None:
-            given.setdefault(adopter, {})[name] = name
+        above = [a for a in called
+                 if all(h != a and h.startswith(a and f"{a}.") for h in holders)]  # fmt: skip
+        if above:
+            given.setdefault(max(above, key=len), {})[name] = name
     taken = {n for names in given.values() for n in names.values()}
     result: list[Unit] = []
     for unit in units:
@@ -335,35 +266,14 @@ def _rerouted(
     return result, adopted | taken, whole | (wrong - taken)
 
 
-def _adopter(holders: Sequence[str], called: set[str]) -> str | None:
-    """The deepest called path above all holders (for one holder, above itself)."""
-    split = [path.split(".") if path else [] for path in holders]
-    common = split[0][:-1] if len(split) == 1 else []
-    if len(split) > 1:
-        for level in zip(*split, strict=False):
-            if len(set(level)) > 1:
-                break
-            common.append(level[0])
-    elif not split[0]:
-        return None
-    for depth in range(len(common), -1, -1):
-        path = ".".join(common[:depth])
-        if path in called:
-            return path
-    return None
-
-
 def _called(task: Task, params: Mapping[str, Tensor]) -> set[int]:
     """The ids of the modules that are called in a forward pass."""
     seen: set[int] = set()
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(task.evaluation())
-        for module in task.model.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            handle = module.register_forward_hook(lambda m, *_: seen.add(id(m)))
-            stack.callback(handle.remove)
-        first = torch.zeros(1, dtype=torch.long)
-        task.run(task.fetch(first), params, first)
+    first = torch.zeros(1, dtype=torch.long)
+    handle = register_module_forward_hook(lambda module, *_: seen.add(id(module)))
+    try:
+        with torch.no_grad(), task.evaluation():
+            task.run(task.fetch(first), params, first)
+    finally:
+        handle.remove()
     return seen

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
-from blr_analysis.backprop.affine import affine
 from blr_analysis.backprop.fallback import module_columns, task_columns
-from blr_analysis.backprop.layers import Axis, Call, linear
-from blr_analysis.backprop.record import Recording, Unit, Visit, given_leaves, rounding
+from blr_analysis.backprop.layers import Axis, Call
+from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
-from blr_analysis.half import HALF
 from blr_analysis.task import Task, parameter_places
 
 Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
@@ -37,7 +35,6 @@ class Plan:
     floats: Callable[..., float]  # K columns → numbers held per example
     outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
     numbers: float = 0.0  # in the data of one example of the probe
-    head: int = 0  # inputs of the linear layer that gives the outputs; 0: there is none
     routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
 
     def chunk_size(
@@ -46,30 +43,6 @@ class Plan:
         """Examples per chunk so that the working memory stays within ``budget`` bytes."""
         one = itemsize * max(1.0, self.floats(columns, by_parts=by_parts))
         return int(max(1, min(n_data, budget // one)))
-
-    def head_of(self, recording: Recording) -> str | None:
-        """The weight of the linear layer that gives the outputs and alone is between them and the
-        layers below; None where there is no such layer."""
-        outputs, visits = recording.outputs, recording.visits
-        if outputs.ndim != 2 or outputs.dtype in HALF or not visits or self.whole_model:
-            return None
-        last, node = visits[-1], outputs.grad_fn
-        if node is None or node.name() not in (
-            "AddmmBackward0",
-            "MmBackward0",
-            "_LayerProductBackward",
-        ):
-            return None
-        if sum(below is not None for below, _ in node.next_functions) != 1:
-            return None
-        own = [e for v in visits for e in v.edges if e == get_gradient_edge(outputs)]
-        names = last.unit.names
-        elsewhere = {n for v in visits[:-1] for n in v.unit.names.values()}
-        if last.unit.rule is not linear or own != last.edges or "weight" not in names:
-            return None
-        axes = self.axes_of(last, len(outputs))
-        plain = axes is not None and axes[0][0] == Axis() == axes[1][0]
-        return names["weight"] if plain and elsewhere.isdisjoint(names.values()) else None
 
     def terms(
         self,
@@ -89,8 +62,8 @@ class Plan:
         alone = set(self.whole_model)
         if self.routes:
             alone |= self._misplaced(recording, cotangents[0], grads)
-        rules = {visit.unit.rule for visit in recording.visits}
-        running = task.evaluation() if rules & {None, affine} else nullcontext()  # they run layers
+        loose = any(visit.unit.rule is None for visit in recording.visits)  # they are run again
+        running = task.evaluation() if loose else nullcontext()
         with torch.inference_mode(False), torch.no_grad(), running:
             for visit, visited in zip(recording.visits, grads, strict=True):
                 axes = self.axes_of(visit, len(indices))
@@ -151,7 +124,7 @@ class Plan:
         axes = next((a for a in known if a is not None), None)
         if visit.stale or axes is None:
             return None
-        leaves = [*given_leaves(visit.args, visit.kwargs), *visit.outputs]
+        leaves = [*tree_leaves((visit.args, visit.kwargs)), *visit.outputs]
         layout = [*axes[0], *axes[1]]
         fits = len(leaves) == len(layout) and all(
             axis is None or (isinstance(leaf, Tensor) and axis.fits(leaf, batch))

@@ -8,42 +8,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from blr_analysis import ranks
-from blr_analysis.backprop.layers import Rule, lifted, linear, transposed_linear
-from blr_analysis.backprop.single import layer_product, slow_mkl
+from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.data import check_rows
 from blr_analysis.task import Task
 
 # Autograd's names of the operations that move rows to places that the data choose.
-ROUTING = (
-    "Index",
-    "Gather",
-    "Scatter",
-    "MaskedSelect",
-    "MaskedScatter",
-    "Take",
-    "Put",
-    "CopySlices",
-)
+ROUTING = ("Index", "Gather", "Scatter", "Masked", "Take", "Put", "CopySlices")
 
 SEVERAL = 4  # batches from which on it pays to look how large they may be
 MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
-LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # F.linear, unless it was replaced
-PRODUCTS = ("torch.nn.modules.linear", "transformers.pytorch_utils")  # where W x is written
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ class Visit:
         """Once the forward pass is over: let go of its graph, and note whether the input stands."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
-        self.args, self.kwargs = _each(_detached, self.args, self.kwargs)
+        self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
     def shrink(self) -> None:
         """Let go of the inputs' numbers; their shapes stay."""
@@ -192,7 +178,7 @@ def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
     size = task.batch_size
     if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
         return size
-    first, saved = indices[:size], SavedBytes()
+    first, saved = indices[:size], SavedBytes(task, params)
     with torch.enable_grad(), task.evaluation(), saved:
         task.run(
             fetched(task, first), {n: p.detach().requires_grad_() for n, p in params.items()}, first
@@ -239,8 +225,8 @@ def record(
     counts: dict[str, int] = {}
 
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        given = given_leaves(args, kwargs)
-        leaves, spec = ([output], None) if type(output) is Tensor else tree_flatten(output)
+        given = tree_leaves((args, kwargs))
+        leaves, spec = tree_flatten(output)
         if any(map(_inside_transform, (*given, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
@@ -264,9 +250,9 @@ def record(
         if shapes:
             args, kwargs, edges, versions = tree_map(_shape, (args, kwargs, [], []))
         visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
-        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
+        return tree_unflatten(leaves, spec)
 
-    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), _hooks(units, visit):
+    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), watched(units, visit):
         outputs, targets = task.run(batch, params, indices)
     check_rows(outputs, size)
     for seen in visits:
@@ -275,63 +261,17 @@ def record(
 
 
 @contextmanager
-def _hooks(units: Sequence[Unit], visit: Any) -> Iterator[None]:
-    handles: list[Any] = []
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
+def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``visit(unit, args, kwargs, output)`` sees every call of the units, and may answer
+    with another output."""
+    with ExitStack() as hooks:
         for unit in units:
 
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, unit: Unit = unit) -> Any:
                 return visit(unit, args, kwargs, output)
 
-            handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
-            own = vars(unit.module)
-            if unit.rule in (linear, transposed_linear) and _as_written(unit) and slow_mkl():
-                own["forward"] = partial(_product, unit, unit.module.forward)
-                replaced.append((own, own["forward"]))
+            hooks.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for own, ours in replaced:
-            if own.get("forward") is ours:  # and not what the model put there itself
-                del own["forward"]
-
-
-def _as_written(unit: Unit) -> bool:
-    """Whether its forward is that of its library, neither the module's own nor a patch of the
-    class."""
-    forward = type(unit.module).forward
-    written = getattr(forward, "__globals__", {}).get("__name__")
-    return "forward" not in vars(unit.module) and written in PRODUCTS
-
-
-def _product(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a linear layer answers, by the faster of two products."""
-    plain = F.linear is LINEAR and not torch._C._len_torch_function_stack()  # nothing between
-    if plain and len(args) == 1 and not kwargs and not _inside_transform(args[0]):
-        layer: Any = unit.module
-        weight, bias = layer.weight, layer.bias
-        matrix = weight.mT if unit.rule is linear else weight
-        made = layer_product(args[0], matrix, bias)
-        if made is not None:
-            return made
-    return forward(*args, **kwargs)
-
-
-def given_leaves(args: Any, kwargs: Any) -> list[Any]:
-    """What a layer was given, flat; what nearly all are given is so already."""
-    return list(args) if _flat(args, kwargs) else tree_leaves((args, kwargs))
-
-
-def _each(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if _flat(args, kwargs):
-        return tuple(map(change, args)), kwargs
-    return tree_map(change, (args, kwargs))
-
-
-def _flat(args: Any, kwargs: Any) -> bool:
-    return not kwargs and all(type(x) is Tensor for x in args)
 
 
 def _inside_transform(leaf: Any) -> bool:
@@ -347,12 +287,14 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-class SavedBytes:
-    """Counts what autograd saves inside: each place once."""
+class SavedBytes(saved_tensors_hooks):
+    """Counts what autograd saves inside, each place once, but for the model and its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
+        own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
+        self._weights = {t.untyped_storage().data_ptr() for t in own}
         self._seen: dict[tuple[int, int], int] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
+        super().__init__(self._pack, lambda x: x)
 
     @property
     def total(self) -> int:
@@ -360,13 +302,7 @@ class SavedBytes:
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        # Of a slice of the data that slice; of an expanded tensor what is expanded.
-        self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
+        if storage.data_ptr() not in self._weights:
+            # Of a slice of the data that slice; of an expanded tensor what is expanded.
+            self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
         return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)

@@ -59,9 +59,7 @@ def recurrence(call: Call, grads: list[Tensor]) -> list[Term]:
     values = {a: upcast(v) for a, v in {**plain, **call.values}.items()}
     given = [upcast(t.detach()) for t in tree_leaves((call.args, call.kwargs))]
     with torch.enable_grad():
-        outputs, products = (
-            _one_step(module, values, given) if cell else _run(module, values, given)
-        )
+        outputs, products = _run(module, values, given)
     steps = list({id(z): z for product in products for z in product.outputs}.values())
     columns = []
     for column in zip(*call.every_grad, strict=True):
@@ -93,41 +91,35 @@ def _positions(call: Call, steps: list[Tensor]) -> Tensor:
     return call.fold(whole.unsqueeze(1))
 
 
-def _one_step(
-    module: Any, values: dict[str, Tensor], given: list[Tensor]
-) -> tuple[list[Tensor], list[StepProduct]]:
-    """A cell: its state comes in and goes out."""
-    x, *state = given
-    size = module.hidden_size
-    state = state or [x.new_zeros(len(x), size)] * (1 + isinstance(module, nn.LSTMCell))
-    ih, hh = StepProduct("ih"), StepProduct("hh")
-    return _step(module, ih.of(x, values), state, ih, hh, values), [ih, hh]
-
-
 def _run(
     module: Any, values: dict[str, Tensor], given: list[Tensor]
 ) -> tuple[list[Tensor], list[StepProduct]]:
-    """All layers and directions; outputs as the module returns them."""
+    """All layers and directions, or a cell's one step; outputs as the module returns them."""
     x, *starts = given
-    if x.ndim != 3:
+    cell = isinstance(module, nn.RNNCellBase)
+    if x.ndim != 3 - cell:
         raise ValueError("no batch of sequences")
-    x = x.transpose(0, 1) if module.batch_first else x
-    ways = 1 + module.bidirectional
+    layers, ways = (1, 1) if cell else (module.num_layers, 1 + module.bidirectional)
+    projected = 0 if cell else module.proj_size
+    turned = not cell and module.batch_first
+    x = x.unsqueeze(0) if cell else x.transpose(0, 1) if turned else x
     if not starts:
-        sizes = [module.proj_size or module.hidden_size]
-        sizes += [module.hidden_size] * isinstance(module, nn.LSTM)
-        starts = [x.new_zeros(module.num_layers * ways, x.shape[1], s) for s in sizes]
+        sizes = [projected or module.hidden_size]
+        sizes += [module.hidden_size] * isinstance(module, nn.LSTM | nn.LSTMCell)
+        starts = [x.new_zeros(layers * ways, x.shape[1], s) for s in sizes]
+    elif cell:
+        starts = [s.unsqueeze(0) for s in starts]
     products: list[StepProduct] = []
     last: list[list[Tensor]] = [[] for _ in starts]
-    for layer in range(module.num_layers):
+    for layer in range(layers):
         directions = []
         for way in range(ways):
-            ends = f"_l{layer}" + "_reverse" * way
+            ends = "" if cell else f"_l{layer}" + "_reverse" * way
             ih, hh, hr = (StepProduct(f"{k}{ends}") for k in ("ih", "hh", "hr"))
             state, seen = [s[layer * ways + way] for s in starts], []
             for zx in ih.of(x.flip(0) if way else x, values).unbind():
                 state = _step(module, zx, state, ih, hh, values)
-                if module.proj_size:
+                if projected:
                     state[0] = _seen(hr.of(state[0], values), hr)
                 seen.append(state[0])
             directions.append(torch.stack(seen[::-1] if way else seen))
@@ -135,8 +127,9 @@ def _run(
             for kept, end in zip(last, state, strict=True):
                 kept.append(end)
         x = torch.cat(directions, dim=-1)
-    y = x.transpose(0, 1) if module.batch_first else x
-    return [y, *(torch.stack(ends) for ends in last)], products
+    if cell:
+        return [end for (end,) in last], products
+    return [x.transpose(0, 1) if turned else x, *map(torch.stack, last)], products
 
 
 def _step(

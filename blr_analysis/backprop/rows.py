@@ -119,10 +119,9 @@ class Rows(Term):
         d = self.stacked()
         return added_bmm(into, (d * scale.unsqueeze(1)).flatten(2), d.flatten(2).mT)
 
-    def square_sum(self) -> Tree:
-        squares = {self.name: self.grads[0].new_zeros(self.shape)}
-        self.add_square_sum(squares)
-        return squares
+    @property
+    def zeros(self) -> Tree:
+        return {self.name: self.grads[0].new_zeros(self.shape)}
 
     def add_square_sum(self, into: Tree) -> None:
         """No table beside the one that is added to."""
@@ -131,9 +130,8 @@ class Rows(Term):
         table.index_add_(0, self.ids.flatten(), squares.flatten(0, 1).to(table))
 
     def sum(self) -> Tree:
-        sums = self.grads[0].new_zeros(self.shape)
         d = sum(self.grads[1:], start=self.grads[0])
-        return {self.name: sums.index_add_(0, self.ids.flatten(), d.flatten(0, 1))}
+        return {self.name: self.zeros[self.name].index_add_(0, self.ids.flatten(), d.flatten(0, 1))}
 
     def products(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,37 +69,6 @@ def batch_product(a: Tensor, b: Tensor) -> Tensor:
     for left, right, into in zip(a, b, made, strict=True):
         into.copy_(_one_dnn(left, right, None))
     return made
-
-
-def layer_product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x W (+ bias) of a layer, whose way back to x is a product of the same kind; None: torch's own
-    is as fast, or has to do it (autocast, a derivative by W, tensors of another kind)."""
-    plain = all(type(t) is Tensor and t.dtype == torch.float32 for t in (x, matrix))
-    small = not plain or x.ndim < 2 or x.numel() * matrix.shape[-1] < WORTH
-    if small or matrix.requires_grad or torch.is_autocast_enabled("cpu"):
-        return None
-    if not _better(x.detach(), matrix) or not (bias is None or _one_each(bias, matrix.shape[-1])):
-        return None
-    return _LayerProduct.apply(x, matrix, bias)
-
-
-def _one_each(bias: Tensor, outputs: int) -> bool:
-    """Whether it holds a number for each output, and no derivative is asked for."""
-    plain = type(bias) is Tensor and bias.dtype == torch.float32 and not bias.requires_grad
-    return plain and bias.shape == (outputs,)
-
-
-class _LayerProduct(torch.autograd.Function):
-    """x W (+ bias) with the way back to x alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(matrix)
-        return product(x.detach(), matrix, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return product(grads[0], ctx.saved_tensors[0].mT), None, None
 
 
 def _better(a: Tensor, b: Tensor) -> bool:

@@ -105,14 +105,21 @@ class Term(ABC):
             into = added_bmm(into, flat * variance[name].flatten(), flat.mT)
         return total([]) if into is None else into
 
+    @property
+    def zeros(self) -> Tree:
+        """0 in the shapes of its parameters."""
+        return {n: torch.zeros_like(g[0, 0]) for n, g in self.jacobian().items()}
+
     def square_sum(self) -> Tree:
         """Σ_i Σ_c G_ic ∘ G_ic."""
-        return {n: g.square().sum((0, 1)) for n, g in self.jacobian().items()}
+        squares = self.zeros
+        self.add_square_sum(squares)
+        return squares
 
     def add_square_sum(self, into: Tree) -> None:
         """Add :meth:`square_sum` to ``into``."""
-        for name, squares in self.square_sum().items():
-            into[name] += squares
+        for name, g in self.jacobian().items():
+            into[name] += g.square().sum((0, 1))
 
     def sum(self) -> Tree:
         """Σ_i Σ_c G_ic."""
@@ -132,29 +139,17 @@ class Term(ABC):
         """
         each = sum(stack[n].shape[1:].numel() for n in self.names)
         r, b = len(stack[self.names[0]]), self.n_examples
-        if not r:
-            return stack[self.names[0]].new_zeros(b, self.n_columns, 0, dtype=dtype)
         plain = scale is None and all(stack[n].dtype == dtype for n in self.names)
         rows = list(slices(r, r if plain else HELD // max(1, each)))
-        shares = []
+        shares = stack[self.names[0]].new_zeros(b, self.n_columns, r, dtype=dtype)
         for examples in slices(b, b if room is None else room // (2 * self.n_columns * each)):
-            gradients = self.part(examples).jacobian()
-            flat = {n: g.to(dtype).reshape(*g.shape[:2], -1) for n, g in gradients.items()}
-            shares.append(
-                torch.cat(
-                    [
-                        total(
-                            [
-                                product(g, taken(stack, n, at, dtype, scale).mT)
-                                for n, g in flat.items()
-                            ]
-                        )
-                        for at in rows
-                    ],
-                    dim=-1,
-                )
-            )
-        return torch.cat(shares)
+            for name, g in self.part(examples).jacobian().items():
+                flat = g.to(dtype).reshape(*g.shape[:2], -1)
+                for at in rows:
+                    shares[examples, :, at] += product(
+                        flat, taken(stack, name, at, dtype, scale).mT
+                    )
+        return shares
 
     def combined(self, weights: Tensor, into: Tree) -> None:
         """Add Σ_i Σ_c t_ick G_ic to ``into``, ``[r, *shape]`` by name, for t ``[B, K, r]``."""
@@ -260,8 +255,9 @@ class Apart(Term):
             into = part.gram(variance, into)
         return total([]) if into is None else into
 
-    def square_sum(self) -> Tree:
-        return _by_name([part.square_sum() for part in self.parts])
+    @property
+    def zeros(self) -> Tree:
+        return _by_name([part.zeros for part in self.parts])
 
     def add_square_sum(self, into: Tree) -> None:
         for part in self.parts:
@@ -332,11 +328,7 @@ def products(
     room: int | None = None,
 ) -> Tensor:
     """⟨G_ic, s ∘ U_k⟩ summed over the layers, ``[B, K, r]``: :meth:`Term.products`."""
-    sums: Tensor | None = None
-    for term in terms:
-        share = term.products(stack, dtype=dtype, scale=scale, room=room)
-        sums = share if sums is None else sums.add_(share)
-    return total([]) if sums is None else sums
+    return total(term.products(stack, dtype=dtype, scale=scale, room=room) for term in terms)
 
 
 def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:

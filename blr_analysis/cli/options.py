@@ -103,7 +103,7 @@ class Shared:
         from blr_analysis import ranks
         from blr_analysis.files.placing import folder_for
 
-        if (out := self.free(out)) is None or self.dry_run or not ranks.first():
+        if self.dry_run or not ranks.first() or (out := self.free(out)) is None:
             yield Path()
             return
         with folder_for(out) as folder:

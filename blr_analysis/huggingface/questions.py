@@ -171,7 +171,7 @@ def read_tokens(
             _check(loaded, row, max_length, place)
             kept = {n: ids[:max_length] for n, ids in row.items()}
         else:  # a text, which may be empty, or a pair
-            texts = [v if isinstance(v, str) else _words(v, columns[0], place) for v in values]
+            texts = [v if isinstance(v, str) else _words(v, "text", place) for v in values]
             words, row = " ".join(texts), _ids(loaded, *texts)
             kept = _ids(loaded, *texts, truncation=max_length is not None, max_length=max_length)
             kept["labels"] = 0 if labels is None else labels[k]

@@ -22,10 +22,6 @@ class _Independent(Likelihood):
     def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal of Λ, ``[B, C]``."""
 
-    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        s = self.scale(outputs, targets)
-        return s, torch.zeros_like(s)
-
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         return self.scale(outputs, targets) * vectors
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.likelihoods.base import Likelihood
 from blr_analysis.likelihoods.categorical import Categorical
 
 
@@ -99,7 +98,6 @@ class TokenCategorical(Categorical):
         )
 
     hessian_root = hessian
-    hessian_parts = Likelihood.hessian_parts
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The fraction of the tokens that count which are predicted right, ``[B]``."""

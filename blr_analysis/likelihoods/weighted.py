@@ -85,10 +85,6 @@ class Weighted(Likelihood):
     error, nll, hessian = _times("error"), _times("nll"), _times("hessian")
     drawn_error, hessian_root = _times("drawn_error", 0.5), _times("hessian_root", 0.5)
 
-    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-        parts = self._plain.hessian_parts(outputs, targets)
-        return parts and (self._beside(parts[0]), self._beside(parts[1], 0.5))
-
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)

@@ -152,7 +152,7 @@ def evaluations(tasks: Mapping[str, Task], state: State, who: str) -> list[Evalu
     found = []
     for task in tasks.values():
         with at_weights(task, state, f"the merge by {who!r}") as params:
-            found.append(evaluated(task, params, progress=False)[0])
+            found.append(evaluated(task, params)[0])
     return found
 
 

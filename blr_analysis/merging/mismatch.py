@@ -145,7 +145,7 @@ def gradient_mismatch(
     if tests is not None:
         others = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
     lookouts = [
-        _Lookout(n, by_name[n], other, homes[n], _metric(n, h, by_name[n]), progress)
+        _Lookout(n, by_name[n], other, homes[n], _metric(n, h, by_name[n]))
         for n, other, h in zip(names, others, held, strict=True)
     ]
     rows: list[Mapping[str, Any]] = []
@@ -173,7 +173,6 @@ class _Lookout:
     test: Task | None
     own: State
     metric: tuple[State, State] | None
-    progress: bool | None
 
     def __post_init__(self) -> None:
         self.home = self._seen(self.own, f"the fine-tuned model of task {self.name!r}")
@@ -184,10 +183,10 @@ class _Lookout:
         try:
             with at_weights(self.task, state, who) as params:
                 weights = {n: p.detach().clone() for n, p in params.items()}
-                here, gradient = evaluated_gradient(self.task, params, progress=self.progress)
+                here, gradient = evaluated_gradient(self.task, params)
             if self.test is not None:
                 with at_weights(self.test, state, f"{who}, in its test task,") as params:
-                    there = evaluated(self.test, params, progress=self.progress)[0]
+                    there = evaluated(self.test, params)[0]
         except BLRError as error:
             raise type(error)(f"task {self.name!r}: {error}") from error
         return weights, gradient, here, there

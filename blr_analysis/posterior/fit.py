@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, chunks, n_columns, n_outputs
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.files import Unfinished
@@ -47,31 +47,27 @@ class Fit:
         source = torch.Generator().manual_seed(self.seed)
         return torch.randint(2**31, (self.task.n_data,), generator=source)
 
-    def columns(self, counted: Callable[..., int] = n_outputs) -> int:
+    def columns(self) -> int:
         """How many G_i an example has."""
         drawn = {"empirical_fisher": 1, "mc_fisher": self.samples}
-        return drawn.get(self.curvature) or counted(self.task, self.params)
+        return drawn.get(self.curvature) or n_outputs(self.task, self.params)
 
     def passes(
         self,
         label: str,
         indices: Tensor | None = None,
         kept: Unfinished | None = None,
-        apart: bool = False,
     ) -> Iterator[list[Term]]:
-        """Per chunk the terms of the columns G_i; ``apart``: where each layer's are summed by
-        themselves, of a classifier with many outputs fewer do."""
+        """Per chunk the terms of the columns G_i."""
         task, params = self.task, self.params
         first = self.measures and not self.slope and indices is None
         more = int(first and self.curvature != "empirical_fisher")  # whose own column it is
-        apart = apart and self.curvature == "ggn" and not task.likelihood.is_sequence
-        asked = self.columns(n_columns if apart else n_outputs) + more
+        asked = self.columns() + more
         if first:
             self.slope.update({n: torch.zeros_like(p) for n, p in params.items()})
         own = {"indices": shared(task, params, indices), "label": label, "kept": kept}
         for chunk in chunks(task, params, columns=asked, **own):
-            few = chunk.few_columns() if apart else None
-            cotangents = self._cotangents(chunk) if few is None or few[0] is None else few[0]
+            cotangents = self._cotangents(chunk)
             if more:
                 error = chunk.likelihood.error(chunk.outputs, chunk.targets)
                 cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
@@ -79,8 +75,7 @@ class Fit:
             for term in terms if first else ():
                 for name, gradient in term.columns(slice(-1, None)).sum().items():
                     self.slope[name] += gradient
-            terms = [term.columns(slice(-1)) for term in terms] if more else terms
-            yield terms if few is None else few[1](terms)
+            yield [term.columns(slice(-1)) for term in terms] if more else terms
         if first:
             ranks.total(self.slope.values())
 

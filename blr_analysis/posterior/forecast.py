@@ -10,7 +10,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
-from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import SAMPLE
@@ -36,7 +36,7 @@ class Forecast:
         beside ``disk``."""
         params, factors = task.parameters(), {False: 0, True: 0}
         vocabulary, layers = vocabulary_of(task, params), {}
-        chunk = next(iter(chunks(task, params, QUIET, columns=1)))
+        chunk = next(iter(chunks(task.quiet, params, columns=1)))
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         for term in chunk.terms(error.unsqueeze(1), last=True) if structure in FACTORED else ():
             if (found := term.factors(vocabulary=vocabulary)) is not None:

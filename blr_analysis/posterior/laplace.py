@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
-from blr_analysis.backprop.products import Curvature
+from blr_analysis.backprop.products import Hessian
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
@@ -207,9 +207,9 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
 def _exact(fit: Fit, kind: type[Structure]) -> tuple[Structure, float]:
     """δ + Σ_i ∇²ℓ_i, nowhere below δ, and the share that was."""
     task, params = fit.task, fit.params
-    hessian = Curvature(task, params, kind="hessian", memory_budget=task.memory_budget)
+    hessian = Hessian(task, params)
     hessian.check_symmetric()
-    rows = unit_rows(params, lambda v: hessian.product(v, progress=task.progress))
+    rows = unit_rows(params, hessian.product)
     form, floored = kind.of_rows(params, rows).plus_prior(fit.prior).floored(fit.prior)
     if floored:
         said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"

@@ -172,7 +172,7 @@ class Monitor(Plottable):
             row, seen = observed(self.task, q, self.indices, self.correction)
             row |= {"epoch": epoch, "test_nll": math.nan, "test_accuracy": math.nan}
             if self.test is not None:
-                row |= evaluated(self.test, q.mean, progress=False)[0].row("test")
+                row |= evaluated(self.test, q.mean)[0].row("test")
         row["seconds"] = perf_counter() - start
         for name in self.keep:
             self._kept[name].append(seen[name].float())
@@ -375,7 +375,7 @@ def _test_task(test: Any, task: Task) -> Task:
     test = check_test(test, task)
     try:
         with _resting(task.model):
-            evaluated(test, task.parameters(), progress=False)
+            evaluated(test, task.parameters())
     except DataError as error:
         raise DataError(f"the test task does not fit the model: {error}") from error
     return test

@@ -213,9 +213,9 @@ def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
     mean = q.on(under).mean
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}
     if test is not None:
-        tested = evaluated(test.with_model(under), mean, progress=False)[0].row("test")
+        tested = evaluated(test.with_model(under), mean)[0].row("test")
     return {
-        **evaluated(under, mean, progress=False)[0].row("train"),
+        **evaluated(under, mean)[0].row("train"),
         "loo_nll": loo.nll,
         "loo_accuracy": math.nan if loo.accuracy is None else loo.accuracy,
         "max_leverage": float(loo.leverage.max()),

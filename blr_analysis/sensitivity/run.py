@@ -61,7 +61,7 @@ def losses_at(task: Task, state: Mapping[str, Tensor], chosen: Tensor | None = N
     """The unweighted losses of examples at these weights and buffers, in float64."""
     held = task if chosen is None else task.subset(chosen)
     if task.likelihood.is_sequence:
-        return evaluated(held, dict(state), progress=False)[0].losses.double()
+        return evaluated(held, dict(state))[0].losses.double()
     scored, losses = scored_by(task.likelihood), []
     with torch.no_grad(), held.evaluation():
         for indices, batch in held.batches():

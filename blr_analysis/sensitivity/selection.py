@@ -60,7 +60,7 @@ class Columns:
     def _cheap(self) -> dict[str, Sequence[Any]]:
         """What forward passes tell; several numbers per example have names of their own."""
         likelihood = self._task.likelihood
-        outputs, targets = predict(self._task, self._posterior.mean, progress=False)
+        outputs, targets = predict(self._task, self._posterior.mean)
         index, predictions = torch.arange(self._task.n_data), likelihood.prediction(outputs)
         columns = index, targets, predictions, likelihood.nll(outputs, targets)
         flat = [v.squeeze(-1) if v.ndim == 2 and v.shape[-1] == 1 else v for v in columns]

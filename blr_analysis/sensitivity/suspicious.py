@@ -224,7 +224,7 @@ def _contradicted(task: Task, q: Posterior, left_out: Tensor, targets: Tensor) -
     """Where the left-out prediction, or those of most of the run, have another label."""
     plain, votes = task.likelihood.plain, []
     for p in q.run:
-        f, _ = predict(task.holding(p.buffers), p.mean, progress=False)
+        f, _ = predict(task.holding(p.buffers), p.mean)
         votes.append(best_label(plain, f, targets)[0] > 0)
     most = torch.stack(votes).double().mean(0) > 0.5
     return most | (best_label(plain, left_out, targets)[0] > 0)
@@ -316,8 +316,8 @@ def responses(task: Task, q: Posterior, *, samples: int, seed: int = 0) -> tuple
 
     def seen(params: Mapping[str, Tensor]) -> Tensor:
         if task.likelihood.is_sequence:
-            return evaluated(task, params, progress=False)[0].losses.unsqueeze(1)
-        return predict(task, params, progress=False)[0]
+            return evaluated(task, params)[0].losses.unsqueeze(1)
+        return predict(task, params)[0]
 
     before = seen(q.mean)
     c = before.shape[1]

@@ -225,7 +225,7 @@ def default_recipe(task: Task, posterior: Posterior | None = None) -> Recipe:
         recipe = Recipe("adam", lr=lr, epochs=1, **how)
         try:
             state = trained(task.quiet, whole_data(task), recipe, 0)
-            return evaluated(task, state, progress=False)[0].nll
+            return evaluated(task, state)[0].nll
         except ModelError:  # it diverges
             return math.inf
 

@@ -324,7 +324,7 @@ class _Solvers:
         self.passes = None if passes is None else positive_int("passes", passes)
         self.home, self.q = self.several[-1]
         self.where = self.home if evaluate is None else _evaluated_on(evaluate, self.home, self.q)
-        self.before, self.targets = evaluated(self.where, self.q.mean, progress=False)
+        self.before, self.targets = evaluated(self.where, self.q.mean)
         self._references: dict[int, Evaluation] = {}
 
     def answer(self, change: Change) -> WhatIf:
@@ -342,7 +342,7 @@ class _Solvers:
         states = [{**q.mean, **q.buffers} for q in stepped]
         changes = [
             self._measured(state).losses.double()
-            - evaluated(self.where.holding(q.buffers), q.mean, progress=False)[0].losses.double()
+            - evaluated(self.where.holding(q.buffers), q.mean)[0].losses.double()
             for state, (_, q) in zip(states, self.several, strict=True)
         ]
         last = self._measured(states[-1])
@@ -417,7 +417,7 @@ class _Solvers:
 
     def _measured(self, state: Mapping[str, Tensor]) -> Evaluation:
         try:
-            return evaluated(self.where, dict(state), progress=False)[0]
+            return evaluated(self.where, dict(state))[0]
         except ModelError as error:
             raise PosteriorError(
                 f"at the weights after the change {error}. The step is too long for this "

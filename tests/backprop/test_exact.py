@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from blr_analysis import sensitivity
-from blr_analysis.backprop import plan, record, single
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop import plan
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
 
@@ -42,24 +42,6 @@ def test_jacobians_for_any_chunk_size(name: str) -> None:
     assert float(torch.linalg.vector_norm(jacobian)) > 0
     for chunk_size in {1, task.n_data}:
         assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
-
-
-@pytest.mark.parametrize("name", ["mlp", "images", "words", "words_tied", "functional"])
-def test_layers_by_the_faster_product(name: str, monkeypatch) -> None:
-    """Linear layers in single precision whose products, there and back, are made by oneDNN."""
-    with seeded(0):
-        case = CASES[name]()
-    made, product = [], single._one_dnn
-    monkeypatch.setattr(single, "_one_dnn", lambda *given: made.append(0) or product(*given))
-    monkeypatch.setattr(single, "WORTH", 1)
-    for module in (single, record):
-        monkeypatch.setattr(module, "slow_mkl", lambda: True)
-    x = case.inputs.float() if case.inputs.is_floating_point() else case.inputs
-    task = task_of(Case(case.model.float(), x, case.forward))
-    found, calls = jacobian_of(task, 2), len(made)
-    assert calls > 3 * task.n_data
-    assert relative(found, dense_jacobian(task, task.parameters())) < 1e-4
-    assert len(made) == calls  # elsewhere the layers are torch's
 
 
 class Swapping(nn.Module):
@@ -78,29 +60,29 @@ class Swapping(nn.Module):
             del self.first.forward
 
 
-@pytest.mark.parametrize("patched", ["the class", "inside of the model", "the function"])
-def test_a_patched_layer_is_not_replaced(patched: str, monkeypatch) -> None:
-    if patched == "the class":
-        plain = nn.Linear.forward
+def patched_class(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    plain = nn.Linear.forward
 
-        def residual(self: nn.Linear, x: Tensor) -> Tensor:
-            return plain(self, x) + (x if x.shape[-1] == self.out_features else 0)
+    def residual(self: nn.Linear, x: Tensor) -> Tensor:
+        return plain(self, x) + (x if x.shape[-1] == self.out_features else 0)
 
-        monkeypatch.setattr(nn.Linear, "forward", residual)
-    if patched == "the function":
-        product = nn.functional.linear
-        monkeypatch.setattr(
-            nn.functional, "linear", lambda x, w, b: product(x, w, b) + product(x, w * 0 + 1)
-        )
+    monkeypatch.setattr(nn.Linear, "forward", residual)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def patched_function(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    product = nn.functional.linear
+    monkeypatch.setattr(
+        nn.functional, "linear", lambda x, w, b: product(x, w, b) + product(x, w * 0 + 1)
+    )
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("made", [patched_class, patched_function, lambda _: Swapping()])
+def test_layers_that_were_patched(made, monkeypatch: pytest.MonkeyPatch) -> None:
     with seeded(0):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-        inside = patched == "inside of the model"
-        task = task_of(Case(Swapping() if inside else model, normal(6, 3).float()))
-    jacobian_of(task, None)  # the check is of few rows, which are not worth another product
-    monkeypatch.setattr(single, "WORTH", 1)
-    for module in (single, record):
-        monkeypatch.setattr(module, "slow_mkl", lambda: True)
-    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < 1e-5
+        task = task_of(Case(made(monkeypatch).double(), normal(6, 3)))
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < EXACT
     assert not any("forward" in vars(module) for module in task.model.modules())
 
 
@@ -123,15 +105,12 @@ def test_layers_that_are_run_again_are_run_in_eval_mode() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 3)])
-def test_biases_that_torch_spreads(shape: tuple[int, ...], monkeypatch) -> None:
+def test_biases_that_torch_spreads(shape: tuple[int, ...]) -> None:
     with seeded(0):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-    model[0].bias = nn.Parameter(torch.rand(shape), requires_grad=False)
-    monkeypatch.setattr(single, "WORTH", 1)
-    for module in (single, record):
-        monkeypatch.setattr(module, "slow_mkl", lambda: True)
-    task = task_of(Case(model, normal(6, 3).float()))
-    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < 1e-5
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model[0].bias = nn.Parameter(torch.rand(shape).double())
+    task = task_of(Case(model, normal(6, 3)))
+    assert relative(jacobian_of(task, None), dense_jacobian(task, task.parameters())) < EXACT
 
 
 def test_a_gpus_plan_is_checked_in_single_precision(monkeypatch) -> None:
@@ -276,20 +255,20 @@ def _as_float32(case: Case) -> Case:
 
 
 RULES = {
-    "images": {"convolution", "batch_norm", "group_norm", "linear"},
-    "volumes": {"convolution", "batch_norm", "linear"},
+    "images": {"convolution", "norm", "linear"},
+    "volumes": {"convolution", "norm", "linear"},
     "conv1d_of_hugging_face": {"transposed_linear", "linear"},
     "embedding_padding": {"embedding", "linear"},
     "embedding_sparse": {"embedding", "linear"},
-    "layernorm_two_dims": {"convolution", "layer_norm", "linear"},
-    "rmsnorm_two_dims": {"convolution", "rms_norm", "linear"},
+    "layernorm_two_dims": {"convolution", "norm", "linear"},
+    "rmsnorm_two_dims": {"convolution", "norm", "linear"},
     **{
         f"positions_{w}": {"embedding", "linear"}
         for w in ("plain_3", "plain_6", "plain_7", "row_5")
     },
     **{f"sequence_first_{t}": {"linear"} for t in (1, 2, 3, 7)},
-    **{f"flattened_{t}": {"linear", "batch_norm"} for t in (1, 2, 3)},
-    "frames": {"convolution", "group_norm", "linear"},
+    **{f"flattened_{t}": {"linear", "norm"} for t in (1, 2, 3)},
+    "frames": {"convolution", "norm", "linear"},
     **{n: {"recurrence", "linear"} for n in ("lstm", "lstm_projected", "lstm_with_states", "gru")},
     **{n: {"recurrence", "linear"} for n in ("rnn_relu", "sequence_first_gru_3", "unrolled_cell")},
     "called_twice": {"linear"},
@@ -319,13 +298,12 @@ def test_rules_and_torch_func_agree_under_a_kronecker_posterior(monkeypatch, nam
     assert any(block.bias for block in q.form.blocks)
     variance = sensitivity(task, q).variance
     monkeypatch.setattr(plan, "rule_for", lambda module: None)
-    monkeypatch.setattr(plan, "is_affine", lambda *_: False)
     with seeded(0):
         slow = task_of(CASES[name]())
     assert all(unit.rule is None for unit in plan.plan_for(slow, slow.parameters()).units)
     assert relative(sensitivity(slow, q).variance, variance) < EXACT
     total = q.form.zeros()
-    for chunk in chunks(slow, q.mean, Chunking(chunk_size=3, progress=False)):
+    for chunk in chunks(slow, q.mean, size=3):
         total = total.add(
             chunk.terms(task.likelihood.hessian_root(chunk.outputs, chunk.targets).mT)
         )

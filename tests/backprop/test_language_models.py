@@ -89,23 +89,27 @@ def by_autograd(task: Task) -> Tensor:
     return torch.stack(rows).view(len(task), -1, len(rows[0]))
 
 
-def test_norms_of_every_name_are_read_by_what_they_compute() -> None:
+def test_norms_of_every_name_are_read_by_themselves() -> None:
     """Single precision inside of a double one, too: as exact as that allows."""
     task = norms()
-    read = ways(task)
-    assert {n: read[n] for n in ("rms.weight", "gemma.weight", "scale.gamma", "scale.beta")} == (
-        dict.fromkeys(("rms.weight", "gemma.weight", "scale.gamma", "scale.beta"), "affine")
-    )
-    assert read["curved.weight"] == "curved"  # by torch.func
+    assert all(way in name for name, way in ways(task).items() if "out" not in name)  # by itself
     for chunk_size in (1, 4):
         assert relative(jacobian_of(task, chunk_size), by_autograd(task)) < 1e-6
 
 
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """With the models' modules, whose import takes long."""
+    found = pytest.importorskip("transformers")
+    for kind in ("Mixtral", "Gemma2", "Cohere", "DeepseekV3"):
+        getattr(found, f"{kind}ForCausalLM")
+    return found
+
+
 def test_a_router_in_single_precision_does_not_misplace_rows(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, transformers: Any
 ) -> None:
     """Which would send all layers before it through the whole model, one example at a time."""
-    transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 12}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
     config = transformers.MixtralConfig(**small, **heads, head_dim=4, use_cache=False)
@@ -121,8 +125,9 @@ def test_a_router_in_single_precision_does_not_misplace_rows(
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "DeepseekV3"])
-def test_models_whose_norms_are_in_single_precision_run_in_double(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
+def test_models_whose_norms_are_in_single_precision_run_in_double(
+    kind: str, transformers: Any
+) -> None:
     small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}
     ends: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -163,7 +168,7 @@ def fitted(task: Task, structure: str) -> blr.Posterior:
 def test_a_tied_table_is_never_made_for_each_example() -> None:
     read = ways(language(torch.float64))
     assert read["words.weight"] == "linear"  # the table's own rule, and the read-out's
-    assert set(read.values()) == {"embedding", "linear", "layer_norm"}
+    assert set(read.values()) == {"embedding", "linear", "norm"}
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "lowrank"])

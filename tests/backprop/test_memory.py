@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blr_analysis import sensitivity
 from blr_analysis.backprop import engine
-from blr_analysis.backprop.engine import Chunking, chunks
+from blr_analysis.backprop.engine import chunks
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.posterior import Posterior, fit_laplace
 from blr_analysis.task import Task
@@ -211,7 +211,7 @@ def test_frozen_layers_cost_nothing() -> None:
     frozen.passes = live.passes = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "register_forward_hook", spy)
-        for chunk in chunks(task, params, Chunking(chunk_size=4, progress=False)):
+        for chunk in chunks(task, params, size=4):
             chunk.jacobian_terms()
     assert frozen.inner not in seen
     assert live.inner in seen
@@ -221,7 +221,7 @@ def test_frozen_layers_cost_nothing() -> None:
 
 def test_no_weight_gradient_is_ever_formed() -> None:
     task, _, _ = example("images")
-    for chunk in chunks(task, task.parameters(), Chunking(chunk_size=3, progress=False)):
+    for chunk in chunks(task, task.parameters(), size=3):
         leaves, waiting = set(), [chunk._recording.outputs.grad_fn]
         while waiting:
             node = waiting.pop()

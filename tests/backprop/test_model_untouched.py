@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from zoo import CASES
 
 from blr_analysis import leave_one_out, sensitivity, what_if
-from blr_analysis.backprop.engine import QUIET, Chunking, chunks, predict
+from blr_analysis.backprop.engine import chunks, predict
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.errors import BLRError, ModelError
 from blr_analysis.posterior import fit_laplace
@@ -51,7 +51,7 @@ def test_after_every_analysis(name: str) -> None:
         q = fit_laplace(task, structure="kron", prior_precision=0.7)
         scores = sensitivity(task, q)
         sensitivity(task, q, variance=False)
-        predict(task, q.mean, progress=False)
+        predict(task, q.mean)
         leave_one_out(task, q, correction="first_order")
         if len(scores) > 2:
             what_if(task, q, remove=[0], evaluate=task)
@@ -108,10 +108,10 @@ def test_after_an_exception_in_a_consumers_loop(error: type[BaseException]) -> N
     mixed_modes(task.model)
     with untouched(task.model):
         with pytest.raises(error):
-            for chunk in chunks(task, task.parameters(), Chunking(chunk_size=2, progress=False)):
+            for chunk in chunks(task, task.parameters(), size=2):
                 chunk.jacobian_terms()
                 raise error
-        for chunk in chunks(task, task.parameters(), Chunking(chunk_size=2, progress=False)):
+        for chunk in chunks(task, task.parameters(), size=2):
             chunk.jacobian_terms()
             break
 
@@ -156,9 +156,9 @@ def test_batchnorm_in_training_mode_is_refused(norm) -> None:
     with untouched(model), pytest.raises(ModelError, match=r"'1\.0'.*model\.eval\(\)"):
         fit_laplace(task, prior_precision=1.0)
     with untouched(model), pytest.raises(ModelError, match="training mode"):
-        next(iter(chunks(task, task.parameters(), QUIET)))
+        next(iter(chunks(task.quiet, task.parameters())))
     with untouched(model), pytest.raises(ModelError, match="training mode"):
-        predict(task, task.parameters(), progress=False)
+        predict(task, task.parameters())
 
 
 def test_batchnorm_without_statistics_is_refused() -> None:
@@ -214,7 +214,7 @@ def test_data_that_the_model_works_on_in_place() -> None:
     x = normal(8, 3)
     before = x.clone()
     task = Task(graph(call, out=nn.Linear(3, 2)), (x, torch.arange(8) % 2))
-    predict(task, task.parameters(), progress=False)
+    predict(task, task.parameters())
     q = fit_laplace(task, structure="full", prior_precision=1.0)
     sensitivity(task, q)
     assert torch.equal(x, before)
@@ -226,7 +226,7 @@ def test_weights_swapped_by_the_analysis_are_the_posteriors() -> None:
     task = Task(model, (normal(6, 3), torch.arange(6) % 2))
     own = model.out.weight.detach().clone()
     params = {n: torch.zeros_like(p) for n, p in task.parameters().items()}
-    for chunk in chunks(task, params, Chunking(chunk_size=2, progress=False)):
+    for chunk in chunks(task, params, size=2):
         assert torch.equal(chunk.outputs, torch.zeros(2, 2, dtype=torch.float64))
         assert torch.equal(model.out.weight, own)
 

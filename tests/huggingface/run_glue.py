@@ -3,35 +3,21 @@
 import sys
 
 import datasets
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+import transformers
+from transformers import Trainer
 
 
 def main(arguments: list[str]) -> Trainer:
     checkpoint, file, *rest = arguments
-    parser = HfArgumentParser(TrainingArguments)
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     parser.set_defaults(learning_rate=5e-5, weight_decay=0.01)
     (args,) = parser.parse_args_into_dataclasses(rest)
-    set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint)
     raw = datasets.load_dataset("csv", data_files=file, split="train")
     data = raw.map(lambda rows: tokenizer(rows["sentence"], truncation=True), batched=True)
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=data,
-        eval_dataset=data.select(range(6)),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        processing_class=tokenizer,
-    )
+    how = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer}
+    trainer = Trainer(model=model, args=args, **how)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     return trainer

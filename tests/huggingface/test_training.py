@@ -18,17 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import blr_analysis as blr
-from blr_analysis.errors import BLRError, InputError, OptimizerError, PosteriorError
+from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.files import Folder, fingerprint, storage
-from blr_analysis.huggingface import (
-    CheckpointsCallback,
-    IVONTrainer,
-    MonitorCallback,
-    TrainerPrecision,
-)
+from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, MonitorCallback
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
 from blr_analysis.huggingface.recording import training_of
+from blr_analysis.huggingface.trainer import TrainerPrecision
 from blr_analysis.posterior import read_precision_record
 from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 
@@ -67,23 +63,8 @@ def prepared(
 
 
 def same(one: blr.Posterior, other: blr.Posterior) -> bool:
-    pairs = [(q.mean[n], q.precision(n)) for q in (one, other) for n in one.mean]
-    count = len(one.mean)
-    return all(
-        torch.equal(x, y) for a, b in zip(pairs[:count], pairs[count:], strict=True)
-        for x, y in zip(a, b, strict=True)
-    )  # fmt: skip
-
-
-# IVON's sizes
-
-
-def test_steps_are_counted_where_only_epochs_are_given(tmp_path: Path) -> None:
-    options: Any = {"weight_decay": 1 / N, "hess_init": "weights", "steps": 6}
-    expected = blr.IVON(bert().parameters(), lr=0.1, ess=N, **options)
-    own = prepared(tmp_path, num_train_epochs=3).create_optimizer()
-    assert own.param_groups[0]["beta2"] == expected.param_groups[0]["beta2"]
-    assert own.param_groups[0]["ess"] == N
+    pairs = [(q.mean, q.form.diagonal()) for q in (one, other)]
+    return all(torch.equal(a[n], b[n]) for a, b in zip(*pairs, strict=True) for n in a)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -93,52 +74,42 @@ def test_a_mean_over_tokens_has_tokens_for_ess(tmp_path: Path, given: bool) -> N
     rows: Any = [{"input_ids": i, "labels": y} for i, y in zip(IDS, labels, strict=True)]
     model, tokens = tiny.build("llama", "causal_lm"), 2 * N
     own = blr.IVON(model.parameters(), lr=0.1, ess=tokens, weight_decay=1 / tokens)
-    run = prepared(tmp_path, model, data=rows, optimizer=own if given else None)
+    how: Any = {"data": rows, "save_strategy": "no", "optimizer": own if given else None}
+    run = prepared(tmp_path, model, **how)
     before = torch.get_rng_state()
-    run.create_optimizer()
+    group = run.create_optimizer().param_groups[0]
     assert torch.equal(torch.get_rng_state(), before)  # counting leaves the draws alone
-    assert run.optimizer.param_groups[0]["ess"] == tokens
+    assert group["ess"] == tokens and (given or run.optimizer.steps == 4)
     run.train()
+    assert not list(tmp_path.iterdir())
     posterior = run.posterior()
     assert posterior.n_data == N and posterior.prior_precision == pytest.approx(1.0)
     task = blr.Task(model, DataLoader(rows, batch_size=3), likelihood="causal_lm")
     assert bool(blr.sensitivity(task, posterior).self_influence.isfinite().all())
 
 
-def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path) -> None:
-    rows = [{**row, "labels": torch.tensor([1.0, 0.0])} for row in DATA]
+@pytest.mark.parametrize("collated", [False, True])
+def test_a_mean_over_outputs_has_their_number_for_ess(tmp_path: Path, collated: bool) -> None:
+    rows: list[Any] = [{**row, "labels": torch.tensor([1.0, 0.0])} for row in DATA]
 
     def named(some: list[Any]) -> dict[str, Tensor]:
-        labels = torch.tensor([[row["tag"] == "a", False] for row in some]).float()
-        return {"input_ids": torch.stack([row["input_ids"] for row in some]), "labels": labels}
+        ids = torch.stack([row["input_ids"] for row in some])
+        return {"input_ids": ids, "labels": torch.ones(len(some), 2)}
 
-    run = prepared(tmp_path, data=rows)
-    tagged = prepared(
-        tmp_path,
-        data=[{"input_ids": ids, "tag": "ab"[i % 2]} for i, ids in enumerate(IDS)],
-        remove_unused_columns=False,
-    )
-    tagged.data_collator = named
-    for each in (run, tagged):
-        each.train()
-        assert each.optimizer.optimizer.param_groups[0]["ess"] == 2 * N
-        q = each.posterior()
-        assert q.n_data == N and q.prior_precision == pytest.approx(1.0)
-
-
-# What a training leaves
+    if collated:
+        rows = [{"input_ids": ids, "tag": "a"} for ids in IDS]
+    run = prepared(tmp_path, data=rows, remove_unused_columns=False)
+    run.data_collator = named if collated else run.data_collator
+    run.train()
+    q = run.posterior()
+    assert run.optimizer.optimizer.param_groups[0]["ess"] == 2 * N
+    assert q.n_data == N and q.prior_precision == pytest.approx(1.0)
 
 
 def test_the_best_checkpoint_brings_its_own_precision_and_recipe(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-
-    class Judged(IVONTrainer):
-        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            worse = {"eval_loss": float(self.state.global_step)}
-            self.log(worse)
-            return worse
-
-    run = prepared(tmp_path, kind=Judged, **settings)
+    run = prepared(tmp_path, **settings)
+    run.evaluate = lambda *_, **__: run.log(worse := {"eval_loss": run.state.global_step}) or worse
     run.train()
     best = blr.Posterior.from_checkpoint(tmp_path / "checkpoint-2", bert())
     assert same(run.posterior(), best)
@@ -147,39 +118,30 @@ def test_the_best_checkpoint_brings_its_own_precision_and_recipe(tmp_path: Path)
     assert list(run.checkpoints.snapshots) == [0, 1]
 
 
-def test_a_resumed_run_has_the_checkpoints_of_the_whole_one(tmp_path: Path) -> None:
-    def trained(place: str | None) -> Any:
-        run = prepared(tmp_path, num_train_epochs=8, save_steps=5)
-        run.train(resume_from_checkpoint=place)
-        return run
-
-    whole, again = trained(None), trained(str(tmp_path / "checkpoint-5"))
-    posteriors = [run.posterior().run for run in (whole, again)]
-    assert len(posteriors[0]) == 4 and all(map(same, *posteriors))
-    assert again.recipe.initial is not None
-    names = {p.name for p in (tmp_path / "_run").iterdir()}
-    assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
-
-
 def test_a_trainers_folder_has_checkpoints_and_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    how |= {"kind": Trainer, "num_train_epochs": 8}
     callbacks, model = (CheckpointsCallback(), TrainerPrecision()), bert()
-    prepared(tmp_path, model, *callbacks, kind=Trainer, num_train_epochs=8, **how).train()
-    expected = {
-        "optimizer": "adamw", "lr": 0.1, "epochs": 8, "batch_size": 6, "schedule": "cosine",
-        "weight_decay": 0.1,
-    }  # fmt: skip
+    prepared(tmp_path, model, *callbacks, **how).train()
+    expected = {"optimizer": "adamw", "lr": 0.1, "epochs": 8, "batch_size": 6}
+    expected |= {"schedule": "cosine", "weight_decay": 0.1}
     assert json.loads((tmp_path / "_run" / "recipe.json").read_text()) == expected
+    names = {p.name for p in (tmp_path / "_run").iterdir()}
+    assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
+    kept, again = callbacks[0].checkpoints.posterior(n_data=N).run, bert()  # type: ignore[union-attr]
+    resumed = prepared(tmp_path, again, callbacks[0], **how)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    posteriors = callbacks[0].checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
+    assert len(kept) == 4 and all(map(same, kept, posteriors))
     assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
     task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
     assert task.recipe is not None and task.recipe.record == expected
     assert task.recipe.initial is not None
     beside = blr.Task(model, DATA, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
-    for one, other in zip(task.checkpoints, beside.checkpoints, strict=True):
-        assert all(torch.equal(one[name], value) for name, value in other.items())
+    torch.testing.assert_close([*task.checkpoints], [*beside.checkpoints], rtol=0, atol=0)
     early = training_of(tmp_path / "checkpoint-4")
     assert early["recipe"].epochs == 2 and early["checkpoints"] == tmp_path / "_run"
     assert read_precision_record(tmp_path / "checkpoint-4/precision")["recipe"]["epochs"] == 2
@@ -190,13 +152,11 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(
 
 
 def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) -> None:
-    """As the command line reads it; without a save strategy nothing is kept on disk."""
+    """As the command line reads it."""
     texts = tiny.sentences(N, low=5, high=5)
     (tmp_path / "data.txt").write_text("\n".join(texts))
     rows = [{"input_ids": i, "labels": i} for i in tiny.tokenizer(pairs=False)(texts).input_ids]
     model = tiny.build("llama", "causal_lm")
-    prepared(tmp_path / "none", model, data=rows, save_strategy="no").train()
-    assert not (tmp_path / "none" / "_run").exists()
     prepared(tmp_path / "lm", model, data=rows, num_train_epochs=8).train()
     tiny.save(tmp_path / "lm", model, pairs=False)
     task = language_task(load_language_model(tmp_path / "lm"), tmp_path / "data.txt")
@@ -220,16 +180,13 @@ def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
     assert said == monitor.table["loo_nll"].tolist()
     again, other = watched(str(tmp_path / "checkpoint-2"))
     assert same(run.posterior(), again.posterior())
+    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     columns = monitor.table.columns.drop("seconds")  # the second epoch was watched again
     assert other.table[columns].equals(monitor.table[columns])
-    assert other.rows[0]["seconds"] == monitor.rows[0]["seconds"]
     assert torch.equal(other.deviations, monitor.deviations)
     with pytest.raises(InputError, match="epoch 1 does not follow epoch 2; build a new Monitor"):
         run.train()  # another run, refused before its first step
     assert run.state.global_step == 0
-
-
-# Precisions for merging
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -257,17 +214,16 @@ def test_a_precision_lies_in_every_checkpoint(tmp_path: Path, kind: str) -> None
     known: Any = {"n_data": N, "prior_precision": 2.0}
     truth = from_optimizer(run.optimizer, model, **known)
     q = blr.Posterior.load(place / "precision", model=place, prior_precision=2.0)
-    with torch.device("meta"):
-        empty = type(model)(model.config)
-    read = from_checkpoint(place, empty, **known)  # the Trainer's own, without our callback
+    read = from_checkpoint(place, model, **known)  # the Trainer's own, without our callback
     for name, s in truth.precision.items():
         assert torch.equal(q.precision(name), s) and torch.equal(read.precision[name], s)
         assert torch.equal(q.mean[name], read.mean[name])
-    with pytest.raises(PosteriorError, match="sha256"):
-        blr.Posterior.load(place / "precision", model=tmp_path / "checkpoint-3")
 
 
-def test_ivons_precision_has_its_prior_in_it(tmp_path: Path) -> None:
+def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -> None:
+    how = {"kind": Trainer, "data": Stream(), "max_steps": 2}
+    prepared(tmp_path, None, TrainerPrecision(n_data=1000), **how).train()
+    assert read_precision_record(tmp_path / "checkpoint-2" / "precision")["n_data"] == 1000
     run = prepared(tmp_path, None, TrainerPrecision(), weight_decay=0.1)
     run.train()
     place = tmp_path / "checkpoint-4"
@@ -276,41 +232,27 @@ def test_ivons_precision_has_its_prior_in_it(tmp_path: Path) -> None:
     assert q.record["kind"] == "ivon" and q.prior_precision == pytest.approx(N * 0.1)
 
 
-def test_a_stream_with_a_given_length(tmp_path: Path) -> None:
-    how = {"kind": Trainer, "data": Stream(), "max_steps": 2}
-    prepared(tmp_path, None, TrainerPrecision(n_data=1000), **how).train()
-    assert read_precision_record(tmp_path / "checkpoint-2" / "precision")["n_data"] == 1000
-
-
-# What is refused
-
-
 def adam(folder: Path, **how: Any) -> Any:
     return prepared(folder, None, TrainerPrecision(), kind=Trainer, **how)
 
 
-REFUSED: dict[str, tuple[Callable[[Path], object], type[BLRError], str]] = {
-    "untrained": (lambda p: prepared(p).posterior(), OptimizerError, "NoneType"),
-    "no draws": (
-        lambda p: prepared(p, m := bert(), optimizer=torch.optim.AdamW(m.parameters())).train(),
-        InputError,
-        "AdamW draws no weights",
-    ),
-    "IVON of a stream": (
-        lambda p: prepared(p, data=Stream(), max_steps=2).train(),
-        InputError,
-        "no length.*ess=N",
-    ),
+def ivon(folder: Path, optimizer: Any = None, **how: Any) -> Any:
+    model = bert()
+    return prepared(folder, model, optimizer=optimizer and optimizer(model.parameters()), **how)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "Adam's rate": (lambda p: ivon(p, learning_rate=5e-5).train(), UserWarning, "IVON's are"),
+    "untrained": (lambda p: ivon(p).posterior(), OptimizerError, "NoneType"),
+    "no draws": (lambda p: ivon(p, torch.optim.AdamW).train(), InputError, "AdamW draws no"),
+    "IVON": (lambda p: ivon(p, data=Stream(), max_steps=2).train(), InputError, "no length.*ess"),
     "SGD": (lambda p: adam(p, optim="sgd").train(), OptimizerError, "SGD keeps no precision"),
     "Adafactor": (lambda p: adam(p, optim="adafactor").train(), OptimizerError, "from Adafactor"),
-    "Adam of a stream": (
-        lambda p: adam(p, data=Stream(), max_steps=2).train(),
-        InputError,
-        "no length.*n_data=",
-    ),
+    "Adam": (lambda p: adam(p, data=Stream(), max_steps=2).train(), InputError, "n_data="),
 }
 
 
+@pytest.mark.filterwarnings("error:learning_rate")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_before_a_step(case: str, tmp_path: Path) -> None:
     ask, error, words = REFUSED[case]
@@ -319,28 +261,14 @@ def test_what_cannot_be_is_refused_before_a_step(case: str, tmp_path: Path) -> N
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_adams_rate_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="IVON's are"):
-        prepared(tmp_path, learning_rate=5e-5).create_optimizer()
-
-
 # A script for Hugging Face's Trainer trains with IVON when two of its lines are changed
 
 
 SCRIPT = Path(__file__).with_name("run_glue.py").read_text("utf-8")
-IMPORT = "from blr_analysis.huggingface import IVONTrainer as Trainer\n"
-CHANGED = (
-    SCRIPT.replace("    Trainer,\n", "")
-    .replace("import datasets\n", f"import datasets\n{IMPORT}")
-    .replace("learning_rate=5e-5", "learning_rate=0.1")
-)
-LINES = """the film was very good,1
-a bright book,1
-a very good book,1
-the film was not good,0
-a dull book,0
-the book was very bad,0
-"""
+OURS = "from blr_analysis.huggingface import IVONTrainer as Trainer"
+CHANGED = SCRIPT.replace("from transformers import Trainer", OURS).replace("=5e-5", "=0.1")
+GOOD = "the film was very good,1\na bright book,1\na very good book,1\n"
+BAD = "the film was not good,0\na dull book,0\nthe book was very bad,0\n"
 
 
 @pytest.mark.slow
@@ -348,7 +276,7 @@ def test_two_changed_lines_train_on_six(tmp_path: Path) -> None:
     changes = list(difflib.ndiff(SCRIPT.splitlines(), CHANGED.splitlines()))
     assert [sum(line.startswith(sign) for line in changes) for sign in ("- ", "+ ")] == [2, 2]
     tiny.save(tmp_path / "model", tiny.build("bert", num_labels=2))
-    (tmp_path / "six.csv").write_text("sentence,label\n" + LINES)
+    (tmp_path / "six.csv").write_text("sentence,label\n" + GOOD + BAD)
     known: dict[str, Any] = {"__name__": "script"}
     exec(compile(CHANGED, "run_glue.py", "exec"), known)
     options = "--max_steps 200 --per_device_train_batch_size 6 --report_to none --use_cpu 1"
@@ -357,6 +285,4 @@ def test_two_changed_lines_train_on_six(tmp_path: Path) -> None:
     run = known["main"]([*where, *options.split()])
     assert type(run.optimizer.optimizer).__name__ == "IVON"
     assert run.evaluate()["eval_loss"] < 0.5  # of two classes, log 2 at first
-    posterior = run.posterior()
-    assert posterior.n_data == 6
-    assert set(posterior.mean) == {n for n, _ in run.model.named_parameters()}
+    assert set(run.posterior().mean) == {n for n, _ in run.model.named_parameters()}

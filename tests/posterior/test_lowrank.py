@@ -14,7 +14,7 @@ from parts import normal
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.backprop.engine import QUIET, chunks
+from blr_analysis.backprop.engine import chunks
 
 SIZE = 43  # parameters of the MLP
 TOLERANCE = 0.05  # of what a rank that is grown may leave
@@ -34,7 +34,7 @@ def ggn_of(task: blr.Task) -> Tensor:
 
 
 def variances(task: blr.Task, q: blr.Posterior) -> Tensor:
-    return torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, QUIET)])
+    return torch.cat([q.form.gram(c.jacobian_terms()) for c in chunks(task.quiet, q.mean)])
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher", "mc_fisher"])

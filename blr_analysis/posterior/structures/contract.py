@@ -210,7 +210,7 @@ class Spectral(Structure):
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
         kept = fit.kept.get("values")
-        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept, apart=True):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
             if kept is not None:

@@ -180,7 +180,7 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     moments: Moments = {}
     kept, vocabulary = fit.kept.get("factors"), vocabulary_of(fit.task, fit.params)
     padded = fit.task.likelihood.is_sequence
-    for terms in fit.passes("Kronecker factors", sample, kept, apart=True):
+    for terms in fit.passes("Kronecker factors", sample, kept):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import Chunk, Chunking, chunks, default_memory
+from blr_analysis.backprop.engine import Chunk, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products
 from blr_analysis.posterior.gaussian import Posterior
@@ -112,8 +112,7 @@ def pieces(
     for block in blocks if len(blocks) == 1 else shown:
         held = preconditioned(test_task, q, block, cotangent, budget, turned=turn)
         size = chunk_size(task, q, budget, n_train, len(block))
-        chunking = Chunking(size, progress=task.progress)
-        for chunk in chunks(task, q.mean, chunking, indices=indices, label="influence"):
+        for chunk in chunks(task, q.mean, size=size, indices=indices, label="influence"):
             terms = loss_terms(task, chunk, train_cotangent)
             own = q.form.gram(terms).flatten() if squares else None
             terms = q.form.into_basis(terms) if turn else terms
@@ -156,7 +155,7 @@ def preconditioned(
     width = 1 if each is not None else sum(m.numel() for m in q.mean.values())
     size = chunk_size(task, q, budget, len(indices), width)
     start = 0
-    for chunk in chunks(task, q.mean, Chunking(size, progress=False), indices=indices):
+    for chunk in chunks(task.quiet, q.mean, size=size, indices=indices):
         terms = loss_terms(task, chunk, cotangent)
         n = len(chunk.indices)
         del chunk

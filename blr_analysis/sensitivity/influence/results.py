@@ -98,7 +98,7 @@ class Pairs:
         if task.likelihood.is_sequence or not len(indices):
             return {}
         unique, places = indices.unique(return_inverse=True)
-        outputs, targets = predict(task.subset(unique), self.posterior.mean, progress=False)
+        outputs, targets = predict(task.subset(unique), self.posterior.mean)
         return {
             "target": targets[places],
             "prediction": task.likelihood.prediction(outputs)[places],
