@@ -6,7 +6,6 @@ hand from brute-force Jacobians and the structure's eigenbasis, the rest is plai
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior import Posterior, fit_laplace
-from blr_analysis.posterior.structures import KINDS, Full, Kronecker, LowRank, Structure
+from blr_analysis.posterior.structures import Full, Kronecker, LowRank, Structure
 from blr_analysis.task import Task
 
 EXACT = 1e-10
@@ -33,10 +32,10 @@ def orthogonal_basis(form: Structure) -> Tensor:
     Of a low-rank matrix D + B C Bᵀ, the columns of B.
     """
     shapes = form.shapes
-    size = sum(torch.Size(s).numel() for s in shapes.values())
-    basis = torch.eye(size, dtype=torch.float64)
     if isinstance(form, LowRank):
         return rows(form.basis).mT
+    size = sum(torch.Size(s).numel() for s in shapes.values())
+    basis = torch.eye(size, dtype=torch.float64)
     if not isinstance(form, Kronecker):
         return basis
     place = unflatten(torch.arange(size), {n: torch.empty(s) for n, s in shapes.items()})
@@ -130,16 +129,12 @@ class StructureContract:
         close(rows(q.form.solve(unit)), inverse)
         root = rows(q.form.root_solve(unit)).mT
         close(root @ root.mT, inverse)
-
-    def test_products_take_any_leading_dimensions(self, q: Posterior) -> None:
-        generator = torch.Generator().manual_seed(0)
-        one = unflatten(torch.randn(len(flatten(q.mean)), generator=generator).double(), q.mean)
-        many = {n: v.expand(2, 3, *v.shape) for n, v in one.items()}
         for product in (q.form.times, q.form.solve, q.form.root_solve):
-            alone, together = product(one), product(many)
-            for name, value in alone.items():
-                assert value.shape == q.mean[name].shape
-                close(together[name], value.expand(2, 3, *value.shape))
+            many = product({n: v.expand(2, *v.shape) for n, v in unit.items()})
+            one = product({n: v[0] for n, v in unit.items()})
+            for name, value in product(unit).items():
+                close(many[name], value.expand(2, *value.shape))
+                close(one[name], value[0])
 
     def test_what_is_wrong_is_named(self, q: Posterior) -> None:
         (name, _), *others = q.mean.items()
@@ -165,6 +160,7 @@ class StructureContract:
         q.precision(name).fill_(-1)  # a copy
         assert torch.equal(q.precision(name), before)
         assert abs(float(q.form.logdet() - torch.logdet(dense))) < 1e-9 * len(dense)
+        assert (q.form.per_weight is not None) == (self.structure == "diag")
 
     def test_the_basis_in_which_it_is_cheapest(
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
@@ -185,20 +181,6 @@ class StructureContract:
             close(sums, turned[name].square().sum((0, 1)))
         total = sum(float(sums.sum()) for sums in squares.values())
         assert total == pytest.approx(float(jacobian.square().sum()), rel=1e-10)
-        one = {n: torch.ones((1, *s), dtype=dense.dtype) for n, s in shapes.items()}
-        assert {n: tuple(v.shape[1:]) for n, v in q.form.basis_solve(one).items()} == shapes
-
-    def test_to_a_record_and_back(
-        self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]
-    ) -> None:
-        record = json.loads(json.dumps(q.form.record()))
-        back = KINDS[q.form.kind].read(q.form.tensors(), record, list(q.mean))
-        assert back.shapes == q.form.shapes
-        close(rows(back.times(unit)), dense)
-        values = q.form.per_weight
-        assert (values is not None) == (self.structure == "diag")
-        if values is not None:
-            close(flatten(values), dense.diagonal())
 
     @pytest.mark.parametrize("chunk_size", [1, 4, 100])
     def test_gram(
@@ -214,10 +196,9 @@ class StructureContract:
         found = [q.form.gram(part.terms(c[part.indices].unsqueeze(1))).flatten() for part in one]
         close(torch.cat(found), torch.einsum("nc,ncd,nd->n", c, truth, c))
         terms = next(iter(parts(task, q, 3))).jacobian_terms()
-        first, added = q.form.gram(terms), q.form.zeros().add(terms)
+        first = q.form.gram(terms)
+        q.form.zeros().add(terms)
         assert torch.equal(first, q.form.gram(terms))
-        again = q.form.zeros().add(terms).tensors()
-        assert all(torch.equal(value, again[name]) for name, value in added.tensors().items())
 
     def test_sums(
         self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, unit: dict[str, Tensor]
@@ -257,24 +238,21 @@ class StructureContract:
         assert torch.equal(one, two) and not torch.equal(one, other)
         assert one.shape == q.mean[name].shape
 
-    @pytest.mark.parametrize("place", ["q.safetensors", "folder"])
-    def test_save_and_load_to_the_bit(
-        self, task: Task, q: Posterior, tmp_path: Path, place: str
-    ) -> None:
-        q.save(tmp_path / place)
-        back = Posterior.load(tmp_path / place)
-        for field in ("structure", "n_data", "prior_precision"):
-            assert getattr(back, field) == getattr(q, field)
-        assert back.record.items() >= q.record.items() and list(back.mean) == list(q.mean)
-        pairs = [(back.mean, q.mean), (back.form.tensors(), q.form.tensors())]
-        for found, wanted in pairs:
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        for name in q.mean:
-            close(back.variance(name), q.variance(name), 1e-14)
-        for chunk in parts(task, q, 3):
-            terms = chunk.jacobian_terms()
-            close(back.form.gram(terms), q.form.gram(terms), 1e-13)
+    def test_save_and_load_to_the_bit(self, q: Posterior, dense: Tensor, tmp_path: Path) -> None:
+        for place in (tmp_path / "q.safetensors", tmp_path / "folder"):
+            q.save(place)
+            back = Posterior.load(place)
+            for field in ("structure", "n_data", "prior_precision"):
+                assert getattr(back, field) == getattr(q, field)
+            assert back.record.items() >= q.record.items()
+            assert list(back.mean) == list(q.mean) and back.form.shapes == q.form.shapes
+            pairs = [(back.mean, q.mean), (back.form.tensors(), q.form.tensors())]
+            for found, wanted in pairs:
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        unit = unflatten(eye(dense), q.mean)
+        close(rows(back.form.times(unit)), dense)
+        close(rows(back.form.solve(unit)), torch.linalg.inv(dense))
 
     def test_to_float32(self, q: Posterior) -> None:
         single = q.to("cpu", torch.float32)

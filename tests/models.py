@@ -102,11 +102,6 @@ def functional(m: Any, x: Tensor) -> Tensor:
     return m.second(h) + F.linear(h, m.first.weight.t())
 
 
-def recurrent(m: Any, x: Tensor) -> Tensor:
-    """Sequence first, two outputs."""
-    return m.out(m.rnn(x.transpose(0, 1))[0][-1])
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Layers built inside have the same weights every time; the global generator is left alone."""
@@ -184,9 +179,7 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
                     c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
                 ), normal(7, 2, 12)),
             "words_tied": (Words(), ids),
-            "words": (Words(tied=False), ids),
             "functional": (
                 Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)), normal(7, 3)),
-            "recurrent": (Graph(recurrent, rnn=nn.GRU(3, 4), out=nn.Linear(4, 2)), normal(7, 5, 3)),
         }  # fmt: skip
     return {name: (randomised(model), x) for name, (model, x) in models.items()}

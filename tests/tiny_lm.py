@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from models import randomised, seeded
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from blr_analysis.task import Task
@@ -95,8 +94,7 @@ def padded(rows: list[dict[str, Tensor]], more: int, left: bool) -> dict[str, Te
         return torch.stack([F.pad(r[name], side, value=fill) for r, side in parts])
 
     rows = [{**r, "attention_mask": torch.ones_like(r["input_ids"])} for r in rows]
-    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
-    return {name: table(name, value) for name, value in fills.items()}
+    return {n: table(n, IGNORED if n == "labels" else 0) for n in rows[0]}
 
 
 def task_of(
@@ -116,28 +114,18 @@ def task_of(
     return Task(model, loader, likelihood=likelihood, batch_size=batch_size, metadata=metadata)
 
 
-def token_losses(
-    model: nn.Module, params: Mapping[str, Tensor], ids: Tensor, labels: Tensor, shift: bool
-) -> Tensor:
-    """Cross-entropies of one sequence by itself, unpadded, of the tokens that count."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    names = {id(p): n for n, p in model.named_parameters()}
-    places = {n: params[names[id(p)]] for n, p in named.items()}
-    logits = functional_call(model, places, (ids.unsqueeze(0),), tie_weights=False).logits[0]
-    if shift:
-        logits, labels = logits[:-1], labels[1:]
-    kept = labels != IGNORED
-    return F.cross_entropy(logits[kept], labels[kept], reduction="none")
-
-
 def token_gradients(
     model: nn.Module, ids: Tensor, labels: Tensor, shift: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``[t]`` and gradients ``[t, P]`` of one sequence's tokens, one backward pass each."""
-    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    losses = token_losses(model, params, ids, labels, shift)
+    """Losses ``[t]`` and gradients ``[t, P]`` of the tokens of one sequence that count, by itself
+    and unpadded, one backward pass each."""
+    logits = model(ids.unsqueeze(0)).logits[0]
+    if shift:
+        logits, labels = logits[:-1], labels[1:]
+    kept = labels != IGNORED
+    losses = F.cross_entropy(logits[kept], labels[kept], reduction="none")
     how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = [torch.autograd.grad(loss, list(params.values()), **how) for loss in losses]
+    rows = [torch.autograd.grad(loss, list(model.parameters()), **how) for loss in losses]
     return losses.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
