@@ -43,31 +43,23 @@ def digits() -> dict[str, Any]:
     train()
     data, test_data = TensorDataset(X, y), TensorDataset(X[:20] + 0.1, y[:20])
     task, test_task = blr.Task(model, data), blr.Task(model, test_data)
+    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    tasks = [blr.Task(model, data) for model in models]
     return {
         "X": X, "y": y, "model": model, "data": data, "task": task, "test_task": test_task,
         "posterior": blr.fit_laplace(task, prior_precision=1.0), "delta": 1.0, "train": train,
         "optimizer": optimizer, "loader": DataLoader(data, batch_size=20, shuffle=True),
-        "loss": loss, "epochs": 1,
+        "loss": loss, "epochs": 1, "base": model, "models": models, "tasks": tasks,
+        "held_out": tasks,
     }  # fmt: skip
-
-
-def merging() -> dict[str, Any]:
-    known = digits()
-    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
-    tasks = [blr.Task(model, known["data"]) for model in models]
-    return {"base": known["model"], "models": models, "tasks": tasks, "held_out": tasks}
 
 
 def language() -> dict[str, Any]:
     torch.manual_seed(0)
-    ids = torch.randint(7, (8, 6))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    model = TinyLM()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(7, (8, 6))]
+    model, loader = TinyLM(), DataLoader(rows, batch_size=4)
     questions = blr.Task(model, DataLoader(rows[:2], batch_size=2), likelihood="causal_lm")
-    return {
-        "model": model, "loader": DataLoader(rows, batch_size=4), "delta": 1.0,
-        "questions": questions,
-    }  # fmt: skip
+    return {"model": model, "loader": loader, "delta": 1.0, "questions": questions}
 
 
 def tables() -> dict[str, Any]:
@@ -98,8 +90,7 @@ def training() -> dict[str, Any]:
 
 
 WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "start.md": dict, "merging.md": merging, "llm.md": language, "ways.md": tables,
-    "training.md": training,
+    "start.md": dict, "llm.md": language, "ways.md": tables, "training.md": training,
 }  # fmt: skip
 
 
