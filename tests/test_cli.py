@@ -126,11 +126,10 @@ class TestAudit(CommandContract):
         found = investigate(task, q, test=test)
         scores, loo, wrong = found.scores, found.loo, found.suspicions
         tables = {"table": found.table, "suspicious": wrong.table, "removals": found.removals}
-        stems = {"memory_map", "deviations", "leave_one_out", "posterior", "summary", "report"}
-        assert {p.stem for p in out.iterdir()} == stems | tables.keys()
-        assert {p.stem for p in out.glob("*.png")} == {*tables, *stems} - {
-            "table", "posterior", "summary", "report"
-        }  # fmt: skip
+        pictures = {"memory_map", "deviations", "leave_one_out", "suspicious", "removals"}
+        assert {p.stem for p in out.glob("*.png")} == pictures
+        others = {"table", "posterior", "summary", "report"}
+        assert {p.stem for p in out.iterdir()} == pictures | others
         for name, table in tables.items():
             written = pd.read_parquet(out / f"{name}.parquet")
             pd.testing.assert_frame_equal(
@@ -140,9 +139,7 @@ class TestAudit(CommandContract):
         assert found.table["left_out_loss"].tolist() == loo.losses.tolist()
         assert found.table["kind"].tolist() == wrong.kind
         assert found.table["kind_metadata"].tolist() == task.metadata["kind"]
-        again = blr.Posterior.load(out / "posterior.safetensors")
-        assert torch.equal(again.variance("1.weight"), q.variance("1.weight"))
-        assert len(again.earlier) == len(q.earlier) == 1
+        assert len(blr.Posterior.load(out / "posterior.safetensors").earlier) == len(q.earlier)
         summary = as_text(in_text(*sections(found).values()))
         assert (out / "summary.txt").read_text() == summary
         assert said.startswith(summary[:2000])
@@ -326,7 +323,6 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        ("audit", "Missing argument"),
         ("loo", "No such command"),
         ("audit T Q --fit kron", "belong to a fit"),
         ("audit T -p script.py", "script.py"),
@@ -397,21 +393,14 @@ def test_an_interruption_and_the_guard_main_of_the_script(here: Path, capsys: An
 # Processes of their own
 
 
-def test_help_loads_nothing_heavy_and_its_reader_may_go_away(here: Path) -> None:
-    """--help and wrong command lines answer before torch could have been imported."""
-    asked = "import sys; from blr_analysis.cli import main; main(['audit', '-h']); main(['query'])"
-    heavy = "print(sorted({'torch', 'pandas', 'matplotlib', 'bokeh', 'sklearn'} & {*sys.modules}))"
-    shell = f"""
-        {sys.executable} -c "{asked}; {heavy}"
-        {sys.executable} -m blr_analysis --version
-        {sys.executable} -m blr_analysis --help | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}
-    """
+def test_the_package_runs_as_a_module_and_its_reader_may_go_away() -> None:
+    program = f"{sys.executable} -m blr_analysis"
+    seen = f"{program} --help | head -1 >/dev/null; test ${{PIPESTATUS[0]}} = 0"
+    shell = f"{seen} && {program} --version"
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, env=env, text=True)
-    *_, loaded, version = done.stdout.splitlines()
-    assert done.returncode == 0 and "--passes" in done.stdout, done.stderr
-    assert (loaded, version) == ("[]", f"blr-analysis {blr.__version__}")
-    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
+    assert done.stdout.split() == ["blr-analysis", blr.__version__]
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Terminals
