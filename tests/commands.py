@@ -12,7 +12,6 @@ import pytest
 from blr_analysis.cli import main
 
 FORK = multiprocessing.get_context("fork")  # of processes that need not import torch again
-SHARED = ("--device", "--max-memory", "--force", "--dry-run", "--progress")
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -37,7 +36,7 @@ def files(place: Path) -> dict[str, int]:
 
 
 class CommandContract:
-    """Every command: the shared options, one line for a bad path, a dry run that writes nothing,
+    """Every command: one line for a bad path, a dry run that writes nothing,
     output that is the function's own, and none that is replaced unless --force says so."""
 
     name: str
@@ -50,10 +49,6 @@ class CommandContract:
     def check(self, out: Path, said: str) -> None:
         """What was written and said is what the function gives."""
         raise NotImplementedError
-
-    def test_help_names_the_shared_options(self, capsys: Any) -> None:
-        code, out, _ = run(capsys, self.name, "--help")
-        assert code == 0 and all(option in out for option in SHARED)
 
     def test_a_bad_path_is_one_line(self, here: Path, capsys: Any) -> None:
         before = files(here)
