@@ -45,21 +45,18 @@ def orthogonal_basis(form: Structure) -> Tensor:
         for k, group in enumerate(where):
             index = group.flatten()
             left = torch.eye(len(group)) if block.left is None else block.left[k]
-            basis[index.unsqueeze(1), index] = torch.kron(
-                left.to(basis).contiguous(), block.right[k].contiguous()
-            )
+            both = torch.kron(left.to(basis).contiguous(), block.right[k].contiguous())
+            basis[index.unsqueeze(1), index] = both
     return basis
 
 
 def projected(form: Structure, matrix: Tensor) -> Tensor:
     """What a structure keeps of a group's share: the diagonal in its basis; all of it within the
     span of a low-rank basis."""
-    if isinstance(form, Full):
-        return matrix
     basis = orthogonal_basis(form)
-    if isinstance(form, LowRank):
-        return basis @ (basis.mT @ matrix @ basis) @ basis.mT
-    return basis @ (basis.mT @ matrix @ basis).diagonal().diag() @ basis.mT
+    inside = basis.mT @ matrix @ basis
+    whole = isinstance(form, Full | LowRank)
+    return basis @ (inside if whole else inside.diagonal().diag()) @ basis.mT
 
 
 def kept(form: Structure, matrix: Tensor) -> Tensor:
@@ -95,6 +92,10 @@ def close(found: Tensor, truth: Tensor, tolerance: float = EXACT) -> None:
     assert relative(found, truth) < tolerance
 
 
+def eye(dense: Tensor) -> Tensor:
+    return torch.eye(len(dense), dtype=dense.dtype)
+
+
 def parts(task: Task, q: Posterior, size: int, **options: Any) -> Iterator[Any]:
     return chunks(task, q.mean, size=size, **options)
 
@@ -118,21 +119,13 @@ class StructureContract:
         return dense_of(task, self.structure, self.rank)
 
     @pytest.fixture
-    def eye(self, dense: Tensor) -> Tensor:
-        return torch.eye(len(dense), dtype=dense.dtype)
-
-    @pytest.fixture
-    def unit(self, q: Posterior, eye: Tensor) -> dict[str, Tensor]:
+    def unit(self, q: Posterior, dense: Tensor) -> dict[str, Tensor]:
         """All unit vectors, as trees with one leading dimension."""
-        return unflatten(eye, q.mean)
-
-    @pytest.fixture
-    def name(self, q: Posterior) -> str:
-        return next(iter(q.mean))
+        return unflatten(eye(dense), q.mean)
 
     def test_products(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
         basis, inverse = orthogonal_basis(q.form), torch.linalg.inv(dense)
-        close(basis.mT @ basis, torch.eye(basis.shape[1], dtype=basis.dtype))
+        close(basis.mT @ basis, eye(basis.mT))
         close(rows(q.form.times(unit)), dense)
         close(rows(q.form.solve(unit)), inverse)
         root = rows(q.form.root_solve(unit)).mT
@@ -140,9 +133,7 @@ class StructureContract:
 
     def test_products_take_any_leading_dimensions(self, q: Posterior) -> None:
         generator = torch.Generator().manual_seed(0)
-        one = {
-            n: torch.randn(m.shape, generator=generator, dtype=m.dtype) for n, m in q.mean.items()
-        }
+        one = unflatten(torch.randn(len(flatten(q.mean)), generator=generator).double(), q.mean)
         many = {n: v.expand(2, 3, *v.shape) for n, v in one.items()}
         for product in (q.form.times, q.form.solve, q.form.root_solve):
             alone, together = product(one), product(many)
@@ -150,8 +141,9 @@ class StructureContract:
                 assert value.shape == q.mean[name].shape
                 close(together[name], value.expand(2, 3, *value.shape))
 
-    def test_what_is_wrong_is_named(self, q: Posterior, name: str) -> None:
-        word, missing = name.replace(".", r"\."), {n: m for n, m in q.mean.items() if n != name}
+    def test_what_is_wrong_is_named(self, q: Posterior) -> None:
+        (name, _), *others = q.mean.items()
+        word, missing = name.replace(".", r"\."), dict(others)
         with pytest.raises(InputError, match=word):
             q.form.solve(missing)
         with pytest.raises(InputError, match=word):
@@ -163,7 +155,8 @@ class StructureContract:
             with pytest.raises(PosteriorError, match="precision"):
                 q.form.plus(q.form, bad).check()
 
-    def test_diagonals_and_logdet(self, q: Posterior, dense: Tensor, name: str) -> None:
+    def test_diagonals_and_logdet(self, q: Posterior, dense: Tensor) -> None:
+        name = next(iter(q.mean))
         close(flatten({n: q.precision(n) for n in q.mean}), dense.diagonal())
         variances = {n: q.variance(n) for n in q.mean}
         close(flatten(variances), torch.linalg.inv(dense).diagonal())
@@ -239,27 +232,26 @@ class StructureContract:
         close(rows(both.plus(added, -0.25).times(unit)), dense)
         close(rows(q.form.times(unit)), dense)  # nothing changed in place
 
-    def test_priors_and_floors(
-        self, q: Posterior, dense: Tensor, eye: Tensor, unit: dict[str, Tensor]
-    ) -> None:
-        close(rows(q.form.plus_prior({n: 0.5 for n in q.mean}).times(unit)), dense + 0.5 * eye)
+    def test_priors_and_floors(self, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
+        shifted = q.form.plus_prior({n: 0.5 for n in q.mean})
+        close(rows(shifted.times(unit)), dense + 0.5 * eye(dense))
         same, below = q.form.floored(PRIOR)
         assert below == 0
         close(rows(same.times(unit)), dense)
         lowered = q.form.plus(q.form, -1.5).plus_prior(PRIOR)  # −S/2 + δ: at or below δ everywhere
         raised, below = lowered.floored(PRIOR)
         assert below == 1
-        close(rows(raised.times(unit)), PRIOR * eye)
+        close(rows(raised.times(unit)), PRIOR * eye(dense))
 
-    def test_samples(self, q: Posterior, dense: Tensor, eye: Tensor, name: str) -> None:
-        n = 20_000
+    def test_samples(self, q: Posterior, dense: Tensor) -> None:
+        n, size, name = 20_000, len(dense), next(iter(q.mean))
         draws = rows(q.sample(generator=torch.Generator().manual_seed(0), n=n))
         # With S = R Rᵀ, Rᵀ(θ − m) is standard normal: P means within 5/√n, and the covariance's
         # distance from I is P/√n in Frobenius norm, up to a few per cent.
         white = (draws - flatten(q.mean)) @ torch.linalg.cholesky(dense)
         assert float(white.mean(0).abs().max()) < 5 / n**0.5
-        distance = torch.linalg.matrix_norm(white.mT @ white / n - eye)
-        assert 0.9 < float(distance) / (len(eye) * (len(eye) + 1) / n) ** 0.5 < 1.1
+        distance = torch.linalg.matrix_norm(white.mT @ white / n - eye(dense))
+        assert 0.9 < float(distance) / (size * (size + 1) / n) ** 0.5 < 1.1
         seeds = (torch.Generator().manual_seed(s) for s in (3, 3, 4))
         one, two, other = (q.sample(generator=generator)[name] for generator in seeds)
         assert torch.equal(one, two) and not torch.equal(one, other)

@@ -216,6 +216,9 @@ def test_penalties_by_other_names_and_weights_of_a_fit() -> None:
     assert stationarity(weighted, q).residual < 1e-4
 
 
+LOGISTIC, SPOILT = LogisticRegression(), np.where(np.arange(N)[:, None] == 3, 1.0, X)
+
+
 @pytest.mark.parametrize(
     ("estimator", "data", "word"),
     [
@@ -227,25 +230,15 @@ def test_penalties_by_other_names_and_weights_of_a_fit() -> None:
         (LogisticRegression(l1_ratio=1, solver="saga", **TIGHT).fit(X, YES), (X, YES), "l1"),
         (LogisticRegression().fit(X, YES), ([["a", "b", "c"]], YES), "X or y is not"),
         (LogisticRegression().fit(X, YES), (X[:0], YES[:0]), "0 sample"),
-        (LinearRegression().fit(X, REAL), (X[:0], REAL[:0]), "0 sample"),
         (GridSearchCV(Ridge(), {"alpha": [1.0]}).fit(X, REAL), (X, REAL), "GridSearchCV"),
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
-        (Ridge(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
-        *(
-            (clone(e).fit(X, y), (np.where(np.arange(N)[:, None] == 3, bad, X), y), "X contains")
-            for bad in (np.nan, np.inf)
-            for e, y in (CASES["logistic, 2 classes"], CASES["ridge"], CASES["poisson"])
-        ),
-        *(
-            (clone(e).fit(X, y), (X, [*y[:-1], np.nan]), "y contains NaN")
-            for e, y in map(CASES.__getitem__, ("ridge", "poisson", "least squares"))
-        ),
-        *(
-            (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], bad])), "y ")
-            for bad in (None, pd.NA)
-        ),
+        (clone(LOGISTIC).fit(X, YES), (SPOILT * np.nan, YES), "X contains"),
+        (Ridge().fit(X, REAL), (SPOILT * np.inf, REAL), "X contains"),
+        (Ridge().fit(X, REAL), (X, [*REAL[:-1], np.nan]), "y contains NaN"),
+        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], None])), "y "),
+        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], pd.NA])), "y "),
     ],
 )
 def test_what_is_no_estimator_for_this(estimator: Any, data: tuple, word: str) -> None:

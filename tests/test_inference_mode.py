@@ -11,93 +11,83 @@ from typing import Any
 
 import pytest
 import torch
+from models import mlp
+from parts import normal, tokens
+from snapshots import untouched
 from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.learning_rule.families import Beta
 from blr_analysis.learning_rule.inference import Conjugate, bernoulli
 from blr_analysis.sensitivity.tokens import token_sensitivity
-from tests.models import mlp
-from tests.snapshots import untouched
 
+# Made outside of inference mode.
+X, MODEL = normal(12, 4), mlp()
+IVON = blr.IVON(MODEL.parameters(), lr=0.1, ess=12, weight_decay=0.1)
+with IVON.sampled_params(train=True):
+    MODEL(X).square().mean().backward()
+IVON.step()
+IVON.zero_grad()
+TASK = blr.Task(MODEL, (X, torch.arange(12) % 3))
+Q = blr.fit_laplace(TASK, structure="full", prior_precision=1.0)
+SCORES, IDS = blr.sensitivity(TASK, Q), tokens(4, 6)
+WORDS = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
+TEXT = blr.Task(WORDS, (IDS, IDS), likelihood="causal_lm")
+FISHER: Any = {"structure": "diag", "curvature": "empirical_fisher", "prior_precision": 1.0}
+P = blr.fit_laplace(TEXT, **FISHER)
+ONE = torch.ones((), dtype=torch.float64)
+FIT = Conjugate(Beta(ONE, ONE), bernoulli()).fit((X[:, 0] > 0).double())
 STATES = [{"w": torch.full((2, 3), float(k))} for k in range(3)]
 ONES = [{"w": torch.ones(2, 3)}] * 2
 
 
-class Case:
-    """What the functions are called with, made outside of inference mode."""
-
-    def __init__(self, folder: Path) -> None:
-        g = torch.Generator().manual_seed(0)
-        x = torch.randn(12, 4, generator=g, dtype=torch.float64)
-        self.model = mlp()
-        self.optimizer = blr.IVON(self.model.parameters(), lr=0.1, ess=12, weight_decay=0.1)
-        with self.optimizer.sampled_params(train=True):
-            self.model(x).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.task = blr.Task(self.model, (x, torch.arange(12) % 3))
-        self.q = blr.fit_laplace(self.task, structure="full", prior_precision=1.0)
-        self.scores = blr.sensitivity(self.task, self.q)
-        ids = torch.randint(5, (4, 6), generator=g)
-        words = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
-        self.text = blr.Task(words, (ids, ids), likelihood="causal_lm")
-        fit: dict[str, Any] = dict(structure="diag", curvature="empirical_fisher")
-        self.p = blr.fit_laplace(self.text, prior_precision=1.0, **fit)
-        one = torch.ones((), dtype=torch.float64)
-        self.fit = Conjugate(Beta(one, one), bernoulli()).fit((x[:, 0] > 0).double())
-        self.file = folder / "q.safetensors"
-        self.q.save(self.file)
+def monitored(_: Path) -> Any:
+    monitor = blr.Monitor(TASK, test=TASK)
+    monitor(Q, 1)
+    return [monitor.history("deviation"), monitor.indices]
 
 
-def monitored(c: Case) -> Any:
-    monitor = blr.Monitor(c.task, test=c.task)
-    monitor(c.q, 1)
-    return monitor.state_dict()
+def loaded(place: Path) -> blr.Posterior:
+    Q.save(place / "q.safetensors")
+    return blr.Posterior.load(place / "q.safetensors")
 
 
-CALLS: dict[str, Callable[[Case], Any]] = {
-    "sensitivity": lambda c: blr.sensitivity(c.task, c.q),
-    "sensitivity without V": lambda c: blr.sensitivity(c.task, c.q, variance=False),
-    "sensitivity of sequences": lambda c: blr.sensitivity(c.text, c.p),
-    "sensitivity of a fit": lambda c: blr.sensitivity(c.fit),
-    "leverage": lambda c: blr.sensitivity(c.task, c.q).leverage,
-    "leave_one_out": lambda c: blr.leave_one_out(c.task, c.q),
-    "leave_one_out, refined": lambda c: blr.leave_one_out(c.task, c.q, refine=1),
-    "leave_one_out of sequences": lambda c: blr.leave_one_out(c.text, c.p),
-    "leave_one_out of a fit": lambda c: blr.leave_one_out(c.fit),
-    "token_sensitivity": lambda c: token_sensitivity(c.text, c.p, sequences=[1]),
-    "influence": lambda c: blr.influence(c.task, c.q, c.task),
-    "top_influence": lambda c: blr.influence(c.task, c.q, c.task, k=2),
-    "group": lambda c: blr.influence(c.task, c.q, c.task).group(),
-    "suspicious": lambda c: blr.suspicious(c.task, c.q, samples=2),
+CALLS: dict[str, Callable[[Path], Any]] = {
+    "sensitivity": lambda _: blr.sensitivity(TASK, Q),
+    "sensitivity without V": lambda _: blr.sensitivity(TASK, Q, variance=False),
+    "sensitivity of sequences": lambda _: blr.sensitivity(TEXT, P),
+    "sensitivity of a fit": lambda _: blr.sensitivity(FIT),
+    "leverage": lambda _: blr.sensitivity(TASK, Q).leverage,
+    "leave_one_out": lambda _: blr.leave_one_out(TASK, Q),
+    "leave_one_out, refined": lambda _: blr.leave_one_out(TASK, Q, refine=1),
+    "leave_one_out of sequences": lambda _: blr.leave_one_out(TEXT, P),
+    "leave_one_out of a fit": lambda _: blr.leave_one_out(FIT),
+    "token_sensitivity": lambda _: token_sensitivity(TEXT, P, sequences=[1]),
+    "influence": lambda _: blr.influence(TASK, Q, TASK),
+    "top_influence": lambda _: blr.influence(TASK, Q, TASK, k=2),
+    "group": lambda _: blr.influence(TASK, Q, TASK).group(),
+    "suspicious": lambda _: blr.suspicious(TASK, Q, samples=2),
     "Monitor": monitored,
-    "memory_map": lambda c: blr.memory_map(c.scores),
-    "calibrate": lambda c: blr.calibrate(c.task, c.q, probe=2),
-    "select_prior_precision": lambda c: blr.select_prior_precision(c.task, [1.0]),
-    "what_if": lambda c: blr.what_if(c.task, c.q, remove=[0], relabel={1: 0}),
-    "fit_laplace": lambda c: blr.fit_laplace(c.task, structure="kron", prior_precision=1.0),
-    "from_optimizer": lambda c: blr.Posterior.from_optimizer(c.optimizer, c.model),
-    "load": lambda c: blr.Posterior.load(c.file),
-    "merge": lambda c: blr.merge(STATES[0], STATES[1:], precisions=ONES, delta=1.0),
+    "memory_map": lambda _: blr.memory_map(SCORES),
+    "calibrate": lambda _: blr.calibrate(TASK, Q, probe=2),
+    "select_prior_precision": lambda _: blr.select_prior_precision(TASK, [1.0]),
+    "what_if": lambda _: blr.what_if(TASK, Q, remove=[0], relabel={1: 0}),
+    "fit_laplace": lambda _: blr.fit_laplace(TASK, structure="kron", prior_precision=1.0),
+    "from_optimizer": lambda _: blr.Posterior.from_optimizer(IVON, MODEL),
+    "load": loaded,
+    "merge": lambda _: blr.merge(STATES[0], STATES[1:], precisions=ONES, delta=1.0),
 }
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.filterwarnings("ignore:1 of 1 examples keep")
 @pytest.mark.parametrize("name", CALLS)
-def test_tensors_can_be_trained_on(case: Case, name: str) -> None:
-    with untouched(case.model), torch.inference_mode():
-        result = CALLS[name](case)
+def test_tensors_can_be_trained_on(name: str, tmp_path: Path) -> None:
+    with untouched(MODEL), torch.inference_mode():
+        result = CALLS[name](tmp_path)
     tensors = list(inside(result, set()))
     assert tensors and not any(tensor.is_inference() for tensor in tensors)
     for tensor in filter(torch.is_floating_point, tensors):
-        weight = torch.ones((), dtype=tensor.dtype, requires_grad=True)
-        (weight * tensor).sum().backward()
+        (torch.ones((), dtype=tensor.dtype, requires_grad=True) * tensor).sum().backward()
 
 
 def inside(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -105,13 +95,11 @@ def inside(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(value) in seen or isinstance(value, (blr.Task, nn.Module, torch.Generator)):
         return
     seen.add(id(value))
-    parts: Any = ()
+    parts: Any = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         parts = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
     elif type(value).__module__.startswith("blr_analysis"):
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
         parts = [getattr(value, name) for name in names]

@@ -5,13 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.papers import (
-    expectation_propagation,
-    posterior_approximation,
-    segmentation,
-    theorem_1,
-    two_wells,
-)
+from benchmarks.papers import expectation_propagation as ep
+from benchmarks.papers import posterior_approximation, segmentation, theorem_1, two_wells
 
 slow = pytest.mark.slow
 FIGURES: list = [
@@ -37,7 +32,7 @@ def test_a_figure_shows_what_its_paper_says(paper: ModuleType, holds: Callable) 
 
 def test_expectation_propagation() -> None:
     """The rule, EP and Laplace against NUTS, and the rule's bound."""
-    rule, peer, laplace = expectation_propagation.compared().values()
+    rule, peer, laplace = ep.compared().values()
     error, spread = "largest error of p", "f's deviation, of NUTS's"
     assert max(rule[error], peer[error]) < 0.01
     assert laplace[error] > 3 * rule[error] and rule[spread] < peer[spread] < 1.02

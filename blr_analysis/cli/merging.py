@@ -149,7 +149,7 @@ def merge(
 
 def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     """What would be done."""
-    from blr_analysis.merging.card import shown, size
+    from blr_analysis.merging.card import public, shown, size
 
     job = recipe.job
     rows = {
@@ -181,7 +181,7 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     _show("Models", models)
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for item in plan.items:
-        key = (item.fate, str(item.spec.dtype).removeprefix("torch."), item.note)
+        key = (item.fate, str(item.spec.dtype).removeprefix("torch."), public(item.note, job))
         groups.setdefault(key, []).append(item)
     rows = [
         (fate, f"{len(items):,}", f"{sum(i.spec.numel for i in items):,}", dtype,

@@ -71,7 +71,7 @@ def outcome(report: MergeReport) -> list[str]:
         f"{_count(len(plan.items) - copied, 'tensor')} merged, {copied:,} copied (the same in all "
         f"models); {entries:,} numbers",
         f"{size(plan.bytes_read)} read, {size(plan.bytes_written)} written in "
-        f"{report.seconds:.1f} s, {moved / max(report.seconds, 1e-9) / 1e9:.3g} GB/s",
+        f"{report.seconds:.1f} s, {size(moved / max(report.seconds, 1e-9))}/s",
     ]
     if averaged := sum(item.fate == AVERAGED for item in plan.items):
         said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
@@ -104,7 +104,7 @@ def report_csv(report: MergeReport) -> str:
         writer.writerow([
             item.name, item.fate, shape, str(item.spec.dtype)[6:], item.spec.nbytes,
             " ".join(weights), " ".join(curved), report.fallback.get(item.name, 0),
-            _public(item.note, report),
+            public(item.note, plan.job),
         ])  # fmt: skip
     return text.getvalue()
 
@@ -176,9 +176,9 @@ def _line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _public(text: str, report: MergeReport) -> str:
+def public(text: str, job: Job) -> str:
     """The folders in a text by the names that others may know."""
-    places = [m.model for m in report.plan.job.members if is_place(m.model)]
+    places = [m.model for m in job.members if is_place(m.model)]
     for place in sorted(places, key=lambda p: -len(str(p))):
         text = text.replace(str(place), shown(place))
     return text

@@ -46,6 +46,10 @@ SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "see
 MOST_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ELSE = "perhaps mergekit does this"  # of what no recipe here has
+SAID = {  # in the place of pydantic's words
+    "extra_forbidden": f"there is no such key ({ELSE})",
+    "model_type": "expected keys and values, such as model: ./ft1",
+}
 
 
 def _form(value: Any) -> str:
@@ -224,11 +228,10 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 def _complaints(fault: ValidationError) -> str:
     """pydantic's own words, key by key."""
-    said = []
-    for error in fault.errors(include_url=False, include_input=False)[:5]:
-        foreign = f" ({ELSE})" if error["type"] == "extra_forbidden" else ""
-        said.append(f"{'.'.join(map(str, error['loc']))}: {error['msg']}{foreign}")
-    return "; ".join(said)
+    errors = fault.errors(include_url=False, include_input=False)[:5]
+    places = (".".join(map(str, e["loc"])) or "the recipe" for e in errors)
+    said = (SAID.get(e["type"], e["msg"]) for e in errors)
+    return "; ".join(map(": ".join, zip(places, said, strict=True)))
 
 
 class _Reader:
@@ -301,6 +304,8 @@ class _Reader:
             model = self._model(entry.model)
             if model.resolve() in seen:
                 raise InputError(f"models.{at}: {entry.model!r} is there twice: add up the weights")
+            if is_adapter(model) and self.base is None:
+                raise InputError(f"{entry.model!r} is an adapter: name its base_model")
             seen[model.resolve()] = model, entry
         if own is not None and own in seen and self.method.uses_base:  # whose step is 0
             _, entry = seen.pop(own)
@@ -345,7 +350,8 @@ class _Reader:
         names = Folder.open(self.base or next(iter(self.models))).specs
         for rule in rules:
             if not any(rule.part in n for n in names):
-                raise InputError(f"no tensor's name holds the filter {rule.part!r}")
+                like = max(names, key=len)
+                raise InputError(f"filter {rule.part!r} is in no name such as {like!r}")
         return LayerWeights(rules, depths(names), usual)
 
     def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:

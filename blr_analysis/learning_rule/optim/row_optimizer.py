@@ -142,22 +142,22 @@ def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]])
 
     ``columns[j][i]`` is the ``j``-th quantity (weight, gradient, …) of the ``i``-th parameter; all
     tensors of one parameter have its shape and device. ``rule`` gets as many lists as there are
-    columns, and writes to their tensors elementwise and in place, without gradients.
+    columns, and writes to their tensors elementwise and in place; call it without gradients.
 
         >>> x = [torch.zeros(3), torch.ones(2)]
         >>> for_blocks(lambda tensors: torch._foreach_add_(tensors, 1), [x])
         >>> x
         [tensor([1., 1., 1.]), tensor([2., 2.])]
     """
-    rule = torch.no_grad()(rule)  # of which each thread has its own
     waiting = list(blocks(columns))
     threads = min(torch.get_num_threads(), THREADS, len(waiting))
     if threads < 2:
         for block in waiting:
             rule(*block)
         return
+    apart = torch.no_grad()(rule)  # which each thread has its own of
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda block: rule(*block), waiting))
+        list(pool.map(lambda block: apart(*block), waiting))
 
 
 def blocks(
@@ -391,8 +391,8 @@ class Gathered:
             self.add_zeros(param)
             for means, new in ((self.grads, grads), (self.sources, curvatures)):
                 if param in means:
-                    mean = means[param]
-                    mean.lerp_(new.get(param, torch.zeros_like(mean)), 1 / (self.count + 1))
+                    value = new[param] if param in new else torch.zeros_like(means[param])
+                    means[param].lerp_(value, 1 / (self.count + 1))
         self.show()
 
     def add_zeros(self, param: Tensor) -> None:
