@@ -339,7 +339,7 @@ def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]
     """The places of a pandas Index of labels."""
     places = {label: i for i, label in enumerate(labels or ())}
     if labels is None or len(places) < len(labels) or not {*chosen} <= places.keys():
-        raise InputError(f"{name} holds labels that no example, or several have; pass a mask")
+        raise InputError(f"{name} holds labels that no example, or several have: mask.to_numpy()")
     return [places[label] for label in chosen]
 
 

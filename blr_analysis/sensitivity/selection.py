@@ -88,9 +88,7 @@ class ExampleRow(Mapping[str, Any]):
         return len(self._columns.names())
 
 
-def select(
-    selection: Selection, task: Task, posterior: Posterior | None, *, name: str = "remove"
-) -> Tensor:
+def select(selection: Selection, task: Task, posterior: Any, *, name: str = "remove") -> Tensor:
     """The indices that are meant, sorted, ``[M]`` long.
 
     Raises:
