@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from models import randomised, seeded
@@ -16,6 +18,12 @@ from zoo import CASES
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.record import Unit, record
 from blr_analysis.task import Task
+
+
+def check_exact(task: Task, chunk_sizes: Iterable[int] = (1, 2, 3, 7)) -> None:
+    jacobian = dense_jacobian(task, task.parameters())
+    for chunk_size in chunk_sizes:
+        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
 
 
 def test_tokens_routed_one_per_example_on_the_probe_only() -> None:
@@ -34,10 +42,8 @@ def test_tokens_routed_one_per_example_on_the_probe_only() -> None:
     with seeded(0):
         model = graph(call, left=nn.Linear(3, 4), right=nn.Linear(3, 4), out=nn.Linear(4, 2))
     task = task_of(Case(model, x))
-    jacobian = dense_jacobian(task, task.parameters())
     assert set(ways(task).values()) == {"linear"}, "the probe must be deceived for this test"
-    for chunk_size in (1, 2, 4, 9):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task, (1, 2, 4, 9))
 
 
 def padded(lengths: list[int]) -> DataLoader:
@@ -64,9 +70,7 @@ def test_lengths_that_change_from_batch_to_batch() -> None:
         parts = dict(words=nn.Embedding(6, 3), inner=nn.Linear(3, 4), out=nn.Linear(4, 2))
         model = graph(call, **parts)
     task = Task(model, padded([3, 5, 1, 2, 2, 4, 3]))
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in (1, 2, 3, 7):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task)
 
 
 def test_longer_sequences_call_a_cell_more_often() -> None:
@@ -82,10 +86,8 @@ def test_longer_sequences_call_a_cell_more_often() -> None:
         parts = dict(words=nn.Embedding(6, 3), cell=nn.Linear(7, 4), out=nn.Linear(4, 2))
         model = graph(call, **parts)
     task = Task(model, padded([2, 2, 5, 2, 4, 2, 2]))  # the probe sees the first, fourth and last
-    jacobian = dense_jacobian(task, task.parameters())
     assert ways(task)["cell.weight"] == "linear"
-    for chunk_size in (1, 2, 3, 7):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task)
 
 
 @pytest.mark.parametrize("size", [3, 5, 7])
@@ -98,10 +100,7 @@ def test_sequences_as_long_as_the_chunk(size: int) -> None:
             seq=nn.GRU(size, size),
             out=nn.Linear(size, size),
         )
-    task = task_of(Case(model, normal(size, size, size)))
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in (1, 3, size):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task_of(Case(model, normal(size, size, size))), (1, 3, size))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -109,8 +108,7 @@ def test_torchscript_is_read_through_the_whole_model() -> None:
     with seeded(0):
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     task = task_of(Case(torch.jit.trace(model, normal(5, 3)), normal(5, 3)))
-    jacobian = dense_jacobian(task, task.parameters())
-    assert relative(jacobian_of(task, 2), jacobian) < EXACT
+    check_exact(task, (2,))
 
 
 def test_examples_looped_over_inside_the_model() -> None:
@@ -119,10 +117,7 @@ def test_examples_looped_over_inside_the_model() -> None:
 
     with seeded(0):
         model = graph(call, one=nn.Linear(3, 4), two=nn.Linear(3, 4), out=nn.Linear(4, 2))
-    task = task_of(Case(model, normal(7, 3)))
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in (1, 3, 7):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task_of(Case(model, normal(7, 3))), (1, 3, 7))
 
 
 class Ensemble(nn.Module):
@@ -144,9 +139,7 @@ class Ensemble(nn.Module):
 def test_torch_func_inside_the_model() -> None:
     with seeded(0):
         model = randomised(Ensemble())
-    task = task_of(Case(model, normal(5, 3)))
-    jacobian = dense_jacobian(task, task.parameters())
-    assert relative(jacobian_of(task, 2), jacobian) < EXACT
+    check_exact(task_of(Case(model, normal(5, 3))), (2,))
 
 
 def test_packed_sequences_of_any_length() -> None:
@@ -161,10 +154,7 @@ def test_packed_sequences_of_any_length() -> None:
     with seeded(0):
         parts = dict(words=nn.Embedding(5, 3), seq=nn.LSTM(3, 4, batch_first=True))
         model = graph(call, out=nn.Linear(4, 2), **parts)
-    task = task_of(Case(model, torch.cat([tokens(7, 5), lengths.unsqueeze(1)], 1)))
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in (1, 3, 7):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task_of(Case(model, torch.cat([tokens(7, 5), lengths.unsqueeze(1)], 1))), (1, 3, 7))
 
 
 def test_embeddings_of_the_batchs_distinct_words() -> None:
@@ -177,10 +167,7 @@ def test_embeddings_of_the_batchs_distinct_words() -> None:
 
     with seeded(0):
         model = graph(call, words=nn.Embedding(4, 3), out=nn.Linear(3, 2))
-    task = task_of(Case(model, torch.cat([words.unsqueeze(1), normal(7, 1)], 1)))
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in (1, 2, 3, 7):
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT
+    check_exact(task_of(Case(model, torch.cat([words.unsqueeze(1), normal(7, 1)], 1))))
 
 
 class Gain(nn.Module):
@@ -204,8 +191,7 @@ def test_inputs_that_are_overwritten_after_they_were_read() -> None:
     with seeded(0):
         model = graph(call, one=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
     task = task_of(Case(model, normal(7, 3)))
-    jacobian = dense_jacobian(task, task.parameters())
-    assert relative(jacobian_of(task, 3), jacobian) < EXACT
+    check_exact(task, (3,))
     plan = plan_for(task, task.parameters())
     assert ways(task) == {n: "" if "gain" in n else "linear" for n in task.parameters()}
     unit = Unit("gain", task.model.gain, {"weight": "gain.weight"}, None)
@@ -227,8 +213,7 @@ def test_gradients_inside_the_forward_pass() -> None:
     with seeded(0):
         model = graph(call, one=nn.Linear(3, 4), out=nn.Linear(4, 1))
     task = task_of(Case(model, normal(5, 3)), "gaussian")
-    jacobian = dense_jacobian(task, task.parameters())
-    assert relative(jacobian_of(task, 2), jacobian) < EXACT
+    check_exact(task, (2,))
 
 
 def test_under_no_grad_and_inference_mode() -> None:
@@ -238,13 +223,3 @@ def test_under_no_grad_and_inference_mode() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert relative(jacobian_of(inside, 3), jacobian) < EXACT
-
-
-def test_inputs_made_in_inference_mode() -> None:
-    _, jacobian, _ = example("mlp")
-    with seeded(0):
-        case = CASES["mlp"]()
-    with torch.inference_mode():
-        inputs = case.inputs * 1.0
-    task = Task(case.model, (inputs, torch.arange(7) % 3))
-    assert relative(jacobian_of(task, 3), jacobian) < EXACT

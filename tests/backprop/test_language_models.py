@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from models import randomised, seeded
 from oracles import relative
 from readings import jacobian_of, ways
-from safetensors.torch import load_file
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import blr_analysis as blr
-from blr_analysis.errors import ModelError, PosteriorError
+from blr_analysis.errors import ModelError
 from blr_analysis.half import narrow
 from blr_analysis.posterior import Posterior
 from blr_analysis.task import Task
@@ -191,7 +189,7 @@ def test_half_precision_is_single_precision_up_to_rounding(
     assert {p.dtype for p in half.model.parameters()} == {dtype}
 
 
-def test_the_mean_of_a_half_precision_model_is_held_in_it(tmp_path: Path) -> None:
+def test_the_mean_of_a_half_precision_model_is_held_in_it() -> None:
     model = tiny_lm(tied=True).bfloat16()
     task = task_of(model, sequences(10))
     q = fitted(task, "diag")
@@ -201,17 +199,8 @@ def test_the_mean_of_a_half_precision_model_is_held_in_it(tmp_path: Path) -> Non
     assert {m.dtype for m in q.mean.values()} == {torch.float32}
     assert all(m is held[n] for n, m in narrow(q.on(task).mean).items())
     assert q.to("cpu", torch.float64).mean["words.weight"].dtype == torch.float64
-    for analysis in (blr.sensitivity, blr.leave_one_out):
-        ours, theirs = (analysis(task, p).losses for p in (q, wide))
-        assert torch.equal(ours, theirs)
     ours, theirs = (blr.influence(task, p, task).matrix for p in (q, wide))
     assert torch.equal(ours, theirs)
-    for name, p in {"ours": q, "theirs": wide}.items():
-        p.save(tmp_path / f"{name}.safetensors")
-    ours, theirs = (load_file(tmp_path / f"{n}.safetensors") for n in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    for name, stored in theirs.items():
-        assert torch.equal(ours[name].to(stored.dtype), stored)
     before = {n: m.clone() for n, m in q.mean.items()}
     with torch.no_grad():
         model.words.weight.add_(1.0)
@@ -239,17 +228,6 @@ def test_inputs_of_a_model_of_two_dtypes_stay_as_it_was_trained_on_them() -> Non
         assert relative(q.precision(name), truth.precision(name)) < 0.05
 
 
-def test_single_precision_goes_to_what_the_first_layer_takes() -> None:
-    model = nn.Sequential(nn.Linear(4, 5).bfloat16(), Upcast(), nn.LayerNorm(5), nn.Linear(5, 3))
-    q = fitted(Task(model, (torch.randn(6, 4), torch.arange(6) % 3)), "diag")
-    assert bool(q.precision("3.weight").isfinite().all())
-
-
-class Upcast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
 def test_autocast_inside_of_the_forward_pass() -> None:
     class Cast(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -267,20 +245,6 @@ def test_autocast_inside_of_the_forward_pass() -> None:
     assert relative(ours, theirs) < 10 * torch.finfo(torch.bfloat16).eps
 
 
-def test_a_precision_that_half_precision_cannot_hold_is_refused() -> None:
-    task = language(torch.float32)
-    q = fitted(task, "diag")
-    large = blr.Posterior(
-        q.mean,
-        {n: torch.full_like(m, 1e6) for n, m in q.mean.items()},
-        prior_precision=1.0,
-        n_data=len(task),
-    )
-    with pytest.raises(PosteriorError, match=r"'words.weight' holds NaN or inf"):
-        large.to("cpu", torch.float16)
-    assert large.to("cpu", torch.bfloat16).precision("words.weight").dtype == torch.bfloat16
-
-
 def test_gradients_that_half_precision_cannot_hold_are_refused() -> None:
     model = nn.Linear(4, 3).half()
     nn.init.zeros_(model.weight)
@@ -288,12 +252,6 @@ def test_gradients_that_half_precision_cannot_hold_are_refused() -> None:
     task = Task(model, data, forward=lambda m, batch: (100 * m(batch[0]), batch[1]))
     with pytest.raises(ModelError, match=r"'weight' are NaN or inf in float16: use model.float"):
         fitted(task, "diag")
-
-
-def test_whole_numbers_are_no_weights_to_analyse() -> None:
-    model = tiny_lm().to(torch.float8_e4m3fn)
-    with pytest.raises(ModelError, match="float8"):
-        task_of(model, sequences(4)).check_parameters(["words.weight"])
 
 
 def test_frozen_weights_of_few_bits_under_an_adapter() -> None:
