@@ -178,6 +178,8 @@ def test_deviations_fall_and_the_largest_are_labelled() -> None:
     assert [*boxes] == [f"{i}: no{i}" for i in top]
     assert [box.xy for box in boxes.values()] == [(k + 1.0, expected[k]) for k in range(4)]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "symlog")
+    part = pd.DataFrame({"index": [7, 9], "deviation": [0.1, 0.3]})
+    assert [*boxes_of(plot_deviations(part))] == ["9", "7"]
     few = plot_deviations(SimpleNamespace(deviation=[0.2, 0.5, 0.3]))
     assert (few.get_xscale(), few.get_yscale()) == ("linear", "linear")
 

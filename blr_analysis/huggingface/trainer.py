@@ -300,9 +300,9 @@ class IVONTrainer(VariationalTrainer, Trainer):
         model = self.accelerator.unwrap_model(self.model)
         size, terms = own.param_groups[0].get("ess", math.nan), self._terms()
         by: dict[str, Any] = {}
-        n = terms and len(self.train_dataset)  # type: ignore[arg-type]
-        if terms != n and math.isclose(size, terms, rel_tol=1e-6):
-            by = {"n_data": n, "tokens": terms}
+        if terms is not None and math.isclose(size, terms, rel_tol=1e-6):
+            n = len(self.train_dataset)  # type: ignore[arg-type]
+            by = {"n_data": n} if n == terms else {"n_data": n, "tokens": terms}
         best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
 
         def now() -> Posterior:
