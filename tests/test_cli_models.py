@@ -124,8 +124,6 @@ def chat(*contents: str) -> list[dict[str, str]]:
 TURNS = chat("the film", "good", "a book", "dull")
 SAID = "[CLS] the film [SEP] good [SEP] [CLS] a book [SEP] dull [SEP]"
 INSTRUCTION = {"instruction": "the film", "output": " was good"}
-
-
 GO = "{{ 'go' if m.role == 'assistant' }}{{ m.content }}"
 GLUED = TEMPLATE.replace("{{ m.content }}", GO) + "{{ 'go' if add_generation_prompt }}"
 
@@ -331,8 +329,7 @@ def printed(out: str) -> dict[str, str]:
 
 
 class TestMerge(CommandContract):
-    name, word = "merge", "the recipe 'none.yml' cannot be read"
-    argv, bad, to = ("recipe.yml", "--shard-size", "300B"), ("none.yml",), ("out",)
+    name, argv, to = "merge", ("recipe.yml", "--shard-size", "300B"), ("out",)
 
     def check(self, out: Path, said: str) -> None:
         expected, found = blr.merge(**family_in_memory(), weights=[0.5, 1.5], delta=0.25), load(out)
@@ -348,11 +345,10 @@ class TestMerge(CommandContract):
 class TestFisher(CommandContract):
     """With all of its options."""
 
-    name, word = "fisher", "no folder 'nowhere'"
+    name = "fisher"
     argv = ("model", "pairs.jsonl", "--text", "premise", "--text", "hypothesis", "--label", "label",
             "--kind", "emp", "--task", "classification", "--examples", 5, "--max-length", 9,
             "--bfloat16", "--max-memory", "1MB", "--seed", 3)  # fmt: skip
-    bad = ("nowhere", "pairs.jsonl")
 
     def check(self, out: Path, said: str) -> None:
         (tensors, record), found = storage.read(out), printed(said)

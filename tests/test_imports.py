@@ -1,9 +1,6 @@
-"""Imports run downward only: the order of the package, held by reading its source.
-
-Nothing is imported here: every file is parsed, and what it imports is compared with the order
-below. An import inside a function or under ``TYPE_CHECKING`` counts like any other, because
-what is held is who knows of whom, not what is loaded when.
-"""
+"""Imports run downward only: every file is read, and what it imports compared with the order below.
+One inside a function or under ``TYPE_CHECKING`` counts like any other: what is held is who knows of
+whom, not what is loaded when."""
 
 from __future__ import annotations
 
