@@ -6,10 +6,8 @@ hand from brute-force Jacobians and the structure's eigenbasis, the rest is plai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -95,19 +93,11 @@ def eye(dense: Tensor) -> Tensor:
     return torch.eye(len(dense), dtype=dense.dtype)
 
 
-def parts(task: Task, q: Posterior, size: int, **options: Any) -> Iterator[Any]:
-    return chunks(task, q.mean, size=size, **options)
-
-
 class StructureContract:
     """What every structure promises; ``task`` is a fixture of the inheriting class."""
 
     structure: str
     rank: int | None = None  # of low rank
-
-    @pytest.fixture
-    def jacobian(self, task: Task) -> Tensor:
-        return jacobian_of(task)
 
     @pytest.fixture
     def q(self, task: Task) -> Posterior:
@@ -163,10 +153,11 @@ class StructureContract:
         assert (q.form.per_weight is not None) == (self.structure == "diag")
 
     def test_the_basis_in_which_it_is_cheapest(
-        self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor
+        self, task: Task, q: Posterior, dense: Tensor
     ) -> None:
         """Gradients turned into it, Σ applied there, and turned back, are Σ g; squares add up."""
-        (chunk,) = parts(task, q, 100)
+        jacobian = jacobian_of(task)
+        (chunk,) = chunks(task, q.mean, size=100)
         terms = chunk.jacobian_terms()
         turned = {n: g for term in q.form.into_basis(terms) for n, g in term.jacobian().items()}
         shapes = q.form.basis_shapes()
@@ -183,28 +174,25 @@ class StructureContract:
         assert total == pytest.approx(float(jacobian.square().sum()), rel=1e-10)
 
     @pytest.mark.parametrize("chunk_size", [1, 4, 100])
-    def test_gram(
-        self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, chunk_size: int
-    ) -> None:
+    def test_gram(self, task: Task, q: Posterior, dense: Tensor, chunk_size: int) -> None:
         """Of all columns, and of one; the terms are left alone."""
+        jacobian = jacobian_of(task)
         truth = torch.einsum("ncp,pq,ndq->ncd", jacobian, torch.linalg.inv(dense), jacobian)
-        found = [q.form.gram(part.jacobian_terms()) for part in parts(task, q, chunk_size)]
+        found = [q.form.gram(c.jacobian_terms()) for c in chunks(task, q.mean, size=chunk_size)]
         close(torch.cat(found), truth)
         generator = torch.Generator().manual_seed(1)
         c = torch.randn(jacobian.shape[:2], generator=generator, dtype=torch.float64)
-        one = parts(task, q, chunk_size, columns=1)
+        one = chunks(task, q.mean, size=chunk_size, columns=1)
         found = [q.form.gram(part.terms(c[part.indices].unsqueeze(1))).flatten() for part in one]
         close(torch.cat(found), torch.einsum("nc,ncd,nd->n", c, truth, c))
-        terms = next(iter(parts(task, q, 3))).jacobian_terms()
+        terms = next(iter(chunks(task, q.mean, size=3))).jacobian_terms()
         first = q.form.gram(terms)
         q.form.zeros().add(terms)
         assert torch.equal(first, q.form.gram(terms))
 
-    def test_sums(
-        self, task: Task, q: Posterior, dense: Tensor, jacobian: Tensor, unit: dict[str, Tensor]
-    ) -> None:
-        added = q.form.zeros()
-        for chunk in parts(task, q, 4):
+    def test_sums(self, task: Task, q: Posterior, dense: Tensor, unit: dict[str, Tensor]) -> None:
+        jacobian, added = jacobian_of(task), q.form.zeros()
+        for chunk in chunks(task, q.mean, size=4):
             added = added.add(chunk.jacobian_terms())
         truth = projected(q.form, torch.einsum("ncp,ncq->pq", jacobian, jacobian))
         close(rows(added.times(unit)), truth)

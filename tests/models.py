@@ -9,24 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class HFConv1D(nn.Module):
-    """Hugging Face's transposed linear layer, under its own class and module names."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.randn(nf) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
-        return product.view(*x.shape[:-1], self.nf)
-
-
-HFConv1D.__name__ = "Conv1D"
-HFConv1D.__module__ = "transformers.pytorch_utils"
+from transformers.pytorch_utils import Conv1D as HFConv1D
 
 
 class Images(nn.Module):

@@ -24,19 +24,12 @@ def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
         for n, p in params.items():
             own[n].data = p.detach().clone()
         for i in range(task.n_data):
-            outputs = task.forward(task.model, _copied(task.fetch(torch.tensor([i]))))[0]
+            outputs = task.forward(task.model, copy.deepcopy(task.fetch(torch.tensor([i]))))[0]
             outputs = getattr(outputs, "logits", outputs).reshape(-1)
             found.append(torch.stack([_gradient(f, {n: own[n] for n in params}) for f in outputs]))
     for n, data in before.items():
         own[n].data = data
     return torch.stack(found)
-
-
-def _copied(batch: object) -> Any:
-    def copied(x: object) -> object:
-        return x.clone() if isinstance(x, Tensor) else x
-
-    return torch.utils._pytree.tree_map(copied, batch)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ def fit(task: blr.Task, structure: str = "kron", **options: Any) -> blr.Posterio
     return blr.fit_laplace(task, structure=structure, prior_precision=1.0, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "hugging_face"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_layer(name: str) -> None:
     here = task_of(CASES[name](), "gaussian")
     model, data = copy.deepcopy(here.model).cuda(), tuple(t.cuda() for t in here.dataset.tensors)

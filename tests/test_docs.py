@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,6 @@ def test_links_lead_to_files(page: Path) -> None:
 # Results, as the last line of a notebook's cell
 
 
-@cache
-def problem() -> tuple[blr.Task, blr.Task, blr.Posterior]:
-    known = digits()
-    return known["task"], known["test_task"], known["posterior"]
-
-
 def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
     watching = blr.Monitor(task, test=test)
     assert watching._repr_png_() is None  # nothing to draw yet
@@ -138,13 +132,10 @@ def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
 PICTURE = b"\x89PNG"
 SHOWN = {
     "scores": ("<td", lambda t, v, q: blr.sensitivity(t, q)),
-    "leave-one-out": ("<td", lambda t, v, q: blr.leave_one_out(t, q)),
-    "memory map": ("<td", lambda t, v, q: blr.memory_map(blr.sensitivity(t, q))),
     "suspicions": ("<td", lambda t, v, q: blr.suspicious(t, q)),
     "influence": ("60 training × 20 test examples", lambda t, v, q: blr.influence(t, q, v)),
     "top influence": ("<td", lambda t, v, q: blr.influence(t, q, v, k=2)),
     "group influence": ("<td", lambda t, v, q: blr.influence(t, q, v).group()),
-    "groups": ("<td", lambda t, v, q: blr.what_if_each(t, q, by="target", evaluate=v)),
     "findings": ("<td", lambda t, v, q: investigate(t, q, test=v, by=None)),
     "prior": ("<td", lambda t, v, q: blr.select_prior_precision(t, [0.1, 1.0])),
     "predictions": ("<td", lambda t, v, q: q.predict(v, draws=2)),
@@ -158,7 +149,8 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_result_shows_itself_in_a_cell(name: str) -> None:
     part, make = SHOWN[name]
-    result = make(*problem())
+    known = digits()
+    result = make(known["task"], known["test_task"], known["posterior"])
     if part == PICTURE:
         assert result._repr_png_().startswith(PICTURE)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,14 +16,6 @@ from blr_analysis.task import Task
 
 VOCABULARY = 7
 IGNORED = -100
-
-
-@dataclass
-class Output:
-    """What Hugging Face models return: an object with ``logits`` and other things."""
-
-    logits: Tensor
-    past_key_values: object = None
 
 
 class TinyLM(nn.Module):
@@ -46,7 +38,7 @@ class TinyLM(nn.Module):
         if tied:
             self.read.weight = self.words.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         t = input_ids.shape[1]
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -58,7 +50,7 @@ class TinyLM(nn.Module):
         hidden = hidden.expand(-1, 1, t, t) & ~torch.eye(t, dtype=torch.bool, device=hidden.device)
         x = x + self._mixed(self.before(x), hidden)
         x = x + self.down(F.gelu(self.up(self.between(x))))
-        return Output(self.read(self.after(x)))
+        return SimpleNamespace(logits=self.read(self.after(x)), past_key_values=None)
 
     def _mixed(self, x: Tensor, hidden: Tensor) -> Tensor:
         if self.attention is not None:
@@ -83,20 +75,6 @@ def sequences(n: int, *, vocabulary: int = VOCABULARY) -> list[Tensor]:
     return [torch.randint(0, vocabulary, (k,), generator=g) for k in lengths]
 
 
-def padded(rows: list[dict[str, Tensor]], more: int, left: bool) -> dict[str, Tensor]:
-    """A batch as long as its longest row, and ``more``."""
-    longest = max(len(r["input_ids"]) for r in rows) + more
-
-    def table(name: str, fill: int) -> Tensor:
-        gaps = [longest - len(r[name]) for r in rows]
-        sides = [(gap, 0) if left else (0, gap) for gap in gaps]
-        parts = zip(rows, sides, strict=True)
-        return torch.stack([F.pad(r[name], side, value=fill) for r, side in parts])
-
-    rows = [{**r, "attention_mask": torch.ones_like(r["input_ids"])} for r in rows]
-    return {n: table(n, IGNORED if n == "labels" else 0) for n in rows[0]}
-
-
 def task_of(
     model: nn.Module, ids: Sequence[Tensor], labels: Sequence[Tensor] | None = None, *,
     likelihood: str = "causal_lm", more: int = 0, left: bool = False, mask: bool = True,
@@ -105,11 +83,19 @@ def task_of(
     """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = padded(rows, more, left)
+        longest = max(len(r["input_ids"]) for r in rows) + more
+        batch = {}
+        for name, fill in {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}.items():
+            gaps = [longest - len(r[name]) for r in rows]
+            sides = [(gap, 0) if left else (0, gap) for gap in gaps]
+            pairs = zip(rows, sides, strict=True)
+            batch[name] = torch.stack([F.pad(r[name], side, value=fill) for r, side in pairs])
         return {n: x for n, x in batch.items() if mask or n != "attention_mask"}
 
     pairs = zip(ids, labels or ids, strict=True)
-    rows: Any = [{"input_ids": x, "labels": y} for x, y in pairs]
+    rows: Any = [
+        {"input_ids": x, "labels": y, "attention_mask": torch.ones_like(x)} for x, y in pairs
+    ]
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
     return Task(model, loader, likelihood=likelihood, batch_size=batch_size, metadata=metadata)
 

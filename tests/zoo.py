@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ LAYERS: dict[str, Callable[[], Case]] = {
     "conv1d_pointwise": lambda: case(nn.Conv1d(3, 4, 1, bias=False), (5, 3, 4)),
     "conv2d_strided": lambda: case(
         nn.Conv2d(2, 4, (3, 2), stride=(2, 3), padding=(1, 2), dilation=(2, 1)), (5, 2, 7, 6)),
-    "conv2d_one_position": lambda: case(nn.Conv2d(2, 4, 3), (5, 2, 3, 3)),
     "conv3d_zeros_same": lambda: case(nn.Conv3d(1, 4, 2, padding="same"), (5, 1, 2, 3, 2)),
     "conv_transpose2d": lambda: case(
         nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), (5, 2, 3, 3)),
@@ -71,7 +69,6 @@ LAYERS: dict[str, Callable[[], Case]] = {
     "layernorm_all_dims_no_bias": lambda: case(nn.LayerNorm((4, 3, 3), bias=False), PLANES, normed),
     "rmsnorm_two_dims": lambda: case(nn.RMSNorm((3, 3), eps=1e-3), PLANES, normed),
     "groupnorm_flat": lambda: case(nn.GroupNorm(2, 4), (5, 4)),
-    "groupnorm_no_affine": lambda: case(nn.GroupNorm(4, 4, affine=False), PLANES, normed),
     "batchnorm3d": lambda: case(nn.BatchNorm3d(3), (5, 3, 2, 1, 2), width=3),
     "instancenorm": lambda: case(nn.InstanceNorm2d(3, affine=True), (5, 3, 2, 3), width=3),
     "prelu": lambda: case(nn.PReLU(3), (5, 3, 2, 2), width=3),
@@ -87,10 +84,9 @@ LAYERS: dict[str, Callable[[], Case]] = {
     "bilinear": lambda: case(
         nn.Bilinear(3, 4, 2), (5, 4), lambda m, x: m.out(m.layer(x[:, :3], torch.tanh(x))),
         width=2),
-    "lstm": lambda: case(
-        nn.LSTM(3, 2, num_layers=2, batch_first=True, bidirectional=True), (5, 4, 3), last),
     "lstm_projected": lambda: case(
-        nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True), (5, 4, 3), last, width=2),
+        nn.LSTM(3, 4, num_layers=2, proj_size=2, batch_first=True, bidirectional=True),
+        (5, 4, 3), last),
     "lstm_with_states": lambda: case(
         nn.LSTM(4, 4, batch_first=True, bias=False), (5, 4, 4), states),
     "rnn_relu": lambda: case(
@@ -184,20 +180,12 @@ def lists() -> Case:
     return stacked((5, 3), nn.Linear(3, 3), inner)
 
 
-class Remembering(nn.Module):
+def going_on(m: Any, x: Tensor) -> Tensor:
     """A recurrent layer that goes on from its last call, unless the model lets it forget."""
-
-    state: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.state is not None and self.state.shape != x.shape:
-            raise RuntimeError("the state is of another batch")
-        self.state = torch.zeros(x.shape)
-        return torch.tanh(x * self.gain)
+    if m.state is not None and m.state.shape != x.shape:
+        raise RuntimeError("the state is of another batch")
+    m.state = torch.zeros(x.shape)
+    return torch.tanh(x * m.gain)
 
 
 def remembering(m: Any, x: Tensor) -> Tensor:
@@ -215,17 +203,6 @@ def one_module_two_places() -> Case:
     shared = nn.Linear(3, 3)
     blocks = [nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(3, 3), shared)]
     return stacked((5, 3), *blocks, nn.Linear(3, 2))
-
-
-def hugging_face() -> Case:
-    def call(m: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        words = m.words(input_ids) * attention_mask.unsqueeze(-1)
-        return SimpleNamespace(logits=m.head(words.sum(1)), loss=None)
-
-    mask = (torch.arange(4) < torch.tensor([1, 4, 2, 3, 4]).unsqueeze(1)).to(D)
-    columns = {"input_ids": tokens(5, 4), "attention_mask": mask, "labels": torch.arange(5) % 2}
-    rows = [{name: column[n] for name, column in columns.items()} for n in range(5)]
-    return Case(graph(call, words=nn.Embedding(5, 3), head=nn.Linear(3, 2)), rows)
 
 
 def frozen(pattern: str) -> Case:
@@ -294,7 +271,8 @@ USES: dict[str, Callable[[], Case]] = {
         lambda m, x: m.out(m.one(torch.tanh(m.one(x)))), (5, 3), one=nn.Linear(3, 3),
         out=nn.Linear(3, 2)),
     "state_between_calls": lambda: made(
-        remembering, (5, 3), one=nn.Linear(3, 4), inner=Remembering(), out=HEAD()),
+        remembering, (5, 3), one=nn.Linear(3, 4), out=HEAD(),
+        inner=graph(going_on, gain=nn.Parameter(torch.randn(4)))),
     "two_modules_one_weight": two_modules_one_weight,
     "one_module_two_places": one_module_two_places,
     "weights_from_a_network": lambda: made(
@@ -308,7 +286,6 @@ USES: dict[str, Callable[[], Case]] = {
         lambda m, x: (torch.softmax(m.q(x) @ m.k(x).mT, -1) @ m.v(x)).mean(1), (5, 4, 3),
         q=nn.Linear(3, 4), k=nn.Linear(3, 4), v=nn.Linear(3, 2)),
     "unrolled_cell": lambda: made(unrolled, (5, 3, 3), cell=nn.GRUCell(3, 4), out=HEAD()),
-    "hugging_face": hugging_face,
     "in_place": lambda: made(
         in_place, (5, 3), one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()),
     "in_place_on_the_input": lambda: stacked((5, 3), nn.ReLU(True), nn.Linear(3, 4), HEAD()),
