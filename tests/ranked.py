@@ -1,4 +1,4 @@
-"""What several processes compute together, for ``test_ranks``: by ``torchrun``, forked or alone."""
+"""What several processes compute together, for ``test_ranks``: by ``torchrun`` or alone."""
 
 from __future__ import annotations
 
@@ -126,8 +126,7 @@ def refusals() -> list[str]:
         lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
     ]
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
-        fit = partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0)
-        calls.append(fit)
+        calls.append(partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0))
     for call in calls:
         try:
             call()
@@ -163,22 +162,14 @@ def dies(folder: Path) -> None:
     blr.Index.build(network(), q, folder / "begun")
 
 
-def as_rank(rank: int, count: int, port: int, folder: Path) -> None:
-    """One of so many processes that were forked, as torchrun starts them."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count}
-    where |= {"RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in where.items()})
-    torch.set_num_threads(1)
-    with ranks.opened():
-        torch.save({"answers": answers(folder) | of_pieces(folder)}, folder / f"rank{rank}.pt")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, *more = map(Path, sys.argv[1:])
+    place, *texts = map(Path, sys.argv[1:])
     with ranks.opened():
         found = {"answers": answers(place) | of_pieces(place)}
-        found["refusals"] = refusals()
-        found["codes"] = commands(place, *more)
+        if texts:
+            found["refusals"] = refusals()
+            found["codes"] = commands(place, *texts)
         torch.save(found, place / f"rank{ranks.rank()}.pt")
-        dies(place)
+        if texts:
+            dies(place)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from models import mlp
@@ -129,6 +130,7 @@ DATA: list[tuple[Any, str]] = [
     (failing(49), "failed on example 49 of 50"),
     *((tud.DataLoader(WHOLE, **options), "pass the dataset itself") for options in SAMPLERS),
 ]
+FRAME = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": 1.0, "y": ["cat", "dog", "owl"]})
 ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"model": nn.Linear}, InputError, r"model must be a torch\.nn\.Module, got"),
     ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
@@ -141,6 +143,16 @@ ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' must hold 12 values"),
     ({"metadata": {"a": 1}}, InputError, "column 'a' must be one value per"),
     ({"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
+    ({"model": nn.LazyLinear(3)}, ModelError, "'weight'.*run a batch"),
+    ({"target": "y"}, InputError, "no column"),
+    ({"data": FRAME}, DataError, "target="),
+    ({"data": FRAME, "target": "z"}, InputError, "for 'a', 'b', 'y'"),
+    ({"data": FRAME[["y"]].assign(a="x"), "target": "y"}, DataError, "of numbers"),
+    ({"data": FRAME.assign(y=[None, "a", "a"]), "target": "y"}, DataError, "row 0 "),
+    ({"data": FRAME.assign(y=[0, 0, NAN]), "target": "y"}, DataError, "row 2 "),
+    ({"data": FRAME.rename(columns={"b": "a"}), "target": "y"}, InputError, "called 'a'"),
+    ({"data": FRAME.rename(columns={"b": "y"}), "target": "y"}, InputError, "'y'"),
+    ({"data": FRAME[:0], "target": "y"}, DataError, "no examples"),
     *(({"data": given}, DataError, word) for given, word in DATA),
 ]
 

@@ -22,7 +22,7 @@ from torch.utils import data as tud
 
 import blr_analysis as blr
 from blr_analysis.data import read_data
-from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
 
@@ -75,15 +75,9 @@ def test_every_form_is_handed_out_in_dataset_order(data) -> None:
     assert torch.equal(order_of(task, chosen), X[chosen])
 
 
-class Tagger(nn.Module):
-    """A model as Hugging Face's are: keyword inputs, an object with ``.logits``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, features: Tensor, scale: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.body(features) * scale, loss=None)
+def tagged(m: Graph, features: Tensor, scale: Tensor) -> SimpleNamespace:
+    """As Hugging Face's models: keyword inputs, an object with ``.logits``."""
+    return SimpleNamespace(logits=m.body(features) * scale, loss=None)
 
 
 Pair = namedtuple("Pair", ["inputs", "target"])
@@ -91,18 +85,15 @@ Pair = namedtuple("Pair", ["inputs", "target"])
 
 def test_batches_of_every_form_are_run() -> None:
     model, pairs = mlp(), list(zip(X, Y, strict=True))
+    tagger = Graph(tagged, body=model)
     truth, one = model(X).detach(), torch.ones(1).double()
     dicts = [{"features": x, "scale": one, "labels": y} for x, y in pairs]
     mixed = [({"features": x, "scale": one}, y) for x, y in pairs]
     named = [Pair({"a": x}, {"deep": [y]}) for x, y in pairs]
-
-    def forward(model: nn.Module, b: Pair) -> tuple[Tensor, Tensor]:
-        return model(b.inputs["a"]), b.target["deep"][0]
-
     for task in (
-        Task(Tagger(), dicts),
-        Task(Tagger(), mixed),
-        Task(model, named, forward=forward),
+        Task(tagger, dicts),
+        Task(tagger, mixed),
+        Task(model, named, forward=lambda m, b: (m(b.inputs["a"]), b.target["deep"][0])),
         Task(model, (X, Y)),
     ):
         outputs, targets = run(task)
@@ -194,8 +185,6 @@ def test_evaluation_gives_every_module_its_own_mode_back() -> None:
         raise KeyboardInterrupt
     assert [m.training for m in model.modules()] == [True, True, False, True, True]
     assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
-    with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
-        Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
     assert Task(nn.DataParallel(model), (X, Y)).model is model
 
 
@@ -230,11 +219,10 @@ YS = torch.arange(24) % 2
 
 
 def same(task: blr.Task, other: blr.Task) -> None:
-    """Both answer alike, example by example."""
-    posteriors = [blr.fit_laplace(t, prior_precision=1.0) for t in (task, other)]
-    ours, theirs = (blr.sensitivity(t, q) for t, q in zip((task, other), posteriors, strict=True))
-    torch.testing.assert_close(ours.deviation, theirs.deviation)
-    assert torch.equal(ours.targets, theirs.targets)
+    """Both run alike."""
+    chosen = torch.arange(24)
+    for ours, theirs in zip(run(task, chosen), run(other, chosen), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.fixture
@@ -301,7 +289,6 @@ NUMBERS = [0, 1, 10, 2] * 6
 @pytest.mark.parametrize(
     "labels",
     [pd.array(NUMBERS, dtype="Int64"), np.array(NUMBERS, dtype=object), [False, True] * 12],
-    ids=["nullable", "objects", "booleans"],
 )
 def test_columns_of_numbers_stay_themselves(labels: Any, model: nn.Module) -> None:
     _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
@@ -359,24 +346,3 @@ def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
     ]
     with pytest.raises(InputError, match="Categorical"):
         tasks[0].with_model(tasks[1])
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "error", "word"),
-    [
-        (pd.DataFrame({"a": [1.0], "y": [1]}), {}, DataError, "target="),
-        (pd.DataFrame({"a": [1.0], "y": [1]}), {"target": "z"}, InputError, "for 'a', 'y'"),
-        (pd.DataFrame({"a": ["x"], "y": [1]}), {"target": "y"}, DataError, "of numbers"),
-        ((XS, YS), {"target": "y"}, InputError, "no column"),
-        (FRAME.assign(label=[None] + ["a"] * 23), {"target": "label"}, DataError, "row 0 "),
-        (FRAME.assign(label=[0] * 23 + [np.nan]), {"target": "label"}, DataError, "row 23 "),
-        (FRAME.rename(columns={"b": "a"}), {"target": "label"}, InputError, "called 'a'"),
-        (FRAME.rename(columns={"b": "label"}), {"target": "label"}, InputError, "'label'"),
-        (FRAME[:0], {"target": "label"}, DataError, "no examples"),
-    ],
-)
-def test_frames_that_cannot_be_read(
-    model: nn.Module, data: object, options: dict, error: type, word: str
-) -> None:
-    with pytest.raises(error, match=word):
-        blr.Task(model, data, **options)
