@@ -109,7 +109,6 @@ WHOLE = tud.TensorDataset(*data())
 SAMPLERS: tuple[dict[str, Any], ...] = (
     {"sampler": tud.SubsetRandomSampler(range(5))},
     {"sampler": tud.RandomSampler(WHOLE, replacement=True)},
-    {"sampler": tud.SequentialSampler(range(5))},
     {"sampler": list(range(N))[::-1]},
     {"batch_sampler": [[0, 1], [2, 3]]},
     {"sampler": tud.DistributedSampler(WHOLE, num_replicas=2, rank=0)},
@@ -122,7 +121,7 @@ DATA: list[tuple[Any, str]] = [
     ([], "hold no examples"),
     (tud.Subset(WHOLE, torch.ones(10) > 0), r"mask\.nonzero"),  # type: ignore[arg-type]
     ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
-    ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
+    ((torch.zeros(5, 4),) * 3, r"a pair \(X, y\), got 3 arrays"),
     ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
     (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
     ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
@@ -278,17 +277,14 @@ def test_losses_of_one_output_take_flat_targets() -> None:
 # Posteriors, and what is asked of them.
 
 
-def posterior(**changes: Any) -> blr.Posterior:
+def made(**changes: Any) -> Callable[..., Any]:
     given = {"mean": {"w": torch.zeros(2)}, "precision": {"w": torch.ones(2)}}
-    return blr.Posterior(**{**given, "prior_precision": 1.0, "n_data": 5, **changes})
+    given |= {"prior_precision": 1.0, "n_data": 5}
+    return lambda task, q: blr.Posterior(**{**given, **changes})
 
 
 def fit(**options: Any) -> Callable[..., Any]:
     return lambda task, q: blr.fit_laplace(task, **{"prior_precision": 1.0, **options})
-
-
-def made(**changes: Any) -> Callable[..., Any]:
-    return lambda task, q: posterior(**changes)
 
 
 def what_if(**options: Any) -> Callable[..., Any]:
@@ -308,7 +304,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (made(record="laplace"), "record must be a dict, got str"),
     (made(n_data=-1), "n_data must be"),
     (fit(prior_precision=0.0), "prior_precision must be finite and above 0, got 0.0"),
-    (fit(prior_precision={"0.weight": 1.0}), r"missing \['0.bias', '2.bias', '2.weight'\]"),
     (fit(structure="diagonal"), "structure must be one of"),
     (fit(curvature="hessian"), "curvature must be one of"),
     (what_if(), "nothing to change: give remove=, add= or relabel="),
@@ -318,8 +313,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (what_if(remove=[0], evaluate=data()), "evaluate must be a blr_analysis.Task .* got tuple"),
     (what_if(add=data()), "add must be a blr_analysis.Task with the new examples, got tuple"),
     (what_if(relabel=[1, 2]), "relabel must be a dict from index to new target, got list"),
-    (what_if(relabel={N: 0}), "relabel names example 12, but the examples are 0 … 11"),
-    (what_if(relabel={True: 0}), "the mask relabel has 1 entries for 12 examples"),
     (what_if(relabel={3: 1}, remove=[2, 3]), "example 3 is both removed and relabelled"),
     (what_if(relabel={3: 5}), "must lie in 0 … 2"),
     (what_if(relabel={3: "cat"}), "'cat' is no number"),

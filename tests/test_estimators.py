@@ -216,9 +216,6 @@ def test_penalties_by_other_names_and_weights_of_a_fit() -> None:
     assert stationarity(weighted, q).residual < 1e-4
 
 
-LOGISTIC, SPOILT = LogisticRegression(), np.where(np.arange(N)[:, None] == 3, 1.0, X)
-
-
 @pytest.mark.parametrize(
     ("estimator", "data", "word"),
     [
@@ -234,11 +231,9 @@ LOGISTIC, SPOILT = LogisticRegression(), np.where(np.arange(N)[:, None] == 3, 1.
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
-        (clone(LOGISTIC).fit(X, YES), (SPOILT * np.nan, YES), "X contains"),
-        (Ridge().fit(X, REAL), (SPOILT * np.inf, REAL), "X contains"),
+        (Ridge().fit(X, REAL), (X * np.nan, REAL), "X contains"),
         (Ridge().fit(X, REAL), (X, [*REAL[:-1], np.nan]), "y contains NaN"),
-        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], None])), "y "),
-        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], pd.NA])), "y "),
+        (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], pd.NA])), "y "),
     ],
 )
 def test_what_is_no_estimator_for_this(estimator: Any, data: tuple, word: str) -> None:
