@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
 from blr_analysis import ranks
-from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Hessian
 from blr_analysis.cli import main
@@ -60,7 +59,6 @@ def answers(folder: Path) -> dict[str, Any]:
     found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
-    found["moments"] = [m for _, m in input_moments(task, params).moments.values()]
     some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
     found["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
     found["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})

@@ -86,23 +86,21 @@ class Stream(tud.IterableDataset):
         return iter([(torch.zeros(4), 0)] * N)
 
 
-class Items(tud.Dataset):
-    """As many as are asked for, each made by a function of its index."""
+class Rows(tud.Dataset):
+    """Fifty, each made by a function of its index."""
 
-    def __init__(self, size: int, item) -> None:
-        self.size, self.item = size, item
+    def __init__(self, item: Callable[[int], Tensor]) -> None:
+        self.item = item
 
     def __len__(self) -> int:
-        return self.size
+        return 50
 
-    def __getitem__(self, i: int):
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return self.item(i), i % 3
 
 
-def failing(bad: int) -> Items:
-    """Rows, but for one index."""
-    rows = {i: torch.full((4,), float(i), dtype=torch.float64) for i in range(50) if i != bad}
-    return Items(50, rows.__getitem__)
+def failing(bad: int) -> Rows:
+    return Rows({i: torch.ones(4).double() for i in range(50) if i != bad}.__getitem__)
 
 
 WHOLE = tud.TensorDataset(*data())
@@ -125,7 +123,7 @@ DATA: list[tuple[Any, str]] = [
     ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
     (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
     ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
-    (Items(30, lambda i: torch.rand(4)), "differ when read again"),
+    (Rows(lambda i: torch.rand(4)), "differ when read again"),
     (failing(49), "failed on example 49 of 50"),
     *((tud.DataLoader(WHOLE, **options), "pass the dataset itself") for options in SAMPLERS),
 ]
@@ -169,9 +167,8 @@ def test_unusual_numbers_that_are_no_fault() -> None:
     x, y = data()
     huge = task_of(data=(x.clamp(0.5, 1) * 1e308, y))
     batch = huge.fetch(torch.arange(N))
-    assert not torch.isfinite(batch[0].sum()) and torch.isfinite(batch[0]).all()
-    outputs, _ = huge.run(batch, huge.parameters(), torch.arange(N))
-    assert torch.isfinite(outputs).all()
+    assert not torch.isfinite(batch[0].sum())
+    assert torch.isfinite(huge.run(batch, huge.parameters(), torch.arange(N))[0]).all()
 
 
 # What a sweep meets: inputs, targets, and what the model makes of them.
@@ -182,22 +179,17 @@ def returns(change: Callable[[Tensor], Any]) -> nn.Module:
     return graph(lambda m, x: change(m.layer(x)), layer=nn.Linear(4, 3))
 
 
-def spoilt(kind: str, value: float) -> dict[str, Any]:
-    x, y = data(kind)
+def spoilt(value: float) -> dict[str, Any]:
+    x, y = data()
     x[5, 1] = value
-    return {"kind": kind, "data": (x, y)}
-
-
-def labelled(kind: str, y: Tensor) -> dict[str, Any]:
-    return {"kind": kind, "data": (data(kind)[0], y)}
+    return {"data": (x, y)}
 
 
 SPOILT = "inputs hold NaN or inf in 1 examples, the first at index 5; drop"
 FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
-    (spoilt("categorical", NAN), DataError, SPOILT),
-    (spoilt("bernoulli", INF), DataError, SPOILT),
-    (labelled("categorical", torch.arange(N) % 4), DataError, r"in 0 … 2 \(the model has 3 log"),
-    (labelled("gaussian", torch.zeros(N, 3)), DataError, "fit outputs .* give one target per"),
+    (spoilt(NAN), DataError, SPOILT),
+    (spoilt(INF), DataError, SPOILT),
+    ({"data": (data()[0], torch.arange(N) % 4)}, DataError, r"in 0 … 2 \(the model has 3 log"),
     *(
         ({"model": returns(change)}, error, word)
         for change, error, word in (
@@ -228,7 +220,6 @@ FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
         ModelError,
         r"log-rates reach .*, whose exp overflows torch.float64; check the weights",
     ),
-    ({"model": nn.Flatten()}, ModelError, "has no trainable parameters; set"),
     ({"model": mlp().requires_grad_(False)}, ModelError, "has no trainable parameters; set"),
 ]
 

@@ -67,14 +67,6 @@ def test_scores_column_by_column() -> None:
     assert table["loss"].dtype == np.float32 and table["loss"].tolist() == list(range(N))
 
 
-def test_several_targets_per_example_take_several_columns() -> None:
-    task = blr.Task(mlp(outputs=2), (normal(5, 4), normal(5, 2, seed=1)), likelihood="gaussian")
-    scores = blr.sensitivity(task, blr.fit_laplace(task, structure="diag", prior_precision=1.0))
-    names = ["index", "target_0", "target_1", "prediction_0", "prediction_1"]
-    assert list(scores.table.columns)[:5] == names
-    assert scores.table["target_1"].tolist() == scores.targets[:, 1].tolist()
-
-
 def test_leave_one_out_column_by_column() -> None:
     loo = blr.leave_one_out(TASK, Q)
     table = loo.table
