@@ -1,4 +1,4 @@
-"""Generalised linear models retrained exactly, for every subset of the data that is asked about.
+"""Linear models retrained exactly, for every subset of the data that is asked about.
 
 The models are ``nn.Linear`` with a bias, the objective Σ_i w_i ℓ_i(Θ) + ½ δ ‖Θ‖² with example
 weights w (0: left out), minimised by Newton's method in float64 until the gradient's norm is below
@@ -11,9 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # as vmap does, slowly
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 TOLERANCE = 1e-10
+Loss = Callable[[Tensor, Tensor], Tensor]  # ℓ [N], up to a constant, from outputs and targets
+LOSSES: dict[str, Loss] = {
+    "categorical": lambda f, y: F.cross_entropy(f, y.long(), reduction="none"),
+    "gaussian": lambda f, y: (f - y.view_as(f)).square().sum(1) / 2,
+    "poisson": lambda f, y: F.poisson_nll_loss(f, y.view_as(f), reduction="none").sum(1),
+    "bernoulli": lambda f, y: F.binary_cross_entropy_with_logits(
+        f, y.double().view_as(f), reduction="none"
+    ).sum(1),
+}
 
 
 def with_ones(x: Tensor) -> Tensor:
@@ -21,55 +32,37 @@ def with_ones(x: Tensor) -> Tensor:
     return torch.cat([x.double(), torch.ones(len(x), 1, dtype=torch.float64)], dim=1)
 
 
-def residual_and_curvature(kind: str, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """e ``[K, N, C]`` and Λ ``[K, N, C, C]`` for outputs f ``[K, N, C]``, from first principles."""
-    if kind == "categorical":
-        p = torch.exp(f - f.logsumexp(-1, keepdim=True))
-        onehot = (y.unsqueeze(-1) == torch.arange(f.shape[-1])).to(f.dtype)
-        return p - onehot, torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-    mean, slope = {
-        "gaussian": lambda: (f, torch.ones_like(f)),
-        "bernoulli": lambda: ((p := 1 / (1 + torch.exp(-f))), p * (1 - p)),
-        "poisson": lambda: (torch.exp(f), torch.exp(f)),
-    }[kind]()
-    return mean - y, torch.diag_embed(slope)
-
-
-def losses(kind: str, f: Tensor, y: Tensor) -> Tensor:
-    """ℓ ``[K, N]``, up to a constant."""
-    if kind == "categorical":
-        return f.logsumexp(-1) - f.gather(-1, y.expand(len(f), -1).unsqueeze(-1)).squeeze(-1)
-    if kind == "gaussian":
-        return 0.5 * (f - y).square().sum(-1)
-    normaliser = torch.exp(f) if kind == "poisson" else torch.logaddexp(torch.zeros_like(f), f)
-    return (normaliser - y * f).sum(-1)
-
-
 def retrained(
-    kind: str, x: Tensor, y: Tensor, weights: Tensor, delta: float, outputs: int = 1
+    loss: str | Loss, x: Tensor, y: Tensor, weights: Tensor, delta: float, outputs: int = 1
 ) -> Tensor:
     """Θ ``[K, C, D]`` for K weightings of the examples ``[K, N]``; the last column is the bias."""
     z, weights = with_ones(x), weights.double()
-    k, c, d = len(weights), outputs, z.shape[1]
-    target = y.long() if kind == "categorical" else y.double().reshape(len(y), c)
-    products = (z.unsqueeze(2) * z.unsqueeze(1)).reshape(len(z), d * d)
-    theta = torch.zeros(k, c, d, dtype=torch.float64)
-    ridge = delta * torch.eye(c * d, dtype=torch.float64)
+    (n, d), each = z.shape, LOSSES[loss] if isinstance(loss, str) else loss
+    products = (z.unsqueeze(2) * z.unsqueeze(1)).view(n, d * d)
+    every, slope, curvature = (
+        torch.vmap(f, (0, None))
+        for f in (
+            each,
+            torch.vmap(torch.func.grad(lambda f, y: each(f[None], y[None])[0])),
+            torch.vmap(torch.func.hessian(lambda f, y: each(f[None], y[None])[0])),
+        )
+    )
 
     def objective(theta: Tensor) -> Tensor:
-        each = losses(kind, torch.einsum("kcd,nd->knc", theta, z), target)
-        return (weights * each).sum(1) + 0.5 * delta * theta.square().sum((1, 2))
+        losses = every(torch.einsum("kcd,nd->knc", theta, z), y)
+        return (weights * losses).sum(1) + delta / 2 * theta.square().sum((1, 2))
 
+    theta = z.new_zeros(len(weights), outputs, d)
     for _ in range(100):
-        f = theta.reshape(k * c, d).matmul(z.T).reshape(k, c, -1).transpose(1, 2)
-        e, curvature = residual_and_curvature(kind, f, target)
-        gradient = torch.einsum("kn,knc,nd->kcd", weights, e, z) + delta * theta
+        f = torch.einsum("kcd,nd->knc", theta, z)
+        gradient = torch.einsum("kn,knc,nd->kcd", weights, slope(f, y), z) + delta * theta
         if float(gradient.flatten(1).norm(dim=1).max()) < TOLERANCE:
             return theta
-        blocks = (weights[:, :, None, None] * curvature).permute(0, 2, 3, 1).reshape(-1, len(z))
-        hessian = (blocks @ products).reshape(k, c, c, d, d).permute(0, 1, 3, 2, 4)
-        step = torch.linalg.solve(hessian.reshape(k, c * d, c * d) + ridge, gradient.flatten(1))
-        step = step.reshape(k, c, d)
+        blocks = (weights[:, :, None, None] * curvature(f, y)).permute(0, 2, 3, 1) @ products
+        hessian = blocks.unflatten(3, (d, d)).transpose(2, 3).flatten(3).flatten(1, 2)
+        values, turn = torch.linalg.eigh(hessian + delta * torch.eye(outputs * d))
+        turned = turn.mT @ gradient.view(len(weights), -1, 1)
+        step = (turn @ (turned / values.abs().unsqueeze(2))).view_as(theta)  # downhill always
         top = objective(theta)
         for _ in range(30):  # halved where it would raise the objective, beyond rounding
             rises = objective(theta - step) > top + 1e-12 * top.abs()
@@ -102,9 +95,9 @@ def linear(theta: Tensor) -> nn.Linear:
     return layer
 
 
-def trained(kind: str, x: Tensor, y: Tensor, delta: float, outputs: int = 1) -> nn.Linear:
+def trained(loss: str | Loss, x: Tensor, y: Tensor, delta: float, outputs: int = 1) -> nn.Linear:
     """The model trained to convergence on all examples."""
-    return linear(retrained(kind, x, y, torch.ones(1, len(x)), delta, outputs)[0])
+    return linear(retrained(loss, x, y, torch.ones(1, len(x)), delta, outputs)[0])
 
 
 def flat(parameters: dict[str, Tensor]) -> Tensor:

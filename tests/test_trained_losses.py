@@ -4,17 +4,22 @@ retraining and against the same data with every example as often as its weight s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # as vmap does, slowly
 from oracles import fit_at_rest, relative
-from oracles_retraining import leave_one_out_weights, linear, standardised, with_ones
+from oracles_retraining import (
+    Loss,
+    leave_one_out_weights,
+    retrained,
+    standardised,
+    trained,
+    with_ones,
+)
 from parts import normal
 from sklearn import datasets
-from test_likelihoods import Loss, each, focal
+from test_likelihoods import each, focal
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -57,38 +62,12 @@ def iris(name: str) -> tuple[Tensor, Tensor]:
     return x, {"pos_weight": shares, "poisson": (3 * shares + 1).round()}.get(name, y)
 
 
-def minima(objective: Callable[[Tensor, Tensor], Tensor], theta: Tensor, keep: Tensor) -> Tensor:
-    """Newton's for every row of ``keep`` at once, downhill on curvature below 0 too, with halved
-    steps where the objective rises."""
-    value, slope = torch.vmap(objective), torch.vmap(torch.func.grad(objective))
-    curvature = torch.vmap(torch.func.hessian(objective))
-    for _ in range(100):
-        gradient = slope(theta, keep)
-        if float(gradient.norm(dim=1).max()) < 1e-8:
-            return theta
-        values, turn = torch.linalg.eigh(curvature(theta, keep))
-        step = (turn @ ((turn.mT @ gradient.unsqueeze(2)) / values.abs().unsqueeze(2))).squeeze(2)
-        start = value(theta, keep) + 1e-10
-        while bool((rises := value(theta - step, keep) > start).any()):
-            step[rises] /= 2
-        theta = theta - step
-    raise AssertionError("no minimum")
-
-
 def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tensor]:
     """A linear model at its minimum, and each example's true rise, trained anew without it."""
-    z, n = with_ones(x), len(x)
-
-    def losses(theta: Tensor) -> Tensor:
-        return loss(z @ theta.view(c, -1).T, y)
-
-    def objective(theta: Tensor, keep: Tensor) -> Tensor:
-        return keep @ losses(theta) + DELTA / 2 * theta.square().sum()
-
-    best = minima(objective, z.new_zeros(1, c * z.shape[1]), z.new_ones(1, n))
-    alone = minima(objective, best.repeat(n, 1), leave_one_out_weights(n))
-    rise = torch.vmap(losses)(alone).diagonal() - losses(best[0])
-    return linear(best[0].view(c, -1)), rise
+    best = trained(loss, x, y, DELTA, c)
+    alone = retrained(loss, x, y, leave_one_out_weights(len(x)), DELTA, c)
+    outputs = torch.einsum("ncd,nd->nc", alone, with_ones(x))
+    return best, (loss(outputs, y) - loss(best(x), y)).detach()
 
 
 class Spread(nn.Module):
