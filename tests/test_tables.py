@@ -110,8 +110,8 @@ def test_classes_before_and_after() -> None:
             assert row[f"nll_{when}"] == pytest.approx(float(part.losses[here].mean()), rel=1e-12)
             right = part.correct[here].double().mean()
             assert row[f"accuracy_{when}"] == pytest.approx(float(right), rel=1e-12)
-    table = classes_of(torch.tensor([[1.0], [0.0], [1.0]]))
-    assert table["class"].tolist() == [0, 1] and table["nll_before"].tolist() == [1.0, 1.0]
+    table = classes_of(torch.tensor([[7.0], [0.0], [7.0]]))
+    assert table["class"].tolist() == [0, 7] and table["nll_before"].tolist() == [1.0, 1.0]
     assert table["accuracy_before"].isna().to_numpy().all()
 
 
