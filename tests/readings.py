@@ -20,8 +20,6 @@ EXACT = 1e-10  # relative, in float64
 
 def task_of(case: Case, likelihood: str | None = None) -> Task:
     """A task on a case's inputs with targets that go with its outputs."""
-    if isinstance(case.inputs, list):  # rows of a dict dataset, targets included
-        return Task(case.model, case.inputs)
     n = len(case.inputs)
     forward = case.forward or (lambda model, batch: (model(batch[0]), batch[1]))
     dummy = Task(case.model, (case.inputs, torch.zeros(n)), forward=forward)
