@@ -37,14 +37,12 @@ REAL = 3 + SCORE + RNG.normal(size=N)
 COUNT = RNG.poisson(np.exp(0.5 + 0.4 * SCORE)).astype(float)
 TIGHT: dict[str, Any] = {"tol": 1e-10, "max_iter": 5000}
 MLP = MLPClassifier((3,), "tanh", solver="lbfgs", alpha=1.0, random_state=0, **TIGHT)
+NET = LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT)
 CASES: dict[str, tuple[Any, np.ndarray]] = {
     "logistic, 3 classes": (LogisticRegression(C=0.5, **TIGHT), WORDS),
     "logistic, 2 classes": (LogisticRegression(C=2.0, **TIGHT), YES),
     "logistic, weighted": (LogisticRegression(class_weight={0: 1.0, 1: 3.0}, **TIGHT), YES),
-    "logistic, elastic net": (
-        LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT),
-        YES,
-    ),
+    "logistic, elastic net": (NET, YES),
     "least squares": (LinearRegression(), REAL),
     "ridge": (Ridge(alpha=3.0), REAL),
     "ridge, 2 targets": (Ridge(alpha=3.0), np.stack([REAL, SCORE + REAL**2 / 9], 1)),

@@ -83,14 +83,23 @@ def test_leave_one_out_column_by_column() -> None:
 
 
 def test_memory_map_adds_the_region_and_the_variance_it_was_drawn_with() -> None:
-    for scores in (SEEN, replace(SEEN, variance=None)):
-        memory = blr.memory_map(scores, quantile=0.5)
+    error, influence = SEEN.error.clone(), SEEN.self_influence.clone()
+    error[0], influence[0] = 0.0, 0.0
+    without = replace(SEEN, variance=None, error=error, self_influence=influence)
+    trace, along = (blr.memory_map(scores, quantile=0.5) for scores in (SEEN, without))
+    for scores, memory in ((SEEN, trace), (without, along)):
         table = memory.table
         assert list(table.columns)[: len(SCORES) + 2] == [*SCORES, "region", "source"]
-        assert table["region"].tolist() == memory.region.tolist()
         assert list(table["region"].cat.categories) == list(REGIONS)
         assert table["region_metadata"].tolist() == ["x"] * N == scores.table["region"].tolist()
-        assert table["variance"].tolist() == memory.variance.tolist()
+        columns_are(table, memory, region="region", variance="variance")
+        np.testing.assert_allclose(memory.error, scores.table["error"], rtol=1e-12)
+    np.testing.assert_allclose(trace.variance, SEEN.table["variance"], rtol=1e-12)
+    units = torch.nn.functional.normalize(error)  # 0 where there is no error
+    wanted = torch.einsum("nc,ncd,nd->n", units, SEEN.variance, units)
+    torch.testing.assert_close(along.variance, wanted)
+    assert trace.variance_kind == "trace" and along.variance_kind == "along_error"
+    assert "along the error" in repr(along) and "along" not in repr(trace)
 
 
 def classes_of(targets: torch.Tensor) -> pd.DataFrame:
@@ -160,23 +169,6 @@ def scores_of(error: Any, variance: Any) -> SimpleNamespace:
     e = torch.as_tensor(error, dtype=torch.float64).reshape(-1, 1)
     v = torch.as_tensor(variance, dtype=torch.float64).reshape(-1, 1, 1)
     return SimpleNamespace(error=e, variance=v, self_influence=(e * e * v[:, :, 0])[:, 0])
-
-
-def test_size_of_error_and_variance_in_many_dimensions() -> None:
-    error, root = normal(40, 3), normal(40, 3, 3, seed=1)
-    variance = root @ root.mT
-    influence = torch.einsum("nc,ncd,nd->n", error, variance, error)
-    scores = SimpleNamespace(error=error, variance=variance, self_influence=influence)
-    memory = blr.memory_map(scores)
-    np.testing.assert_allclose(memory.error, np.sqrt((error.numpy() ** 2).sum(1)), rtol=1e-12)
-    np.testing.assert_allclose(memory.variance, [v.trace() for v in variance], rtol=1e-12)
-    scores.variance, scores.error[0], scores.self_influence[0] = None, 0.0, 0.0
-    along = blr.memory_map(scores)  # along the error, which is 0 where there is none
-    assert memory.variance_kind == "trace" and along.variance_kind == "along_error"
-    units = error[1:] / error[1:].norm(dim=1, keepdim=True)
-    wanted = torch.einsum("nc,ncd,nd->n", units, variance[1:], units)
-    torch.testing.assert_close(along.variance, torch.cat([torch.zeros(1).double(), wanted]))
-    assert "along the error" in repr(along) and "along" not in repr(memory)
 
 
 @given(

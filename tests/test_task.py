@@ -159,7 +159,6 @@ def test_metadata_of_every_kind() -> None:
     for given in (plain, series, pd.DataFrame(plain, index=index)):
         task = Task(mlp(), (X, Y), metadata=given)
         assert task.metadata == {"source": source, "year": list(range(10))}
-        assert task.subset([3]).metadata["source"] == ["d"]
 
 
 def test_a_wrapped_model_is_taken_out_and_a_task_says_what_it_is() -> None:
