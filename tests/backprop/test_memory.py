@@ -84,15 +84,15 @@ def scored(task: Task) -> None:
     sensitivity(task, Posterior(mean, ones, prior_precision=1.0, n_data=task.n_data))
 
 
-FIT = partial(fit_laplace, prior_precision=1.0)
+FIT = partial(fit_laplace, prior_precision=1.0, structure="diag")
 
 
-@pytest.mark.parametrize("sweep", [partial(FIT, structure=s) for s in ("diag", "kron")] + [scored])
+@pytest.mark.parametrize("sweep", [FIT, partial(FIT, structure="kron"), scored])
 def test_memory_does_not_grow_with_the_number_of_examples(sweep: Callable[[Task], Any]) -> None:
     budget = 2 * MB
-    task = build("convolutions", 64, memory_budget=budget)
-    plan_for(task, task.parameters())
-    half, peak = (peak_bytes(partial(sweep, t)) for t in (task.subset(range(32)), task))
+    task = build("convolutions", 48, memory_budget=budget)
+    sweep(task)  # what is met for the first time is also recognised
+    half, peak = (peak_bytes(partial(sweep, t)) for t in (task.subset(range(24)), task))
     assert peak <= budget + allowance(task, True)
     assert peak < 1.05 * half
 
