@@ -112,7 +112,7 @@ def gain() -> nn.Module:
 def overwritten(m: Any, x: Tensor) -> Tensor:
     h = m.one(x)
     gained = m.gain(h)
-    h.mul_(3)
+    h.mul_(1 + 2 * (x[:, :1] > 5))  # never on the probe: the first, fourth and last
     return m.out(gained + h)
 
 
@@ -149,7 +149,8 @@ HARD: dict[str, Callable[[], Task]] = {
         distinct, torch.cat([torch.tensor([[0, 1, 2, 3, 1, 1, 2]]).T, X[:, :1]], 1),
         words=nn.Embedding(4, 3), out=nn.Linear(3, 2)),
     "overwritten after it was read": lambda: made(
-        overwritten, X, one=nn.Linear(3, 4), gain=gain(), out=nn.Linear(4, 2)),
+        overwritten, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, one=nn.Linear(3, 4),
+        gain=gain(), out=nn.Linear(4, 2)),
     "random in training": lambda: Task(stacked(gain(), 4).train(), (X, torch.arange(7) % 2)),
     "forces": lambda: made(forces, X, one=nn.Linear(3, 4), out=nn.Linear(4, 1)),
     **{f"a bias that torch spreads, {len(shape)}": lambda shape=shape: task_of(
