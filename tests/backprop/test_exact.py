@@ -187,7 +187,7 @@ def test_float32(name: str) -> None:
 
 
 RULES = {
-    **{n: {"convolution", "norm", "linear"} for n in ("images", "volumes", "frames")},
+    **{n: {"convolution", "norm", "linear"} for n in ("images", "volumes")},
     **{f"{n}norm_two_dims": {"convolution", "norm", "linear"} for n in ("layer", "rms")},
     "conv1d_of_hugging_face": {"transposed_linear", "linear"},
     "embedding_padding": {"embedding", "linear"},
@@ -198,7 +198,7 @@ RULES = {
     },
     **{f"sequence_first_{t}": {"linear"} for t in (1, 2, 3, 7)},
     **{f"flattened_{t}": {"linear", "norm"} for t in (1, 2, 3)},
-    **{n: {"recurrence", "linear"} for n in ("lstm", "lstm_projected", "lstm_with_states", "gru")},
+    **{n: {"recurrence", "linear"} for n in ("lstm_projected", "lstm_with_states")},
     **{n: {"recurrence", "linear"} for n in ("rnn_relu", "sequence_first_gru_3", "unrolled_cell")},
     "called_twice": {"linear"},
     "two_modules_one_weight": {"linear"},
