@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as HFConv1D
+
+D = torch.float64
 
 
 class Images(nn.Module):
@@ -105,6 +108,31 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model, the inputs of its examples, and how a batch is run (None: the default way)."""
+
+    model: nn.Module
+    inputs: Any
+    forward: Any = None
+
+
+def graph(call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> nn.Module:
+    """Parts and a function of them, in float64 eval mode with generic weights."""
+    return randomised(Graph(call, **parts))
+
+
+def normal(*shape: int, seed: int = 3) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=D)
+
+
+def tokens(n: int, length: int, vocabulary: int = 5) -> Tensor:
+    """Random word indices."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randint(0, vocabulary, (n, length), generator=generator)
+
+
 def classes(seed: int, dtype: torch.dtype = torch.float64, n: int = 120) -> tuple[Tensor, Tensor]:
     """Inputs and three classes that overlap."""
     g = torch.Generator().manual_seed(seed)
@@ -145,12 +173,6 @@ def mlp(inputs: int = 4, hidden: int = 5, outputs: int = 3, seed: int = 0) -> nn
 
 def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
     """Name → (model, inputs) for every kind of model that the engine must read exactly."""
-    g = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    ids = torch.randint(0, 7, (7, 6), generator=g)
     with seeded(3):
         models = {
             "mlp": (mlp(), normal(7, 4)),
@@ -161,7 +183,7 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
                     c1=nn.Conv1d(2, 3, 3, 2, 2, 2, padding_mode="circular"), gate=nn.Linear(2, 3),
                     c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
                 ), normal(7, 2, 12)),
-            "words_tied": (Words(), ids),
+            "words_tied": (Words(), tokens(7, 6, 7)),
             "functional": (
                 Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)), normal(7, 3)),
         }  # fmt: skip

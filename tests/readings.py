@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from models import seeded
+from models import Case, seeded
 from oracles import dense_ggn, dense_jacobian
-from parts import Case
 from torch import Tensor
 from zoo import CASES
 

@@ -1,14 +1,15 @@
-"""Whether a model is exactly as it was: values, gradients, modes, flags and hooks."""
+"""What a call leaves and takes: a model as it was to the bit, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -41,3 +42,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
     after = snapshot(model)
     changed = [k for k in before if k not in after or not same(before[k], after[k])]
     assert not changed and list(before) == list(after), f"the model was changed: {changed}"
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that is held during one call above what was held before; the same on every run."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    held = highest = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    assert highest > 0, "this build of torch records no allocations"
+    return highest

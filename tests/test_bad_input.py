@@ -12,8 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from models import mlp
-from parts import graph
+from models import graph, mlp
 from snapshots import untouched
 from torch import Tensor, nn
 from torch.utils import data as tud

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp
-from parts import normal, tokens
+from models import mlp, normal, tokens
 from snapshots import untouched
 from torch import Tensor, nn
 

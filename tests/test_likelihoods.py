@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import normal
 from oracles import relative
-from parts import normal
 from torch import Tensor, nn
 from torch import distributions as d
 

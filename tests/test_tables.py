@@ -12,8 +12,7 @@ import pandas as pd
 import pyarrow
 import pytest
 import torch
-from models import mlp
-from parts import normal
+from models import mlp, normal
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, StorageError

@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from models import mlp
+from models import Graph, mlp, normal
 from oracles import relative
-from parts import Graph, normal
 from torch import Tensor, nn
 from torch.utils import data as tud
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import normal
 from oracles import fit_at_rest, relative
 from oracles_retraining import (
     Loss,
@@ -17,7 +18,6 @@ from oracles_retraining import (
     trained,
     with_ones,
 )
-from parts import normal
 from sklearn import datasets
 from test_likelihoods import each, focal
 from torch import Tensor, nn

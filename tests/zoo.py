@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import HFConv1D, example_models, randomised
-from parts import Case, D, graph, normal, tokens
+from models import Case, D, HFConv1D, example_models, graph, normal, randomised, tokens
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm

@@ -11,9 +11,8 @@ import torch
 from contracts import projected
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import seeded
+from models import Case, Graph, graph, normal, seeded
 from oracles import dense_jacobian, fit_at_rest, flatten, outputs_of, relative, rows, unflatten
-from parts import Case, Graph, graph, normal
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import seeded
+from models import Case, graph, normal, seeded, tokens
 from oracles import dense_jacobian, relative
-from parts import Case, graph, normal, tokens
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn
 from torch.func import functional_call, vmap

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Graph, randomised, seeded
+from models import Graph, graph, normal, randomised, seeded
 from oracles import dense_jacobian, relative
-from parts import graph, normal
 from readings import jacobian_of, ways
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import Tensor, nn

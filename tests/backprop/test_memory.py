@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from allocations import peak_bytes
-from models import mlp, seeded
-from parts import normal, tokens
+from models import mlp, normal, seeded, tokens
+from snapshots import peak_bytes
 from tiny_lm import tiny_lm
 from torch import Tensor, nn
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import seeded
-from parts import Graph, graph, normal
+from models import Graph, graph, normal, seeded
 from readings import task_of
 from snapshots import untouched
 from torch import Tensor, nn

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import seeded
+from models import graph, normal, seeded
 from oracles import flatten, relative, rows
-from parts import graph, normal
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call

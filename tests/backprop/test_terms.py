@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from models import normal
 from oracles import relative
-from parts import normal
 from torch import Tensor
 
 from blr_analysis.backprop import single

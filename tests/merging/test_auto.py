@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from merging.models_on_disk import write_model
-from models import mlp
+from models import mlp, normal
 from oracles import relative
-from parts import normal
 from torch import Tensor, nn
 
 from blr_analysis.errors import ModelError

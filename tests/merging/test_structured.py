@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from merging.models_on_disk import copied, write_model
-from models import HFConv1D, Images, Words, mlp, randomised, seeded
+from models import HFConv1D, Images, Words, mlp, normal, randomised, seeded
 from oracles import dense_precision, flatten, relative, unflatten
-from parts import normal
 from tiny_lm import TinyLM
 from torch import Tensor, nn
 

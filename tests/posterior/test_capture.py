@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import ivon
 import pytest
 import torch
-from parts import Graph
+from models import Graph
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

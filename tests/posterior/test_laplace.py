@@ -14,7 +14,7 @@ from contracts import kept
 from curvlinops import EKFACLinearOperator
 from laplace import Laplace
 from laplace.curvature import CurvlinopsGGN
-from models import example_models, mlp, randomised, seeded
+from models import example_models, mlp, normal, randomised, seeded
 from oracles import (
     dense_ggn,
     dense_jacobian,
@@ -24,7 +24,6 @@ from oracles import (
     relative,
     unflatten,
 )
-from parts import normal
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset

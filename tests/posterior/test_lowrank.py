@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from curvlinops import GGNLinearOperator
-from models import mlp
+from models import mlp, normal
 from oracles import dense_ggn, dense_jacobian, flatten, relative, rows
-from parts import normal
 from torch import Tensor, nn
 
 import blr_analysis as blr

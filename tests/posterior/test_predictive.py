@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from contracts import fitted
-from models import mlp, seeded
-from parts import Graph
+from models import Graph, mlp, seeded
 from snapshots import untouched
 from torch import Tensor, nn
 from torch.distributions import Normal, Poisson

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp
-from parts import graph, normal, tokens
+from models import graph, mlp, normal, tokens
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, unfold
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import mlp, randomised
-from parts import Graph, normal
+from models import Graph, mlp, normal, randomised
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

@@ -10,9 +10,8 @@ import torch
 from contracts import PRIOR, StructureContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import example_models, mlp
+from models import Graph, example_models, mlp, normal
 from oracles import dense_gram, flatten, relative, unflatten
-from parts import Graph, normal
 from torch import Tensor, nn
 
 from blr_analysis.posterior import Posterior, fit_laplace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import mlp
+from models import mlp, normal
 from oracles import fit_at_rest, relative
 from oracles_retraining import (
     flat,
@@ -12,7 +12,6 @@ from oracles_retraining import (
     trained,
     without,
 )
-from parts import normal
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 

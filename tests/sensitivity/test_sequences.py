@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import tiny_transformers
 import torch
-from allocations import peak_bytes
 from oracles import dense_precision, fit_at_rest, flatten, relative, unflatten
+from snapshots import peak_bytes
 from tiny_lm import (
     IGNORED,
     TinyLM,

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from learning_rule.optim.makers import step
-from models import mlp
-from parts import graph, normal
+from models import graph, mlp, normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import CASES, LAYERS
