@@ -196,6 +196,8 @@ def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[A
     label = target or next((n for n in ("labels", "label") if n in names), None)
     words = [name for name in names if not _of_numbers(data.features[name])]
     aside = [n for n in names if n != label and (n in words or (n == "labels" and target))]
+    if label in words and None in list(data[label]):
+        raise DataError(f"row {list(data[label]).index(None)} has no {label}; drop it")
     rows = data.class_encode_column(label) if label in words else data
     classes = getattr(rows.features.get(label), "names", None)
     rows = rows.remove_columns(aside)
@@ -253,9 +255,8 @@ def _pair(data: Sequence[Any]) -> tud.TensorDataset:
 
 def _check_sampler(loader: tud.DataLoader[Any]) -> None:
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
-    every = isinstance(sampler, tud.SequentialSampler | tud.RandomSampler)
-    every = every and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
-    if not every or getattr(sampler, "replacement", False):
+    ordinary = isinstance(sampler, tud.SequentialSampler | tud.RandomSampler)
+    if not ordinary or len(sampler) != len(loader.dataset) or getattr(sampler, "replacement", 0):  # type: ignore[arg-type]
         raise DataError(f"the DataLoader draws by {sampler}; pass the dataset itself")
 
 

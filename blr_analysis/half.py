@@ -22,13 +22,15 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-class Widened(UserDict[str, Tensor]):
+class Widened(UserDict[str, Tensor], dict[str, Tensor]):  # pyright: ignore
     """Tensors by name that are held in half precision and read in float32, each made when it is
-    asked for: no second copy of a model is held. ``dict(weights)`` reads them all.
+    asked for: no second copy of a model is held. A ``dict``, for those who ask for one.
 
     >>> weights = Widened({"w": torch.ones(2, dtype=torch.bfloat16)})
     >>> weights["w"].dtype, dict(weights)["w"].dtype, weights.data["w"].dtype
     (torch.float32, torch.float32, torch.bfloat16)
+    >>> isinstance(weights, dict)
+    True
     """
 
     def __getitem__(self, name: str) -> Tensor:
@@ -67,8 +69,7 @@ def placed(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dty
 
 def stored(value: Tensor, parameter: Tensor) -> Tensor:
     """In half precision where the parameter is, and nowhere else."""
-    half = parameter.dtype in HALF
-    return value.to(parameter.dtype if half else working(value.dtype))
+    return value.to(parameter.dtype if parameter.dtype in HALF else working(value.dtype))
 
 
 def shared(value: Tensor, parameter: Tensor) -> Tensor:

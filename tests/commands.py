@@ -12,7 +12,6 @@ import pytest
 from blr_analysis.cli import main
 
 FORK = multiprocessing.get_context("fork")  # of processes that need not import torch again
-SHARED = ("--device", "--max-memory", "--force", "--dry-run", "--progress")
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -37,28 +36,17 @@ def files(place: Path) -> dict[str, int]:
 
 
 class CommandContract:
-    """Every command: the shared options, one line for a bad path, a dry run that writes nothing,
-    output that is the function's own, and none that is replaced unless --force says so."""
+    """Every command: a dry run that writes nothing, output that is the function's own, and none
+    that is replaced unless --force says so."""
 
     name: str
     argv: tuple[object, ...]  # a run that succeeds, but for where it writes
-    bad: tuple[object, ...]  # the same with a path that is not there
-    word: str  # what is said of it
     to: tuple[object, ...] = ("--out", "out")
     resumes = False  # the same again is no replacement
 
     def check(self, out: Path, said: str) -> None:
         """What was written and said is what the function gives."""
         raise NotImplementedError
-
-    def test_help_names_the_shared_options(self, capsys: Any) -> None:
-        code, out, _ = run(capsys, self.name, "--help")
-        assert code == 0 and all(option in out for option in SHARED)
-
-    def test_a_bad_path_is_one_line(self, here: Path, capsys: Any) -> None:
-        before = files(here)
-        assert self.word in refused(capsys, self.name, *self.bad, *self.to)
-        assert files(here).keys() - before.keys() <= {str(p) for p in here.rglob("*.pyc")}
 
     def test_a_dry_run_writes_nothing(self, here: Path, capsys: Any) -> None:
         code, out, err = run(capsys, self.name, *self.argv, *self.to, "--dry-run")

@@ -173,6 +173,8 @@ def test_deviations_fall_and_the_largest_are_labelled() -> None:
     assert [*boxes] == [f"{i}: no{i}" for i in top]
     assert [box.xy for box in boxes.values()] == [(k + 1.0, expected[k]) for k in range(4)]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "symlog")
+    part = pd.DataFrame({"index": [7, 9], "deviation": [0.1, 0.3]})
+    assert [*boxes_of(plot_deviations(part))] == ["9", "7"]
     scores.deviation = None
     ax = plot_deviations(scores)  # by self-influence
     expected = sorted(scores.self_influence.tolist(), reverse=True)

@@ -345,6 +345,9 @@ def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
     with pytest.raises(DataError, match="one split"):
         blr.Task(model, datasets.DatasetDict({"train": data}))
     spelled = data.remove_columns("label").add_column("kind", ["ab"[k] for k in YS])
+    gap = data.remove_columns("label").add_column("kind", ["a", None] * 12)
+    with pytest.raises(DataError, match="row 1 has no kind"):
+        blr.Task(wrapped, gap, target="kind")
     coded = blr.Task(wrapped, spelled, target="kind")
     same(coded, plain)
     assert coded.examples.classes == ("a", "b") and list(coded.metadata) == ["text"]

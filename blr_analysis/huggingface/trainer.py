@@ -65,7 +65,8 @@ class TrainerPrecision(TrainerCallback):
         about = {"source": "training", "recipe": recipe and recipe.record}
         if args.should_save:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            write_captured(folder / "precision", captured, model=folder, **about)
+            beside = folder if any(folder.glob("model.safetensors*")) else None  # none of adapters
+            write_captured(folder / "precision", captured, model=beside, **about)
 
 
 class CheckpointsCallback(Kept, TrainerCallback):
@@ -300,7 +301,8 @@ class IVONTrainer(VariationalTrainer, Trainer):
         size, terms = own.param_groups[0].get("ess", math.nan), self._terms()
         by: dict[str, Any] = {}
         if terms is not None and math.isclose(size, terms, rel_tol=1e-6):
-            by = {"n_data": len(self.train_dataset), "tokens": terms}  # type: ignore[arg-type]
+            n = len(self.train_dataset)  # type: ignore[arg-type]
+            by = {"n_data": n} if n == terms else {"n_data": n, "tokens": terms}
         best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
 
         def now() -> Posterior:

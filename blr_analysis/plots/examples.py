@@ -32,7 +32,8 @@ def plot_deviations(
     outputs), the self-influence takes its place, and the axis says so.
 
     Args:
-        scores: what :func:`blr_analysis.sensitivity` returns, or a leave-one-out of sites.
+        scores: what :func:`blr_analysis.sensitivity` returns, or any part of its table; or a
+            leave-one-out of sites.
         ax: where to draw; a new figure if None.
         labels: shown beside the index of a labelled example; ``labels[index]``.
         n_labels: how many examples to label.
@@ -47,6 +48,7 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
+    index = np.asarray(scores["index"]) if hasattr(scores, "columns") else np.arange(len(values))
     order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
     height, few = values[order], len(order) <= 100
     points = np.column_stack([np.arange(1, len(order) + 1), height])
@@ -62,7 +64,7 @@ def plot_deviations(
     top = order[: max(n_labels, 0)]
     top = top[values[top] > 0]
     ax.plot(*points[: len(top)].T, **LARGEST)
-    canvas.label_points(ax, points[: len(top)], canvas.named(top.tolist(), labels))
+    canvas.label_points(ax, points[: len(top)], canvas.named(index[top].tolist(), labels))
     ax.set_xlabel("rank (1 = shapes the model most)")
     ax.set_ylabel(unit)
     ax.set_title(f"How far predictions would move: {canvas.count_of(len(order))}")

@@ -48,7 +48,7 @@ Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
 DTYPES = (None, torch.float32, torch.bfloat16)
 OWN_KEYS = {"structure", "prior_precision", "prior_outside", "n_data", "parameters"}
-OWN_KEYS |= {"format", "version"}
+OWN_KEYS |= {"format", "version", "rounded"}
 
 
 def check_dtype(dtype: Any) -> torch.dtype | None:
@@ -95,7 +95,7 @@ def parts_of(
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if form.per_weight is not None:
-        wide = bare or record.get("prior_outside") is not None
+        wide = bare or record.get("prior_outside") is not None or bool(record.get("rounded"))
         form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
     rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}

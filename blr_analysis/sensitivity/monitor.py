@@ -274,7 +274,7 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            columns = {name: state["rows"][name] for name in COLUMNS}
+            columns = {name: [float(v) for v in state["rows"][name]] for name in COLUMNS}
             rows = [
                 dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]

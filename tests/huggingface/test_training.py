@@ -230,6 +230,10 @@ def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -
     q = blr.Posterior.load(place / "precision", model=place)
     assert same(q, blr.Posterior.from_optimizer(run.optimizer.optimizer, run.model))
     assert q.record["kind"] == "ivon" and q.prior_precision == pytest.approx(N * 0.1)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(bert(), peft.LoraConfig(target_modules=["query"]))
+    prepared(tmp_path / "lora", adapted, TrainerPrecision(), kind=Trainer).train()
+    assert read_precision_record(tmp_path / "lora/checkpoint-4/precision")["model_sha256"] is None
 
 
 def adam(folder: Path, **how: Any) -> Any:

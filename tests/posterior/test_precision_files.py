@@ -108,6 +108,10 @@ def test_the_prior_that_stands_outside_is_added_unless_another_is_given(tmp_path
     storage.write(tmp_path / "half", half, {**about, "parameters": ["w"]})
     expected = half["w"].float() + 1e-3  # nothing of the prior is rounded away
     assert torch.equal(Posterior.load(tmp_path / "half").precision("w"), expected)
+    about = {"structure": "diag", "prior_precision": 0.25, "rounded": True, "n_data": N}
+    storage.write(tmp_path / "rounded", half, {**about, "parameters": ["w"]})
+    q = Posterior.load(tmp_path / "rounded")
+    assert torch.equal(q.precision("w"), half["w"].float()) and "rounded" not in q.record
 
 
 @settings(deadline=None, max_examples=60)

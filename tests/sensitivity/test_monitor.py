@@ -267,7 +267,9 @@ def test_a_state_goes_on_where_it_was(epochs: int, tmp_path: Path) -> None:
     monitor = watched(task, epochs, keep=("deviation", "loss"))
     torch.save(monitor.state_dict(), tmp_path / "m.pt")
     resumed = blr.Monitor(task, keep=("deviation", "loss"))
-    resumed.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True))
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    state["rows"] = {n: torch.tensor(v, dtype=torch.double) for n, v in state["rows"].items()}
+    resumed.load_state_dict(state)
     pd.testing.assert_frame_equal(resumed.table, monitor.table)
     for name in resumed.keep:
         assert torch.equal(resumed.history(name), monitor.history(name))

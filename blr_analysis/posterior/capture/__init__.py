@@ -162,5 +162,5 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         got = type(optimizer).__name__
-        raise OptimizerError(f"expected a torch.optim.Optimizer, not {got}; or use from_checkpoint")
+        raise OptimizerError(f"expected an optimizer that has trained, not {got}: train first")
     return optimizer
