@@ -9,24 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class HFConv1D(nn.Module):
-    """Hugging Face's transposed linear layer, under its own class and module names."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.randn(nf) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
-        return product.view(*x.shape[:-1], self.nf)
-
-
-HFConv1D.__name__ = "Conv1D"
-HFConv1D.__module__ = "transformers.pytorch_utils"
+from transformers.pytorch_utils import Conv1D as HFConv1D
 
 
 class Images(nn.Module):
@@ -100,11 +83,6 @@ def functional(m: Any, x: Tensor) -> Tensor:
     """A weight used outside its module, which no hook on the module can see."""
     h = torch.tanh(m.first(x))
     return m.second(h) + F.linear(h, m.first.weight.t())
-
-
-def recurrent(m: Any, x: Tensor) -> Tensor:
-    """Sequence first, two outputs."""
-    return m.out(m.rnn(x.transpose(0, 1))[0][-1])
 
 
 @contextmanager
@@ -184,9 +162,7 @@ def example_models() -> dict[str, tuple[nn.Module, Tensor]]:
                     c3=nn.Conv3d(1, 2, (1, 2, 2), stride=(1, 2, 1), padding=(0, 1, 0)),
                 ), normal(7, 2, 12)),
             "words_tied": (Words(), ids),
-            "words": (Words(tied=False), ids),
             "functional": (
                 Graph(functional, first=nn.Linear(3, 4), second=nn.Linear(4, 3)), normal(7, 3)),
-            "recurrent": (Graph(recurrent, rnn=nn.GRU(3, 4), out=nn.Linear(4, 2)), normal(7, 5, 3)),
         }  # fmt: skip
     return {name: (randomised(model), x) for name, (model, x) in models.items()}

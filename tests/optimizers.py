@@ -1,4 +1,4 @@
-"""The rows of Table 1 that train networks, each with a generator of its own."""
+"""The rows of Table 1 that train networks, each with a generator of its own; what they leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.learning_rule import optim
@@ -58,3 +58,13 @@ def float16_on_a_cpu(accelerator: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr(accelerator, "native_amp", True)
     monkeypatch.setattr(accelerator, "scaler", scaler)
     return scaler
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def distance(left: list[Tensor], right: list[Tensor]) -> float:
+    """The largest difference of two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))

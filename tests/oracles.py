@@ -16,35 +16,20 @@ from blr_analysis.task import Task
 
 
 def dense_jacobian(task: Task, params: Mapping[str, Tensor]) -> Tensor:
-    """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``."""
-    rows = []
+    """Every example's Jacobian by plain autograd, one example at a time, ``[N, C, P]``; the model
+    itself holds the values meanwhile."""
+    own, found = dict(task.model.named_parameters()), []
+    before = {n: own[n].data for n in params}
     with torch.inference_mode(False), task.evaluation(), torch.enable_grad():
+        for n, p in params.items():
+            own[n].data = p.detach().clone()
         for i in range(task.n_data):
-            leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
-            batch = torch.utils._pytree.tree_map(
-                lambda x: x.clone() if isinstance(x, Tensor) else x, task.fetch(torch.tensor([i]))
-            )
-            outputs = _swapped(task, leaves, batch).reshape(-1)
-            rows.append(torch.stack([_gradient(f, leaves) for f in outputs]))
-    return torch.stack(rows)
-
-
-def _swapped(task: Task, params: Mapping[str, Tensor], batch: object) -> Tensor:
-    """The outputs of a batch at these parameters, every holder of a tied one given the same."""
-
-    class Call(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = task.model
-
-        def forward(self) -> Tensor:
-            outputs = task.forward(self.model, batch)[0]
-            return getattr(outputs, "logits", outputs)
-
-    names = {id(p): n for n, p in task.model.named_parameters()}
-    holders = Call().named_parameters(remove_duplicate=False)
-    places = {place: params[names[id(p)]] for place, p in holders if names[id(p)] in params}
-    return functional_call(Call(), places, (), tie_weights=False)
+            outputs = task.forward(task.model, copy.deepcopy(task.fetch(torch.tensor([i]))))[0]
+            outputs = getattr(outputs, "logits", outputs).reshape(-1)
+            found.append(torch.stack([_gradient(f, {n: own[n] for n in params}) for f in outputs]))
+    for n, data in before.items():
+        own[n].data = data
+    return torch.stack(found)
 
 
 def _gradient(output: Tensor, leaves: Mapping[str, Tensor]) -> Tensor:

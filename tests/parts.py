@@ -21,10 +21,6 @@ class Case:
     inputs: Any
     forward: Any = None
 
-    @property
-    def size(self) -> int:
-        return len(self.inputs)
-
 
 def graph(call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> nn.Module:
     """The same in float64 eval mode with generic weights."""

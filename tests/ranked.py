@@ -1,4 +1,4 @@
-"""What several processes compute together, for ``test_ranks``: by ``torchrun``, forked or alone."""
+"""What several processes compute together, for ``test_ranks``: by ``torchrun`` or alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from models import mlp
 from tiny_lm import sequences, task_of, tiny_lm
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
 from blr_analysis import ranks
-from blr_analysis.backprop.inputs import input_moments
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.products import Hessian
 from blr_analysis.cli import main
@@ -60,7 +58,6 @@ def answers(folder: Path) -> dict[str, Any]:
     found["mc_fisher, prior"] = [exact.form.diagonal(), exact.prior_precision]
     q = qs["kron"]
     params = dict(q.mean)
-    found["moments"] = [m for _, m in input_moments(task, params).moments.values()]
     some = (None, torch.tensor([3, 1, 7]), torch.tensor([3]))
     found["losses"] = [loss_and_gradient(task, params, chosen) for chosen in some]
     found["product"] = Hessian(task, params).product({n: m[None] for n, m in params.items()})
@@ -90,10 +87,10 @@ def answers(folder: Path) -> dict[str, Any]:
 
 def of_pieces(folder: Path) -> dict[str, Any]:
     """What comes of models that ``fully_shard`` divides, and of an optimizer that trained one."""
-    model, data = mlp().double(), network().dataset
+    model, (X, y) = mlp().double(), network().dataset[:]
     for part in (model[0], model) if ranks.count() > 1 else ():
         fully_shard(part)
-    optimizer, (X, y) = torch.optim.AdamW(model.parameters(), lr=0.01), data[:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(X), y).backward()
@@ -109,10 +106,6 @@ def of_pieces(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"captured": [q.mean, q.form.diagonal()]}
     found["read"] = storage.read(folder / "pieces")[0]
     found["loaded"] = {n: whole(h) for n, h in loaded.items()}
-    options = StateDictOptions(full_state_dict=True)
-    plain = mlp().double()
-    plain.load_state_dict(get_model_state_dict(model, options=options))
-    found["of captured"] = blr.sensitivity(blr.Task(plain, data), q).variance
     found["after"] = model(X).detach()
     return found
 
@@ -126,8 +119,7 @@ def refusals() -> list[str]:
         lambda: blr.Task(model, (torch.zeros(2, 4), torch.zeros(2).long())),
     ]
     for task in (network(1), network(N - ranks.rank()), network(seed=ranks.rank())):
-        fit = partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0)
-        calls.append(fit)
+        calls.append(partial(blr.fit_laplace, task, structure="diag", prior_precision=1.0))
     for call in calls:
         try:
             call()
@@ -163,22 +155,14 @@ def dies(folder: Path) -> None:
     blr.Index.build(network(), q, folder / "begun")
 
 
-def as_rank(rank: int, count: int, port: int, folder: Path) -> None:
-    """One of so many processes that were forked, as torchrun starts them."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count}
-    where |= {"RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in where.items()})
-    torch.set_num_threads(1)
-    with ranks.opened():
-        torch.save({"answers": answers(folder) | of_pieces(folder)}, folder / f"rank{rank}.pt")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, *more = map(Path, sys.argv[1:])
+    place, *texts = map(Path, sys.argv[1:])
     with ranks.opened():
         found = {"answers": answers(place) | of_pieces(place)}
-        found["refusals"] = refusals()
-        found["codes"] = commands(place, *more)
+        if texts:
+            found["refusals"] = refusals()
+            found["codes"] = commands(place, *texts)
         torch.save(found, place / f"rank{ranks.rank()}.pt")
-        dies(place)
+        if texts:
+            dies(place)

@@ -20,26 +20,18 @@ EXACT = 1e-10  # relative, in float64
 
 def task_of(case: Case, likelihood: str | None = None) -> Task:
     """A task on a case's inputs with targets that go with its outputs."""
-    if isinstance(case.inputs, list):  # rows of a dict dataset, targets included
-        return Task(case.model, case.inputs)
     n = len(case.inputs)
-    dummy = Task(case.model, (case.inputs, torch.zeros(n)), forward=_bare(case.forward))
+    forward = case.forward or (lambda model, batch: (model(batch[0]), batch[1]))
+    dummy = Task(case.model, (case.inputs, torch.zeros(n)), forward=forward)
     with torch.no_grad(), dummy.evaluation():
-        outputs = dummy.forward(dummy.model, dummy.fetch(torch.arange(n)))[0]
-    kind = likelihood or (
-        "categorical" if outputs.ndim > 1 and outputs.shape[1] > 1 else "gaussian"
-    )
+        f = forward(dummy.model, dummy.fetch(torch.arange(n)))[0]
+    several = f.ndim > 1 and f.shape[1] > 1
+    kind = likelihood or ("categorical" if several else "gaussian")
     if kind == "categorical":
-        targets = torch.arange(n) % outputs.shape[1]
+        targets = torch.arange(n) % f.shape[1]
     else:
-        targets = (
-            torch.linspace(-1, 1, n, dtype=outputs.dtype).unsqueeze(1).expand(n, outputs[0].numel())
-        )
+        targets = torch.linspace(-1, 1, n, dtype=f.dtype).unsqueeze(1).expand(n, f[0].numel())
     return Task(case.model, (case.inputs, targets), likelihood=kind, forward=case.forward)
-
-
-def _bare(forward):
-    return forward or (lambda model, batch: (model(batch[0]), batch[1]))
 
 
 @cache

@@ -5,7 +5,6 @@ Each message names the input; the model is left exactly as it was, and nothing i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from blr_analysis.errors import (
     DeviceError,
     InputError,
     ModelError,
-    OptimizerError,
     PosteriorError,
     StorageError,
 )
@@ -88,23 +86,21 @@ class Stream(tud.IterableDataset):
         return iter([(torch.zeros(4), 0)] * N)
 
 
-class Items(tud.Dataset):
-    """As many as are asked for, each made by a function of its index."""
+class Rows(tud.Dataset):
+    """Fifty, each made by a function of its index."""
 
-    def __init__(self, size: int, item) -> None:
-        self.size, self.item = size, item
+    def __init__(self, item: Callable[[int], Tensor]) -> None:
+        self.item = item
 
     def __len__(self) -> int:
-        return self.size
+        return 50
 
-    def __getitem__(self, i: int):
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return self.item(i), i % 3
 
 
-def failing(bad: int) -> Items:
-    """Rows, but for one index."""
-    rows = {i: torch.full((4,), float(i), dtype=torch.float64) for i in range(50) if i != bad}
-    return Items(50, rows.__getitem__)
+def failing(bad: int) -> Rows:
+    return Rows({i: torch.ones(4).double() for i in range(50) if i != bad}.__getitem__)
 
 
 WHOLE = tud.TensorDataset(*data())
@@ -112,9 +108,7 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"sampler": tud.SubsetRandomSampler(range(5))},
     {"sampler": tud.RandomSampler(WHOLE, replacement=True)},
     {"sampler": tud.SequentialSampler(range(5))},
-    {"sampler": list(range(N))[::-1]},
     {"batch_sampler": [[0, 1], [2, 3]]},
-    {"sampler": tud.DistributedSampler(WHOLE, num_replicas=2, rank=0)},
     {"batch_size": None},
 )
 DATA: list[tuple[Any, str]] = [
@@ -124,36 +118,37 @@ DATA: list[tuple[Any, str]] = [
     ([], "hold no examples"),
     (tud.Subset(WHOLE, torch.ones(10) > 0), r"mask\.nonzero"),  # type: ignore[arg-type]
     ((torch.zeros(5, 4), torch.zeros(4)), r"same length, got \[5, 4\] and \[4\]"),
-    ((torch.zeros(5, 4), torch.zeros(5), torch.zeros(5)), r"a pair \(X, y\), got 3 arrays"),
+    ((torch.zeros(5, 4),) * 3, r"a pair \(X, y\), got 3 arrays"),
     ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
     (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
     ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
-    (Items(30, lambda i: torch.rand(4)), "differ when read again"),
+    (Rows(lambda i: torch.rand(4)), "differ when read again"),
     (failing(49), "failed on example 49 of 50"),
     *((tud.DataLoader(WHOLE, **options), "pass the dataset itself") for options in SAMPLERS),
 ]
+FRAME = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": 1.0, "y": ["cat", "dog", "owl"]})
 ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"model": nn.Linear}, InputError, r"model must be a torch\.nn\.Module, got"),
-    ({"kind": "softmax"}, InputError, "likelihood must be one of 'categorical'"),
-    ({"kind": nn.CrossEntropyLoss}, InputError, r"call it: CrossEntropyLoss\(\)"),
     ({"batch_size": 0}, InputError, "batch_size must be a positive integer, got 0"),
-    ({"memory_budget": 2.5}, InputError, "memory_budget must be a positive integer"),
     ({"memory_budget": 0}, InputError, "memory_budget must be a positive integer"),
     ({"device": "gpu"}, DeviceError, 'device .gpu. cannot be used here.*"cpu" can'),
-    ({"device": f"cuda:{torch.cuda.device_count()}"}, DeviceError, "cannot be used here"),
     ({"device": "meta"}, DeviceError, "'0.weight' is on another device"),
     ({"forward": 3}, InputError, r"forward must be a function \(model, batch\)"),
     ({"recipe": "adamw"}, InputError, r"recipe must be a blr_analysis\.Recipe"),
     ({"checkpoints": 3}, InputError, "checkpoints must be a list"),
-    ({"checkpoints": [3]}, InputError, "checkpoint must be a state dict or a file"),
-    ({"weights": [1.0] * 3}, InputError, "weights must be 12 finite numbers"),
-    ({"weights": [1.0] * (N - 1) + [-1.0]}, InputError, "0 or more"),
-    ({"weights": ["a"] * N}, InputError, "weights must be numbers"),
     ({"metadata": {"a": [1, 2]}}, InputError, "column 'a' must hold 12 values"),
     ({"metadata": {"a": 1}}, InputError, "column 'a' must be one value per"),
-    ({"metadata": {"a": "b" * N}}, InputError, "column 'a' must hold"),
     ({"metadata": ["a"] * N}, InputError, "metadata must be columns by name"),
-    ({"metadata": pd.DataFrame({"a": [1]})}, InputError, "'a' must hold 12 values"),
+    ({"model": nn.LazyLinear(3)}, ModelError, "'weight'.*run a batch"),
+    ({"target": "y"}, InputError, "no column"),
+    ({"data": FRAME}, DataError, "target="),
+    ({"data": FRAME, "target": "z"}, InputError, "for 'a', 'b', 'y'"),
+    ({"data": FRAME[["y"]].assign(a="x"), "target": "y"}, DataError, "of numbers"),
+    ({"data": FRAME.assign(y=[None, "a", "a"]), "target": "y"}, DataError, "row 0 "),
+    ({"data": FRAME.assign(y=[0, 0, NAN]), "target": "y"}, DataError, "row 2 "),
+    ({"data": FRAME.rename(columns={"b": "a"}), "target": "y"}, InputError, "called 'a'"),
+    ({"data": FRAME.rename(columns={"b": "y"}), "target": "y"}, InputError, "'y'"),
+    ({"data": FRAME[:0], "target": "y"}, DataError, "no examples"),
     *(({"data": given}, DataError, word) for given, word in DATA),
 ]
 
@@ -171,9 +166,8 @@ def test_unusual_numbers_that_are_no_fault() -> None:
     x, y = data()
     huge = task_of(data=(x.clamp(0.5, 1) * 1e308, y))
     batch = huge.fetch(torch.arange(N))
-    assert not torch.isfinite(batch[0].sum()) and torch.isfinite(batch[0]).all()
-    outputs, _ = huge.run(batch, huge.parameters(), torch.arange(N))
-    assert torch.isfinite(outputs).all()
+    assert not torch.isfinite(batch[0].sum())
+    assert torch.isfinite(huge.run(batch, huge.parameters(), torch.arange(N))[0]).all()
 
 
 # What a sweep meets: inputs, targets, and what the model makes of them.
@@ -184,59 +178,47 @@ def returns(change: Callable[[Tensor], Any]) -> nn.Module:
     return graph(lambda m, x: change(m.layer(x)), layer=nn.Linear(4, 3))
 
 
-def spoilt(kind: str, value: float) -> dict[str, Any]:
-    x, y = data(kind)
+def spoilt(value: float) -> dict[str, Any]:
+    x, y = data()
     x[5, 1] = value
-    return {"kind": kind, "data": (x, y)}
+    return {"data": (x, y)}
 
 
-def normed(norm: nn.Module) -> dict[str, Any]:
-    return {"model": nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3)).double().train()}
-
-
-def labelled(kind: str, y: Tensor) -> dict[str, Any]:
-    return {"kind": kind, "data": (data(kind)[0], y)}
-
-
-UNKNOWN_STATISTICS = nn.BatchNorm1d(5, track_running_stats=False)
 SPOILT = "inputs hold NaN or inf in 1 examples, the first at index 5; drop"
 FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
-    (spoilt("categorical", NAN), DataError, SPOILT),
-    (spoilt("bernoulli", INF), DataError, SPOILT),
-    (spoilt("gaussian", -INF), DataError, SPOILT),
-    (spoilt("poisson", NAN), DataError, SPOILT),
-    (labelled("categorical", torch.arange(N) % 4), DataError, r"in 0 … 2 \(the model has 3 log"),
-    (labelled("categorical", torch.zeros(N, 3)), DataError, "soft targets"),
-    (labelled("bernoulli", torch.full((N,), NAN)), DataError, "bernoulli targets contain NaN or"),
-    (labelled("gaussian", torch.zeros(N, 3)), DataError, "fit outputs .* give one target per"),
-    (labelled("poisson", torch.full((N,), -1.0)), DataError, "poisson targets must be counts 0,"),
+    (spoilt(NAN), DataError, SPOILT),
+    (spoilt(INF), DataError, SPOILT),
+    ({"data": (data()[0], torch.arange(N) % 4)}, DataError, r"in 0 … 2 \(the model has 3 log"),
     *(
         ({"model": returns(change)}, error, word)
         for change, error, word in (
             (lambda f: f * NAN, ModelError, "outputs are NaN or inf in .* examples, the first at"),
             (lambda f: f.argmax(-1), ModelError, "must return real numbers.* int64"),
-            (lambda f: None, ModelError, "must return real numbers.* NoneType"),
             (lambda f: f.mean(), DataError, r"outputs of shape \[batch, C\], got \(\)"),
             (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
-            (lambda f: f - f.mean(0), ModelError, "changes with its batch"),
-            (lambda f: f + torch.randn_like(f), ModelError, "call to call"),
             (lambda f: f.undefined, ModelError, r"failed on a batch of .*: AttributeError"),
             (lambda f: f.detach(), ModelError, "a detach in forward"),
         )
     ),
     ({"forward": lambda m, b: m(b[0])}, InputError, r"forward must return a tuple .*, got"),
     ({"forward": lambda m, b: (m(b[0]), None)}, DataError, "must be a tensor of num.*None"),
-    ({"forward": lambda m, b: (m(b[0]), ["a"])}, DataError, "targets must be a tensor of num"),
     ({"forward": lambda m, b: (m(b[0]), b[1].sum())}, DataError, r"targets \[\]"),
     ({"forward": lambda m, b: (m(b[0]), b[1][:-1])}, DataError, "give one each"),
     ({"forward": lambda m, b: (m(b["x"]), b["y"])}, ModelError, "failed on a batch .*TypeErr"),
     ({"data": tud.TensorDataset(*data(), data()[0])}, DataError, r"no \(x, y\) and no dict"),
     ({"data": [{"x": a} for a in data()[0]]}, DataError, "needs 'labels'"),
     ({"data": (torch.zeros(N, 5), data()[1])}, ModelError, r"batch of \(\(.*, 5\) float32, "),
-    ({"data": (torch.zeros(N, 4).int(), data()[1])}, ModelError, "failed on a batch"),
-    (normed(nn.BatchNorm1d(5)), ModelError, r"BatchNorm layer '1' mixes examples; eval\(\)"),
-    (normed(UNKNOWN_STATISTICS), ModelError, "BatchNorm layer '1'.*GroupNorm"),
-    ({"model": nn.Flatten()}, ModelError, "has no trainable parameters; set"),
+    ({"data": failing(8)}, DataError, "failed on example 8 of 50: KeyError: 8; each index"),
+    (
+        {"kind": lambda f, y: (f - y).square().sum(-1), "data": data(), "model": mlp(outputs=1)},
+        InputError,
+        r"y\[:, None\]",
+    ),
+    (
+        {"kind": "poisson", "model": graph(lambda m, x: 1e6 * m.one(x), one=mlp(outputs=1))},
+        ModelError,
+        r"log-rates reach .*, whose exp overflows torch.float64; check the weights",
+    ),
     ({"model": mlp().requires_grad_(False)}, ModelError, "has no trainable parameters; set"),
 ]
 
@@ -246,71 +228,53 @@ def test_what_a_sweep_refuses(options: dict[str, Any], error: type[BLRError], wo
     task = task_of(**options)
     unfitted(task, error, word)
     if "detach" not in word and any(p.requires_grad for p in task.model.parameters()):
-        refused(task, error, word, posterior_for(N, task.model))
+        refused(task, error, word, posterior_for(len(task), task.model))
 
 
-def test_a_dataset_that_raises_late_and_a_test_set_that_is_spoilt() -> None:
-    word = "failed on example 8 of 50: KeyError: 8; each index"
-    refused(task_of(data=failing(8)), DataError, word, posterior_for(50))
-    task = task_of()
-    bad = task_of(model=task.model, data=spoilt("categorical", NAN)["data"])
-    with pytest.raises(DataError, match=SPOILT):
-        blr.what_if(task, fitted(task), remove=[0], evaluate=bad)
-
-
-def test_nan_in_the_weights() -> None:
-    model = mlp()
-    q = fitted(task_of(model=model))
-    model[2].weight.data[0, 0] = NAN
-    task = task_of(model=model)
-    unfitted(task, ModelError, r"the weights of '2.weight' hold")
-    adam = torch.optim.Adam(model.parameters())
-    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
-    adam.step()
-    with untouched(model), pytest.raises(BLRError, match=r"'2.weight' has .* not finite"):
-        blr.Posterior.from_optimizer(adam, model, n_data=N, prior_precision=1.0)
-    assert len(blr.sensitivity(task, q)) == N  # which takes the posterior's mean
-
-
-def test_several_dtypes_complex_weights_and_the_meta_device() -> None:
-    mixed, weird, away = mlp(), mlp(), mlp().to("meta")
+def test_weights_that_cannot_be_read() -> None:
+    broken, mixed, weird, away = mlp(), mlp(), mlp(), mlp().to("meta")
+    broken[2].weight.data[0, 0] = NAN
     mixed[2].float()
     weird[0].weight = nn.Parameter(weird[0].weight.to(torch.complex64))
-    words = (r"one dtype \(float64: .*, float32: 2.*float\(\)", "real, .*complex64", "meta device")
-    for model, word in zip((mixed, weird, away), words, strict=True):
-        task = blr.Task(model, data())
+    for model, word in (
+        (mixed, r"one dtype \(float64: .*, float32: 2.*float\(\)"),
+        (weird, "real, .*complex64"),
+        (away, "meta device"),
+    ):
         for call in (lambda t: fitted(t, "kron"), lambda t: blr.sensitivity(t, posterior_for(N))):
             with pytest.raises(ModelError, match=word):
-                call(task)
+                call(blr.Task(model, data()))
+    task = task_of(model=broken)
+    unfitted(task, ModelError, r"the weights of '2.weight' hold")
+    assert len(blr.sensitivity(task, posterior_for(N))) == N  # which takes the posterior's mean
+    adam = torch.optim.Adam(broken.parameters())
+    nn.utils.parameters_to_vector(broken.parameters()).sum().backward()
+    adam.step()
+    with untouched(broken), pytest.raises(ModelError, match=r"'2.weight' has .* not finite"):
+        blr.Posterior.from_optimizer(adam, broken, n_data=N, prior_precision=1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.double, torch.long])
-def test_losses_of_one_output_take_flat_targets(dtype: torch.dtype) -> None:
+def test_losses_of_one_output_take_flat_targets() -> None:
     model, (x, y) = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()).double(), data()
-    flat = (y > 0).to(dtype)
+    flat = (y > 0).long()
     tasks = [
         blr.Task(model, (x, y), likelihood=nn.BCELoss()) for y in (flat, flat.double()[:, None])
     ]
     ours, theirs = (blr.sensitivity(t, fitted(t)).deviation for t in tasks)
     torch.testing.assert_close(ours, theirs)
-    squared = lambda f, y: (f - y).square().sum(-1)  # noqa: E731
-    unfitted(blr.Task(mlp(outputs=1), data(), likelihood=squared), InputError, r"y\[:, None\]")
 
 
 # Posteriors, and what is asked of them.
 
 
-def posterior(**changes: Any) -> blr.Posterior:
+def made(**changes: Any) -> Callable[..., Any]:
     given = {"mean": {"w": torch.zeros(2)}, "precision": {"w": torch.ones(2)}}
-    return blr.Posterior(**{**given, "prior_precision": 1.0, "n_data": 5, **changes})
+    given |= {"prior_precision": 1.0, "n_data": 5}
+    return lambda task, q: blr.Posterior(**{**given, **changes})
 
 
 def fit(**options: Any) -> Callable[..., Any]:
     return lambda task, q: blr.fit_laplace(task, **{"prior_precision": 1.0, **options})
-
-
-def made(**changes: Any) -> Callable[..., Any]:
-    return lambda task, q: posterior(**changes)
 
 
 def what_if(**options: Any) -> Callable[..., Any]:
@@ -330,7 +294,6 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (made(record="laplace"), "record must be a dict, got str"),
     (made(n_data=-1), "n_data must be"),
     (fit(prior_precision=0.0), "prior_precision must be finite and above 0, got 0.0"),
-    (fit(prior_precision={"0.weight": 1.0}), r"missing \['0.bias', '2.bias', '2.weight'\]"),
     (fit(structure="diagonal"), "structure must be one of"),
     (fit(curvature="hessian"), "curvature must be one of"),
     (what_if(), "nothing to change: give remove=, add= or relabel="),
@@ -340,27 +303,15 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (what_if(remove=[0], evaluate=data()), "evaluate must be a blr_analysis.Task .* got tuple"),
     (what_if(add=data()), "add must be a blr_analysis.Task with the new examples, got tuple"),
     (what_if(relabel=[1, 2]), "relabel must be a dict from index to new target, got list"),
-    (what_if(relabel={N: 0}), "relabel names example 12, but the examples are 0 … 11"),
-    (what_if(relabel={True: 0}), "the mask relabel has 1 entries for 12 examples"),
     (what_if(relabel={3: 1}, remove=[2, 3]), "example 3 is both removed and relabelled"),
     (what_if(relabel={3: 5}), "must lie in 0 … 2"),
-    (what_if(relabel={3: 0.5}), "categorical targets must be integers"),
     (what_if(relabel={3: "cat"}), "'cat' is no number"),
-    *(
-        (lambda task, q, c=c: blr.leave_one_out(task, q, correction=c), "correction must be one of")
-        for c in ("Cavity", None, 1)
-    ),
+    (lambda task, q: blr.leave_one_out(task, q, correction="Cavity"), "correction must be one of"),
     (lambda task, q: blr.sensitivity(task, q, variance="full"), "variance must be True, False or"),  # type: ignore[arg-type]
-    *(
-        (lambda task, q, call=call, s=s: call(fitted(task, s)), word)
-        for s in ("diag", "kron", "full")
-        for call, word in (
-            (lambda q: q.variance("weights"), "no parameter 'weights'; it covers"),
-            (lambda q: q.sample(n=0), "n must be a positive integer, got 0"),
-            (lambda q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
-            (lambda q: q.save(None), "path must be a file or folder name, got None"),
-        )
-    ),
+    (lambda task, q: q.variance("weights"), "no parameter 'weights'; it covers"),
+    (lambda task, q: q.sample(n=0), "n must be a positive integer, got 0"),
+    (lambda task, q: q.to("cpu", torch.int64), r"floating-point torch\.dtype, got torch\.int64"),
+    (lambda task, q: q.save(None), "path must be a file or folder name, got None"),
 ]
 
 
@@ -372,41 +323,23 @@ def test_bad_questions(call: Callable[..., Any], word: str) -> None:
         call(task, q)
 
 
-def test_a_posterior_of_another_model_or_of_other_data() -> None:
+def test_a_posterior_of_another_model() -> None:
     renamed = nn.Sequential()
     for name, layer in zip(("a", "b", "c"), mlp().children(), strict=True):
         renamed.add_module(name, layer)
-    grown, wide = nn.Sequential(*mlp().children(), nn.Linear(3, 3).double()), mlp(hidden=6)
-    for options, word in (
-        ({"model": wide}, r"0.weight: \(5, 4\) in the posterior, \(6, 4\) in the mo"),
-        ({"model": renamed}, r"\(5, 4\) in the posterior, absent in the model; .*a.weight: ab"),
-        ({"model": grown}, r"another model: 3.weight: absent in the posterior, \(3, 3\) in"),
-        ({"model": nn.Flatten()}, "0.weight: .* in the posterior, absent in the model"),
-        ({"data": tuple(t[:11] for t in data())}, "from n_data=12 examples, the task has 11"),
+    grown = nn.Sequential(*mlp().children(), nn.Linear(3, 3).double())
+    for model, word in (
+        (mlp(hidden=6), r"0.weight: \(5, 4\) in the posterior, \(6, 4\) in the mo"),
+        (renamed, r"\(5, 4\) in the posterior, absent in the model; .*a.weight: ab"),
+        (grown, r"another model: 3.weight: absent in the posterior, \(3, 3\) in"),
     ):
-        refused(task_of(**options), PosteriorError, word, fitted(task_of()))
-    regression = task_of("gaussian")
-    counts = blr.Task(regression.model, data("gaussian"), likelihood="poisson")
-    with pytest.raises(InputError, match=r"have the likelihood .*, the task Gaussian\(varia"):
-        blr.what_if(regression, fitted(regression), add=counts)
-
-
-def test_frozen_parameters_are_not_reported_as_differences() -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    q = fitted(task_of(model=model))
+        refused(task_of(model=model), PosteriorError, word, posterior_for(N))
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    q = fitted(task_of(model=frozen))
     with pytest.raises(PosteriorError, match=r"2.weight: \(3, 5\)") as caught:
         blr.sensitivity(task_of(model=mlp(outputs=2)), q)
-    assert "0.weight" not in str(caught.value)
-    # nothing frozen here, but the posterior knows what was fixed
-    assert len(blr.sensitivity(task_of(model=mlp()), q)) == N
-
-
-def test_rates_that_overflow() -> None:
-    model, (x, y) = nn.Linear(4, 1).double(), data("poisson")
-    task = task_of("poisson", model, data=(x * 1e4, y))
-    word = r"log-rates reach .*, whose exp overflows torch.float64; check the weights"
-    refused(task, ModelError, word, posterior_for(N, model))
+    assert "0.weight" not in str(caught.value)  # which is no difference
 
 
 def test_weights_at_which_the_model_breaks_down() -> None:
@@ -419,27 +352,7 @@ def test_weights_at_which_the_model_breaks_down() -> None:
         blr.what_if(task, thin, remove=[0, 1, 2], solver="posterior")
 
 
-def test_a_sparse_gradient() -> None:
-    model = nn.Embedding(5, 2, sparse=True)
-    optimizer = blr.IVON(model.parameters(), lr=0.1, ess=5)
-    adam, before = torch.optim.SparseAdam(model.parameters()), model.weight.detach().clone()
-    with pytest.raises(BLRError, match="sparse"):
-        with optimizer.sampled_params(train=True):
-            model(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
-    assert torch.equal(model.weight, before)
-    model(torch.tensor([1])).sum().backward()
-    adam.step()
-    with pytest.raises(OptimizerError, match="no precision can be read from SparseAdam"):
-        blr.Posterior.from_optimizer(adam, model, n_data=5, prior_precision=1.0)
-
-
 # Files.
-
-
-class Bomb:
-    def __reduce__(self):
-        return (os.mkdir, ("exploded",))
 
 
 PICKLE = b"cos\nmkdir\n(S'exploded'\ntR."  # makes a folder when it is unpickled
@@ -454,7 +367,4 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 read(name)
     with pytest.raises(StorageError, match="has the name of a pickle"):
         fitted(task_of()).save(tmp_path / "mine.pt")
-    torch.save({"state": Bomb(), "param_groups": []}, "adam.pt")
-    with pytest.raises(StorageError, match="weights_only=True"):
-        blr.Posterior.from_checkpoint("adam.pt", nn.Linear(4, 3), n_data=5, prior_precision=1.0)
     assert not Path("exploded").exists() and not Path("mine.pt").exists()

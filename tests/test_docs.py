@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +43,23 @@ def digits() -> dict[str, Any]:
     train()
     data, test_data = TensorDataset(X, y), TensorDataset(X[:20] + 0.1, y[:20])
     task, test_task = blr.Task(model, data), blr.Task(model, test_data)
+    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    tasks = [blr.Task(model, data) for model in models]
     return {
         "X": X, "y": y, "model": model, "data": data, "task": task, "test_task": test_task,
         "posterior": blr.fit_laplace(task, prior_precision=1.0), "delta": 1.0, "train": train,
         "optimizer": optimizer, "loader": DataLoader(data, batch_size=20, shuffle=True),
-        "loss": loss, "epochs": 1,
+        "loss": loss, "epochs": 1, "base": model, "models": models, "tasks": tasks,
+        "held_out": tasks,
     }  # fmt: skip
-
-
-def merging() -> dict[str, Any]:
-    known = digits()
-    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
-    tasks = [blr.Task(model, known["data"]) for model in models]
-    return {"base": known["model"], "models": models, "tasks": tasks, "held_out": tasks}
 
 
 def language() -> dict[str, Any]:
     torch.manual_seed(0)
-    ids = torch.randint(7, (8, 6))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    model = TinyLM()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(7, (8, 6))]
+    model, loader = TinyLM(), DataLoader(rows, batch_size=4)
     questions = blr.Task(model, DataLoader(rows[:2], batch_size=2), likelihood="causal_lm")
-    return {
-        "model": model, "loader": DataLoader(rows, batch_size=4), "delta": 1.0,
-        "questions": questions,
-    }  # fmt: skip
+    return {"model": model, "loader": loader, "delta": 1.0, "questions": questions}
 
 
 def tables() -> dict[str, Any]:
@@ -98,8 +90,7 @@ def training() -> dict[str, Any]:
 
 
 WORLDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "start.md": dict, "merging.md": merging, "llm.md": language, "ways.md": tables,
-    "training.md": training,
+    "start.md": dict, "llm.md": language, "ways.md": tables, "training.md": training,
 }  # fmt: skip
 
 
@@ -131,12 +122,6 @@ def test_links_lead_to_files(page: Path) -> None:
 # Results, as the last line of a notebook's cell
 
 
-@cache
-def problem() -> tuple[blr.Task, blr.Task, blr.Posterior]:
-    known = digits()
-    return known["task"], known["test_task"], known["posterior"]
-
-
 def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
     watching = blr.Monitor(task, test=test)
     assert watching._repr_png_() is None  # nothing to draw yet
@@ -147,13 +132,10 @@ def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
 PICTURE = b"\x89PNG"
 SHOWN = {
     "scores": ("<td", lambda t, v, q: blr.sensitivity(t, q)),
-    "leave-one-out": ("<td", lambda t, v, q: blr.leave_one_out(t, q)),
-    "memory map": ("<td", lambda t, v, q: blr.memory_map(blr.sensitivity(t, q))),
     "suspicions": ("<td", lambda t, v, q: blr.suspicious(t, q)),
     "influence": ("60 training × 20 test examples", lambda t, v, q: blr.influence(t, q, v)),
     "top influence": ("<td", lambda t, v, q: blr.influence(t, q, v, k=2)),
     "group influence": ("<td", lambda t, v, q: blr.influence(t, q, v).group()),
-    "groups": ("<td", lambda t, v, q: blr.what_if_each(t, q, by="target", evaluate=v)),
     "findings": ("<td", lambda t, v, q: investigate(t, q, test=v, by=None)),
     "prior": ("<td", lambda t, v, q: blr.select_prior_precision(t, [0.1, 1.0])),
     "predictions": ("<td", lambda t, v, q: q.predict(v, draws=2)),
@@ -167,7 +149,8 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_result_shows_itself_in_a_cell(name: str) -> None:
     part, make = SHOWN[name]
-    result = make(*problem())
+    known = digits()
+    result = make(known["task"], known["test_task"], known["posterior"])
     if part == PICTURE:
         assert result._repr_png_().startswith(PICTURE)
     else:

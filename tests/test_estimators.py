@@ -37,10 +37,12 @@ REAL = 3 + SCORE + RNG.normal(size=N)
 COUNT = RNG.poisson(np.exp(0.5 + 0.4 * SCORE)).astype(float)
 TIGHT: dict[str, Any] = {"tol": 1e-10, "max_iter": 5000}
 MLP = MLPClassifier((3,), "tanh", solver="lbfgs", alpha=1.0, random_state=0, **TIGHT)
+NET = LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT)
 CASES: dict[str, tuple[Any, np.ndarray]] = {
     "logistic, 3 classes": (LogisticRegression(C=0.5, **TIGHT), WORDS),
     "logistic, 2 classes": (LogisticRegression(C=2.0, **TIGHT), YES),
     "logistic, weighted": (LogisticRegression(class_weight={0: 1.0, 1: 3.0}, **TIGHT), YES),
+    "logistic, elastic net": (NET, YES),
     "least squares": (LinearRegression(), REAL),
     "ridge": (Ridge(alpha=3.0), REAL),
     "ridge, 2 targets": (Ridge(alpha=3.0), np.stack([REAL, SCORE + REAL**2 / 9], 1)),
@@ -57,6 +59,7 @@ def fitted(name: str) -> tuple[Any, np.ndarray, blr.Task]:
     return pipeline, y, blr.Task.from_sklearn(pipeline, X, y)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of a name that scikit-learn gives up
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_predicts_what_the_estimator_does_at_the_minimum_of_its_loss(name: str) -> None:
     pipeline, _, task = fitted(name)
@@ -199,11 +202,7 @@ def test_labels_that_are_words_come_along_and_are_changed_by_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_penalties_by_other_names_and_weights_of_a_fit() -> None:
-    net = LogisticRegression(penalty="elasticnet", l1_ratio=0, solver="saga", C=0.5, **TIGHT)
-    task = blr.Task.from_sklearn(net.fit(X - 2, YES), X - 2, YES)
-    assert task.prior_precision["weight"] == 2.0
-    assert stationarity(task, blr.fit_laplace(task, structure="full")).residual < 1e-4
+def test_a_penalty_among_minibatches_and_weights_of_a_fit() -> None:
     model = MLPClassifier((2,), alpha=0.5, batch_size=12, max_iter=1).fit(X, YES)
     shared = blr.Task.from_sklearn(model, X, YES).prior_precision["0.weight"]
     assert shared == 0.5 * N / 12  # among the minibatches
@@ -214,9 +213,6 @@ def test_penalties_by_other_names_and_weights_of_a_fit() -> None:
     weighted = blr.Task(task.model, task.dataset.tensors, **how)
     q = blr.fit_laplace(weighted, structure="full", prior_precision=task.prior_precision)
     assert stationarity(weighted, q).residual < 1e-4
-
-
-LOGISTIC, SPOILT = LogisticRegression(), np.where(np.arange(N)[:, None] == 3, 1.0, X)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +230,9 @@ LOGISTIC, SPOILT = LogisticRegression(), np.where(np.arange(N)[:, None] == 3, 1.
         (LinearRegression(positive=True).fit(X, REAL), (X, REAL), "positive"),
         (MLPClassifier((2,), early_stopping=True).fit(X, YES), (X, YES), "early_stopping"),
         ("words", (X, YES), "fitted estimator"),
-        (clone(LOGISTIC).fit(X, YES), (SPOILT * np.nan, YES), "X contains"),
-        (Ridge().fit(X, REAL), (SPOILT * np.inf, REAL), "X contains"),
+        (Ridge().fit(X, REAL), (X * np.nan, REAL), "X contains"),
         (Ridge().fit(X, REAL), (X, [*REAL[:-1], np.nan]), "y contains NaN"),
-        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], None])), "y "),
-        (LOGISTIC.fit(X, WORDS), (X, np.array([*WORDS[1:], pd.NA])), "y "),
+        (LogisticRegression().fit(X, WORDS), (X, np.array([*WORDS[1:], pd.NA])), "y "),
     ],
 )
 def test_what_is_no_estimator_for_this(estimator: Any, data: tuple, word: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +13,18 @@ import pytest
 import ranked
 import tiny_transformers as tiny
 import torch
-from commands import FORK
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 import blr_analysis as blr
-from blr_analysis.files import storage
 
 TESTS = Path(__file__).parent
 Said = subprocess.CompletedProcess[str]
 
 
-def launched(*argv: object) -> Said:
-    """The script in two processes of one thread."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def launched(count: int, *argv: object) -> Said:
+    """The script in so many processes of one thread."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     how: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": 240}
@@ -59,7 +56,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, texts: tuple[Path, Path]) -> t
     place, task = tmp_path_factory.mktemp("two"), ranked.network()
     q = blr.fit_laplace(task, structure="diag", prior_precision=2.0)
     q.save(place / "q.safetensors")
-    said = launched(place, *texts)
+    said = launched(2, place, *texts)
     (place / "ended").touch()
     return place, said
 
@@ -75,12 +72,19 @@ def agree(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert float((a - b).norm()) <= 1e-6 * float(b.norm()), name
 
 
-def test_two_processes_give_the_numbers_of_one(two: tuple[Path, Said], alone: Any) -> None:
-    place, said = two
-    for rank in range(2):
+def all_agree(count: int, place: Path, said: Said, alone: dict[str, Any]) -> None:
+    for rank in range(count):
         assert (place / f"rank{rank}.pt").is_file(), said.stderr
         agree(torch.load(place / f"rank{rank}.pt")["answers"], alone)
-    agree({"read": storage.read(place / "pieces")[0]}, {"read": alone["read"]})
+
+
+def test_two_processes_give_the_numbers_of_one(two: tuple[Path, Said], alone: Any) -> None:
+    all_agree(2, *two, alone)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
+    all_agree(4, tmp_path, launched(4, tmp_path), alone)
 
 
 def test_refused_on_all_ranks(two: tuple[Path, Said]) -> None:
@@ -107,21 +111,6 @@ def test_commands_write_once_what_one_process_writes(
         assert (place / file).is_file(), file
         if file.suffix == ".safetensors" and file.parts[0] != "i":  # float16
             agree(load_file(place / file), load_file(tmp_path / file))
-
-
-@pytest.mark.slow
-def test_four_processes(tmp_path: Path, alone: dict[str, Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    told = [(rank, 4, port, tmp_path) for rank in range(4)]
-    forked = [FORK.Process(target=ranked.as_rank, args=args) for args in told]
-    for process in forked:
-        process.start()
-    for process in forked:
-        process.join(240)
-    assert [process.exitcode for process in forked] == [0] * 4
-    for rank in range(4):
-        agree(torch.load(tmp_path / f"rank{rank}.pt")["answers"], alone)
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_next_run_goes_on(

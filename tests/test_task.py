@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import io
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,13 @@ import pytest
 import torch
 from models import mlp
 from oracles import relative
-from parts import Graph, graph, normal
+from parts import Graph, normal
 from torch import Tensor, nn
 from torch.utils import data as tud
 
 import blr_analysis as blr
 from blr_analysis.data import read_data
-from blr_analysis.errors import DataError, InputError, ModelError
+from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.task import Task
 
@@ -59,10 +58,8 @@ WHOLE = tud.TensorDataset(X, Y)
         WHOLE,
         Rows(),
         list(zip(X, Y.tolist(), strict=True)),
-        tud.DataLoader(WHOLE, batch_size=3),
         tud.DataLoader(WHOLE, batch_size=3, shuffle=True, drop_last=True),
         tud.DataLoader(Rows(), sampler=tud.RandomSampler(range(10))),
-        tud.DataLoader(Rows(), sampler=tud.SequentialSampler(range(10))),
     ],
 )
 def test_every_form_is_handed_out_in_dataset_order(data) -> None:
@@ -75,15 +72,9 @@ def test_every_form_is_handed_out_in_dataset_order(data) -> None:
     assert torch.equal(order_of(task, chosen), X[chosen])
 
 
-class Tagger(nn.Module):
-    """A model as Hugging Face's are: keyword inputs, an object with ``.logits``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, features: Tensor, scale: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.body(features) * scale, loss=None)
+def tagged(m: Graph, features: Tensor, scale: Tensor) -> SimpleNamespace:
+    """As Hugging Face's models: keyword inputs, an object with ``.logits``."""
+    return SimpleNamespace(logits=m.body(features) * scale, loss=None)
 
 
 Pair = namedtuple("Pair", ["inputs", "target"])
@@ -91,18 +82,15 @@ Pair = namedtuple("Pair", ["inputs", "target"])
 
 def test_batches_of_every_form_are_run() -> None:
     model, pairs = mlp(), list(zip(X, Y, strict=True))
+    tagger = Graph(tagged, body=model)
     truth, one = model(X).detach(), torch.ones(1).double()
     dicts = [{"features": x, "scale": one, "labels": y} for x, y in pairs]
     mixed = [({"features": x, "scale": one}, y) for x, y in pairs]
     named = [Pair({"a": x}, {"deep": [y]}) for x, y in pairs]
-
-    def forward(model: nn.Module, b: Pair) -> tuple[Tensor, Tensor]:
-        return model(b.inputs["a"]), b.target["deep"][0]
-
     for task in (
-        Task(Tagger(), dicts),
-        Task(Tagger(), mixed),
-        Task(model, named, forward=forward),
+        Task(tagger, dicts),
+        Task(tagger, mixed),
+        Task(model, named, forward=lambda m, b: (m(b.inputs["a"]), b.target["deep"][0])),
         Task(model, (X, Y)),
     ):
         outputs, targets = run(task)
@@ -119,15 +107,6 @@ def test_run_is_at_the_given_parameters_and_buffers_which_are_put_back() -> None
     model.load_state_dict(own | other)
     torch.testing.assert_close(outputs, model(X).detach())
     torch.testing.assert_close(run(Task(model, (X, Y)).holding(own))[0], run(task, **own)[0])
-
-
-def test_single_outputs_get_their_dimension_and_inputs_are_left_alone() -> None:
-    x = X.clone()
-    model = graph(lambda m, x: m.one(x.relu_()).squeeze(-1), one=nn.Linear(4, 1))
-    task = Task(model, (x, normal(10)), likelihood="gaussian")
-    (first, targets), (again, _) = (run(task) for _ in range(2))
-    assert first.shape == targets.shape == (10, 1)
-    assert torch.equal(first, again) and torch.equal(x, X)
 
 
 def test_parameters_are_the_trainable_ones_and_tied_ones_once() -> None:
@@ -173,30 +152,19 @@ def test_subset_keeps_order_metadata_and_all_settings() -> None:
         task.subset([])
 
 
-@pytest.mark.parametrize("kind", [dict, pd.DataFrame, pd.Series])
-def test_metadata_of_every_kind(kind) -> None:
+def test_metadata_of_every_kind() -> None:
     source, index = list("abcdefghij"), range(5, 15)
-    given = {"source": source, "year": np.arange(10)}
-    if kind is pd.Series:
-        given = {"source": pd.Series(source, index=index), "year": torch.arange(10)}
-    elif kind is pd.DataFrame:
-        given = pd.DataFrame(given, index=index)
-    task = Task(mlp(), (X, Y), metadata=given)
-    assert task.metadata == {"source": source, "year": list(range(10))}
-    assert task.subset([3]).metadata["source"] == ["d"]
+    plain = {"source": source, "year": np.arange(10)}
+    series = {"source": pd.Series(source, index=index), "year": torch.arange(10)}
+    for given in (plain, series, pd.DataFrame(plain, index=index)):
+        task = Task(mlp(), (X, Y), metadata=given)
+        assert task.metadata == {"source": source, "year": list(range(10))}
 
 
-def test_evaluation_gives_every_module_its_own_mode_back() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(), nn.Sequential(nn.Dropout())).double()
-    model[1].eval()
-    with pytest.raises(KeyboardInterrupt), Task(model, (X, Y)).evaluation():
-        assert not any(m.training for m in model.modules())
-        raise KeyboardInterrupt
-    assert [m.training for m in model.modules()] == [True, True, False, True, True]
-    assert repr(Task(mlp(), (X, Y))) == "Task(Sequential, 10 examples, categorical, device=cpu)"
-    with pytest.raises(ModelError, match=r"'0\.weight'.*run a batch"):
-        Task(nn.Sequential(nn.LazyLinear(3)), (X, Y))
-    assert Task(nn.DataParallel(model), (X, Y)).model is model
+def test_a_wrapped_model_is_taken_out_and_a_task_says_what_it_is() -> None:
+    task = Task(nn.DataParallel(model := mlp()), (X, Y))
+    assert task.model is model
+    assert repr(task) == "Task(Sequential, 10 examples, categorical, device=cpu)"
 
 
 @pytest.mark.slow
@@ -208,11 +176,8 @@ def test_a_compiled_model_is_taken_out() -> None:
 def test_the_mean_of_a_half_precision_model_is_read_in_single_precision() -> None:
     model = nn.Linear(4, 3).bfloat16()
     task, own = Task(model, (X, Y)), dict(model.named_parameters())
-    mean, kept = task.parameters(), io.BytesIO()
-    torch.save(mean, kept)
-    kept.seek(0)
-    read = torch.load(kept, weights_only=True)
-    for made in (mean, dict(mean), {**mean}, mean | {}, {} | mean, copy.deepcopy(mean), read):
+    mean = task.parameters()
+    for made in (mean, dict(mean), {**mean}, mean | {}, {} | mean, copy.deepcopy(mean)):
         assert list(made) == ["weight", "bias"]
         assert all(torch.equal(v, own[n].float()) for n, v in made.items())
         assert {v.dtype for v in made.values()} == {torch.float32}
@@ -230,17 +195,10 @@ YS = torch.arange(24) % 2
 
 
 def same(task: blr.Task, other: blr.Task) -> None:
-    """Both answer alike, example by example."""
-    posteriors = [blr.fit_laplace(t, prior_precision=1.0) for t in (task, other)]
-    ours, theirs = (blr.sensitivity(t, q) for t, q in zip((task, other), posteriors, strict=True))
-    torch.testing.assert_close(ours.deviation, theirs.deviation)
-    assert torch.equal(ours.targets, theirs.targets)
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(3, 2)
+    """Both run alike."""
+    chosen = torch.arange(24)
+    for ours, theirs in zip(run(task, chosen), run(other, chosen), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 CODES = torch.arange(24) % 3
@@ -249,8 +207,8 @@ FRAME = pd.DataFrame(XS.numpy(), columns=["a", "b", "c"]).assign(
 )
 
 
-def of(frame: pd.DataFrame, model: nn.Module) -> blr.Task:
-    return blr.Task(model, frame, target="label")
+def of(frame: pd.DataFrame, model: nn.Module, **options: Any) -> blr.Task:
+    return blr.Task(model, frame, target="label", **options)
 
 
 ASKED = {
@@ -295,32 +253,22 @@ def test_a_categorical_is_coded_by_its_own_categories() -> None:
     assert told.before.nll == pytest.approx(expected.item(), rel=1e-5)
 
 
-NUMBERS = [0, 1, 10, 2] * 6
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [pd.array(NUMBERS, dtype="Int64"), np.array(NUMBERS, dtype=object), [False, True] * 12],
-    ids=["nullable", "objects", "booleans"],
-)
-def test_columns_of_numbers_stay_themselves(labels: Any, model: nn.Module) -> None:
-    _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
-    assert y.tolist() == list(labels)
-    task = of(FRAME.astype({"b": object}), model)
+def test_columns_of_numbers_stay_themselves() -> None:
+    numbers = [0, 1, 10, 2] * 6
+    of_objects = np.array(numbers, dtype=object)
+    for labels in (pd.array(numbers, dtype="Int64"), of_objects, [False, True] * 12):
+        _, y = of(FRAME.assign(label=labels), nn.Linear(3, 11)).dataset.tensors
+        assert y.tolist() == list(labels)
+    task = of(FRAME.astype({"b": object}), nn.Linear(3, 3))
     assert torch.equal(task.dataset.tensors[0], XS) and list(task.metadata) == ["source"]
     real = blr.Task(nn.Linear(2, 1), FRAME[["a", "b", "c"]], target="c", likelihood="gaussian")
     assert torch.equal(real.fetch(torch.arange(24))[1], XS[:, 2])
 
 
-def test_masks_and_weights_have_the_index_of_the_frame(model: nn.Module) -> None:
-    shuffled = FRAME.set_index(FRAME.index + 5).sample(frac=1, random_state=0)
-    cats = of(shuffled, nn.Linear(3, 3)).subset(shuffled.sort_index().label == "cat")
-    assert {int(y) for _, y in cats.dataset} == {0} and cats.n_data == 8
-    plain = blr.Task(nn.Linear(3, 2), (XS, YS)).subset(pd.Series(YS.numpy() == 1))
+def test_masks_and_weights_that_are_series() -> None:
+    model = nn.Linear(3, 2)
+    plain = blr.Task(model, (XS, YS)).subset(pd.Series(YS.numpy() == 1))
     assert {int(y) for _, y in plain.dataset} == {1} and plain.n_data == 12
-    ambiguous = of(FRAME.sample(frac=1, random_state=0), nn.Linear(3, 3))
-    with pytest.raises(InputError, match="to_numpy"):
-        ambiguous.subset(FRAME.label == "cat")
     weights = pd.Series(np.arange(24.0), index=np.arange(24) * 3 + 7)
     f = torch.ones(24, 2)
     one, other = (
@@ -328,11 +276,12 @@ def test_masks_and_weights_have_the_index_of_the_frame(model: nn.Module) -> None
     )
     assert torch.equal(one, other)
     with pytest.raises(InputError, match="row labels"):
-        blr.Task(model, shuffled, target="label", weights=weights)
+        of(FRAME.set_index(FRAME.index + 5), nn.Linear(3, 3), weights=weights)
 
 
-def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
+def test_datasets_and_logits_in_a_dict() -> None:
     datasets = pytest.importorskip("datasets")
+    model = nn.Linear(3, 2)
     wrapped = Graph(lambda m, x: {"logits": m.inner(x)}, inner=model)  # return_dict, a plain one
     plain = blr.Task(model, (XS, YS))
     same(blr.Task(wrapped, (XS, YS)), plain)
@@ -342,8 +291,6 @@ def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
     same(task, plain)
     assert task.metadata["text"][3] == "example 3"
     same(blr.Task(wrapped, data.rename_column("label", "animal"), target="animal"), plain)
-    with pytest.raises(DataError, match="one split"):
-        blr.Task(model, datasets.DatasetDict({"train": data}))
     spelled = data.remove_columns("label").add_column("kind", ["ab"[k] for k in YS])
     gap = data.remove_columns("label").add_column("kind", ["a", None] * 12)
     with pytest.raises(DataError, match="row 1 has no kind"):
@@ -362,24 +309,3 @@ def test_datasets_and_logits_in_a_dict(model: nn.Module) -> None:
     ]
     with pytest.raises(InputError, match="Categorical"):
         tasks[0].with_model(tasks[1])
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "error", "word"),
-    [
-        (pd.DataFrame({"a": [1.0], "y": [1]}), {}, DataError, "target="),
-        (pd.DataFrame({"a": [1.0], "y": [1]}), {"target": "z"}, InputError, "for 'a', 'y'"),
-        (pd.DataFrame({"a": ["x"], "y": [1]}), {"target": "y"}, DataError, "of numbers"),
-        ((XS, YS), {"target": "y"}, InputError, "no column"),
-        (FRAME.assign(label=[None] + ["a"] * 23), {"target": "label"}, DataError, "row 0 "),
-        (FRAME.assign(label=[0] * 23 + [np.nan]), {"target": "label"}, DataError, "row 23 "),
-        (FRAME.rename(columns={"b": "a"}), {"target": "label"}, InputError, "called 'a'"),
-        (FRAME.rename(columns={"b": "label"}), {"target": "label"}, InputError, "'label'"),
-        (FRAME[:0], {"target": "label"}, DataError, "no examples"),
-    ],
-)
-def test_frames_that_cannot_be_read(
-    model: nn.Module, data: object, options: dict, error: type, word: str
-) -> None:
-    with pytest.raises(error, match=word):
-        blr.Task(model, data, **options)

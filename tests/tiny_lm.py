@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from models import randomised, seeded
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from blr_analysis.task import Task
 
 VOCABULARY = 7
 IGNORED = -100
-
-
-@dataclass
-class Output:
-    """What Hugging Face models return: an object with ``logits`` and other things."""
-
-    logits: Tensor
-    past_key_values: object = None
 
 
 class TinyLM(nn.Module):
@@ -47,7 +38,7 @@ class TinyLM(nn.Module):
         if tied:
             self.read.weight = self.words.weight
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Output:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         t = input_ids.shape[1]
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -59,7 +50,7 @@ class TinyLM(nn.Module):
         hidden = hidden.expand(-1, 1, t, t) & ~torch.eye(t, dtype=torch.bool, device=hidden.device)
         x = x + self._mixed(self.before(x), hidden)
         x = x + self.down(F.gelu(self.up(self.between(x))))
-        return Output(self.read(self.after(x)))
+        return SimpleNamespace(logits=self.read(self.after(x)), past_key_values=None)
 
     def _mixed(self, x: Tensor, hidden: Tensor) -> Tensor:
         if self.attention is not None:
@@ -84,21 +75,6 @@ def sequences(n: int, *, vocabulary: int = VOCABULARY) -> list[Tensor]:
     return [torch.randint(0, vocabulary, (k,), generator=g) for k in lengths]
 
 
-def padded(rows: list[dict[str, Tensor]], more: int, left: bool) -> dict[str, Tensor]:
-    """A batch as long as its longest row, and ``more``."""
-    longest = max(len(r["input_ids"]) for r in rows) + more
-
-    def table(name: str, fill: int) -> Tensor:
-        gaps = [longest - len(r[name]) for r in rows]
-        sides = [(gap, 0) if left else (0, gap) for gap in gaps]
-        parts = zip(rows, sides, strict=True)
-        return torch.stack([F.pad(r[name], side, value=fill) for r, side in parts])
-
-    rows = [{**r, "attention_mask": torch.ones_like(r["input_ids"])} for r in rows]
-    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
-    return {name: table(name, value) for name, value in fills.items()}
-
-
 def task_of(
     model: nn.Module, ids: Sequence[Tensor], labels: Sequence[Tensor] | None = None, *,
     likelihood: str = "causal_lm", more: int = 0, left: bool = False, mask: bool = True,
@@ -107,37 +83,35 @@ def task_of(
     """A task on padded dictionaries, with or without mask; labels are the ids unless given."""
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = padded(rows, more, left)
+        longest = max(len(r["input_ids"]) for r in rows) + more
+        batch = {}
+        for name, fill in {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}.items():
+            gaps = [longest - len(r[name]) for r in rows]
+            sides = [(gap, 0) if left else (0, gap) for gap in gaps]
+            pairs = zip(rows, sides, strict=True)
+            batch[name] = torch.stack([F.pad(r[name], side, value=fill) for r, side in pairs])
         return {n: x for n, x in batch.items() if mask or n != "attention_mask"}
 
     pairs = zip(ids, labels or ids, strict=True)
-    rows: Any = [{"input_ids": x, "labels": y} for x, y in pairs]
+    rows: Any = [
+        {"input_ids": x, "labels": y, "attention_mask": torch.ones_like(x)} for x, y in pairs
+    ]
     loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
     return Task(model, loader, likelihood=likelihood, batch_size=batch_size, metadata=metadata)
-
-
-def token_losses(
-    model: nn.Module, params: Mapping[str, Tensor], ids: Tensor, labels: Tensor, shift: bool
-) -> Tensor:
-    """Cross-entropies of one sequence by itself, unpadded, of the tokens that count."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    names = {id(p): n for n, p in model.named_parameters()}
-    places = {n: params[names[id(p)]] for n, p in named.items()}
-    logits = functional_call(model, places, (ids.unsqueeze(0),), tie_weights=False).logits[0]
-    if shift:
-        logits, labels = logits[:-1], labels[1:]
-    kept = labels != IGNORED
-    return F.cross_entropy(logits[kept], labels[kept], reduction="none")
 
 
 def token_gradients(
     model: nn.Module, ids: Tensor, labels: Tensor, shift: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Losses ``[t]`` and gradients ``[t, P]`` of one sequence's tokens, one backward pass each."""
-    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    losses = token_losses(model, params, ids, labels, shift)
+    """Losses ``[t]`` and gradients ``[t, P]`` of the tokens of one sequence that count, by itself
+    and unpadded, one backward pass each."""
+    logits = model(ids.unsqueeze(0)).logits[0]
+    if shift:
+        logits, labels = logits[:-1], labels[1:]
+    kept = labels != IGNORED
+    losses = F.cross_entropy(logits[kept], labels[kept], reduction="none")
     how: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    rows = [torch.autograd.grad(loss, list(params.values()), **how) for loss in losses]
+    rows = [torch.autograd.grad(loss, list(model.parameters()), **how) for loss in losses]
     return losses.detach(), torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 

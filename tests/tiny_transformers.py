@@ -31,34 +31,28 @@ def tokenizer(*, pairs: bool = True, segments: bool = True) -> Any:
     )
 
 
-def config_of(kind: str, **more: Any) -> Any:
-    """A configuration small enough to be compared with brute force."""
-    import transformers
-
-    size = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "bos_token_id": 2}
-    small = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"intermediate_size": 12, "max_position_embeddings": 16}
-    name, own = {
-        "bert": ("BertConfig", {**small, "bos_token_id": None}),
-        "gpt2": ("GPT2Config", {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}),
-        "llama": ("LlamaConfig", {**small, "num_key_value_heads": 1}),
-    }[kind]
-    ends = {} if kind == "bert" else {"eos_token_id": 3}
-    return getattr(transformers, name)(**{**size, **ends, **own, **more})
-
-
 def build(kind: str, task: str = "classification", seed: int = 0, **more: Any) -> Any:
-    """A random model with weights far from their initial scale, so that no gradient vanishes."""
+    """A random model small enough to be compared with brute force, with weights far from their
+    initial scale, so that no gradient vanishes."""
     import transformers
 
-    family = {"bert": "Bert", "gpt2": "GPT2", "llama": "Llama"}[kind]
+    small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"intermediate_size": 12, "max_position_embeddings": 16}
+    family, size = {
+        "bert": ("Bert", small),
+        "gpt2": ("GPT2", {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}),
+        "llama": ("Llama", {**small, "num_key_value_heads": 1}),
+    }[kind]
+    ends = {} if kind == "bert" else {"bos_token_id": 2, "eos_token_id": 3}
+    size |= {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, **ends, **more}
     if task == "causal_lm":
         head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
     else:
-        head, more = "ForSequenceClassification", {"num_labels": 3, **more}
+        head, size = "ForSequenceClassification", {"num_labels": 3, **size}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, family + head)(config_of(kind, **more)).eval()
+        config = getattr(transformers, f"{family}Config")(**size)
+        model = getattr(transformers, family + head)(config).eval()
         for p in model.parameters():
             p.data.add_(torch.randn_like(p), alpha=0.3)
     return model

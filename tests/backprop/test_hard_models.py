@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from models import randomised, seeded
+from models import seeded
 from oracles import dense_jacobian, relative
-from parts import Case, Graph, graph, normal, tokens
+from parts import Case, graph, normal, tokens
 from readings import EXACT, example, jacobian_of, task_of, ways
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader
 from zoo import CASES
 
-from blr_analysis.backprop.plan import plan_for
-from blr_analysis.backprop.record import Unit, record
 from blr_analysis.task import Task
 
 
-def check_exact(task: Task, chunk_sizes: Iterable[int] = (1, 2, 3, 7)) -> None:
-    jacobian = dense_jacobian(task, task.parameters())
-    for chunk_size in chunk_sizes:
-        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
+def made(call: Any, x: Tensor, **parts: Any) -> Task:
+    return task_of(Case(graph(call, **parts), x))
 
 
-def test_tokens_routed_one_per_example_on_the_probe_only() -> None:
-    """A router that looks like a fixed layout on the probe, and is not one elsewhere."""
-    signs = [[1, -1], [1, 1], [-1, -1], [1, 1], [1, -1], [-1, -1], [1, 1], [-1, -1], [-1, 1]]
-    x = normal(9, 2, 3)
-    x[:, :, 0] = x[:, :, 0].abs() * torch.tensor(signs)
-
-    def call(m: Graph, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        out = rows.new_zeros(len(rows), 4)
-        for expert, side in ((m.left, rows[:, 0] > 0), (m.right, rows[:, 0] <= 0)):
-            out[side] = torch.tanh(expert(rows[side]))
-        return m.out(out).view(len(x), 2, 2).mean(1)
-
-    with seeded(0):
-        model = graph(call, left=nn.Linear(3, 4), right=nn.Linear(3, 4), out=nn.Linear(4, 2))
-    task = task_of(Case(model, x))
-    assert set(ways(task).values()) == {"linear"}, "the probe must be deceived for this test"
-    check_exact(task, (1, 2, 4, 9))
-
-
-def padded(lengths: list[int]) -> DataLoader:
+def padded(call: Any, lengths: list[int], **parts: Any) -> Task:
     """Sentences of these lengths, each batch padded with zeros to its longest."""
     generator = torch.Generator().manual_seed(0)
     rows = [(torch.randint(1, 6, (t,), generator=generator), i % 2) for i, t in enumerate(lengths)]
@@ -55,165 +32,147 @@ def padded(lengths: list[int]) -> DataLoader:
         ids = nn.utils.rnn.pad_sequence([x for x, _ in items], batch_first=True)
         return ids, torch.tensor([y for _, y in items])
 
-    return DataLoader(rows, collate_fn=collate)
+    return Task(graph(call, **parts), DataLoader(rows, collate_fn=collate))
 
 
-def test_lengths_that_change_from_batch_to_batch() -> None:
-    """A collate function that pads to the longest, and rows flattened to [B·T] inside."""
-
-    def call(m: Graph, ids: Tensor) -> Tensor:
-        mask = (ids > 0).double()
-        h = torch.tanh(m.inner(m.words(ids).flatten(0, 1))).view(*ids.shape, 4)
-        return m.out((h * mask.unsqueeze(-1)).sum(1))
-
-    with seeded(0):
-        parts = dict(words=nn.Embedding(6, 3), inner=nn.Linear(3, 4), out=nn.Linear(4, 2))
-        model = graph(call, **parts)
-    task = Task(model, padded([3, 5, 1, 2, 2, 4, 3]))
-    check_exact(task)
+def stacked(layer: nn.Module, *bias: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 2)).double()
+    model[0].bias = nn.Parameter(torch.rand(bias).double())
+    return model
 
 
-def test_longer_sequences_call_a_cell_more_often() -> None:
-    """Calls beyond those that the probe saw, of a layer that is called once a step."""
-
-    def call(m: Graph, ids: Tensor) -> Tensor:
-        h = torch.zeros(len(ids), 4, dtype=torch.float64)
-        for step, live in zip(m.words(ids).unbind(1), (ids > 0).unbind(1), strict=True):
-            h = torch.where(live.unsqueeze(1), torch.tanh(m.cell(torch.cat([h, step], 1))), h)
-        return m.out(h)
-
-    with seeded(0):
-        parts = dict(words=nn.Embedding(6, 3), cell=nn.Linear(7, 4), out=nn.Linear(4, 2))
-        model = graph(call, **parts)
-    task = Task(model, padded([2, 2, 5, 2, 4, 2, 2]))  # the probe sees the first, fourth and last
-    assert ways(task)["cell.weight"] == "linear"
-    check_exact(task)
+def routed(m: Any, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    out = rows.new_zeros(len(rows), 4)
+    for expert, side in ((m.left, rows[:, 0] > 0), (m.right, rows[:, 0] <= 0)):
+        out[side] = torch.tanh(expert(rows[side]))
+    return m.out(out).view(len(x), 2, 2).mean(1)
 
 
-@pytest.mark.parametrize("size", [3, 5, 7])
-def test_sequences_as_long_as_the_chunk(size: int) -> None:
+def one_each_on_the_probe_only() -> Tensor:
+    signs = [[1, -1], [1, 1], [-1, -1], [1, 1], [1, -1], [-1, -1], [1, 1], [-1, -1], [-1, 1]]
+    x = normal(9, 2, 3)
+    x[:, :, 0] = x[:, :, 0].abs() * torch.tensor(signs)
+    return x
+
+
+def flattened(m: Any, ids: Tensor) -> Tensor:
+    mask = (ids > 0).double()
+    h = torch.tanh(m.inner(m.words(ids).flatten(0, 1))).view(*ids.shape, 4)
+    return m.out((h * mask.unsqueeze(-1)).sum(1))
+
+
+def unrolled(m: Any, ids: Tensor) -> Tensor:
+    h = torch.zeros(len(ids), 4, dtype=torch.float64)
+    for step, live in zip(m.words(ids).unbind(1), (ids > 0).unbind(1), strict=True):
+        h = torch.where(live.unsqueeze(1), torch.tanh(m.cell(torch.cat([h, step], 1))), h)
+    return m.out(h)
+
+
+def cube(size: int) -> Task:
     """[B, T, D] and [T, B, D] with B = T = D, so that no shape tells one from another."""
-    with seeded(0):
-        model = graph(
-            lambda m, x: m.out(m.seq(torch.tanh(m.lin(x.transpose(0, 1))))[0][-1]),
-            lin=nn.Linear(size, size),
-            seq=nn.GRU(size, size),
-            out=nn.Linear(size, size),
-        )
-    check_exact(task_of(Case(model, normal(size, size, size))), (1, 3, size))
+    parts = dict(lin=nn.Linear(size, size), seq=nn.GRU(size, size), out=nn.Linear(size, size))
+    return made(
+        lambda m, x: m.out(m.seq(torch.tanh(m.lin(x.transpose(0, 1))))[0][-1]),
+        normal(size, size, size), **parts,
+    )  # fmt: skip
+
+
+def looped(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.out(torch.tanh((m.one if r[0] > 0 else m.two)(r))) for r in x])
+
+
+def ensemble(m: Any, x: Tensor) -> Tensor:
+    def member(weight: Tensor, bias: Tensor) -> Tensor:
+        return functional_call(m.base, {"weight": weight, "bias": bias}, (x,))
+
+    return torch.tanh(vmap(member)(m.weights, m.biases)).mean(0) + vmap(m.base)(x)
+
+
+def packed(m: Any, rows: Tensor) -> Tensor:
+    how = dict(batch_first=True, enforce_sorted=False)
+    words = nn.utils.rnn.pack_padded_sequence(m.words(rows[:, :5]), rows[:, 5], **how)
+    return m.out(m.seq(words)[1][0][-1])
+
+
+def distinct(m: Any, x: Tensor) -> Tensor:
+    """Rows that belong to several examples, and whose number does not follow the batch."""
+    words, place = torch.unique(x[:, 0].long(), return_inverse=True)
+    return m.out(torch.tanh(m.words(words))[place] * x[:, 1:])
+
+
+def gain() -> nn.Module:
+    """Random in training; autograd keeps its gradient exp(x), while x may be overwritten."""
+    return graph(
+        lambda m, x: nn.functional.dropout(torch.exp(x) * m.weight, 0.5, m.training),
+        weight=nn.Parameter(torch.randn(4)),
+    )
+
+
+def overwritten(m: Any, x: Tensor) -> Tensor:
+    h = m.one(x)
+    gained = m.gain(h)
+    h.mul_(1 + 2 * (x[:, :1] > 5))  # never on the probe: the first, fourth and last
+    return m.out(gained + h)
+
+
+def forces(m: Any, x: Tensor) -> Tensor:
+    """The gradient of an energy: the weights are used backward as well."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = m.out(torch.tanh(m.one(x))).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+X = normal(7, 3)
+HARD: dict[str, Callable[[], Task]] = {
+    "routed one per example on the probe only": lambda: made(
+        routed, one_each_on_the_probe_only(), left=nn.Linear(3, 4), right=nn.Linear(3, 4),
+        out=nn.Linear(4, 2)),
+    "lengths that change, flattened": lambda: padded(
+        flattened, [3, 5, 1, 2, 2, 4, 3], words=nn.Embedding(6, 3), inner=nn.Linear(3, 4),
+        out=nn.Linear(4, 2)),
+    "more calls than on the probe": lambda: padded(  # which sees the first, fourth and last
+        unrolled, [2, 2, 5, 2, 4, 2, 2], words=nn.Embedding(6, 3), cell=nn.Linear(7, 4),
+        out=nn.Linear(4, 2)),
+    **{f"as long as wide, {size}": lambda size=size: cube(size) for size in (3, 5, 7)},
+    "torchscript": lambda: task_of(Case(torch.jit.trace(stacked(nn.Tanh(), 4), X), X)),
+    "looped": lambda: made(
+        looped, X, one=nn.Linear(3, 4), two=nn.Linear(3, 4), out=nn.Linear(4, 2)),
+    "ensemble by vmap": lambda: made(
+        ensemble, X, base=nn.Linear(3, 2), weights=nn.Parameter(torch.randn(3, 2, 3)),
+        biases=nn.Parameter(torch.randn(3, 2))),
+    "packed sequences": lambda: made(
+        packed, torch.cat([tokens(7, 5), torch.tensor([[3, 5, 1, 2, 4, 5, 2]]).T], 1),
+        words=nn.Embedding(5, 3), seq=nn.LSTM(3, 4, batch_first=True), out=nn.Linear(4, 2)),
+    "a batch's distinct words": lambda: made(
+        distinct, torch.cat([torch.tensor([[0, 1, 2, 3, 1, 1, 2]]).T, X[:, :1]], 1),
+        words=nn.Embedding(4, 3), out=nn.Linear(3, 2)),
+    "overwritten after it was read": lambda: made(
+        overwritten, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, one=nn.Linear(3, 4),
+        gain=gain(), out=nn.Linear(4, 2)),
+    "random in training": lambda: Task(stacked(gain(), 4).train(), (X, torch.arange(7) % 2)),
+    "forces": lambda: made(forces, X, one=nn.Linear(3, 4), out=nn.Linear(4, 1)),
+    **{f"a bias that torch spreads, {len(shape)}": lambda shape=shape: task_of(
+        Case(stacked(nn.Tanh(), *shape), X)) for shape in ((), (1,), (1, 4))},
+}  # fmt: skip
+READ = {  # the probe must be deceived for these
+    "routed one per example on the probe only": {"left.weight": "linear", "right.bias": "linear"},
+    "more calls than on the probe": {"cell.weight": "linear"},
+    "overwritten after it was read": {"one.bias": "linear", "gain.weight": ""},
+    "torchscript": {"0.weight": "whole model"},
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_read_through_the_whole_model() -> None:
+@pytest.mark.parametrize("name", HARD)
+def test_exact(name: str) -> None:
     with seeded(0):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    task = task_of(Case(torch.jit.trace(model, normal(5, 3)), normal(5, 3)))
-    check_exact(task, (2,))
-
-
-def test_examples_looped_over_inside_the_model() -> None:
-    def call(m: Graph, x: Tensor) -> Tensor:
-        return torch.stack([m.out(torch.tanh((m.one if r[0] > 0 else m.two)(r))) for r in x])
-
-    with seeded(0):
-        model = graph(call, one=nn.Linear(3, 4), two=nn.Linear(3, 4), out=nn.Linear(4, 2))
-    check_exact(task_of(Case(model, normal(7, 3))), (1, 3, 7))
-
-
-class Ensemble(nn.Module):
-    """Members that share a module, run by ``vmap`` over their stacked weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(3, 2)
-        self.weights = nn.Parameter(torch.randn(3, 2, 3))
-        self.biases = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        def member(weight: Tensor, bias: Tensor) -> Tensor:
-            return functional_call(self.base, {"weight": weight, "bias": bias}, (x,))
-
-        return torch.tanh(vmap(member)(self.weights, self.biases)).mean(0) + vmap(self.base)(x)
-
-
-def test_torch_func_inside_the_model() -> None:
-    with seeded(0):
-        model = randomised(Ensemble())
-    check_exact(task_of(Case(model, normal(5, 3))), (2,))
-
-
-def test_packed_sequences_of_any_length() -> None:
-    lengths = torch.tensor([3, 5, 1, 2, 4, 5, 2])
-
-    def call(m: Graph, rows: Tensor) -> Tensor:
-        x, sizes = m.words(rows[:, :5]), rows[:, 5]
-        rnn = nn.utils.rnn
-        packed = rnn.pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
-        return m.out(m.seq(packed)[1][0][-1])
-
-    with seeded(0):
-        parts = dict(words=nn.Embedding(5, 3), seq=nn.LSTM(3, 4, batch_first=True))
-        model = graph(call, out=nn.Linear(4, 2), **parts)
-    check_exact(task_of(Case(model, torch.cat([tokens(7, 5), lengths.unsqueeze(1)], 1))), (1, 3, 7))
-
-
-def test_embeddings_of_the_batchs_distinct_words() -> None:
-    """Rows that belong to several examples, and whose number does not follow the batch."""
-    words = torch.tensor([0, 1, 2, 3, 1, 1, 2])
-
-    def call(m: Graph, x: Tensor) -> Tensor:
-        distinct, place = torch.unique(x[:, 0].long(), return_inverse=True)
-        return m.out(torch.tanh(m.words(distinct))[place] * x[:, 1:])
-
-    with seeded(0):
-        model = graph(call, words=nn.Embedding(4, 3), out=nn.Linear(3, 2))
-    check_exact(task_of(Case(model, torch.cat([words.unsqueeze(1), normal(7, 1)], 1))))
-
-
-class Gain(nn.Module):
-    """A weight with gradient exp(x), which autograd keeps, while x may be overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(x) * self.weight
-
-
-def test_inputs_that_are_overwritten_after_they_were_read() -> None:
-    def call(m: Graph, x: Tensor) -> Tensor:
-        h = m.one(x)
-        gained = m.gain(h)
-        h.mul_(3)
-        return m.out(gained + h)
-
-    with seeded(0):
-        model = graph(call, one=nn.Linear(3, 4), gain=Gain(), out=nn.Linear(4, 2))
-    task = task_of(Case(model, normal(7, 3)))
-    check_exact(task, (3,))
-    plan = plan_for(task, task.parameters())
-    assert ways(task) == {n: "" if "gain" in n else "linear" for n in task.parameters()}
-    unit = Unit("gain", task.model.gain, {"weight": "gain.weight"}, None)
-    batch = torch.arange(3)
-    seen = record(task, task.parameters(), task.fetch(batch), [unit], size=3, indices=batch)
-    assert [visit.stale for visit in seen.visits] == [True]
-    assert plan.axes_of(seen.visits[0], 3) is None
-
-
-def test_gradients_inside_the_forward_pass() -> None:
-    """Forces, the gradient of an energy: the weights are used backward as well."""
-
-    def call(m: Graph, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = m.out(torch.tanh(m.one(x))).sum()
-            return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    with seeded(0):
-        model = graph(call, one=nn.Linear(3, 4), out=nn.Linear(4, 1))
-    task = task_of(Case(model, normal(5, 3)), "gaussian")
-    check_exact(task, (2,))
+        task = HARD[name]()
+    assert ways(task).items() >= READ.get(name, {}).items()
+    jacobian = dense_jacobian(task, task.parameters())
+    for chunk_size in {1, 2, 3, 4, task.n_data}:
+        assert relative(jacobian_of(task, chunk_size), jacobian) < EXACT, chunk_size
 
 
 def test_under_no_grad_and_inference_mode() -> None:

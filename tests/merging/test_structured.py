@@ -54,7 +54,8 @@ CASES: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=list(CASES))
 def family(request: pytest.FixtureRequest) -> tuple[State, list[Task]]:
-    model, x, classes = CASES[request.param]()
+    with seeded(0):
+        model, x, classes = CASES[request.param]()
     return dict(model.named_parameters()), tasks_of(model, x, classes)
 
 

@@ -185,6 +185,7 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),
     (lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
      OptimizerError, "Newton keeps no"),
+    (lambda p: live(torch.optim.Rprop), OptimizerError, "can be read from Rprop"),
     (lambda p: live(n_data=None), OptimizerError, "n_data"),
     (lambda p: live(scaling="ess"), InputError, "scaling"),
     (lambda p: live(scaling="squared"), InputError, "batch_size"),

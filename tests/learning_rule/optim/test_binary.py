@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from learning_rule.optim.makers import N, advance, draw, flat, loss_of, network, trained
-from looks import distance, values
+from optimizers import distance, values
 
 from blr_analysis import Posterior
 from blr_analysis.errors import OptimizerError

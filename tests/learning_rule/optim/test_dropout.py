@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from learning_rule.optim.makers import N, advance, draw, dropout, loss_of, network
-from looks import distance, values
+from optimizers import distance, values
 from torch import nn
 
 from blr_analysis import Posterior

@@ -24,7 +24,7 @@ from blr_analysis.learning_rule.optim import OGN, SLANG, VOGN, NoisyKFAC
 
 B = 6
 X = normal(B, 4)
-SPECIAL = ("hugging_face", "forward_never_called", "embedding_sparse")  # run or trained otherwise
+SPECIAL = ("forward_never_called", "embedding_sparse")  # run or trained otherwise
 MAY_NOT = ("lstm_with_states", "embedding_bag_offsets")  # examples elsewhere than first
 
 
