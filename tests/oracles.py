@@ -64,7 +64,7 @@ def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
     its own weights, by autograd, one example at a time; N for parameters of no such layer."""
     names = {id(p): n for n, p in task.model.named_parameters()}
     place = unflatten(torch.arange(sum(p.numel() for p in params.values())), params)
-    total = torch.diag(task.n_data * torch.ones_like(flatten(place), dtype=torch.float64))
+    total = torch.zeros(2 * flatten(place).shape, dtype=torch.float64)
     kinds = nn.Linear | nn.Embedding | nn.MultiheadAttention | _ConvNd
     layers = {
         m: {k: names[id(p)] for k, p in m._parameters.items() if p is not None}
@@ -88,8 +88,6 @@ def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
         jacobian = torch.func.jacrev(outputs)(held)
         j = torch.cat([x.reshape(-1, held[k].numel()) for k, x in jacobian.items()], 1).detach()
         where = torch.cat([place[n].flatten() for n in own.values()])
-        if not fired.issuperset(own.values()):
-            total[where, where] = 0
         fired.update(own.values())
         total[where.unsqueeze(1), where] += j.mT @ j
 
@@ -100,6 +98,8 @@ def dense_gram(task: Task, params: Mapping[str, Tensor]) -> Tensor:
             task.run(task.fetch(torch.tensor([i])), dict(params))
     for handle in handles:
         handle.remove()
+    for name in params.keys() - fired:
+        total[place[name], place[name]] = task.n_data
     return total
 
 

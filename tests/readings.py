@@ -20,17 +20,13 @@ EXACT = 1e-10  # relative, in float64
 
 def task_of(case: Case, likelihood: str | None = None) -> Task:
     """A task on a case's inputs with targets that go with its outputs."""
-    n = len(case.inputs)
-    forward = case.forward or (lambda model, batch: (model(batch[0]), batch[1]))
-    dummy = Task(case.model, (case.inputs, torch.zeros(n)), forward=forward)
-    with torch.no_grad(), dummy.evaluation():
-        f = forward(dummy.model, dummy.fetch(torch.arange(n)))[0]
-    several = f.ndim > 1 and f.shape[1] > 1
-    kind = likelihood or ("categorical" if several else "gaussian")
-    if kind == "categorical":
-        targets = torch.arange(n) % f.shape[1]
-    else:
-        targets = torch.linspace(-1, 1, n, dtype=f.dtype).unsqueeze(1).expand(n, f[0].numel())
+    run = case.forward or (lambda model, batch: (model(batch[0]), batch[1]))
+    with torch.no_grad():
+        outputs = run(case.model, (case.inputs.clone(), None))[0]
+    n, width = len(outputs), outputs[0].numel()
+    kind = likelihood or ("categorical" if width > 1 else "gaussian")
+    spread = torch.linspace(-1, 1, n, dtype=outputs.dtype).unsqueeze(1).expand(n, width)
+    targets = torch.arange(n) % width if kind == "categorical" else spread
     return Task(case.model, (case.inputs, targets), likelihood=kind, forward=case.forward)
 
 

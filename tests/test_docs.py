@@ -122,13 +122,6 @@ def test_links_lead_to_files(page: Path) -> None:
 # Results, as the last line of a notebook's cell
 
 
-def monitored(task: blr.Task, test: blr.Task, q: blr.Posterior) -> blr.Monitor:
-    watching = blr.Monitor(task, test=test)
-    assert watching._repr_png_() is None  # nothing to draw yet
-    watching(q, 1)
-    return watching
-
-
 PICTURE = b"\x89PNG"
 SHOWN = {
     "scores": ("<td", lambda t, v, q: blr.sensitivity(t, q)),
@@ -141,7 +134,6 @@ SHOWN = {
     "predictions": ("<td", lambda t, v, q: q.predict(v, draws=2)),
     "mismatch": ("<td", lambda t, v, q: blr.gradient_mismatch(t, q.mean, models=[q.mean])),
     "what-if": (PICTURE, lambda t, v, q: blr.what_if(t, q, remove=[1, 2], evaluate=v)),
-    "monitor": (PICTURE, monitored),
     "Table 1": ("<td", lambda *_: blr.table1()),
 }
 

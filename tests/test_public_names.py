@@ -48,10 +48,7 @@ def test_signatures(function: Callable) -> None:
     positional = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == first.split()
     assert {name: parameters[name].default for name in keywords} == keywords
-    # In the first two a fitted model can stand in, the others name its remedy.
-    alone = function in (blr.sensitivity, blr.leave_one_out, blr.what_if, blr.what_if_each)
-    required = positional[:1] if alone else positional
-    assert all(parameters[name].default is inspect.Parameter.empty for name in required)
+    assert parameters[positional[0]].default is inspect.Parameter.empty
 
 
 def test_all_errors_are_one_family() -> None:

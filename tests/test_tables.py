@@ -12,8 +12,6 @@ import pandas as pd
 import pyarrow
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from models import mlp
 from parts import normal
 
@@ -171,27 +169,15 @@ def scores_of(error: Any, variance: Any) -> SimpleNamespace:
     return SimpleNamespace(error=e, variance=v, self_influence=(e * e * v[:, :, 0])[:, 0])
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), min_size=1, max_size=40),
-    st.floats(0, 1),
-)
-def test_regions_against_sorting_one_by_one(
-    pairs: list[tuple[float, float]], quantile: float
-) -> None:
-    error, variance = ([pair[k] for pair in pairs] for k in (0, 1))
-    memory = blr.memory_map(scores_of(error, variance), quantile=quantile)
-    assert memory.error_threshold == np.quantile(error, quantile)
-    assert memory.variance_threshold == np.quantile(variance, quantile)
-    names = (("regular", "uncertain"), ("unpredictable", "memorable"))
-    for e, v, region in zip(error, variance, memory.region, strict=True):
-        assert region == names[e > memory.error_threshold][v > memory.variance_threshold]
-    assert list(memory.counts()) == list(REGIONS) and sum(memory.counts().values()) == len(pairs)
-
-
-def test_memorable_are_sorted_by_error_times_variance() -> None:
+def test_regions_are_split_at_the_quantiles_and_the_memorable_sorted() -> None:
     error, variance = [5.0, 0.0, 9.0, 6.0, 7.0, 0.1], [5.0, 9.0, 3.0, 6.0, 0.0, 0.1]
     memory = blr.memory_map(scores_of(error, variance), quantile=0.3)
-    assert memory.memorable.tolist() == [3, 2, 0]  # 36, 27, 25
+    assert memory.error_threshold == np.quantile(error, 0.3)
+    assert memory.variance_threshold == np.quantile(variance, 0.3)
+    found = [REGIONS.index(region) for region in memory.region]
+    assert found == [3, 1, 3, 3, 2, 0] and list(memory.counts().values()) == [1, 1, 1, 3]
+    assert list(memory.counts()) == ["regular", "uncertain", "unpredictable", "memorable"]
+    assert memory.memorable.tolist() == [3, 2, 0]  # error times variance 36, 27, 25
     assert memory.indices("uncertain").tolist() == [1]
     equal = blr.memory_map(scores_of([1e-300] * 7, [0.3] * 7))
     assert equal.counts()["regular"] == 7 and equal.memorable.tolist() == []

@@ -84,8 +84,6 @@ def test_scores_are_those_of_scipy_and_one_where_losses_are_sums_of_influences()
     b = torch.randn(40, 3, generator=generator) + a
     ranks = [stats.spearmanr(a[:, j], b[:, j])[0] for j in range(3)]
     assert metrics.spearman(a, b).tolist() == pytest.approx(ranks, abs=1e-12)
-    linear = stats.pearsonr(a[:, 1], b[:, 1])[0]
-    assert float(metrics.pearson(a, b)[1]) == pytest.approx(linear, abs=1e-12)
     influence = torch.randn(30, 4, generator=generator).double()
     kept = torch.rand(50, 30, generator=generator) < 0.5
     losses = (~kept).double() @ influence

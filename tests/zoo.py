@@ -221,12 +221,6 @@ def in_place(m: Any, x: Tensor) -> Tensor:
     return m.out(h)
 
 
-def hooked() -> Case:
-    found = stacked((5, 3), nn.Linear(3, 4), nn.Tanh(), HEAD())
-    found.model[0].register_forward_hook(lambda module, args, output: output * 2)
-    return found
-
-
 def reparametrised(wrap: Any) -> Case:
     model = nn.Sequential(wrap(nn.Linear(3, 4)), nn.Tanh(), HEAD())
     return Case(model.double().eval(), normal(5, 3))
@@ -289,7 +283,6 @@ USES: dict[str, Callable[[], Case]] = {
     "in_place": lambda: made(
         in_place, (5, 3), one=nn.Linear(3, 4), two=nn.Linear(4, 4), out=HEAD()),
     "in_place_on_the_input": lambda: stacked((5, 3), nn.ReLU(True), nn.Linear(3, 4), HEAD()),
-    "hooked_by_the_user": hooked,
     "frozen_first_layers": lambda: frozen("1"),
     "frozen_weights": lambda: frozen("weight"),
     "frozen_biases": lambda: frozen("bias"),

@@ -117,7 +117,7 @@ CHANGES = {
     "another dtype": lambda m: m.float(),
     "training mode": lambda m: m.train(),
     "frozen weights": lambda m: m[0].requires_grad_(False),
-    "a hook": lambda m: m[1].register_forward_hook(lambda module, args, out: 2 * out),
+    "a hook": lambda m: m[0].register_forward_hook(lambda module, args, out: 2 * out),
 }
 
 
