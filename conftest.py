@@ -1,4 +1,4 @@
-"""The package comes first: pytest runs a module a second time whose parents it has to import."""
+"""The packages come first: pytest runs a module a second time that its parents have imported."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 import torch
 
-import blr_analysis  # noqa: F401
+import blr_analysis
 
 LIMIT = 2.0
+PACKAGES = [found.name for found in walk_packages(blr_analysis.__path__, "blr_analysis.")]
 
 gc.disable()  # what is imported to collect the tests stays: no need to look for garbage in it
 

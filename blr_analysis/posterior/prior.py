@@ -141,7 +141,7 @@ class Prior:
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     """Detached floating-point tensors by name, or :class:`PosteriorError`."""
     if isinstance(tree, Widened):
-        return tree
+        return tree  # type: ignore[return-value]  # read like one
     if not isinstance(tree, Mapping) or not all(isinstance(t, Tensor) for t in tree.values()):
         got = type(tree).__name__
         raise PosteriorError(f"{name} must be a dict of tensors by parameter name, got {got}")
