@@ -270,15 +270,6 @@ def test_predictions_distances_and_moves() -> None:
     assert torch.equal(Gaussian().moved(f, step), f + step)
 
 
-def test_probabilities_are_told_from_logits() -> None:
-    f, shares = 3 * normal(N, C), torch.linspace(0.01, 0.99, 20).unsqueeze(1)
-    yes = [(Categorical(), f.softmax(-1)), (Bernoulli(), shares)]
-    no = [(Categorical(), f), (Categorical(), f.softmax(-1) * 2)]
-    no += [(Bernoulli(), shares[:9]), (Bernoulli(), 0.3 + 0.4 * shares)]
-    assert all(likelihood.looks_normalised(x) for likelihood, x in yes)
-    assert not any(likelihood.looks_normalised(x) for likelihood, x in no)
-
-
 def test_targets_are_brought_into_form() -> None:
     ones, outputs = [[1.0] * 3] * 2, torch.zeros(2, 3, dtype=torch.float64)
     for likelihood, targets, wanted in (

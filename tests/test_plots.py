@@ -127,14 +127,6 @@ def test_every_example_is_seen_once_on_its_side_of_the_thresholds(pairs, quantil
     assert len({str(c.get_paths()[0].vertices) for c in ax.collections[:4]}) == 4  # markers
 
 
-@pytest.mark.parametrize(("spread", "scale"), [(2.0, "symlog"), (0.2, "linear"), (0.0, "linear")])
-def test_axes_are_logarithmic_where_the_data_ask_for_it(spread: float, scale: str) -> None:
-    for n in (40, 1):
-        ax = plot_memory_map(memory_map(some_scores(n, spread)))
-        assert ax.get_title() == f"Memory map of {n} example{'s' * (n > 1)}"
-        assert (ax.get_xscale(), ax.get_yscale()) == ((scale if n > 1 else "linear"),) * 2
-
-
 def test_extremes_are_the_largest_products_and_labelled_where_they_are() -> None:
     memory = some_map(1000)
     product = (memory.error * memory.variance).tolist()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from models import classes
-from scipy import stats
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.agreement import metrics
@@ -78,12 +77,8 @@ def test_a_case_is_retrained_and_stored_and_goes_on_after_an_interruption(
         assert len(Truth("tiny").theta)
 
 
-def test_scores_are_those_of_scipy_and_one_where_losses_are_sums_of_influences() -> None:
+def test_scores_are_one_where_losses_are_sums_of_influences() -> None:
     generator = torch.Generator().manual_seed(0)
-    a = torch.randint(6, (40, 3), generator=generator).double()  # with ties
-    b = torch.randn(40, 3, generator=generator) + a
-    ranks = [stats.spearmanr(a[:, j], b[:, j])[0] for j in range(3)]
-    assert metrics.spearman(a, b).tolist() == pytest.approx(ranks, abs=1e-12)
     influence = torch.randn(30, 4, generator=generator).double()
     kept = torch.rand(50, 30, generator=generator) < 0.5
     losses = (~kept).double() @ influence
