@@ -29,7 +29,7 @@ from blr_analysis.audit import in_text, investigate, sections
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.inputs import load_tasks
-from blr_analysis.cli.options import Shared, read_size
+from blr_analysis.cli.options import Shared
 from blr_analysis.errors import InputError, PosteriorWarning
 from blr_analysis.learning_rule.table import table1
 from blr_analysis.terminal import as_text, show
@@ -289,12 +289,6 @@ def test_options_arrive(
     assert refused(capsys, *split(argv)) == f"blr-analysis: {told}"
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(InputError, match="--x must be a size"):
-        read_size("--x", text)
-
-
 def test_every_example_of_the_help_is_a_command_line() -> None:
     """Every option is known and takes its value; the shared ones are every command's."""
     program: Any = typer.main.get_command(app)
@@ -330,7 +324,8 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("audit T --by colour", "no column 'colour'"),
         ("audit T q.safetensors", "leave 'q.safetensors' out"),
         ("audit T --device abacus", "abacus"),
-        ("audit T --max-memory much", "--max-memory"),
+        *((f"audit T --max-memory '{size}'", "--max-memory must be a size")
+          for size in ("GB", "0", "-1", "1XB", "1e400", "nan", "1 GB extra", "²GB")),
         ("audit T --out script.py/x", "script.py/x"),
         ("audit T --out ''", "empty"),
         ("demo --out script.py --force", "script.py"),
@@ -354,7 +349,7 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("merge recipe.yml recipe.yml", "is there already"),
         ("merge recipe.yml out --shard-size big", "--shard-size must be a size"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_code_2(here: Path, capsys: Any, argv: str, word: str) -> None:
     before = {path.name for path in here.iterdir()} | {"__pycache__"}
     assert word in refused(capsys, *split(argv))

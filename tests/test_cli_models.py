@@ -431,7 +431,6 @@ def test_precisions_of_other_weights_and_options_that_cannot_be(here: Path, caps
     for argv, word in (
         ("merge recipe.yml none --threads 0", "threads must be"),
         ("merge recipe.yml none --validate a.jsonl", "auto"),
-        ("fisher model pairs.jsonl --device abacus --out none", "abacus"),
     ):
         assert word in refused(capsys, *argv.split()) and not (here / "none").exists()
 

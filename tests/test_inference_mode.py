@@ -53,18 +53,13 @@ def loaded(place: Path) -> blr.Posterior:
 
 CALLS: dict[str, Callable[[Path], Any]] = {
     "sensitivity": lambda _: blr.sensitivity(TASK, Q),
-    "sensitivity without V": lambda _: blr.sensitivity(TASK, Q, variance=False),
     "sensitivity of sequences": lambda _: blr.sensitivity(TEXT, P),
     "sensitivity of a fit": lambda _: blr.sensitivity(FIT),
-    "leverage": lambda _: blr.sensitivity(TASK, Q).leverage,
     "leave_one_out": lambda _: blr.leave_one_out(TASK, Q),
-    "leave_one_out, refined": lambda _: blr.leave_one_out(TASK, Q, refine=1),
     "leave_one_out of sequences": lambda _: blr.leave_one_out(TEXT, P),
-    "leave_one_out of a fit": lambda _: blr.leave_one_out(FIT),
     "token_sensitivity": lambda _: token_sensitivity(TEXT, P, sequences=[1]),
     "influence": lambda _: blr.influence(TASK, Q, TASK),
     "top_influence": lambda _: blr.influence(TASK, Q, TASK, k=2),
-    "group": lambda _: blr.influence(TASK, Q, TASK).group(),
     "suspicious": lambda _: blr.suspicious(TASK, Q, samples=2),
     "Monitor": monitored,
     "memory_map": lambda _: blr.memory_map(SCORES),
@@ -78,7 +73,6 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:1 of 1 examples keep")
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_can_be_trained_on(name: str, tmp_path: Path) -> None:
     with untouched(MODEL), torch.inference_mode():

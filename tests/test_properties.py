@@ -62,9 +62,6 @@ def test_variance_is_symmetric_and_positive_and_influence_its_quadratic_form(aud
     if q.structure == "full":  # S contains the example's own share: the cavity always exists
         assert float(scores.leverage.max()) < 1 and float(scores.leverage.min()) > -1e-12
         assert torch.isfinite(blr.leave_one_out(task, q).logits).all()
-    if task.likelihood.is_classification:  # a distance in L1 of two vectors of probabilities
-        bound = 2 if task.likelihood.name == "categorical" else v.shape[-1]
-        assert float(scores.deviation.max()) <= bound
 
 
 @often

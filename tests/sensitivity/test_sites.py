@@ -351,7 +351,7 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda f: blr.leave_one_out(f, TASK), InputError, "stands alone"),
     (lambda f: blr.leave_one_out(None, Fitted(f.q, [0.0], "evidence")), InputError, "no sites"),
     (lambda f: blr.sensitivity(f).top(0), InputError, "k must be"),
-    (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "SiteScores"),
+    (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "of a network"),
     (lambda f: blr.influence(f), InputError, "predict"),
     (lambda f: blr.influence(f, f, TASK), DataError, "pair"),
     (lambda f: blr.suspicious(f, None), InputError, "without"),
