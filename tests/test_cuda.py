@@ -81,7 +81,7 @@ def left_out(task: blr.Task, q: blr.Posterior, _: Path) -> Tensor:
     return torch.cat([scores.deviation, blr.leave_one_out(task, q).logits.flatten()])
 
 
-def read_back(task: blr.Task, q: blr.Posterior, place: Path) -> Tensor:
+def read_back(task: blr.Task, q: blr.Posterior, place: Path) -> Any:
     """A posterior that is saved there is read anywhere."""
     q.save(place)
     return blr.sensitivity(table("cpu"), blr.Posterior.load(place)).deviation

@@ -107,8 +107,8 @@ def test_checkpoints_from_dicts_files_and_a_trainers_folder(tmp_path: Path) -> N
         save_file({n: t.contiguous() for n, t in state.items()}, place / "model.safetensors")
     files = [tmp_path / f"checkpoint-{2**k}" / "model.safetensors" for k in range(3)]
     last = state_of(model)
-    given: Any
-    for given in ([*states, last], files, tmp_path):
+    ways: list[Any] = [[*states, last], files, tmp_path]
+    for given in ways:
         found = list(blr.Task(model, digits(), checkpoints=given).checkpoints)
         assert len(found) == 3
         assert all(torch.equal(a[n], b[n]) for a, b in zip(found, states, strict=True) for n in b)
