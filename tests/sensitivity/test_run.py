@@ -100,15 +100,14 @@ def test_a_run_ends_where_its_weights_were_put_back(tmp_path: Path) -> None:
 
 def test_checkpoints_from_dicts_files_and_a_trainers_folder(tmp_path: Path) -> None:
     model, checkpoints = run()
-    states = checkpoints.states(model)
+    states: list[Any] = checkpoints.states(model)
     for k, state in enumerate([*states, state_of(model)]):
         place = tmp_path / f"checkpoint-{2**k}"
         place.mkdir()
         save_file({n: t.contiguous() for n, t in state.items()}, place / "model.safetensors")
     files = [tmp_path / f"checkpoint-{2**k}" / "model.safetensors" for k in range(3)]
     last = state_of(model)
-    ways: list[Any] = [[*states, last], files, tmp_path]
-    for given in ways:
+    for given in ([*states, last], files, tmp_path):
         found = list(blr.Task(model, digits(), checkpoints=given).checkpoints)
         assert len(found) == 3
         assert all(torch.equal(a[n], b[n]) for a, b in zip(found, states, strict=True) for n in b)
