@@ -20,6 +20,7 @@ from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
 from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
+from blr_analysis.modes import modes_of
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, read, state_of, thinned
@@ -83,6 +84,7 @@ class Checkpoints:
         self.recorder = KroneckerRecorder(self.model, every=EVERY) if structure else None
         self.done = 0
         self.snapshots: dict[int, State | Path] = {}  # by step
+        self.modes: dict[str, bool] | None = None  # of the modules, while they train
         self._steps_by_look: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
@@ -99,6 +101,8 @@ class Checkpoints:
             raise OptimizerError("checkpoints.step() belongs outside sampled_params")
         self.done += 1
         self._steps_by_look[_look(self.model)] = self.done
+        if self.modes is None or self._due():
+            self.modes = modes_of(self.model)
         if self._due():
             self._keep()
 

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from blr_analysis.checks import instance, one_of, positive_int, positive_number
 from blr_analysis.errors import InputError, told_as
+from blr_analysis.likelihoods.reduction import WORDS as REDUCTIONS
+from blr_analysis.modes import WORDS as MODES
+from blr_analysis.modes import Mode
 
 SCHEDULES: dict[str | None, Callable[[float], float]] = {
     None: lambda part: 1.0,
@@ -34,6 +37,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim ad
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and kind is not torch.optim.Optimizer
 }
+SETTINGS = ("lr", "epochs", "batch_size", "schedule", "reduction", "mode")
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
 
 
@@ -49,6 +53,14 @@ class Recipe:
         schedule: of the rate over the epochs: None (constant), "cosine" or "linear", down to 0.
         initial: state dict of the first weights, or of the model that was fine-tuned; None: they
             were drawn, and are drawn anew.
+        reduction: of a minibatch's losses, where it was not that of the task's loss (its own
+            ``reduction`` of one of ``torch.nn``; else a mean over examples, over the tokens that
+            count of sequences): "mean", "sum", "entries" (a mean over all outputs of all examples,
+            as of ``nn.MSELoss``) or "weights" (Σ_i w_i ℓ_i / Σ_i w_i of a task with weights).
+        mode: of the modules, where they did not train in the mode in which the task's model was
+            given: "train", "eval", or a function of the model that is called after
+            ``model.train()``. None: of a model given in eval mode as a whole all modules train but
+            for norms with frozen parameters.
         train: in place of all these, your own training, ``train(data, seed)`` -> model or state
             dict.
         options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
@@ -73,11 +85,14 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         batch_size: int | None = None,
         schedule: str | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        reduction: str | None = None,
+        mode: Mode | None = None,
         train: Train | None = None,
         **options: Any,
     ) -> None:
         self.optimizer, self.lr, self.options = optimizer, lr, options
         self.schedule, self.initial, self.train = schedule, initial, train
+        self.reduction, self.mode = reduction, mode
         self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
         self.epochs = self.batch_size = 0
         if train is not None:
@@ -89,6 +104,10 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.batch_size = positive_int("batch_size", batch_size)
         if schedule is not None:
             one_of("schedule", schedule, ("cosine", "linear"))
+        if reduction is not None:
+            one_of("reduction", reduction, REDUCTIONS)
+        if mode is not None and not callable(mode):
+            one_of("mode", mode, MODES)
         if lr is not None:
             positive_number("lr", lr)
         elif isinstance(optimizer, str | type):
@@ -100,16 +119,18 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
 
     def __repr__(self) -> str:
         rate = self.lr and self.lr * self.factor
-        said = [f"{n}={v!r}" for n, v in (self._told | {"lr": rate}).items() if v is not None]
+        told = self._told if self.train else self._told | {"lr": rate}
+        said = [f"{name}={_shown(value)}" for name, value in told.items() if value is not None]
         said += ["initial=..."] if self.initial is not None else []
         name = self.train or self.optimizer
-        name = repr(name) if isinstance(name, str) else getattr(name, "__name__", "function")
+        name = _shown(name)
         return f"Recipe({', '.join([name, *said])})"
 
     @property
     def _told(self) -> dict[str, Any]:
-        told = () if self.train else ("lr", "epochs", "batch_size", "schedule")
-        return {name: getattr(self, name) for name in told} | self.options
+        if self.train is not None:
+            return dict(self.options)
+        return {name: getattr(self, name) for name in SETTINGS} | self.options
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -159,3 +180,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         made.factor = self.factor * MEANS[self.schedule] * self.epochs / epochs
         made.schedule, made.epochs = "cosine", epochs
         return made
+
+
+def _shown(value: Any) -> str:
+    """A setting in a repr; a function by its name."""
+    return getattr(value, "__name__", "function") if callable(value) else repr(value)

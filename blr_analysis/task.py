@@ -34,8 +34,17 @@ from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import DeviceError, InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.half import narrow, shared, stored, widened, working
-from blr_analysis.likelihoods import SEVERAL, CausalLM, Likelihood, Loss, Weighted, resolve
+from blr_analysis.likelihoods import (
+    SEVERAL,
+    CausalLM,
+    Likelihood,
+    Loss,
+    Weighted,
+    reduction_of,
+    resolve,
+)
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
+from blr_analysis.modes import training_modes
 from blr_analysis.ranks import divided, is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import Snapshots
@@ -118,6 +127,7 @@ class Task:
         if divided(model) or any(map(is_sharded, model.parameters())):
             raise ModelError("the model is sharded; load its full state dict into a plain one")
         self.likelihood = resolve(likelihood)
+        self.reduction = reduction_of(likelihood)  # of the loss of training
         self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
         self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
         if memory_budget is not None:
@@ -139,6 +149,7 @@ class Task:
         columns |= {"weights": weights}
         labels = reading.row_labels(columns, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
+        self.modes = getattr(checkpoints, "modes", None) or training_modes(model)
         self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")

@@ -25,7 +25,7 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
-    {"likelihoods", "files", "half"},
+    {"likelihoods", "files", "half", "modes"},
     {"recipe", "snapshots"},
     {"terminal"},
     {"data", "estimators"},

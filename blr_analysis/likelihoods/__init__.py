@@ -29,6 +29,7 @@ from blr_analysis.likelihoods.categorical import Categorical
 from blr_analysis.likelihoods.functions import Function
 from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
 from blr_analysis.likelihoods.modules import read_module
+from blr_analysis.likelihoods.reduction import Reduction, reduction_of
 from blr_analysis.likelihoods.tokens import CausalLM, TokenCategorical
 from blr_analysis.likelihoods.variances import MeanAndVariance
 from blr_analysis.likelihoods.weighted import Weighted
@@ -44,8 +45,10 @@ __all__ = [
     "Likelihood",
     "MeanAndVariance",
     "Poisson",
+    "Reduction",
     "TokenCategorical",
     "Weighted",
+    "reduction_of",
     "resolve",
 ]
 

@@ -116,6 +116,19 @@ class Likelihood(ABC):
         """
         return None
 
+    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What each example adds to the divisor of a minibatch's mean loss, ``[B]``: 1, of classes
+        their weight, of sequences the sum over their tokens, and 0 of what is ignored."""
+        return torch.ones_like(outputs.flatten(1)[:, 0])
+
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        """How many numbers torch's own loss has of them with ``reduction="none"``."""
+        return len(outputs)
+
+    def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets as the loss module takes them that this likelihood was read from."""
+        return outputs, targets
+
     def resample(
         self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None
     ) -> Tensor:

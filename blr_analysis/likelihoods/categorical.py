@@ -184,6 +184,16 @@ class Categorical(Likelihood):
         losses = -logp.gather(-1, _known(targets, self._ignored(targets)))
         return self._times_mass(losses, outputs, targets).squeeze(-1)
 
+    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """w_{y_i}, 0 where the target is ignored; 1 of soft targets, as torch has it."""
+        if targets.is_floating_point():
+            return super().mass(outputs, targets)
+        ignored = self._ignored(targets)
+        weight = torch.ones_like(outputs[..., 0])
+        if self.weight is not None:
+            weight = outputs.new_tensor(self.weight)[_known(targets, ignored).squeeze(-1)]
+        return weight if ignored is None else weight.masked_fill(ignored, 0.0)
+
     def mean(self, outputs: Tensor) -> Tensor:
         return _softmax(outputs)
 

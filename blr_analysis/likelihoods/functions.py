@@ -110,6 +110,14 @@ class Function(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
 
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        counted = getattr(self.loss, "entries", None)
+        return len(outputs) if counted is None else counted(outputs, targets)
+
+    def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        taken = getattr(self.loss, "taken", None)
+        return (outputs, targets) if taken is None else taken(outputs, targets)
+
     def _slope(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """f and e with the graph between them."""
         f = outputs.detach().requires_grad_()

@@ -22,6 +22,9 @@ class _Independent(Likelihood):
     def scale(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The diagonal of Λ, ``[B, C]``."""
 
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        return targets.numel()
+
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         return self.scale(outputs, targets) * vectors
 

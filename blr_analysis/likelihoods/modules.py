@@ -1,9 +1,10 @@
 """The losses of ``torch.nn``, as likelihoods: their settings are read.
 
-Their reduction tells only how δ follows from a weight decay, because the objective of an analysis
-is the SUM of the losses: with "sum", δ = weight_decay; with "mean" it is weight_decay times what
-the mean divides by: N (CrossEntropyLoss: Σ_i w_{y_i} over the examples that count), or, for losses
-that have a value for every output, N·C.
+Their reduction tells what a training by a recipe divides by
+(:mod:`blr_analysis.likelihoods.reduction`), and how δ follows from a weight decay. The objective of
+an analysis is the SUM of the losses: with "sum", δ = weight_decay; with "mean" it is weight_decay
+times what the mean divides by: N (CrossEntropyLoss: Σ_i w_{y_i} over the examples that count), or,
+for losses that have a value for every output, N·C.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from blr_analysis.likelihoods.base import Likelihood
@@ -72,7 +74,16 @@ class Summed:
         self.own = type(loss).__module__ == "torch.nn.modules.loss"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = self.each(*self.taken(outputs, targets))
+        return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
+
+    def taken(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets as the module takes them."""
         if self.own and outputs.shape[-1] == 1 and targets.ndim == 1:
             targets = targets.to(outputs).unsqueeze(-1)
-        losses = self.each(outputs, targets)
-        return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
+        return outputs, targets
+
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        """How many losses the module has of them before it reduces."""
+        with torch.no_grad():
+            return self.each(*self.taken(outputs, targets)).numel()

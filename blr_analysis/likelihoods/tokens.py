@@ -91,6 +91,13 @@ class TokenCategorical(Categorical):
         """The sum over the tokens that count, in nats, ``[B]``."""
         return self.token_nll(outputs, targets).sum(-1)
 
+    def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The number of its tokens that count, or the sum of their weights, ``[B]``."""
+        return super().mass(outputs, targets).sum(-1)
+
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        return targets.numel()
+
     def hessian(self, outputs: Tensor, targets: Tensor) -> NoReturn:
         raise InputError(
             f"the output Hessian of a sequence, {tuple(outputs.shape[1:])} outputs, is not formed; "

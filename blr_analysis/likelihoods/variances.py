@@ -68,6 +68,9 @@ class MeanAndVariance(Likelihood):
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""
 
+    def entries(self, outputs: Tensor, targets: Tensor) -> int:
+        return targets.numel()
+
     def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """μ and v; below eps, v is eps with the gradient of v."""
         mean, v = outputs.chunk(2, -1)

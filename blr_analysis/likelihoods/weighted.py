@@ -83,6 +83,7 @@ class Weighted(Likelihood):
         return values * w.view(-1, *[1] * (values.ndim - 1))
 
     error, nll, hessian = _times("error"), _times("nll"), _times("hessian")
+    mass = _times("mass")
     drawn_error, hessian_root = _times("drawn_error", 0.5), _times("hessian_root", 0.5)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
@@ -91,6 +92,7 @@ class Weighted(Likelihood):
 
     check_outputs, check_values = _plainly("check_outputs"), _plainly("check_values")
     prepare, prepare_targets = _plainly("prepare"), _plainly("prepare_targets")
+    entries, as_module_takes = _plainly("entries"), _plainly("as_module_takes")
     join, counted, looks_normalised = map(_plainly, ("join", "counted", "looks_normalised"))
     moved, distance = _plainly("moved"), _plainly("distance")
     mean, prediction, correct = map(_plainly, ("mean", "prediction", "correct"))

@@ -1,6 +1,8 @@
 """Training again by a recipe: of all data or of others, whole or shortened.
 
-The model trains in training mode, on a copy; what comes out are its weights and its buffers.
+A copy of the model trains, each module in the mode in which it was while the task's model trained,
+on the loss that the task was told of, reduced as that loss reduces; what comes out are its weights
+and its buffers.
 Minibatches are those of all data: an example comes at the same step whatever else has changed, so
 that two trainings see the same minibatches but for the change.
 """
@@ -21,6 +23,8 @@ from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import positive_int
 from blr_analysis.data import checked
 from blr_analysis.errors import ModelError
+from blr_analysis.likelihoods import Reduction
+from blr_analysis.modes import begin_training
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.progress import track
@@ -76,8 +80,9 @@ def trained(
     steps = recipe.epochs * math.ceil(n / recipe.batch_size)
     kept = {max(1, round(part * steps)) for part in PARTS} if states is not None else set()
     optimizer = recipe.made(under.model, n_data=sum(len(i) for _, i, _ in parts), steps=steps)
-    least = 2 if any(isinstance(m, _BatchNorm) for m in under.model.modules()) else 1
-    under.model.train()
+    reduction = task.reduction if recipe.reduction is None else Reduction(recipe.reduction)
+    begin_training(under.model, task.modes, recipe.mode)
+    least = 2 if _mixes(under.model) else 1
     devices = [task.device] if task.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -85,7 +90,7 @@ def trained(
         for k, batch in enumerate(track(batches, total=steps, label=label, show=task.progress)):
             if sum(len(chosen) for _, chosen in batch) >= least:
                 recipe.set_rate(optimizer, k / steps)
-                _step(under, batch, optimizer)
+                _step(under, batch, optimizer, reduction)
             if states is not None and k + 1 in kept:
                 states.append(_copied(under.model))
     return _copied(under.model)
@@ -95,13 +100,23 @@ def _copied(model: nn.Module) -> State:
     return {name: tensor.detach().clone() for name, tensor in state_of(model).items()}
 
 
-def _step(under: Task, batch: list[tuple[Task, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """One step on the mean loss of a minibatch."""
+def _mixes(model: nn.Module) -> bool:
+    """Whether some BatchNorm takes its statistics from the minibatch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
+def _step(
+    under: Task,
+    batch: list[tuple[Task, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    reduction: Reduction,
+) -> None:
+    """One step on the loss of a minibatch, reduced as it was in training."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         try:
-            loss = _mean_loss(under, batch)
+            loss = _loss(under, batch, reduction)
         except ModelError as error:
             raise ModelError(f"{DIVERGES} ({error})") from error
         if not bool(loss.isfinite()):
@@ -112,16 +127,17 @@ def _step(under: Task, batch: list[tuple[Task, Tensor]], optimizer: torch.optim.
     optimizer.step(closure)  # type: ignore[call-overload]
 
 
-def _mean_loss(under: Task, batch: list[tuple[Task, Tensor]]) -> Tensor:
-    """As people train: a mean over examples; of sequences over the tokens that count."""
-    total, count = torch.zeros((), device=under.device), 0.0
+def _loss(under: Task, batch: list[tuple[Task, Tensor]], reduction: Reduction) -> Tensor:
+    """Σ ℓ_i / d: the losses of a minibatch as one number."""
+    total = torch.zeros((), device=under.device)
+    divisor = 0.0
     leaves = {n: p for n, p in under.model.named_parameters() if p.requires_grad}
     for (task, chosen), (f, y) in zip(batch, _answers(under, batch, leaves), strict=True):
-        total = total + task.likelihood.at(chosen).nll(f, y).sum()
-        counted = task.likelihood.counted(y)
-        outputs = f.shape[-1] if task.mean_over_outputs else 1
-        count += float(counted.sum()) if counted is not None else len(chosen) * outputs
-    return total / max(count, 1.0)
+        likelihood = task.likelihood.at(chosen)
+        total = total + likelihood.nll(f, y).sum()
+        divisor += float(reduction.divisor(likelihood, f.detach(), y))
+    nothing_counts = divisor == 0
+    return total if nothing_counts or reduction.word == "sum" else total / divisor
 
 
 def _answers(
@@ -270,7 +286,9 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
         _load(under.model, last)
         under.recipe = recipe if recipe.known else None
         under.checkpoints = Snapshots(states, under.model)
-        q = fit_laplace(under)
+        # the Gauss-Newton matrix of a sequence has (T·C)² entries
+        curvature = "empirical_fisher" if task.likelihood.is_sequence else "ggn"
+        q = fit_laplace(under, curvature=curvature)
         q.record["rerun"] = {"seed": seed, "known": recipe.known}
         found.append(q)
     return found
