@@ -27,7 +27,7 @@ from blr_analysis.likelihoods import Likelihood
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
 WORDS = ("string", "large", "null", "time", "date", "duration", "decimal", "binary")
-REPEATS = 8  # examples that are read twice to find out whether the data stand still
+REPEATS = 32  # examples that are read twice to find out whether the data stand still
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,24 @@ def read_data(data: Any) -> Examples:
     examples = _examples(data)
     if len(examples) == 0:
         raise DataError("the data hold no examples; a task needs at least one")
+    if not examples.is_tensors:
+        _check_stand_still(examples)
+    return examples
+
+
+def _check_stand_still(examples: Examples) -> None:
+    """Raise :class:`DataError` where the data draw: an example that is read twice differs."""
     n = len(examples)
     few = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
-    if not examples.is_tensors and _bytes(examples.batch(few)) != _bytes(examples.batch(few)):
-        raise DataError("the same examples differ when read again (augmentation? random masks?)")
-    return examples
+    if _bytes(examples.batch(few)) == _bytes(examples.batch(few)):
+        return
+    alone = (index.reshape(1) for index in few)
+    drawn = [int(i) for i in alone if _bytes(examples.batch(i)) != _bytes(examples.batch(i))]
+    which = f"example {drawn[0]} differs" if drawn else "the same examples differ"
+    raise DataError(
+        f"{which} when read again (augmentation? random masks?): give the Task the data without "
+        "that, and Recipe(augment=) what training drew"
+    )
 
 
 def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:

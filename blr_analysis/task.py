@@ -61,7 +61,8 @@ class Task:
             gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
             in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
-            index must give the same example on every visit: no random augmentation. Also a pandas
+            index must give the same example on every visit; what training drew (crops, flips,
+            noise) is said by ``Recipe(augment=)``. Also a pandas
             DataFrame or one split of a ``datasets.Dataset``, see ``target``.
         likelihood: "categorical", "bernoulli", "gaussian", "poisson", for sequences "tokens" (one
             class per token) and "causal_lm"; the loss of ``torch.nn`` that the model was trained
@@ -153,6 +154,7 @@ class Task:
         self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
+            recipe.check_examples(self.n_data)
         self.recipe = recipe
         self.prior_precision: Any = None  # δ, where what was read names it
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
@@ -232,6 +234,7 @@ class Task:
             n_data=len(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
             metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
+            recipe=self.recipe and self.recipe.of_examples(chosen),
             **ANOTHER,
         )
 
@@ -240,6 +243,10 @@ class Task:
         made = copy.copy(self)
         vars(made).update(attributes)
         return made
+
+    def reading(self, examples: reading.Examples) -> Task:
+        """The same task, its examples read in another way."""
+        return self._changed(examples=examples)
 
     def with_model(self, task: Task) -> Task:
         """These examples, read as they are here, under another task's model and device; a noise,

@@ -121,7 +121,7 @@ DATA: list[tuple[Any, str]] = [
     ((torch.zeros(5, 4), ["a"] * 5), "y of .* cannot become a tensor"),
     (([[0.0], [1.0]], [0, 1]), "tensors or arrays"),
     ([(torch.zeros(3 + i), 0) for i in range(4)], "collate function failed on examples 0, 1"),
-    (Rows(lambda i: torch.rand(4)), "differ when read again"),
+    (Rows(lambda i: torch.rand(4)), "differs when read again"),
     (failing(49), "failed on example 49 of 50"),
     *((tud.DataLoader(WHOLE, **options), "pass the dataset itself") for options in SAMPLERS),
 ]

@@ -32,7 +32,7 @@ from blr_analysis.task import Task, bare_name, find_device, unwrapped
 STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
-MEASURED = ("fingerprint", "stationarity", "calibration")  # of one posterior and its data
+MEASURED = ("fingerprint", "stationarity", "calibration", "ending")  # of one posterior and its data
 
 
 class Posterior:
@@ -151,6 +151,19 @@ class Posterior:
     @property
     def note(self) -> str:
         """How far its scale is to be trusted, in one line; "" where it is."""
+        notes = (self.ending, self._scale_note)
+        return "; ".join(note for note in notes if note)
+
+    @property
+    def ending(self) -> str:
+        """Whether trainings by the recipe ended elsewhere than the model, as a rerun or a
+        calibration found."""
+        found = [self.record.get(by, {}).get("ending", "") for by in ("calibration", "rerun")]
+        found.append(self.record.get("ending", ""))
+        return next(filter(None, found), "")
+
+    @property
+    def _scale_note(self) -> str:
         if self.stationarity is None or "calibration" in self.record:
             return ""
         if self.at_minimum:

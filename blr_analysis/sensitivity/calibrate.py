@@ -29,10 +29,12 @@ from blr_analysis.sensitivity.corrections import (
     self_influence,
     taken,
 )
+from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.removal import UNTIL_REST, descended_removals
 from blr_analysis.sensitivity.run import losses_at, mean_errors, widest
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.training import recipe_of, trained
+from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 
 TENTH = 0.1  # of the data, that one training leaves out
@@ -85,13 +87,15 @@ def calibrate(
 
 
 def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int) -> Posterior:
+    ending = ""
     if q.at_minimum:
         chosen, weight = _probe(task, q, probe, seed)
         losses, truth, how = _left_out(task, q, chosen), _solved(task, q, chosen), "exact solves"
     elif recipe_known(task, q):
         chosen = _tenth(task, seed)
         weight = torch.ones(len(chosen), dtype=torch.float64)
-        losses, truth = _left_out(task, q, chosen), _retrained(task, q, chosen, seed)
+        losses = _left_out(task, q, chosen)
+        truth, ending = _retrained(task, q, chosen, seed)
         how = "a training without a tenth"
     else:
         return _unchanged(own, "neither at a minimum nor with a recipe: give Task(recipe=)")
@@ -104,7 +108,7 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
 
     low, high = LOWEST, HIGHEST
     if not usable.any() or float(gap(low).sum()) >= 0 or float(gap(high).sum()) <= 0:
-        return _unchanged(own, f"no temperature agrees with {how}")
+        return _unchanged(own, f"no temperature agrees with {how}", ending)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if float(gap(middle).sum()) < 0 else (low, middle)
@@ -115,6 +119,7 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
         "error": noise / slope if slope > 0 else None,
         "how": how,
         "examples": int(usable.sum()),
+        "ending": ending,
     }
     return Posterior(
         own.mean,
@@ -132,9 +137,13 @@ def recipe_known(task: Task, q: Posterior) -> bool:
     return task.recipe is not None or bool(q.record.get("recipe"))
 
 
-def _unchanged(posterior: Posterior, why: str) -> Posterior:
-    warnings.warn(f"not calibrated: {why}", PosteriorWarning, stacklevel=4)
-    return posterior
+def _unchanged(posterior: Posterior, why: str, ending: str = "") -> Posterior:
+    """The posterior without a temperature; its note says where the recipe is another training's."""
+    because = f"{why}; {ending}" if ending else why
+    warnings.warn(f"not calibrated: {because}", PosteriorWarning, stacklevel=4)
+    if not ending:
+        return posterior
+    return posterior.changed(record={**posterior.record, "ending": ending})
 
 
 def _tenth(task: Task, seed: int) -> Tensor:
@@ -169,14 +178,28 @@ def _left_out(task: Task, q: Posterior, chosen: Tensor) -> Losses:
     return losses
 
 
-def _retrained(task: Task, q: Posterior, chosen: Tensor, seed: int) -> Tensor:
-    """The losses of examples that one training by the recipe leaves out."""
+def _retrained(task: Task, q: Posterior, chosen: Tensor, seed: int) -> tuple[Tensor, str]:
+    """The losses of examples that one training by the recipe leaves out, and a line where it ended
+    elsewhere than the model's own."""
     keep = torch.ones(task.n_data, dtype=torch.bool)
     keep[chosen] = False
     rest = keep.nonzero().flatten()
+    recipe = recipe_of(task, q)
     label = "calibrate: a training without a tenth"
-    state = trained(task, [(task, rest, rest)], recipe_of(task, q), seed, label=label)
-    return losses_at(task, state, chosen)
+
+    def training(seed: int) -> State:
+        return trained(task, [(task, rest, rest)], recipe, seed, label=label)
+
+    def another() -> Tensor:
+        return losses_at(task, training(seed + 1), rest)
+
+    state = training(seed)
+    note = ""
+    if recipe.known:
+        before = losses_at(task, q.mean, rest)
+        there = losses_at(task, state, rest)
+        note = ending_note(before, [there], changed=TENTH, another=another)
+    return losses_at(task, state, chosen), note
 
 
 def _solved(task: Task, q: Posterior, chosen: Tensor) -> Tensor:

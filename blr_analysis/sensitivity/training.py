@@ -29,10 +29,14 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
+from blr_analysis.sensitivity.augment import drawing
+from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.first_weights import drawn
 from blr_analysis.sensitivity.minimise import on_a_copy
 from blr_analysis.sensitivity.objective import Labelled
-from blr_analysis.snapshots import PARTS, Snapshots, State, checked_state, state_of
+from blr_analysis.sensitivity.run import losses_at
+from blr_analysis.sensitivity.stopping import Best, Trail, copied
+from blr_analysis.snapshots import Snapshots, State, checked_state, state_of
 from blr_analysis.task import Task
 
 # A task, the examples of it that count, and where they stand in the data before a change; what is
@@ -75,29 +79,42 @@ def trained(
         return _by_function(task, parts, recipe.train, seed)
     under = on_a_copy(task)
     _load(under.model, recipe.initial if recipe.initial is not None else drawn(task, seed))
-    frames = [(part if part is not task else under, *rest) for part, *rest in parts]
-    frames = [(at.under(under.model, task.device), i, places) for at, i, places in frames]
-    steps = recipe.epochs * math.ceil(n / recipe.batch_size)
-    kept = {max(1, round(part * steps)) for part in PARTS} if states is not None else set()
+    frames = [
+        (_of_training(part, task, under, recipe), rows, places) for part, rows, places in parts
+    ]
+    epoch = math.ceil(n / recipe.batch_size)  # in steps
+    steps = recipe.epochs * epoch
+    planned = (recipe.schedule_epochs or recipe.epochs) * epoch
     optimizer = recipe.made(under.model, n_data=sum(len(i) for _, i, _ in parts), steps=steps)
     reduction = task.reduction if recipe.reduction is None else Reduction(recipe.reduction)
+    best = None if recipe.validation is None else Best(under, recipe)
+    trail = Trail(steps if best is None else None)
     begin_training(under.model, task.modes, recipe.mode)
     least = 2 if _mixes(under.model) else 1
     devices = [task.device] if task.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         batches = _minibatches(frames, n, recipe, seed)
-        for k, batch in enumerate(track(batches, total=steps, label=label, show=task.progress)):
+        shown = track(batches, total=steps, label=label, show=task.progress)
+        for done, batch in enumerate(shown, start=1):
             if sum(len(chosen) for _, chosen in batch) >= least:
-                recipe.set_rate(optimizer, k / steps)
+                recipe.set_rate(optimizer, (done - 1) / planned)
                 _step(under, batch, optimizer, reduction)
-            if states is not None and k + 1 in kept:
-                states.append(_copied(under.model))
-    return _copied(under.model)
+            if states is not None:
+                trail.look(done, under.model)
+            if best is not None and done % epoch == 0:
+                best.look(done)
+                if best.gave_up:
+                    break
+                begin_training(under.model, task.modes, recipe.mode)
+    if states is not None:
+        states.extend(trail.until(steps if best is None else best.step))
+    return copied(under.model) if best is None else best.state
 
 
-def _copied(model: nn.Module) -> State:
-    return {name: tensor.detach().clone() for name, tensor in state_of(model).items()}
+def _of_training(part: Task, task: Task, under: Task, recipe: Recipe) -> Task:
+    """A part of the data under the model that trains, as the training draws it."""
+    return drawing(part, task, recipe).under(under.model, task.device)
 
 
 def _mixes(model: nn.Module) -> bool:
@@ -258,7 +275,8 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
     Each has its own weights, buffers and, off a minimum, earlier posteriors at 1/8, 1/4 and 1/2 of
     its steps. :func:`blr_analysis.influence`, ``sensitivity``, ``leave_one_out``, ``suspicious``
     and ``what_if`` take the list and average. Without a recipe a short default one is taken, and
-    the posteriors' notes say so.
+    the posteriors' notes say so; they do too where the trainings end at another training loss than
+    the task's model, by more than two seeds differ.
 
     Args:
         task: the model and the data it was trained on.
@@ -278,10 +296,13 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
         torch.Size([60, 60])
     """
     positive_int("seeds", seeds)
-    recipe, found = recipe_of(task), []
+    recipe = recipe_of(task)
+    found: list[Posterior] = []
+    losses: list[Tensor] = []
     for seed in range(seeds):
         states: list[State] = []
         last = trained(task, whole_data(task), recipe, seed, states=states)
+        losses.append(losses_at(task, last))
         under = on_a_copy(task)
         _load(under.model, last)
         under.recipe = recipe if recipe.known else None
@@ -291,4 +312,22 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
         q = fit_laplace(under, curvature=curvature)
         q.record["rerun"] = {"seed": seed, "known": recipe.known}
         found.append(q)
+    note = ending(task, recipe, losses)
+    for q in found:
+        q.record["rerun"]["ending"] = note
     return found
+
+
+def ending(task: Task, recipe: Recipe, losses: list[Tensor]) -> str:
+    """Whether trainings by a recipe ended where the task's model did, in one line; "" if so.
+
+    Args:
+        losses: of all examples, where each of the trainings of seeds 0, 1, … ended.
+    """
+    if not recipe.known:
+        return ""
+
+    def another() -> Tensor:
+        return losses_at(task, trained(task, whole_data(task), recipe, len(losses)))
+
+    return ending_note(losses_at(task, task.parameters()), losses, another=another)

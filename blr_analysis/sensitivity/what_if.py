@@ -17,7 +17,7 @@ fresh weights, averaged over seeds s,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,7 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
+from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import (
     Objective,
@@ -44,11 +45,12 @@ from blr_analysis.sensitivity.objective import (
     with_labels,
 )
 from blr_analysis.sensitivity.results import Noted
+from blr_analysis.sensitivity.run import losses_at
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.selection import Selection, groups_by, select
 from blr_analysis.sensitivity.sites import site_what_if, sum_of_sites
 from blr_analysis.sensitivity.training import Part, recipe_of, trained, whole_data
-from blr_analysis.snapshots import State
+from blr_analysis.snapshots import PARTS, State
 from blr_analysis.task import Task, unwrapped
 from blr_analysis.views import GroupRows, Plottable, make_table
 
@@ -57,6 +59,7 @@ FEW = 0.01  # of the data: up to there "auto" takes one step
 EPOCHS = 8  # of a short training
 DESCENT = 60  # passes of "cg"
 WIDENED = 3.3  # times t · spread, for four of five: python -m benchmarks.field --widening
+CHECKING = "what if: does the recipe end where the model did?"
 STEP = "off the minimum: one step, a ranking of changes"
 DRIFT = "off the minimum: shows training that goes on"
 UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
@@ -326,6 +329,8 @@ class _Solvers:
         self.where = self.home if evaluate is None else _evaluated_on(evaluate, self.home, self.q)
         self.before, self.targets = evaluated(self.where, self.q.mean)
         self._references: dict[int, Evaluation] = {}
+        self._whole: str | None = None  # what the ending of the whole recipe says
+        self._endings: list[Tensor] = []  # training losses at the ends of short trainings
 
     def answer(self, change: Change) -> WhatIf:
         """How the model does after a change."""
@@ -376,6 +381,7 @@ class _Solvers:
             if seed not in self._references:
                 state = trained(self.home, whole_data(self.home), recipe, seed, label=label)
                 self._references[seed] = self._measured(state)
+                self._endings.append(losses_at(self.home, state))
             state = trained(self.home, parts, recipe, seed, label=label)
             first = first or state
             pairs.append((self._measured(state), self._references[seed]))
@@ -386,17 +392,19 @@ class _Solvers:
             correct = self.before.correct + torch.stack(hits).mean(0)
             after = replace(after, correct=correct.clamp(0, 1))
         around = _interval(after.nll, [a.nll - b.nll for a, b in pairs])
-        said = {"interval": around, "note": self._rough, "passes": 2 * recipe.epochs * self.seeds}
+        note = self._rough or self._replay_ending(recipe)
+        said = {"interval": around, "note": note, "passes": 2 * recipe.epochs * self.seeds}
         return self._result(change, "replay", after, first, pairs[0][0].nll, **said)
 
     def _retrain(self, change: Change) -> WhatIf:
         data = _changed(self.home, self.q, change)
         places = torch.arange(n := data.n_data).split([len(i) for _, i in data.parts])
         placed: list[Part] = [(*part, at) for part, at in zip(data.parts, places, strict=True)]
-        states = [
-            trained(self.home, placed, self.recipe, seed, n=n, label="what if: retraining")
-            for seed in range(self.seeds)
-        ]
+
+        def training(seed: int) -> State:
+            return trained(self.home, placed, self.recipe, seed, n=n, label="what if: retraining")
+
+        states = [training(seed) for seed in range(self.seeds)]
         each = [self._measured(state) for state in states]
         after = replace(each[0], losses=torch.stack([e.losses for e in each]).mean(0))
         if after.correct is not None:
@@ -404,8 +412,58 @@ class _Solvers:
             after = replace(after, correct=torch.stack(hits).double().mean(0))
         around = _interval(after.nll, [e.nll for e in each])
         passes = float(self.recipe.epochs * self.seeds)
-        said = {"interval": around, "note": self._rough, "passes": passes}
+        note = self._rough or self._retrain_ending(change, data, states, training)
+        said = {"interval": around, "note": note, "passes": passes}
         return self._result(change, "retrain", after, states[0], each[0].nll, **said)
+
+    def _retrain_ending(
+        self,
+        change: Change,
+        data: Objective,
+        states: list[State],
+        training: Callable[[int], State],
+    ) -> str:
+        """Whether the trainings ended where the model's own did, on the examples that stay."""
+        part, stays = data.parts[0]
+        if part is not self.home:
+            return ""
+        return ending_note(
+            losses_at(self.home, self.q.mean, stays),
+            [losses_at(self.home, state, stays) for state in states],
+            changed=change.count / self.home.n_data,
+            another=lambda: losses_at(self.home, training(len(states)), stays),
+        )
+
+    def _replay_ending(self, recipe: Recipe) -> str:
+        """The same of short trainings on all data: none ends below the model's own loss, and none
+        above that of the checkpoint where the run had made half of its rate × steps."""
+        if note := self.q.ending:
+            return note
+        own = losses_at(self.home, self.q.mean)
+        note = ending_note(own, self._endings)
+        means = [float(losses.mean()) for losses in self._endings]
+        whole = recipe is self.recipe  # not shortened
+        if not note or whole or sum(means) / len(means) < float(own.mean()):
+            return note
+        if len(self.q.earlier) < len(PARTS):
+            return self._whole_ending(own, recipe)
+        half = self.q.earlier[self.recipe.halfway(PARTS)]
+        there = losses_at(self.home.holding(half.buffers), half.mean)
+        above = sum(means) / len(means) > float(there.mean())
+        return note if above and ending_note(there, self._endings) else ""
+
+    def _whole_ending(self, own: Tensor, short: Recipe) -> str:
+        """That of the whole recipe, where it costs no more than the short trainings did."""
+        if self.recipe.epochs > 2 * short.epochs * self.seeds:
+            return ""
+
+        def losses(seed: int) -> Tensor:
+            state = trained(self.home, whole_data(self.home), self.recipe, seed, label=CHECKING)
+            return losses_at(self.home, state)
+
+        if self._whole is None:
+            self._whole = ending_note(own, [losses(0)], another=lambda: losses(1))
+        return self._whole
 
     @cached_property
     def recipe(self) -> Recipe:

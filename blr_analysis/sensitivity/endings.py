@@ -1,0 +1,70 @@
+"""Whether trainings by a recipe end where the model's own training ended.
+
+With L the mean training loss of the model, L_s those that trainings of other seeds end at, their
+mean M and s the standard error of M − L over the examples, it is another training where
+
+    |M − L| > max(2 (max_s L_s − min_s L_s), 3 s, (ROUGH + changed) · max(M, L))
+
+``changed`` is the share of the data that the trainings had otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+ROUGH = 0.1  # of a loss, by which trainings may differ before a second seed is asked
+SEEDS = 2.0  # times the distance of two seeds
+ERRORS = 3.0  # standard errors over the examples
+
+
+def ending_note(
+    own: Tensor,
+    trainings: Sequence[Tensor],
+    *,
+    changed: float = 0.0,
+    another: Callable[[], Tensor] | None = None,
+) -> str:
+    """One line where the recipe's trainings end at another loss than the model's; "" elsewhere.
+
+    Args:
+        own: losses ``[M]`` of training examples at the model's weights.
+        trainings: their losses where each training ended.
+        changed: the share of the data that was not the same in these trainings.
+        another: a training of one more seed, asked where a single one ended elsewhere.
+
+    >>> own = torch.full((100,), 0.2)
+    >>> ending_note(own, [own + 0.3, own + 0.31])
+    "the recipe's trainings end at a training loss of 0.505, the model's at 0.2: another training"
+    >>> ending_note(own, [own + 0.3, own - 0.1])
+    ''
+    """
+    losses = [losses.double() for losses in (own, *trainings)]
+    usable = torch.stack(losses).isfinite().all(0)
+    if not bool(usable.any()):
+        return ""
+    mine, *theirs = (each[usable] for each in losses)
+    if _alike(mine, theirs, changed):
+        return ""
+    if len(theirs) == 1 and another is not None:
+        theirs.append(another().double()[usable])
+        if _alike(mine, theirs, changed):
+            return ""
+    there = float(torch.stack(theirs).mean())
+    return (
+        f"the recipe's trainings end at a training loss of {there:.3g}, "
+        f"the model's at {float(mine.mean()):.3g}: another training"
+    )
+
+
+def _alike(own: Tensor, trainings: list[Tensor], changed: float) -> bool:
+    """Whether the model's own training may be one more of these."""
+    means = torch.stack([losses.mean() for losses in trainings])
+    differences = torch.stack(trainings).mean(0) - own
+    gap = abs(float(differences.mean()))
+    error = float(differences.std(correction=0)) / len(own) ** 0.5
+    size = max(abs(float(means.mean())), abs(float(own.mean())))
+    spread = float(means.max() - means.min())
+    return gap <= max(SEEDS * spread, ERRORS * error, (ROUGH + changed) * size)
