@@ -24,6 +24,7 @@ import torch
 
 from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.errors import InputError
+from blr_analysis.files import Source
 from blr_analysis.merging.at_weights import named_tasks
 from blr_analysis.merging.curve import MergePoint, evaluations, point_of
 from blr_analysis.merging.folders import collect
@@ -31,6 +32,7 @@ from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import open_model
 from blr_analysis.merging.plan import make_plan
 from blr_analysis.merging.precisions import open_precision
+from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.posterior import FACTORED
 from blr_analysis.task import Task
 
@@ -162,12 +164,24 @@ def _in_memory(job: Job) -> tuple[Job, str]:
     """A job whose models are state dicts, and the structure of their precisions."""
     base = None if job.base is None else open_model(job.base, "base")
     sources = [open_model(m.model, f"models[{t}]", base) for t, m in enumerate(job.members)]
+    _refuse_borrowed_rows(job, base, sources)
     start, *states = (None if s is None else s.tensors() for s in (base, *sources))
     members = tuple(replace(m, model=s) for m, s in zip(job.members, states, strict=True))
     given = [m for m in members if m.precision is not None]
     kinds = {open_precision(m.precision, m.n_data).structure for m in given}
-    held = replace(job, base=start, members=members, out_dtype=None)
+    held = replace(job, base=start, members=members, out_dtype=None, tokenizer_source=None)
     return held, " and ".join(sorted(kinds))
+
+
+def _refuse_borrowed_rows(job: Job, base: Source | None, sources: Sequence[Source]) -> None:
+    """Raise where models have other tokens, which no task can be asked about for all of them."""
+    models = [m.model for m in job.members]
+    opened = list(sources)
+    if base is not None:
+        models.insert(0, job.base)
+        opened.insert(0, base)
+    if tokens_of(models, opened, job.tokenizer_source).rows is not None:
+        raise InputError('method="auto" takes models of one vocabulary: name a method')
 
 
 def _halves(task: Task) -> tuple[Task, Task]:

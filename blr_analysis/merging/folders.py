@@ -148,9 +148,10 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
     where they are. The dtype and the number of tokens, where they are given, are written into the
     copied configuration.
     """
-    job, fates, source = plan.job, {}, plan.job.tokenizer_source
+    job, fates = plan.job, {}
     reference = reference_folder(job)
-    tokenizer = reference if source == "base" else Path(source)
+    tokenizer = plan.tokens.folder or reference
+    rows = plan.tokens.rows
     for folder, patterns in ((reference, CONFIG), (tokenizer, TOKENIZER)):
         for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
             if any(fnmatch(path.name, p) for p in patterns):
@@ -160,14 +161,14 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
             elif folder == reference and not any(fnmatch(path.name, p) for p in TOKENIZER):
                 fates.setdefault(path.name, "left where it is")
     config = target / "config.json"
-    if config.is_file() and (job.out_dtype is not None or job.vocabulary is not None):
+    if config.is_file() and (job.out_dtype is not None or rows is not None):
         document = read_json(config)
         if job.out_dtype is not None:
             key = "torch_dtype" if "torch_dtype" in document else "dtype"
             document[key] = str(job.out_dtype).removeprefix("torch.")
         for section in (document, document.get("text_config") or {}):
-            if job.vocabulary is not None and "vocab_size" in section:
-                section["vocab_size"] = job.vocabulary.rows
+            if rows is not None and "vocab_size" in section:
+                section["vocab_size"] = rows
         text = json.dumps(document, indent=2, ensure_ascii=False)
         config.write_text(f"{text}\n", encoding="utf-8")
     return fates

@@ -12,6 +12,7 @@ from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Job, Weight
 from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import StoredPrecision
+from blr_analysis.merging.tokens import Tokens
 
 CHUNK = 2**19  # entries of a tensor in hand at a time, at most
 MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
@@ -77,6 +78,7 @@ class MergePlan:
         parts: the fine-tuned models.
         base_precision: H_0 without δ, or None.
         items: the tensors of the result, in the order of reading.
+        tokens: the tokenizer of the result, and the rows of its tables.
         chunk, workers: entries at a time, and threads.
         memory: bytes of buffers that this takes at most.
     """
@@ -86,6 +88,7 @@ class MergePlan:
     parts: tuple[OpenModel, ...]
     base_precision: StoredPrecision | None
     items: tuple[Item, ...]
+    tokens: Tokens
     chunk: int = CHUNK
     workers: int = 1
     memory: int = 0
@@ -133,9 +136,11 @@ class MergePlan:
     @property
     def notes(self) -> list[str]:
         """What a user should be told about the models."""
-        names, kinds = [p.name for p in self.used], {p.kind for p in self.used if p.kind}
+        names = [p.name for p in self.used]
+        kinds = {p.kind for p in self.used if p.kind}
         twice = sorted({n for n in names if names.count(n) > 1})
-        notes = [f"the precision {name!r} stands for several models" for name in twice]
+        notes = list(self.tokens.notes)
+        notes += [f"the precision {name!r} stands for several models" for name in twice]
         if len(kinds) > 1:
             notes.append(f"precisions of different kinds, in other units: {some(sorted(kinds))}")
         return notes

@@ -42,19 +42,6 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """The tokens of the result, where one model has appended rows to those of another.
-
-    Attributes:
-        rows: how many the result has.
-        known: by model, how many of its rows stand for tokens.
-    """
-
-    rows: int
-    known: Mapping[Path, int]
-
-
-@dataclass(frozen=True)
 class Job:
     """A merge.
 
@@ -75,15 +62,18 @@ class Job:
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
             0.5 puts half way, in logarithms, between the average and the Fisher average; with 1 and
             no H_0 a merge can end below the average.
-        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". With 0,
-            what no precision decides stays at the average (with a base, at task arithmetic).
+        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". Where
+            losses are quadratic and "kron" holds their Hessians, 0 gives the optimum of all tasks
+            and 1 misses it; networks are merged better with 1. With 0, what no precision decides
+            stays at the average (with a base, at task arithmetic).
         trust: take precisions that were recorded for other weights than the model's.
         scale: λ of task arithmetic, TIES and DARE, a number or a function of the name.
         seed: of what DARE leaves out; the same seed leaves the same entries, whatever the shards.
         rescale: what DARE leaves is divided by its share.
         tasks: the models' data, in the place of precisions (:mod:`.propagation`).
-        tokenizer_source: ``"base"``, or the folder whose tokenizer is copied.
-        vocabulary: where the models have not all the same number of tokens.
+        tokenizer_source: of models in folders: ``"base"``, ``"union"``, or the folder of a
+            tokenizer; rows of tokens are merged by their words, and models borrow the rows that
+            they lack. None: the first model's, and rows are merged by their number.
     """
 
     method: str
@@ -103,8 +93,7 @@ class Job:
     seed: int = 0
     rescale: bool = True
     tasks: Sequence[Task] | None = None
-    tokenizer_source: str | Path = "base"
-    vocabulary: Vocabulary | None = None
+    tokenizer_source: str | Path | None = None
 
     @property
     def propagates(self) -> bool:

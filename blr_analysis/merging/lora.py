@@ -334,7 +334,7 @@ def merge_and_unload(
             model, or the merged model has other tensors than the base.
     """
     what = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
-    remedy = f"{install('peft')}, or name what merge_and_unload() gives, saved"
+    remedy = "name what merge_and_unload() gives, saved"
     with told_as(ModelError, what, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = _by_peft(folder, entries, base, file)
@@ -358,8 +358,13 @@ def _by_peft(
     folder: Path, entries: Mapping[str, Any], base: Source, file: Source
 ) -> dict[str, Tensor]:
     """All tensors of the merged model, under the names that files have."""
-    import transformers
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    try:
+        import transformers
+        from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    except ImportError as fault:
+        raise ModelError(
+            f"{str(folder)!r} is more than plain LoRA, which PEFT merges: {install('peft')}"
+        ) from fault
 
     place = Path(base.name).expanduser()
     config = PeftConfig.from_pretrained(str(folder))

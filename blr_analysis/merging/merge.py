@@ -58,14 +58,15 @@ def merge(
         models: θ_t: the same, or the folder of a LoRA adapter of the base.
         method: "gradient_matching", "fisher", "task_arithmetic", "linear", "ties" (also weighed by
             precisions: "fisher_ties"), "dare_linear", "dare_ties", "slerp", "multislerp",
-            "karcher", "model_stock", or "auto", which chooses among the
-            first four, α, shrink and power: by ``validate``, by ``tasks``, or by the gap that the
-            precisions predict, see :mod:`blr_analysis.merging.auto`.
+            "karcher", "model_stock", or "auto", which chooses among the first four, α, shrink and
+            power by the losses on ``validate``, or else on half of ``tasks``, see
+            :mod:`blr_analysis.merging.auto`.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
             name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
             prior is taken off; or where one is stored. Those with factors are solved layer
-            by layer, see :mod:`blr_analysis.merging.layers`. None, or None for one model: see
-            ``missing_precision``.
+            by layer, see :mod:`blr_analysis.merging.layers`; those of "kron" are damped by their
+            mean, and ``damping=0`` gives the optimum of all tasks where losses are quadratic.
+            None, or None for one model: see ``missing_precision``.
         weights: α_t: numbers, or functions of the tensor's name; one for all, or one per model;
             1 if None. Negative ones remove a task.
         base_precision: H_0 without δ, given like one of ``precisions``.
@@ -116,11 +117,11 @@ def merge(
         job, choice = chosen(job, validate)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
     progress = limits["progress"]
+    for note in plan.notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
     if out is not None:
         report = execute(plan, out, max_shard_bytes=limits["max_shard_bytes"], progress=progress)
         return replace(report, choice=choice)
-    for note in plan.notes:
-        warnings.warn(note, UserWarning, stacklevel=2)
     state = collect(plan, progress)
     if choice is None:
         return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,14 @@ from blr_analysis.merging.precisions import (
     check_fits,
     open_precision,
 )
-from blr_analysis.merging.sources import MERGEABLE, Lengthened, differs_somewhere, match
+from blr_analysis.merging.sources import (
+    MERGEABLE,
+    Lengthened,
+    differs_somewhere,
+    match,
+    token_tensors,
+)
+from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.task import unwrapped
 
 HELD = 2**24  # bytes that they take with what is computed of them, if no fewer are asked for
@@ -64,14 +72,9 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     for t, member in enumerate(job.members):
         models.append(open_model(member.model, f"models[{t}]", *models[: job.base is not None]))
     precisions = [_precision(job, m, s) for m, s in zip(members, models, strict=True)]
-    if job.vocabulary is not None:
-        rows, known = job.vocabulary.rows, [job.vocabulary.known[m.model] for m in members]
-        every = list(zip(models, known, strict=True))
-        models = [Lengthened(rows, own, *every) for own in every]
-        precisions = [
-            p and replace(p, source=Lengthened(rows, (p.source, count), empty=p.prior))
-            for p, count in zip(precisions, known, strict=True)
-        ]
+    tokens = tokens_of([m.model for m in members], models, job.tokenizer_source)
+    if tokens.rows is not None:
+        models, precisions = _lengthened(tokens.rows, tokens.counts, models, precisions)
     based = job.base is not None and job.row.uses_base
     reference = models[0] if based or job.base is None else models[1]
     parts = [
@@ -81,10 +84,30 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     base = parts.pop(0) if job.base is not None else None  # else only of files
     plan = MergePlan(
         job, base.source if based and base else None, tuple(parts),
-        base.precision if based and base else None, (),
+        base.precision if based and base else None, (), tokens,
     )  # fmt: skip
     _check_parts(plan)
     return _within(replace(plan, items=fates(plan)), max_memory, threads)
+
+
+def _lengthened(
+    rows: int,
+    counts: Sequence[int],
+    models: Sequence[Source],
+    precisions: Sequence[StoredPrecision | None],
+) -> tuple[list[Source], list[StoredPrecision | None]]:
+    """Models with the rows of tokens that they lack borrowed from others, the first first, and
+    precisions that say nothing of these rows."""
+    known = list(zip(models, counts, strict=True))
+    tables = token_tensors(known)
+    longer = []
+    for precision, count in zip(precisions, counts, strict=True):
+        if precision is not None:
+            stored = {key for name, key in precision.stored.items() if name in tables}
+            source = Lengthened(rows, (precision.source, count), (), stored, empty=precision.prior)
+            precision = replace(precision, source=source)
+        longer.append(precision)
+    return [Lengthened(rows, model, known, tables) for model in known], longer
 
 
 def _check_parts(plan: MergePlan) -> None:

@@ -10,7 +10,6 @@ an error. No tag of the YAML is ever acted upon.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -35,11 +34,10 @@ from ruamel.yaml import YAML
 from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, StorageError, told_as
 from blr_analysis.files import Folder
-from blr_analysis.merging.job import Job, Member, Vocabulary, Weight
+from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
 from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import METHODS, default_weights, method_of, widest
-from blr_analysis.merging.sources import TABLES, layer_of
 
 AUTO = "auto"
 SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
@@ -258,7 +256,6 @@ class _Reader:
         out_dtype = text.out_dtype or text.dtype
         if text.dtype in ("bfloat16", "float16"):
             self.notes.append(f"dtype: computed in float32, rounded once to {out_dtype}")
-        tokenizer, vocabulary = self._tokenizer()
         given = {
             "delta": told.delta if method.takes("delta") else None,
             "out_dtype": None if out_dtype is None else getattr(torch, out_dtype),
@@ -271,8 +268,7 @@ class _Reader:
             tuple(self._member(model, entry) for model, entry in self.models.items()),
             self.base,
             self._base_precision(),
-            tokenizer_source=tokenizer,
-            vocabulary=vocabulary,
+            tokenizer_source=self._tokenizer_source(),
             **{name: value for name, value in given.items() if value is not None},
         )
 
@@ -403,36 +399,15 @@ class _Reader:
         if not method.uses_precisions and (told or any(e.precision for e in self.models.values())):
             self.notes.append(f"{method.name} takes no precisions: they are not read")
 
-    def _tokenizer(self) -> tuple[str | Path, Vocabulary | None]:
-        """Where the tokenizer comes from, and how many tokens there are where models differ."""
-        said = self.text.tokenizer
-        source = self.text.tokenizer_source or (said and said.source)
-        folders = [m for m in dict.fromkeys([self.base, *self.models]) if m and not is_adapter(m)]
-        first, own = folders[0], {m: vocabulary(m) for m in folders}
-        place = first
-        if source == "union":
-            place = max(folders, key=lambda m: len(own[m]))
-        elif source not in ("base", None):
-            place = self._model(source.removeprefix("model:"))
-        tokens = vocabulary(place)
-        for model, known in own.items():
-            odd = [t for t, n in known.items() if tokens.get(t, n) != n]
-            if odd:
-                raise InputError(
-                    f"{model.name!r} and {place.name!r} number {len(odd):,} tokens differently, "
-                    f"such as {odd[0]!r}: {ELSE}"
-                )
-        here: str | Path = "base" if place == first else place
-        lengths = {tuple(_table_lengths(m)) for m in folders} if source is not None else ()
-        if len(lengths) < 2:
-            return here, None
-        at = {n: t for t, n in tokens.items()}
-        if not all(own.values()) or any(
-            at.get(n, t) != t for o in own.values() for t, n in o.items()
-        ):
-            raise InputError(f"tokenizer_source: one number stands for two tokens: {ELSE}")
-        counts = {m: 1 + max(own.get(m, own[first]).values()) for m in (first, *self.models)}
-        return here, Vocabulary(1 + max(tokens.values()), counts)
+    def _tokenizer_source(self) -> str | Path | None:
+        """What ``tokenizer_source``, or the longer ``tokenizer``, names."""
+        longer_form = self.text.tokenizer
+        source = self.text.tokenizer_source
+        if source is None and longer_form is not None:
+            source = longer_form.source
+        if source in (None, "base", "union"):
+            return source
+        return self._model(source.removeprefix("model:"))
 
 
 def _read(written: WrittenWeight | None) -> list[Rule]:
@@ -455,33 +430,3 @@ def _snapshot(text: str) -> Path | None:
     with suppress(OSError, ValueError):  # not there, or no such name
         return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
     return None
-
-
-def vocabulary(model: Path) -> dict[str, int]:
-    """The number of every token of a model's folder, read from the file itself; empty where no file
-    has them.
-
-    Raises:
-        StorageError: the file that should have them cannot be read.
-    """
-    names = ("tokenizer.json", "vocab.json", "vocab.txt")
-    file = next((model / name for name in names if (model / name).is_file()), None)
-    if file is None:
-        return {}
-    with told_as(StorageError, f"the tokenizer {str(file)!r} cannot be read"):
-        text = file.read_text("utf-8")
-        if file.name == "vocab.txt":
-            return {token: n for n, token in enumerate(text.splitlines())}
-        document = json.loads(text)
-        if file.name == "vocab.json":
-            return dict(document)
-        inside = document.get("model", {}).get("vocab", {})
-        if isinstance(inside, list):  # of tokens and their scores
-            inside = {token: n for n, (token, _) in enumerate(inside)}
-        return inside | {t["content"]: t["id"] for t in document.get("added_tokens", ())}
-
-
-def _table_lengths(model: Path) -> set[int]:
-    """How many rows a model's tables of tokens have."""
-    specs = Folder.open(model).specs
-    return {s.shape[0] for n, s in specs.items() if layer_of(n) in TABLES and s.shape}

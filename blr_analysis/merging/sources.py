@@ -7,7 +7,7 @@ bytes as another tensor of that model, which the others have), and refused other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,36 +101,111 @@ def differs_somewhere(base: Source, other: Source, reads: Reads) -> bool:
 Known = tuple[Source, int]  # a model, and how many rows of its tables stand for tokens
 
 
+def table_lengths(source: Source) -> frozenset[int]:
+    """How many rows the tables of a model have, by the names of their modules."""
+    specs = source.specs.items()
+    return frozenset(_length(s) for name, s in specs if s.shape and layer_of(name) in TABLES)
+
+
+def token_tensors(models: Sequence[Known]) -> frozenset[str]:
+    """The tensors that have a row, or a number, for each token: those of the usual names, and those
+    that are as long as the tables in every model where the models' tables differ in length."""
+    lengths = [max(table_lengths(source), default=0) for source, _ in models]
+    names = {name for source, _ in models for name, spec in source.specs.items() if spec.shape}
+    return frozenset(
+        name
+        for name in names
+        if _is_table(name, models) or (len({*lengths}) > 1 and _follows(name, models, lengths))
+    )
+
+
+def _is_table(name: str, models: Sequence[Known]) -> bool:
+    """Whether a tensor is named as a table, and long enough for the tokens."""
+    return layer_of(name) in TABLES and all(
+        _length(source.specs[name]) >= min(count, max(table_lengths(source)))
+        for source, count in models
+        if name in source.specs
+    )
+
+
+def _follows(name: str, models: Sequence[Known], lengths: Sequence[int]) -> bool:
+    """Whether a tensor is as long as the tables in every model."""
+    return all(
+        name not in source.specs or _length(source.specs[name]) == length
+        for (source, _), length in zip(models, lengths, strict=True)
+    )
+
+
+def _length(spec: Spec) -> int:
+    """The first size that is not 1: that of a bias may stand behind one."""
+    return next((size for size in spec.shape if size != 1), 1)
+
+
 class Lengthened(Source):
-    """A model whose tables have the rows that others appended: its own, else those of the first
-    lender that has them; ``empty``: by tensor, what stands where nobody has any."""
+    """A model whose tables have as many rows as are asked for.
+
+    A row is the model's own as far as it stands for a token, else that of the first lender that has
+    the token, else what the model's own table has there.
+
+    Args:
+        rows: how many.
+        own: the model.
+        lenders: models that rows are borrowed from.
+        tables: the names of the tensors with a row for each token.
+        empty: by tensor, what stands where nobody has a row.
+    """
 
     def __init__(
-        self, rows: int, own: Known, *lenders: Known, empty: Mapping[str, float] | None = None
+        self,
+        rows: int,
+        own: Known,
+        lenders: Sequence[Known],
+        tables: Collection[str],
+        *,
+        empty: Mapping[str, float] | None = None,
     ) -> None:
-        model = self._own = own[0]
+        model, _ = own
+        self._own = model
         self.name, self.origin = model.name, model.origin
         self.whole, self._empty = model.whole or model, empty or {}
         self.specs = dict(model.specs)
-        self._held: dict[str, list[Known]] = {}
-        for n, spec in model.specs.items():
-            if spec.shape and layer_of(n) in TABLES:
-                self.specs[n] = Spec((rows, *spec.shape[1:]), spec.dtype)
-                width, having = math.prod(spec.shape[1:]), [own, *lenders]
-                ends = [(s, min(k, s.specs[n].shape[0]) * width) for s, k in having if n in s.specs]
-                self._held[n] = ends
+        # By tensor, who has the entries up to which end, and under which name.
+        self._owners: dict[str, list[tuple[Source, str, int]]] = {}
+        for name in model.specs.keys() & tables:
+            spec = model.specs[name]
+            axis = spec.shape.index(_length(spec))
+            shape = (*spec.shape[:axis], rows, *spec.shape[axis + 1 :])
+            self.specs[name] = Spec(shape, spec.dtype)
+            width = math.prod(shape[axis + 1 :])
+            owners = [(source, _lent(model, name, source), k) for source, k in (own, *lenders)]
+            if lenders:
+                owners.append((model, name, rows))
+            self._owners[name] = [
+                (source, lent, min(count, _length(source.specs[lent])) * width)
+                for source, lent, count in owners
+                if lent is not None
+            ]
 
     def words(self, name: str) -> str:
         return self._own.words(name)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        if name not in self._held:
+        if name not in self._owners:
             return self._own.read(name, start, stop, scratch)
-        spec, scratch, at = self.specs[name], Owned(scratch, self), start
+        spec = self.specs[name]
+        scratch = Owned(scratch, self)
         out = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
-        for source, end in self._held[name]:
+        at = start
+        for source, lent, end in self._owners[name]:
             until = min(stop, end)
             if at < until:
-                out[at - start : until - start] = source.read(name, at, until, scratch)
+                out[at - start : until - start] = source.read(lent, at, until, scratch)
                 at = until
         return out
+
+
+def _lent(model: Source, name: str, lender: Source) -> str | None:
+    """The lender's name of a model's table: its own, or that of the table it is tied to."""
+    if name in lender.specs:
+        return name
+    return _twin(model, name, lambda twin: twin in lender.specs)

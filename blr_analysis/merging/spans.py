@@ -16,12 +16,15 @@ from blr_analysis.errors import InputError
 
 STRAIGHT = 0.9995  # a cosine above it: the arc is a line
 TINY = 1e-5  # lengths and angles below it are none
+NO_LENGTH = 1e-8  # a vector that is no longer has no direction
 
 
 def slerp(gram: Tensor, weights: Tensor) -> Tensor:
     """The point at t = α_2 / (α_1 + α_2) of the arc from the first vector to the second.
 
         sin((1 − t)φ)/sin φ · v_1 + sin(tφ)/sin φ · v_2,      φ the angle between them
+
+    A vector of zeros has no angle; φ is a right angle then, as in mergekit.
 
     Source: Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
 
@@ -30,7 +33,8 @@ def slerp(gram: Tensor, weights: Tensor) -> Tensor:
     """
     t = float(weights[1] / weights.sum())
     lengths = gram.diagonal().sqrt()
-    cosine = float(gram[0, 1] / lengths.prod()) if bool(lengths.all()) else 1.0
+    have_angle = bool((lengths > NO_LENGTH).all())
+    cosine = float(gram[0, 1] / lengths.prod()) if have_angle else 0.0
     if abs(cosine) > STRAIGHT:
         return torch.tensor([1 - t, t], dtype=gram.dtype)
     angle = math.acos(cosine)

@@ -66,7 +66,9 @@ def write_model(
     write_tensors(folder, "model", tensors, shards)
     settings = {"model_type": "tiny", "dtype": "float32", **(config or {})}
     (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "tokenizer.json").write_text(json.dumps({"of": folder.name}))
+    vocab = {f"w{k}": k for k in range(len(tensors.get("embed.weight", (0,))))}
+    document = {"of": folder.name, "model": {"vocab": vocab}}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
     (folder / "README.md").write_text("# a card")
     if precision is not None:
         write_precision(folder / "precision", precision, **more)

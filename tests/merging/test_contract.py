@@ -242,6 +242,20 @@ class TestSlerp(MergeContract):
         return (math.sin(0.7 * angle) * one + math.sin(0.3 * angle) * two) / math.sin(angle)
 
 
+@pytest.mark.parametrize("t", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("zero", ["first", "second", "both"])
+def test_slerp_of_zeros_is_that_at_a_right_angle(t: float, zero: str) -> None:
+    """A vector without a direction; also where it is only as good as zero."""
+    generator = torch.Generator().manual_seed(0)
+    one, two = torch.randn(2, 5, 3, generator=generator, dtype=torch.float64)
+    for size in (0.0, 1e-12):
+        pair = [one * (size if zero != "second" else 1), two * (size if zero != "first" else 1)]
+        truth = math.cos(t * math.pi / 2) * pair[0] + math.sin(t * math.pi / 2) * pair[1]
+        states = [{"w": model} for model in pair]
+        merge = blr.merge(None, states, method="slerp", weights=[1 - t, t], dtype=torch.float64)
+        torch.testing.assert_close(merge["w"], truth)
+
+
 class TestMultislerp(MergeContract):
     method, weights = "multislerp", (0.5, 0.3, 0.2)
 

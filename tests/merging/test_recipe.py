@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging.models_on_disk import near, state, write_family, write_model, write_precision
+from merging.models_on_disk import near, state, write_family, write_model
 from torch import Tensor
 
 import blr_analysis as blr
@@ -20,7 +20,7 @@ from blr_analysis.errors import BLRError, InputError, StorageError
 from blr_analysis.files import Folder
 from blr_analysis.merging import Job, Member, execute, make_plan
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depth_of, depths
-from blr_analysis.merging.recipe import Recipe, read_recipe, vocabulary
+from blr_analysis.merging.recipe import Recipe, read_recipe
 
 Read = Callable[[str], Recipe]
 HEAD = "merge_method: linear\n"
@@ -348,98 +348,3 @@ def test_stacks_of_layers() -> None:
     places = {"encoder.block.1.w": 0.5, "decoder.block.1.w": 0.25, "one.0.w": 1.0}
     places |= {"head.3.weight": 0.0, "encoder.block.1.experts.7.w": 0.5}
     assert {name: depth_of(name, known) for name in places} == places
-
-
-# Tokens: which model numbers them how, and rows that one vocabulary appends to another.
-
-
-def put(folder: Path, name: str, content: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    text = content if isinstance(content, str) else json.dumps(content)
-    (folder / name).write_text(text, encoding="utf-8")
-    return folder
-
-
-def fast(vocab: Any, *added: tuple[str, int]) -> dict[str, Any]:
-    return {"model": {"vocab": vocab}, "added_tokens": [{"content": t, "id": n} for t, n in added]}
-
-
-NUMBERED = {"the": 0, "a": 1, "cat": 2}
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("tokenizer.json", fast(NUMBERED)),
-        ("tokenizer.json", fast([[word, -1.0] for word in NUMBERED])),
-        ("tokenizer.json", fast({"the": 0}, ("a", 1), ("cat", 2))),
-        ("vocab.json", NUMBERED),
-        ("vocab.txt", "\n".join(NUMBERED)),
-    ],
-)
-def test_every_form_of_a_vocabulary_is_read(tmp_path: Path, file: str, content: Any) -> None:
-    assert vocabulary(put(tmp_path / "m", file, content)) == NUMBERED
-    assert vocabulary(tmp_path) == {}
-    with pytest.raises(StorageError, match="cannot be read"):
-        vocabulary(put(tmp_path / "bad", "tokenizer.json", "{"))
-
-
-def with_tokens(root: Path, name: str, tokens: list[str], seed: int, padding: int = 0) -> Path:
-    """An embedding and a head with a row for each token, and one more layer."""
-    generator, rows = torch.Generator().manual_seed(seed), len(tokens) + padding
-    sizes = {"embed.weight": rows, "mlp.weight": 4, "lm_head.weight": rows}
-    tensors = {n: torch.randn(k, 3, generator=generator) for n, k in sizes.items()}
-    folder = write_model(root / name, tensors, config={"vocab_size": rows})
-    h = {n: torch.rand(t.shape, generator=generator) + 0.1 for n, t in tensors.items()}
-    write_precision(folder / "precision", {n: t + 0.5 for n, t in h.items()}, prior_precision=0.5)
-    return put(folder, "tokenizer.json", fast({t: n for n, t in enumerate(tokens)}))
-
-
-TOKENS = {"base": ["the", "a"], "one": ["the", "a", "<x>"], "two": ["the", "a", "<x>", "<y>"]}
-
-
-@pytest.mark.parametrize("method", ["fisher", "gradient_matching", "task_arithmetic"])
-@pytest.mark.parametrize("source", ["union", "base", "one"])
-def test_rows_that_one_vocabulary_appends(tmp_path: Path, method: str, source: str) -> None:
-    """Row by row by hand: who lacks a token borrows the row, and says nothing of it; the rows of
-    padding stand for no token."""
-    for k, (name, tokens) in enumerate(TOKENS.items()):
-        with_tokens(tmp_path, name, tokens, k, padding=3 * (name == "one"))
-    text = f"merge_method: {method}\nbase_model: base\ntokenizer_source: {source}\n"
-    models = "models: [{model: one}, {model: two}]\nparameters: {weight: 1}"
-    tensors, out = merge(tmp_path, text + models)
-    count = {"union": 4, "base": 2, "one": 3}[source]
-    assert json.loads((out / "config.json").read_text())["vocab_size"] == count
-    assert len(vocabulary(out)) == count
-    state = {name: Folder.open(tmp_path / name).tensors() for name in TOKENS}
-    h = {n: Folder.open(tmp_path / n / "precision", stem="precision").tensors() for n in TOKENS}
-    for name in ("embed.weight", "lm_head.weight"):
-        assert len(tensors[name]) == count
-        for row in range(count):
-            having = [m for m in TOKENS if row < len(TOKENS[m])]
-            w = [state[m if m in having else having[0]][name][row] for m in TOKENS]
-            c = [h[m][name][row] - 0.5 if m in having else torch.zeros(3) for m in TOKENS]
-            if method == "task_arithmetic":
-                truth = w[1] + w[2] - w[0]
-            else:
-                first = c[0] if method == "gradient_matching" else torch.zeros(3)
-                pull = sum((first + c[k]) * (w[k] - w[0]) for k in (1, 2))
-                truth = w[0] + pull / (first + c[1] + c[2])
-            torch.testing.assert_close(tensors[name][row], truth, rtol=1e-4, atol=1e-5)
-
-
-def test_tokens_that_are_other_words_are_refused(tmp_path: Path) -> None:
-    others = {"swapped": ["a", "the"], "other": ["the", "a", "<z>"]}
-    for k, (name, tokens) in enumerate((TOKENS | others).items()):
-        with_tokens(tmp_path, name, tokens, k)
-    for models, more, word in (
-        ("[{model: base}, {model: swapped}]", "", "'a': .*mergekit does this"),
-        ("[{model: one}, {model: two}]", "", "tokenizer_source"),
-        ("[{model: two}, {model: other}]", "tokenizer_source: union", "mergekit does this"),
-    ):
-        with pytest.raises(BLRError, match=word):
-            merge(tmp_path, f"merge_method: linear\nmodels: {models}\n{more}")
-    for name, token, seed in (("reserved", "<reserved_0>", 1), ("named", "<|im_start|>", 2)):
-        folder = write_model(tmp_path / name, near(state(0), seed))
-        put(folder, "tokenizer.json", fast(NUMBERED, (token, 3)))  # another name for one row
-    merge(tmp_path, "merge_method: linear\nmodels: [{model: reserved}, {model: named}]")
