@@ -15,6 +15,12 @@ from blr_analysis.merging.methods import CURVED, METHODS, Method, method_of
 from blr_analysis.task import Task
 
 MISSING = ("error", "base", "zero")
+PROPAGATED = (
+    "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t / Σ α_t"
+)
+# The arguments of merge that say how precisions are used.
+OF_PRECISIONS = frozenset({*CURVED, "base_precision", "delta", "trust"})
+
 Weight = float | Callable[[str], float]
 
 
@@ -102,12 +108,11 @@ class Job:
 
     @property
     def row(self) -> Method:
-        """The method's row of the registry; of propagated statistics the average, but for the
-        layers."""
-        if not self.propagates:
-            return method_of(self.method)
-        formula = "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t"
-        return replace(METHODS["linear"], name="fisher", formula=f"{formula} / Σ α_t")
+        """The method's row of the registry. Where statistics are propagated, layers are solved by
+        them and all other tensors are averaged."""
+        if self.propagates:
+            return replace(METHODS["linear"], name="fisher", formula=PROPAGATED)
+        return method_of(self.method)
 
     @property
     def divides(self) -> bool:
@@ -115,60 +120,148 @@ class Job:
         return self.row.normalize if self.normalize is None else self.normalize
 
 
-DEFAULTS: dict[str, Any] = {
-    **{f.name: f.default for f in fields(Job)},
-    **{"density": 1.0, "n_data": None, "precisions": None, "weights": None, "validate": None},
-}
+# What each argument of merge is when nobody gives it.
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Job)}
+DEFAULTS |= {"density": 1.0, "n_data": None, "precisions": None, "weights": None, "validate": None}
 
 
-def job_of(base: Any, models: Sequence[Any], method: str, **given: Any) -> Job:
+def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> Job:
     """The merge that the arguments of :func:`merge` describe."""
-    given.pop("validate", None)
     models = list(models)
-    usual = {"precisions": None, "weights": 1.0, "n_data": None, "density": 1.0}
-    each = [_one_each(k, given.pop(k, None), default, len(models)) for k, default in usual.items()]
-    members = tuple(
-        Member(model, p, a, n, d) for model, p, a, n, d in zip(models, *each, strict=True)
-    )
-    return Job(method=method, members=members, base=base, **given)
+    count = len(models)
+    arguments.pop("validate", None)  # "auto" has chosen by it
+    precisions = _one_per_model("precisions", arguments.pop("precisions", None), None, count)
+    weights = _one_per_model("weights", arguments.pop("weights", None), 1.0, count)
+    n_data = _one_per_model("n_data", arguments.pop("n_data", None), None, count)
+    densities = _one_per_model("density", arguments.pop("density", None), 1.0, count)
+    members = tuple(map(Member, models, precisions, weights, n_data, densities))
+    return Job(method=method, members=members, base=base, **arguments)
 
 
-def _one_each(name: str, given: Any, usual: Any, count: int) -> list[Any]:
-    """One value per model."""
-    if given is None:
-        return [usual] * count
-    if name in ("weights", "density") and (callable(given) or isinstance(given, int | float)):
-        return [given] * count
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise InputError(f"{name} must be a list with one entry per model, got {given!r:.60}")
-    if len(given) != count:
-        raise InputError(f"{name} must have one entry per model: got {len(given)} for {count}")
-    return list(given)
+def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[Any]:
+    """An argument of :func:`merge` as a list of one value for each model."""
+    if argument is None:
+        return [default] * count
+    is_weight = callable(argument) or isinstance(argument, int | float)
+    if name in ("weights", "density") and is_weight:
+        return [argument] * count
+    if isinstance(argument, str | bytes | Mapping) or not isinstance(argument, Sequence):
+        raise InputError(f"{name} must be a list with one entry per model, got {argument!r:.60}")
+    if len(argument) != count:
+        raise InputError(f"{name} must have one entry per model: got {len(argument)} for {count}")
+    return list(argument)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of :func:`merge`, as its arguments are judged.
+
+    Attributes:
+        rows: the methods that may be used.
+        arguments: by name, those that were given and those that were not.
+        method: as the user names it; None where several are compared.
+    """
+
+    rows: Sequence[Method]
+    arguments: Mapping[str, Any]
+    method: str | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.method or some([row.name for row in self.rows])
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the method is chosen."""
+        return self.method == "auto"
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether statistics are propagated."""
+        return self.arguments.get("tasks") is not None
+
+    @property
+    def has_precisions(self) -> bool:
+        """Whether precisions are given, or stand beside these arguments, as in a curve."""
+        return self.arguments.get("precisions") is not None or not (self.has_tasks or self.is_auto)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When some arguments have no effect.
+
+    Attributes:
+        names: of the arguments.
+        applies: whether they have no effect in a call.
+        remedy: what to do instead.
+    """
+
+    names: frozenset[str]
+    applies: Callable[[Call], bool]
+    remedy: str
+
+
+RULES = (
+    # Only "auto" chooses by data.
+    Rule(frozenset({"validate"}), lambda call: not call.is_auto, 'use method="auto"'),
+    # The statistics of the tasks stand in the place of precisions; "auto" tries both.
+    Rule(
+        frozenset({"precisions"}),
+        lambda call: call.has_tasks and not call.is_auto,
+        "leave tasks= out",
+    ),
+    # Without precisions there is nothing to say of them.
+    Rule(OF_PRECISIONS - {"shrink"}, lambda call: not call.has_precisions, "give precisions="),
+    # The statistics of tasks shrink, too.
+    Rule(
+        frozenset({"shrink"}),
+        lambda call: not (call.has_precisions or call.has_tasks),
+        "give precisions= or tasks=",
+    ),
+    # Without precisions and tasks, "auto" tries weights of its own alone.
+    Rule(
+        frozenset({"weights"}),
+        lambda call: not (call.has_precisions or call.has_tasks),
+        "give precisions= or tasks=",
+    ),
+)
 
 
 def refuse_idle(
-    rows: Sequence[Method], given: Mapping[str, Any], method: str | None = None
+    rows: Sequence[Method], arguments: Mapping[str, Any], method: str | None = None
 ) -> None:
-    """Raise :class:`InputError` where an argument that is not its default is for none of these
-    methods, or is of precisions that are not there because ``tasks`` or nothing stands for them."""
-    strange = sorted(given.keys() - DEFAULTS.keys())
-    if strange:
-        raise InputError(f"merge takes no {some(strange)}: see the fields of merging.Job")
-    tasks, auto = given.get("tasks") is not None, method == "auto"
-    if tasks and method not in ("fisher", "auto"):
+    """Raise where an argument has no effect on any of these methods.
+
+    Raises:
+        InputError: an argument that there is not, or one that is not its default and is for none
+            of the methods, or is of precisions or tasks that are not there.
+    """
+    unknown = sorted(arguments.keys() - DEFAULTS.keys())
+    if unknown:
+        raise InputError(f"merge takes no {some(unknown)}: see the fields of merging.Job")
+    call = Call(rows, arguments, method)
+    if call.has_tasks and method not in ("fisher", "auto"):
         raise InputError('tasks= stands for precisions, with method="fisher" or "auto"')
-    bare = given.get("precisions") is None and (tasks or auto)
-    idle = {*CURVED, "base_precision", "delta", "trust"} if bare else set()
-    idle -= {"shrink"} if tasks else {"-"}
-    idle |= {"weights"} if bare and not tasks else set()  # of "auto", which tries its own alone
-    idle |= {"precisions"} if tasks and not auto else set()
-    idle |= set() if auto else {"validate"}
-    for name, value in given.items():
-        usual = DEFAULTS[name]
-        there = name not in idle and any(row.takes(name) for row in rows)
-        if there or value is usual or (not isinstance(value, Mapping) and value == usual):
+    for name, value in arguments.items():
+        if _is_default(name, value):
             continue
-        names = method or some([row.name for row in rows])
-        instead = some([row.name for row in METHODS.values() if row.takes(name)])
-        instead = "precisions=" if name in idle else instead
-        raise InputError(f"{name}= has no effect on {names} so: leave it out, or use {instead}")
+        remedy = _remedy(name, call)
+        if remedy is not None:
+            raise InputError(f"{name}= has no effect on {call.name} so: leave it out, or {remedy}")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    default = DEFAULTS[name]
+    return value is default or (isinstance(value, int | float | str) and value == default)
+
+
+def _remedy(name: str, call: Call) -> str | None:
+    """What to do about an argument that has no effect; None where it has one."""
+    for rule in RULES:
+        if name in rule.names and rule.applies(call):
+            return rule.remedy
+    if any(row.takes(name) for row in call.rows):
+        return None
+    methods = [row.name for row in METHODS.values() if row.takes(name)]
+    return f"use {some(methods)}"
