@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
-    from blr_analysis.merging.plan import MergePlan
+    from blr_analysis.merging.merge_plan import MergePlan, TensorPlan
     from blr_analysis.merging.recipe import Recipe
 
 REPORT = "merge_report.csv"  # by which the folder of a merge is known
@@ -136,7 +136,7 @@ def merge(
         return
     if replaces:
         shutil.rmtree(out)
-    say(f"merging {len(plan.parts)} models by {plan.method.name}")
+    say(f"merging {len(plan.models)} models by {plan.method.name}")
     report = execute(
         plan, out, max_shard_bytes=shard, documents=lambda made: documents(made, parsed.text)
     )
@@ -163,7 +163,7 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
         "memory": f"{size(plan.memory)} of buffers at most, {plan.workers} threads",
     }
     if job.propagates:
-        whole = 4 * sum(item.spec.numel for item in plan.items)
+        whole = 4 * sum(tensor.spec.numel for tensor in plan.tensors)
         rows["on top"] = (
             f"{size(3 * whole)} at most: the result, a model and the tasks' own in memory; a sweep "
             "of forward passes over each model's data for every layer"
@@ -179,17 +179,19 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
     if any(m.data is not None for m in job.members):
         models["data"] = [shown(m.data) for m in job.members if m.data is not None]
     _show("Models", models)
-    groups: dict[tuple[str, str, str], list[Any]] = {}
-    for item in plan.items:
-        key = (item.fate, str(item.spec.dtype).removeprefix("torch."), public(item.note, job))
-        groups.setdefault(key, []).append(item)
-    rows = [
-        (fate, f"{len(items):,}", f"{sum(i.spec.numel for i in items):,}", dtype,
-         size(sum(i.spec.nbytes for i in items)), note)
-        for (fate, dtype, note), items in groups.items()
-    ]  # fmt: skip
-    heads = ("fate", "tensors", "numbers", "dtype", "to write", "note")
-    _show("Tensors", dict(zip(heads, zip(*rows, strict=True), strict=True)))
+    groups: dict[tuple[str, str, str], list[TensorPlan]] = {}
+    for tensor in plan.tensors:
+        dtype = str(tensor.spec.dtype).removeprefix("torch.")
+        groups.setdefault((tensor.fate, dtype, public(tensor.note, job)), []).append(tensor)
+    columns: dict[str, list[str]] = {
+        "fate": [fate for fate, _, _ in groups],
+        "tensors": [f"{len(tensors):,}" for tensors in groups.values()],
+        "numbers": [f"{sum(t.spec.numel for t in tensors):,}" for tensors in groups.values()],
+        "dtype": [dtype for _, dtype, _ in groups],
+        "to write": [size(sum(t.spec.nbytes for t in tensors)) for tensors in groups.values()],
+        "note": [note for _, _, note in groups],
+    }
+    _show("Tensors", columns)
 
 
 def _show(title: str, columns: Mapping[str, Sequence[str]]) -> None:

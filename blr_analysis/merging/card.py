@@ -17,11 +17,12 @@ from typing import Any
 
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.folders import MergeReport
-from blr_analysis.merging.items import AVERAGED, COPIED
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.lora import is_place
+from blr_analysis.merging.merge_plan import AVERAGED, COPIED
 
-CARD, RECIPE = "README.md", "merge_recipe.yml"
+CARD = "README.md"
+RECIPE = "merge_recipe.yml"
 REPORT = "merge_report.csv"
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
@@ -46,12 +47,13 @@ def model_card(report: MergeReport, recipe: str) -> str:
         "| model | weight | precision |",
         "| --- | --- | --- |",
     ]
-    for member, part in zip(job.members, plan.parts, strict=True):
-        p = part.precision
-        about = [] if p is None else [shown(member.precision), p.structure, p.kind]
-        words = markdown(", ".join(filter(None, about)))
+    for member, model in zip(job.members, plan.models, strict=True):
+        facts = []
+        if model.precision is not None:
+            facts = [shown(member.precision), model.precision.structure, model.precision.kind]
+        precision = markdown(", ".join(fact for fact in facts if fact))
         weight = _line(repr(member.weight)).replace("|", "/")
-        lines.append(f"| {markdown(shown(member.model))} | `{weight}` | {words} |")
+        lines.append(f"| {markdown(shown(member.model))} | `{weight}` | {precision} |")
     if job.base is not None:
         lines += ["", f"The base is {markdown(shown(job.base))}."]
     lines += ["", "## What came of it", "", *(f"* {text}" for text in outcome(report)), ""]
@@ -64,48 +66,65 @@ def model_card(report: MergeReport, recipe: str) -> str:
 def outcome(report: MergeReport) -> list[str]:
     """What a merge did, a sentence each."""
     plan = report.plan
-    entries = sum(item.spec.numel for item in plan.items)
+    numbers = sum(tensor.spec.numel for tensor in plan.tensors)
     moved = plan.bytes_read + plan.bytes_written
-    copied = sum(item.fate == COPIED for item in plan.items)
-    said = [
-        f"{_count(len(plan.items) - copied, 'tensor')} merged, {copied:,} copied (the same in all "
-        f"models); {entries:,} numbers",
+    copied = sum(tensor.fate == COPIED for tensor in plan.tensors)
+    averaged = sum(tensor.fate == AVERAGED for tensor in plan.tensors)
+    sentences = [
+        f"{_count(len(plan.tensors) - copied, 'tensor')} merged, {copied:,} copied (the same in "
+        f"all models); {numbers:,} numbers",
         f"{size(plan.bytes_read)} read, {size(plan.bytes_written)} written in "
         f"{report.seconds:.1f} s, {size(moved / max(report.seconds, 1e-9))}/s",
     ]
-    if averaged := sum(item.fate == AVERAGED for item in plan.items):
-        said.append(f"{averaged:,} of the merged are running statistics, averaged by any method")
+    if averaged:
+        sentences.append(
+            f"{averaged:,} of the merged are running statistics, averaged by any method"
+        )
     if report.solves:
-        worst = max(solved.residual for solved in report.solves.values())
-        most = max(solved.iterations for solved in report.solves.values())
-        few = any(plan.family(key)[0] is None for key in report.solves)
-        said.append(
-            f"{_count(len(report.solves), 'layer')} merged as one matrix: residual {worst:.1g} at "
-            f"most, after {most} iterations at most{', shrink as measured' if few else ''}"
+        sentences.append(_solves(report))
+    if plan.method.uses_precisions and report.fallback_total:
+        sentences.append(
+            f"{report.fallback_total:,} numbers in {_count(len(report.fallback), 'tensor')} had no "
+            "positive precision to weigh by, and were merged by task arithmetic"
         )
-    if plan.method.uses_precisions and (total := report.fallback_total):
-        said.append(
-            f"{total:,} numbers in {_count(len(report.fallback), 'tensor')} had no positive "
-            "precision to weigh by, and were merged by task arithmetic"
-        )
-    return said
+    return sentences
+
+
+def _solves(report: MergeReport) -> str:
+    """How well the layers' equations were solved."""
+    residual = max(solution.residual for solution in report.solves.values())
+    iterations = max(solution.iterations for solution in report.solves.values())
+    sentence = (
+        f"{_count(len(report.solves), 'layer')} merged as one matrix: residual {residual:.1g} at "
+        f"most, after {iterations} iterations at most"
+    )
+    shrinks = [report.plan.factor_settings(layer)[0] for layer in report.solves]
+    return f"{sentence}, shrink as measured" if None in shrinks else sentence
 
 
 def report_csv(report: MergeReport) -> str:
     """One row per tensor of the result, in the order of reading."""
-    text, plan = io.StringIO(), report.plan
+    text = io.StringIO()
+    plan = report.plan
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         ["tensor", "fate", "shape", "dtype", "bytes", "weights", "precisions", "fallback", "note"]
     )
-    for item in plan.items:
-        shape, weights = "x".join(map(str, item.spec.shape)), (f"{a:.9g}" for a in item.weights)
-        curved = item.curved if plan.method.uses_precisions else ()
-        writer.writerow([
-            item.name, item.fate, shape, str(item.spec.dtype)[6:], item.spec.nbytes,
-            " ".join(weights), " ".join(curved), report.fallback.get(item.name, 0),
-            public(item.note, plan.job),
-        ])  # fmt: skip
+    for tensor in plan.tensors:
+        precisions = tensor.precisions if plan.method.uses_precisions else ()
+        writer.writerow(
+            [
+                tensor.name,
+                tensor.fate,
+                "x".join(map(str, tensor.spec.shape)),
+                str(tensor.spec.dtype).removeprefix("torch."),
+                tensor.spec.nbytes,
+                " ".join(f"{weight:.9g}" for weight in tensor.weights),
+                " ".join(precisions),
+                report.fallback.get(tensor.name, 0),
+                public(tensor.note, plan.job),
+            ]
+        )
     return text.getvalue()
 
 
@@ -116,22 +135,23 @@ def hub_name(place: Path) -> str | None:
     'org/model'
     """
     match place.parts:
-        case [*_, kept, "snapshots", _] if kept.startswith("models--"):
-            return kept.removeprefix("models--").replace("--", "/")
+        case [*_, repository, "snapshots", _] if repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/")
     return None
 
 
-def shown(given: Any) -> str:
+def shown(place: Any) -> str:
     """A folder as others may know it: its name on the hub, else its own last name.
 
     >>> shown(Path("/home/me/models/ft1")), shown(Path("/home/me/models/ft1/precision"))
     ('ft1', 'ft1/precision')
     """
-    if not is_place(given):
-        return type(given).__name__
-    full = Path(os.path.abspath(given))
-    named = hub_name(full) or full.name
-    return f"{shown(full.parent)}/{full.name}" if full.name == "precision" else named
+    if not is_place(place):
+        return type(place).__name__
+    path = Path(os.path.abspath(place))
+    if path.name == "precision":
+        return f"{shown(path.parent)}/{path.name}"
+    return hub_name(path) or path.name
 
 
 def size(count: float) -> str:
@@ -159,16 +179,15 @@ def markdown(text: str) -> str:
 def _front_matter(job: Job, method: str) -> list[str]:
     """Only names on the hub are listed as base models: it refuses a card with any other."""
     places = [job.base, *(member.model for member in job.members)]
-    names = [hub_name(Path(os.path.abspath(p))) for p in places if is_place(p)]
-    known = [f"- {json.dumps(_line(n))}" for n in dict.fromkeys(names) if n is not None]
-    return [
-        "---",
-        *(["base_model:", *known, "base_model_relation: merge"] if known else []),
-        "library_name: transformers",
-        "tags:",
-        *(f"- {tag}" for tag in ("merge", "blr_analysis", method)),
-        "---",
-    ]
+    names = [hub_name(Path(os.path.abspath(place))) for place in places if is_place(place)]
+    on_hub = [name for name in dict.fromkeys(names) if name is not None]
+    lines = ["---"]
+    if on_hub:
+        lines += ["base_model:", *(f"- {json.dumps(_line(name))}" for name in on_hub)]
+        lines += ["base_model_relation: merge"]
+    lines += ["library_name: transformers", "tags:"]
+    lines += [f"- {tag}" for tag in ("merge", "blr_analysis", method)]
+    return [*lines, "---"]
 
 
 def _line(text: str) -> str:
@@ -178,8 +197,8 @@ def _line(text: str) -> str:
 
 def public(text: str, job: Job) -> str:
     """The folders in a text by the names that others may know."""
-    places = [m.model for m in job.members if is_place(m.model)]
-    for place in sorted(places, key=lambda p: -len(str(p))):
+    places = [member.model for member in job.members if is_place(member.model)]
+    for place in sorted(places, key=lambda place: -len(str(place))):
         text = text.replace(str(place), shown(place))
     return text
 

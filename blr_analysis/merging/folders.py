@@ -21,7 +21,7 @@ from blr_analysis.files.placing import check_free, check_room
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.lora import is_adapter, is_place
-from blr_analysis.merging.plan import MergePlan
+from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.propagation import stream_propagated
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
@@ -83,10 +83,10 @@ def _fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
 @torch.inference_mode(False)
 def collect(plan: MergePlan, progress: bool | None = None) -> dict[str, Tensor]:
     """Carry out a plan into memory: a state dict on the devices of the base."""
-    own = plan.reference.held if isinstance(plan.reference, Loaded) else {}
-    cpu = torch.device("cpu")
-    devices = {i.name: own[i.name].device if i.name in own else cpu for i in plan.items}
-    sink = Memory(plan.items, devices)
+    devices = {tensor.name: torch.device("cpu") for tensor in plan.tensors}
+    if isinstance(plan.reference, Loaded):
+        devices |= {name: tensor.device for name, tensor in plan.reference.held.items()}
+    sink = Memory(plan.tensors, devices)
     _fill(plan, sink, progress)
     return sink.tensors
 
@@ -121,7 +121,9 @@ def execute(
     check_room(target, plan.bytes_written)
     with drafted(target) as draft:
         draft.mkdir()
-        shards = Shards(draft, {item.name: item.spec for item in plan.items}, max_shard_bytes)
+        shards = Shards(
+            draft, {tensor.name: tensor.spec for tensor in plan.tensors}, max_shard_bytes
+        )
         met = _fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(

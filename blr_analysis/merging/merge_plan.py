@@ -15,9 +15,16 @@ from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.tokens import Tokens
 
 CHUNK = 2**19  # entries of a tensor in hand at a time, at most
-MERGED, AVERAGED, COPIED = "merged", "averaged", "copied"
-# What stands for the precision of one task in one tensor.
-ZERO, OWN, BASE = "zero", "own", "base"
+
+# What becomes of a tensor.
+MERGED = "merged"
+AVERAGED = "averaged"
+COPIED = "copied"
+
+# What stands for the precision of one model in one tensor.
+ZERO = "zero"
+OWN = "own"
+BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class OpenModel:
         weight: α_t, a number or a function of the tensor's name.
         density: the share of θ_t − θ_0 that stays, the same.
         buffers: the names of tensors that are known to be no parameters.
-        reads: by a tensor of the result, its name in this model.
+        names: the model's name of every tensor of the result.
     """
 
     source: Source
@@ -38,30 +45,32 @@ class OpenModel:
     weight: Weight
     density: Weight
     buffers: frozenset[str]
-    reads: Mapping[str, str]
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Item:
-    """One tensor of the result.
+class TensorPlan:
+    """What becomes of one tensor of the result.
 
     Attributes:
-        name, fate: "merged", "averaged" (a running statistic, under every method) or "copied".
+        name: in the result.
+        fate: "merged", "averaged" (a running statistic, under every method) or "copied".
         spec: shape and the dtype that is written.
-        reads: its name in each model, in order.
+        names: what each model calls it.
         weights: α_t, normalised where the method says so.
-        curved: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
+        precisions: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
         note: what a reader of the report should know.
         layer: the weight of the layer whose matrix it is part of, where that is solved as one.
-        densities, scale: of methods that leave a part of θ_t − θ_0 out: each model's share, and λ.
+        densities: of methods that leave a part of θ_t − θ_0 out, the share that stays.
+        scale: of the same methods, λ.
     """
 
     name: str
     fate: str
     spec: Spec
-    reads: tuple[str, ...]
+    names: tuple[str, ...]
     weights: tuple[float, ...] = ()
-    curved: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
     note: str = ""
     layer: str = ""
     densities: tuple[float, ...] = ()
@@ -75,19 +84,20 @@ class MergePlan:
     Attributes:
         job: what to merge with what, and how.
         base: θ_0, or None.
-        parts: the fine-tuned models.
+        models: the fine-tuned models.
         base_precision: H_0 without δ, or None.
-        items: the tensors of the result, in the order of reading.
+        tensors: those of the result, in the order of reading.
         tokens: the tokenizer of the result, and the rows of its tables.
-        chunk, workers: entries at a time, and threads.
+        chunk: entries in hand at a time.
+        workers: threads.
         memory: bytes of buffers that this takes at most.
     """
 
     job: Job
     base: Source | None
-    parts: tuple[OpenModel, ...]
+    models: tuple[OpenModel, ...]
     base_precision: StoredPrecision | None
-    items: tuple[Item, ...]
+    tensors: tuple[TensorPlan, ...]
     tokens: Tokens
     chunk: int = CHUNK
     workers: int = 1
@@ -103,44 +113,55 @@ class MergePlan:
         """δ; 0 where the method has no H_0."""
         return float(self.job.delta) if self.method.uses_base_precision else 0.0
 
-    def family(self, key: str) -> tuple[float | None, float, float | None]:
-        """Shrink (None: as measured), power and damping of a layer's precisions with factors.
-        Measured is where all of its moments are singular, and no H_0 holds what they leave out."""
-        based = self.base_precision is not None or self.delta
-        singular = not based and all(p.chance.get(key) for p in self.used)
-        shrink = 1.0 if self.job.shrink is None and not singular else self.job.shrink
+    def factor_settings(self, layer: str) -> tuple[float | None, float, float | None]:
+        """Shrink, power and damping of a layer's precisions with factors.
+
+        Shrink is None, as measured, where the user leaves it open, all moments of the layer are
+        singular, and no H_0 says what they leave out.
+        """
+        shrink = self.job.shrink
+        has_start = self.base_precision is not None or self.delta > 0
+        all_singular = all(precision.chance.get(layer) for precision in self.model_precisions)
+        if shrink is None and (has_start or not all_singular):
+            shrink = 1.0
         return shrink, float(self.job.power), self.job.damping
 
     @property
-    def used(self) -> list[StoredPrecision]:
-        """The models' precisions."""
-        return [p.precision for p in self.parts if p.precision is not None]
+    def model_precisions(self) -> list[StoredPrecision]:
+        """H_t of the models that have one."""
+        return [model.precision for model in self.models if model.precision is not None]
 
     @property
-    def held(self) -> list[StoredPrecision]:
-        """The precisions, the base's first."""
-        return [*([] if self.base_precision is None else [self.base_precision]), *self.used]
+    def precisions(self) -> list[StoredPrecision]:
+        """All precisions, the base's first."""
+        if self.base_precision is None:
+            return self.model_precisions
+        return [self.base_precision, *self.model_precisions]
 
     @cached_property
     def layers(self) -> dict[str, Joint]:
         """The layers that are solved as one matrix, by their weights."""
-        joints = {k: j for p in self.held for k, (j, _) in p.layers.items()}
-        used = {item.layer for item in self.items}
-        return {key: joint for key, joint in joints.items() if key in used}
+        solved = {tensor.layer for tensor in self.tensors}
+        return {
+            layer: joint
+            for precision in self.precisions
+            for layer, (joint, _) in precision.layers.items()
+            if layer in solved
+        }
 
     @property
     def reference(self) -> Source:
         """The model whose names, shapes and files the result takes over."""
-        return self.parts[0].source if self.base is None else self.base
+        return self.models[0].source if self.base is None else self.base
 
     @property
     def notes(self) -> list[str]:
         """What a user should be told about the models."""
-        names = [p.name for p in self.used]
-        kinds = {p.kind for p in self.used if p.kind}
-        twice = sorted({n for n in names if names.count(n) > 1})
+        names = [precision.name for precision in self.model_precisions]
+        kinds = {precision.kind for precision in self.model_precisions if precision.kind}
+        shared = sorted({name for name in names if names.count(name) > 1})
         notes = list(self.tokens.notes)
-        notes += [f"the precision {name!r} stands for several models" for name in twice]
+        notes += [f"the precision {name!r} stands for several models" for name in shared]
         if len(kinds) > 1:
             notes.append(f"precisions of different kinds, in other units: {some(sorted(kinds))}")
         return notes
@@ -148,37 +169,39 @@ class MergePlan:
     @property
     def bytes_written(self) -> int:
         """Bytes of tensors in the result."""
-        return sum(item.spec.nbytes for item in self.items)
+        return sum(tensor.spec.nbytes for tensor in self.tensors)
 
     @property
     def bytes_read(self) -> int:
         """Bytes of weights and precisions that the merge reads."""
-        return sum(self.bytes_of(item) for item in self.items)
+        return sum(self.bytes_of(tensor) for tensor in self.tensors)
 
-    def bytes_of(self, item: Item) -> int:
+    def bytes_of(self, tensor: TensorPlan) -> int:
         """What the merge reads for one tensor, with the factors of its layer at its weight."""
-        factors = 0
-        if item.layer == item.name:
-            factors = sum(p.factor_bytes(item.name) for p in self.held)
-        return item.spec.numel * stored_per_entry(self, item) * self.passes(item) + factors
+        numbers = tensor.spec.numel * stored_per_entry(self, tensor) * self.passes(tensor)
+        if tensor.layer != tensor.name:
+            return numbers
+        return numbers + sum(precision.factor_bytes(tensor.name) for precision in self.precisions)
 
-    def passes(self, item: Item) -> int:
+    def passes(self, tensor: TensorPlan) -> int:
         """How often a tensor is read: once more for its products, twice for what is largest."""
-        if item.fate != MERGED:
+        if tensor.fate != MERGED:
             return 1
-        trims = self.method.thinned == "size" and min(item.densities) < 1
-        return 1 + (self.method.span is not None) + 2 * trims
+        if self.method.span is not None:
+            return 2
+        trims = self.method.thinned == "size" and min(tensor.densities) < 1
+        return 3 if trims else 1
 
 
-def stored_per_entry(plan: MergePlan, item: Item) -> int:
+def stored_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
     """Bytes on disk that stand behind one entry of a tensor, factors apart."""
-    if item.fate == COPIED:
-        return plan.reference.specs[item.name].dtype.itemsize
-    size = 0 if plan.base is None else plan.base.specs[item.name].dtype.itemsize
-    for part, read, curved in zip(plan.parts, item.reads, item.curved, strict=True):
-        size += part.source.specs[read].dtype.itemsize
-        if curved == OWN and part.precision is not None:
-            own = part.precision.spec(item.name)
-            size += 0 if own is None else own.dtype.itemsize
-    first = None if plan.base_precision is None else plan.base_precision.spec(item.name)
-    return size + (0 if first is None else first.dtype.itemsize)
+    if tensor.fate == COPIED:
+        return plan.reference.specs[tensor.name].dtype.itemsize
+    specs = [] if plan.base is None else [plan.base.specs[tensor.name]]
+    for model, name, precision in zip(plan.models, tensor.names, tensor.precisions, strict=True):
+        specs.append(model.source.specs[name])
+        if precision == OWN and model.precision is not None:
+            specs.append(model.precision.spec(tensor.name))
+    if plan.base_precision is not None:
+        specs.append(plan.base_precision.spec(tensor.name))
+    return sum(spec.dtype.itemsize for spec in specs if spec is not None)

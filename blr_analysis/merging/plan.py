@@ -14,11 +14,10 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
-from blr_analysis.merging.fates import fates
 from blr_analysis.merging.formula import BLOCK
-from blr_analysis.merging.items import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.job import MISSING, Job, Member
 from blr_analysis.merging.lora import is_adapter, is_place, open_model
+from blr_analysis.merging.merge_plan import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -32,18 +31,27 @@ from blr_analysis.merging.sources import (
     match,
     token_tensors,
 )
+from blr_analysis.merging.tensor_plans import plan_tensors
 from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.task import unwrapped
 
-HELD = 2**24  # bytes that they take with what is computed of them, if no fewer are asked for
+BUFFERED = 2**24  # bytes of buffers a thread, where no fewer are asked for
 ROWS = 2**18  # entries of a layer's rows that are merged together
 WORKERS = 8
 MAX_MEMORY = 256 * 2**20
 # What changes a model's outputs and not the shapes of its weights.
 SAME = (
-    *("model_type", "num_attention_heads", "num_key_value_heads", "n_head", "hidden_act"),
-    *("activation_function", "rope_theta", "rope_scaling"),
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "hidden_act",
+    "activation_function",
+    "rope_theta",
+    "rope_scaling",
 )
+# The largest value of a setting, which is at least 0.
+LIMITS = {"delta": 1e38, "shrink": 1, "power": 1, "damping": 1e6, "seed": 2**63}
 
 
 def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> MergePlan:
@@ -56,7 +64,8 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
         threads: None: one per core, up to 8.
 
     Raises:
-        InputError: settings or weights that make no sense, adapters without a base.
+        InputError: settings or weights that make no sense, adapters without a base, tokenizers
+            that do not fit each other.
         ModelError: models that are not the same, tensors that cannot be merged, or a fine-tuned
             model that equals its base.
         PosteriorError: precisions of another model, of other shapes, or missing.
@@ -66,28 +75,45 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     _compare_configs(job)
     members = list(job.members)
     if job.base is not None:
-        first = job.base_precision if job.row.uses_base_precision else None
-        members.insert(0, Member(job.base, first))
-    models = [] if job.base is None else [open_model(job.base, "base")]
-    for t, member in enumerate(job.members):
-        models.append(open_model(member.model, f"models[{t}]", *models[: job.base is not None]))
-    precisions = [_precision(job, m, s) for m, s in zip(members, models, strict=True)]
-    tokens = tokens_of([m.model for m in members], models, job.tokenizer_source)
-    if tokens.rows is not None:
-        models, precisions = _lengthened(tokens.rows, tokens.counts, models, precisions)
-    based = job.base is not None and job.row.uses_base
-    reference = models[0] if based or job.base is None else models[1]
-    parts = [
-        OpenModel(s, p, m.weight, m.density, _buffers(m), match(reference, s))
-        for s, p, m in zip(models, precisions, members, strict=True)
+        precision = job.base_precision if job.row.uses_base_precision else None
+        members.insert(0, Member(job.base, precision))
+    sources = _opened(job)
+    precisions = [
+        _precision(job, member, source) for member, source in zip(members, sources, strict=True)
     ]
-    base = parts.pop(0) if job.base is not None else None  # else only of files
-    plan = MergePlan(
-        job, base.source if based and base else None, tuple(parts),
-        base.precision if based and base else None, (), tokens,
-    )  # fmt: skip
-    _check_parts(plan)
-    return _within(replace(plan, items=fates(plan)), max_memory, threads)
+    tokens = tokens_of([member.model for member in members], sources, job.tokenizer_source)
+    if tokens.rows is not None:
+        sources, precisions = _lengthened(tokens.rows, tokens.counts, sources, precisions)
+    has_base = job.base is not None
+    uses_base = has_base and job.row.uses_base
+    reference = sources[1] if has_base and not uses_base else sources[0]
+    models = [
+        OpenModel(
+            source,
+            precision,
+            member.weight,
+            member.density,
+            _buffers(member),
+            match(reference, source),
+        )
+        for source, precision, member in zip(sources, precisions, members, strict=True)
+    ]
+    base = models.pop(0) if has_base else None
+    if base is None or not uses_base:
+        plan = MergePlan(job, None, tuple(models), None, (), tokens)
+    else:
+        plan = MergePlan(job, base.source, tuple(models), base.precision, (), tokens)
+    _check_models(plan)
+    return _within(replace(plan, tensors=plan_tensors(plan)), max_memory, threads)
+
+
+def _opened(job: Job) -> list[Source]:
+    """The models, the base first where there is one."""
+    base = None if job.base is None else open_model(job.base, "base")
+    models = [
+        open_model(member.model, f"models[{t}]", base) for t, member in enumerate(job.members)
+    ]
+    return models if base is None else [base, *models]
 
 
 def _lengthened(
@@ -98,8 +124,8 @@ def _lengthened(
 ) -> tuple[list[Source], list[StoredPrecision | None]]:
     """Models with the rows of tokens that they lack borrowed from others, the first first, and
     precisions that say nothing of these rows."""
-    known = list(zip(models, counts, strict=True))
-    tables = token_tensors(known)
+    counted = list(zip(models, counts, strict=True))
+    tables = token_tensors(counted)
     longer = []
     for precision, count in zip(precisions, counts, strict=True):
         if precision is not None:
@@ -107,28 +133,38 @@ def _lengthened(
             source = Lengthened(rows, (precision.source, count), (), stored, empty=precision.prior)
             precision = replace(precision, source=source)
         longer.append(precision)
-    return [Lengthened(rows, model, known, tables) for model in known], longer
+    return [Lengthened(rows, model, counted, tables) for model in counted], longer
 
 
-def _check_parts(plan: MergePlan) -> None:
+def _check_models(plan: MergePlan) -> None:
     """Raise where a model is no fine-tuned one, or a precision belongs to another model."""
-    base, job = plan.base, plan.job
-    for part in plan.parts:
-        if base is not None and not differs_somewhere(base, part.source, part.reads):
+    base = plan.base
+    for model in plan.models:
+        if base is not None and not differs_somewhere(base, model.source, model.names):
             raise ModelError(
-                f"every weight of {part.source.name!r} equals its base {base.name!r}: is it the "
+                f"every weight of {model.source.name!r} equals its base {base.name!r}: is it the "
                 "fine-tuned model?"
             )
-    pairs = [(plan.base_precision, base), *((p.precision, p.source) for p in plan.parts)]
-    for precision, model in pairs:
-        if precision is not None:
-            check_fits(precision, plan.reference)
-        if precision is not None and model is not None and not job.trust:
-            check_belongs(precision, model)
-    plain = plan.held and not any(p.layers for p in plan.held)
-    for name, given in {"damping": job.damping, "shrink": job.shrink not in (None, 1)}.items():
-        if given and plain:
-            raise InputError(f"{name} is of precisions with factors: leave it out of diagonals")
+    _check_precision(plan, plan.base_precision, base)
+    for model in plan.models:
+        _check_precision(plan, model.precision, model.source)
+    if not plan.precisions or any(precision.layers for precision in plan.precisions):
+        return
+    if plan.job.damping:
+        raise InputError("damping is of precisions with factors: leave it out of diagonals")
+    if plan.job.shrink not in (None, 1):
+        raise InputError("shrink is of precisions with factors: leave it out of diagonals")
+
+
+def _check_precision(
+    plan: MergePlan, precision: StoredPrecision | None, model: Source | None
+) -> None:
+    """Raise where a precision has other shapes than the result, or is of another model."""
+    if precision is None:
+        return
+    check_fits(precision, plan.reference)
+    if model is not None and not plan.job.trust:
+        check_belongs(precision, model)
 
 
 def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | None:
@@ -140,8 +176,9 @@ def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | Non
 
 def _buffers(member: Member) -> frozenset[str]:
     """The tensors that are known to be no parameters."""
-    own = unwrapped(member.model) if isinstance(member.model, nn.Module) else None
-    return frozenset() if own is None else frozenset(n for n, _ in own.named_buffers())
+    if not isinstance(member.model, nn.Module):
+        return frozenset()
+    return frozenset(name for name, _ in unwrapped(member.model).named_buffers())
 
 
 def _check_settings(job: Job) -> None:
@@ -153,12 +190,11 @@ def _check_settings(job: Job) -> None:
     if job.base is None and method.needs_base:
         raise InputError(f"method {job.method!r} needs the base that the models started from")
     one_of("missing_precision", job.missing_precision, MISSING)
-    bounds = {"delta": 1e38, "shrink": 1, "power": 1, "damping": 1e6, "seed": 2**63}
-    for name, most in bounds.items():
+    for name, limit in LIMITS.items():
         value = getattr(job, name)
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
-        if value is not None and not fits:
-            raise InputError(f"{name} must be between 0 and {most:g}, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= limit):
+            raise InputError(f"{name} must be between 0 and {limit:g}, got {value!r}")
     if job.dtype not in (torch.float32, torch.float64):
         raise InputError(f"dtype, of the arithmetic, must be float32 or float64, got {job.dtype!r}")
     if job.out_dtype is not None and job.out_dtype not in MERGEABLE:
@@ -167,67 +203,88 @@ def _check_settings(job: Job) -> None:
 
 def _compare_configs(job: Job) -> None:
     """Raise :class:`ModelError` where folders are of models that compute differently."""
-    every = [job.base, *(m.model for m in job.members)]
-    folders = [Path(p).expanduser() for p in every if is_place(p) and not is_adapter(p)]
-    configs = {folder: config for folder in folders if (config := read_config(folder))}
+    models = [job.base, *(member.model for member in job.members)]
+    folders = [Path(model).expanduser() for model in models if is_place(model)]
+    configs = {folder: read_config(folder) for folder in folders if not is_adapter(folder)}
+    configs = {folder: config for folder, config in configs.items() if config}
     for folder, config in configs.items():
         if config.get("quantization_config"):
             raise ModelError(f"{str(folder)!r} is quantised: merge the models before that")
-        place, known = next(iter(configs.items()))
-        if odd := [k for k in SAME if known.get(k) != config.get(k)]:
+        first_folder, first_config = next(iter(configs.items()))
+        different = [key for key in SAME if first_config.get(key) != config.get(key)]
+        if different:
+            key = different[0]
             raise ModelError(
-                f"{str(folder)!r} and {str(place)!r} are different architectures: in config.json "
-                f"{odd[0]} is {config.get(odd[0])!r} and {known.get(odd[0])!r}"
+                f"{str(folder)!r} and {str(first_folder)!r} are different architectures: in "
+                f"config.json {key} is {config.get(key)!r} and {first_config.get(key)!r}"
             )
 
 
 def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     """The same plan with as many threads and as long pieces as the memory allows."""
     positive_int("max_memory", max_memory)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    workers = min(cores, WORKERS) if threads is None else positive_int("threads", threads)
-    acc = plan.job.dtype.itemsize
-    stored = max((stored_per_entry(plan, i) for i in plan.items), default=0)
-    # What is read, H = S − δ and H_0 + δ computed from it, the result, and its rounded copy.
-    each = stored + acc * (len(plan.parts) + 1) + 2 * acc
-    fixed = 7 * BLOCK * acc
-    if plan.method.thinned or plan.method.span is not None:  # all steps of a block, in float64
-        fixed += (2 * len(plan.parts) + 8) * BLOCK * 8
-
-    layers = [_layer_need(plan, key) for key in plan.layers]
+    workers = min(_cores(), WORKERS) if threads is None else positive_int("threads", threads)
+    per_entry = _bytes_per_entry(plan)
+    per_block = _bytes_per_block(plan)
+    per_layer = max((_bytes_of_layer(plan, layer) for layer in plan.layers), default=0)
 
     def need(workers: int, chunk: int) -> int:
-        return workers * max(chunk * each + fixed, *layers, 0)
+        return workers * max(chunk * per_entry + per_block, per_layer)
 
-    longest = max((i.spec.numel for i in plan.items), default=1)
-    chunk = min(CHUNK, max(1, -(-longest // BLOCK)) * BLOCK)
-    while (chunk * each > HELD or need(workers, chunk) > max_memory) and chunk > BLOCK:
+    longest = max((tensor.spec.numel for tensor in plan.tensors), default=1)
+    blocks = max(1, -(-longest // BLOCK))
+    chunk = min(CHUNK, blocks * BLOCK)
+    while chunk > BLOCK and (chunk * per_entry > BUFFERED or need(workers, chunk) > max_memory):
         chunk = max(BLOCK, chunk // 2 // BLOCK * BLOCK)
     while need(workers, chunk) > max_memory and workers > 1:
         workers -= 1
     if need(workers, chunk) > max_memory:
         raise InputError(
-            f"max_memory={max_memory} bytes is too little for {len(plan.parts)} models: at least "
+            f"max_memory={max_memory} bytes is too little for {len(plan.models)} models: at least "
             f"{need(1, BLOCK)}"
         )
     return replace(plan, chunk=chunk, workers=workers, memory=need(workers, chunk))
 
 
-def _layer_need(plan: MergePlan, key: str) -> int:
-    """Bytes that the largest layer's factors, solve and rows take, in float64."""
-    joint, count = plan.layers[key], len(plan.parts)
-    g, o = joint.layout.groups, joint.layout.rows
-    i = joint.layout.columns + (joint.bias is not None)
-    held = len(plan.held)
-    if any(p.has_outputs(key) for p in plan.held):
-        factors = (held + 3) * g * (o * o + i * i + 2 * o * i)
-        return 8 * (factors + (2 * count + 8) * g * o * i)
-    rows, each = rows_at_once(joint), 2 * count + 6
-    if any(p.by_row(key) for p in plan.held):
-        each += 6
-    return 8 * ((held + 5) * g * i * i + each * g * rows * i)
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _bytes_per_entry(plan: MergePlan) -> int:
+    """Bytes that an entry of a tensor takes: what is read, H = S − δ and H_0 + δ computed from it,
+    the result, and its rounded copy."""
+    stored = max((stored_per_entry(plan, tensor) for tensor in plan.tensors), default=0)
+    return stored + plan.job.dtype.itemsize * (len(plan.models) + 3)
+
+
+def _bytes_per_block(plan: MergePlan) -> int:
+    """Bytes of the buffers of the arithmetic."""
+    arithmetic = 7 * BLOCK * plan.job.dtype.itemsize
+    if not plan.method.thinned and plan.method.span is None:
+        return arithmetic
+    return arithmetic + (2 * len(plan.models) + 8) * BLOCK * 8  # all steps of a block, in float64
+
+
+def _bytes_of_layer(plan: MergePlan, layer: str) -> int:
+    """Bytes that a layer's factors, solve and rows take, in float64."""
+    joint = plan.layers[layer]
+    groups = joint.layout.groups
+    outputs = joint.layout.rows
+    inputs = joint.layout.columns + (joint.bias is not None)
+    models = len(plan.models)
+    precisions = len(plan.precisions)
+    if any(precision.has_outputs(layer) for precision in plan.precisions):
+        factors = outputs * outputs + inputs * inputs + 2 * outputs * inputs
+        matrices = (2 * models + 8) * outputs * inputs
+        return 8 * groups * ((precisions + 3) * factors + matrices)
+    per_number = 2 * models + 6
+    if any(precision.by_row(layer) for precision in plan.precisions):
+        per_number += 6
+    moments = (precisions + 5) * inputs * inputs
+    return 8 * groups * (moments + per_number * rows_at_once(joint) * inputs)
 
 
 def rows_at_once(joint: Joint) -> int:

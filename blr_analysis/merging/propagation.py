@@ -13,7 +13,7 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
 from blr_analysis.merging.layers import Moments, dense
-from blr_analysis.merging.plan import MergePlan
+from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import track
 from blr_analysis.task import Task
@@ -42,9 +42,12 @@ def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]
     """
     weights, tasks = _checked(plan)
     stored = plan.reference.specs
-    items = tuple(replace(i, spec=replace(i.spec, dtype=stored[i.name].dtype)) for i in plan.items)
-    start = Memory(items, dict.fromkeys(stored, torch.device("cpu")))
-    met = stream(replace(plan, items=items), start, tell)
+    tensors = tuple(
+        replace(tensor, spec=replace(tensor.spec, dtype=stored[tensor.name].dtype))
+        for tensor in plan.tensors
+    )
+    start = Memory(tensors, dict.fromkeys(stored, torch.device("cpu")))
+    met = stream(replace(plan, tensors=tensors), start, tell)
     each = list(enumerate(tasks))
     orders = [_at(task, _own(plan, t, stored), RunOrder()) for t, task in each]
     repeated = {key for order in orders for key in order.repeated}
@@ -69,14 +72,14 @@ def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]
             result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
             own = layer.split(result).items()
             merged |= {n: value.to(start.tensors[n].dtype) for n, value in own}
-    for item in plan.items:
-        values = merged[item.name].to(item.spec.dtype)
+    for tensor in plan.tensors:
+        values = merged[tensor.name].to(tensor.spec.dtype)
         if values.is_floating_point() and not bool(values.isfinite().all()):
             raise ModelError(
-                f"the merge of {item.name!r} does not fit into {values.dtype}: give a wider "
+                f"the merge of {tensor.name!r} does not fit into {values.dtype}: give a wider "
                 "out_dtype"
             )
-        sink.put(item.name, 0, values.cpu().reshape(-1))
+        sink.put(tensor.name, 0, values.cpu().reshape(-1))
     return met
 
 
@@ -93,8 +96,8 @@ def _checked(plan: MergePlan) -> tuple[list[float], Sequence[Task]]:
 
 def _own(plan: MergePlan, t: int, names: Iterable[str]) -> dict[str, Tensor]:
     """Tensors of one model."""
-    part = plan.parts[t]
-    return {n: part.source.tensor(part.reads[n]) for n in names}
+    model = plan.models[t]
+    return {name: model.source.tensor(model.names[name]) for name in names}
 
 
 def _moments(sums: InputMoments, shrink: float | None) -> dict[str, Moments]:

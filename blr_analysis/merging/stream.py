@@ -18,8 +18,8 @@ from blr_analysis.errors import ModelError
 from blr_analysis.files import Scratch, Source
 from blr_analysis.merging import sparse
 from blr_analysis.merging.formula import PrecisionValue, combine_into
-from blr_analysis.merging.items import AVERAGED, BASE, COPIED, OWN, Item, MergePlan
-from blr_analysis.merging.layers import Part, Solved, solver
+from blr_analysis.merging.layers import Part, Solved, Solver, solver
+from blr_analysis.merging.merge_plan import AVERAGED, BASE, COPIED, OWN, MergePlan, TensorPlan
 from blr_analysis.merging.plan import rows_at_once
 
 
@@ -33,10 +33,12 @@ class Sink(Protocol):
 class Memory:
     """Whole tensors in memory; a sink like :class:`blr_analysis.files.Shards`."""
 
-    def __init__(self, items: Sequence[Item], devices: Mapping[str, torch.device]) -> None:
+    def __init__(self, tensors: Sequence[TensorPlan], devices: Mapping[str, torch.device]) -> None:
         self.tensors = {
-            i.name: torch.empty(i.spec.shape, dtype=i.spec.dtype, device=devices[i.name])
-            for i in items
+            tensor.name: torch.empty(
+                tensor.spec.shape, dtype=tensor.spec.dtype, device=devices[tensor.name]
+            )
+            for tensor in tensors
         }
 
     def put(self, name: str, start: int, values: Tensor) -> None:
@@ -45,19 +47,52 @@ class Memory:
 
 @dataclass
 class Outcome:
-    """What streaming met: by tensor the entries without a precision, by layer how it was solved."""
+    """What a merge came upon.
+
+    Attributes:
+        fallback: by tensor, the entries without a precision.
+        solves: by layer, how its equation was solved.
+    """
 
     fallback: Counter[str] = field(default_factory=Counter)
     solves: dict[str, Solved] = field(default_factory=dict)
 
 
-def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
+@dataclass(frozen=True)
+class Piece:
+    """Entries ``[start, stop)`` of a tensor; of a layer that is solved, all of its tensors."""
+
+    tensor: TensorPlan
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class MergedPiece:
+    """What became of a piece.
+
+    Attributes:
+        tensor: its name.
+        layer: the layer that was solved, or "".
+        bytes_read: from disk.
+        undefined_entries: those where task arithmetic stands.
+        solution: how the layer was solved.
+    """
+
+    tensor: str
+    layer: str
+    bytes_read: int
+    undefined_entries: int
+    solution: Solved | None = None
+
+
+def stream(plan: MergePlan, sink: Sink, report_progress: Callable[[int], object]) -> Outcome:
     """Merge every tensor of the plan; the result does not depend on threads or piece lengths.
 
     Args:
         plan: what to do.
         sink: where the result goes.
-        tell: called with the bytes read, after every piece.
+        report_progress: called with the bytes read, after every piece.
 
     Returns:
         The entries where task arithmetic stands, and the layers' residuals.
@@ -67,230 +102,346 @@ def stream(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcom
         PosteriorError: NaN, inf or negative numbers in a precision.
         StorageError: a file that cannot be read or written.
     """
-    own, met, threads = threading.local(), Outcome(), torch.get_num_threads()
+    outcome = Outcome()
+    thread_local = threading.local()
 
-    def work(piece: tuple[Item, int, int]) -> tuple[Item, int, int, Solved | None]:
-        own.worker = worker = getattr(own, "worker", None) or _Worker(plan, sink)
-        item, start, stop = piece
-        read = plan.bytes_of(item) * (stop - start) // max(item.spec.numel, 1)
-        if item.layer:
-            solved = worker.layer(item.layer)
-            return item, read, solved.undefined, solved
-        known = worker.measured(item)
-        cuts = ((low, min(low + plan.chunk, stop)) for low in range(start, stop, plan.chunk))
-        return item, read, sum(worker.merge(item, *cut, known) for cut in cuts), None
+    def merge_piece(piece: Piece) -> MergedPiece:
+        if not hasattr(thread_local, "worker"):
+            thread_local.worker = _Worker(plan, sink)
+        return thread_local.worker.merge_piece(piece)
 
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)  # pieces run side by side already
     pool = ThreadPoolExecutor(plan.workers)
     try:
-        for item, read, undefined, solved in pool.map(work, _pieces(plan)):
-            if undefined:
-                met.fallback[item.name] += undefined
-            met.solves |= {} if solved is None else {item.layer: solved}
-            tell(read)
+        for piece in pool.map(merge_piece, _pieces(plan)):
+            if piece.undefined_entries:
+                outcome.fallback[piece.tensor] += piece.undefined_entries
+            if piece.solution is not None:
+                outcome.solves[piece.layer] = piece.solution
+            report_progress(piece.bytes_read)
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-    return met
+        torch.set_num_threads(threads_before)
+    return outcome
 
 
-def _pieces(plan: MergePlan) -> Iterator[tuple[Item, int, int]]:
-    for item in plan.items:
-        if item.layer and item.layer != item.name:
+def _pieces(plan: MergePlan) -> Iterator[Piece]:
+    """The pieces of all tensors; a layer stands where its weight is."""
+    for tensor in plan.tensors:
+        is_solved_elsewhere = tensor.layer not in ("", tensor.name)
+        if is_solved_elsewhere:
             continue
-        whole = item.layer or plan.passes(item) > 1
-        step = max(item.spec.numel, 1) if whole else plan.chunk
-        for start in range(0, item.spec.numel, step):
-            yield item, start, min(start + step, item.spec.numel)
+        size = tensor.spec.numel
+        must_be_whole = bool(tensor.layer) or plan.passes(tensor) > 1
+        step = max(size, 1) if must_be_whole else plan.chunk
+        for start in range(0, size, step):
+            yield Piece(tensor, start, min(start + step, size))
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """A piece of a tensor in all models, with what stands for its precisions."""
+    """A piece of a tensor in all models, and what stands for its precisions.
+
+    Attributes:
+        base: θ_0, or None.
+        models: θ_t.
+        base_precision: H_0 + δ.
+        precisions: H_t.
+    """
 
     base: Tensor | None
     models: list[Tensor]
-    first: PrecisionValue
-    curved: list[PrecisionValue]
+    base_precision: PrecisionValue
+    precisions: list[PrecisionValue]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the piece is merged."""
+        return self.models[0].device
 
     def steps(self, dtype: torch.dtype) -> list[Tensor]:
         """θ_t − θ_0, or θ_t."""
         start = 0.0 if self.base is None else self.base.to(dtype)
-        return [m.to(dtype) - start for m in self.models]
+        return [model.to(dtype) - start for model in self.models]
 
-    def cut(self, part: slice) -> _Inputs:
-        curved: list[PrecisionValue] = [
-            h[part] if isinstance(h, Tensor) else h for h in self.curved
+    def block(self, low: int, high: int) -> _Inputs:
+        """Entries ``[low, high)`` of the piece, for methods that have no H_0."""
+        entries = slice(low, high)
+        precisions: list[PrecisionValue] = [
+            precision[entries] if isinstance(precision, Tensor) else precision
+            for precision in self.precisions
         ]
-        base = None if self.base is None else self.base[part]
-        return _Inputs(base, [m[part] for m in self.models], 0.0, curved)
+        base = None if self.base is None else self.base[entries]
+        return _Inputs(base, [model[entries] for model in self.models], 0.0, precisions)
 
 
 class _Worker:
-    """A thread with its buffers."""
+    """What one thread does, in buffers of its own."""
 
     def __init__(self, plan: MergePlan, sink: Sink) -> None:
-        self.plan, self.sink, self.scratch = plan, sink, Scratch()
-        self.dtype, self.method = plan.job.dtype, plan.method
+        self.plan = plan
+        self.sink = sink
+        self.scratch = Scratch()
+        self.dtype = plan.job.dtype
+        self.method = plan.method
 
-    def read(self, item: Item, start: int, stop: int) -> _Inputs:
-        plan, at = self.plan, (start, stop, self.scratch)
-        base = None if plan.base is None else plan.base.read(item.name, *at)
-        named = zip(plan.parts, item.reads, strict=True)
-        models = [part.source.read(name, *at) for part, name in named]
-        device = (models[0] if base is None else base).device
-        first = self._first(item, start, stop, device)
-        curved: list[PrecisionValue] = []
-        for part, kind in zip(plan.parts, item.curved, strict=True):
-            if kind == OWN and part.precision is not None:
-                curved.append(part.precision.read(item.name, *at, self.dtype).to(device))
+    def merge_piece(self, piece: Piece) -> MergedPiece:
+        """Merge a piece and put it into the sink."""
+        tensor = piece.tensor
+        entries = piece.stop - piece.start
+        bytes_read = self.plan.bytes_of(tensor) * entries // max(tensor.spec.numel, 1)
+        if tensor.layer:
+            solution = self._merge_layer(tensor.layer)
+            undefined = solution.undefined
+            return MergedPiece(tensor.name, tensor.layer, bytes_read, undefined, solution)
+        measures = self._measures(tensor)
+        undefined = 0
+        for start in range(piece.start, piece.stop, self.plan.chunk):
+            stop = min(start + self.plan.chunk, piece.stop)
+            undefined += self._merge_entries(tensor, start, stop, measures)
+        return MergedPiece(tensor.name, "", bytes_read, undefined)
+
+    def _read(self, tensor: TensorPlan, start: int, stop: int) -> _Inputs:
+        plan = self.plan
+        base = None
+        if plan.base is not None:
+            base = plan.base.read(tensor.name, start, stop, self.scratch)
+        models = [
+            model.source.read(name, start, stop, self.scratch)
+            for model, name in zip(plan.models, tensor.names, strict=True)
+        ]
+        device = models[0].device if base is None else base.device
+        base_precision = self._read_base_precision(tensor, start, stop, device)
+        precisions: list[PrecisionValue] = []
+        for model, kind in zip(plan.models, tensor.precisions, strict=True):
+            if kind == OWN and model.precision is not None:
+                values = model.precision.read(tensor.name, start, stop, self.scratch, self.dtype)
+                precisions.append(values.to(device))
+            elif kind == BASE:
+                precisions.append(base_precision)
             else:
-                curved.append(first if kind == BASE else 0.0)
-        return _Inputs(base, [m.to(device) for m in models], first, curved)
+                precisions.append(0.0)
+        return _Inputs(base, [model.to(device) for model in models], base_precision, precisions)
 
-    def _first(self, item: Item, start: int, stop: int, device: torch.device) -> PrecisionValue:
+    def _read_base_precision(
+        self, tensor: TensorPlan, start: int, stop: int, device: torch.device
+    ) -> PrecisionValue:
         """H_0 + δ."""
-        own, delta = self.plan.base_precision, self.plan.delta
-        if own is None or own.spec(item.name) is None:
+        precision = self.plan.base_precision
+        delta = self.plan.delta
+        if precision is None or precision.spec(tensor.name) is None:
             return delta
-        values = own.read(item.name, start, stop, self.scratch, self.dtype).to(device)
+        values = precision.read(tensor.name, start, stop, self.scratch, self.dtype).to(device)
         return values.to(self.dtype) + delta if delta else values
 
-    def merge(self, item: Item, start: int, stop: int, known: Sequence[float] | None) -> int:
-        """Merge and put a piece; how many entries have no precision to weigh by."""
-        if item.fate == COPIED:
-            values = self.plan.reference.read(item.name, start, stop, self.scratch)
-            self.sink.put(item.name, start, values)
+    def _merge_entries(
+        self, tensor: TensorPlan, start: int, stop: int, measures: Sequence[float] | None
+    ) -> int:
+        """Merge some entries and put them into the sink; how many have no precision."""
+        if tensor.fate == COPIED:
+            values = self.plan.reference.read(tensor.name, start, stop, self.scratch)
+            self.sink.put(tensor.name, start, values)
             return 0
-        given, scratch, undefined = self.read(item, start, stop), self.scratch, 0
-        base, models = given.base, given.models
-        result = scratch.array("result", stop - start, self.dtype, models[0].device)
-        if item.fate == AVERAGED:
-            combine_into(result, None, models, item.weights, [0.0] * len(models), 0.0, scratch)
-        elif self.method.thinned:
-            self._thinned(item, start, given, known, result)
-        else:
-            weights = item.weights if known is None else known
-            pairs = given.curved, given.first
-            undefined = combine_into(result, base, models, weights, *pairs, scratch)
-        rounded = result
-        if result.dtype != item.spec.dtype:
-            dtype = item.spec.dtype
-            rounded = scratch.array("rounded", len(result), dtype, result.device).copy_(result)
-        if not bool(rounded.sum().isfinite()):  # or no entry of it is NaN or inf
-            self._check_finite(item, result, base, models)
-        self.sink.put(item.name, start, rounded)
+        inputs = self._read(tensor, start, stop)
+        result = self.scratch.array("result", stop - start, self.dtype, inputs.device)
+        undefined = self._combine(tensor, start, inputs, measures, result)
+        rounded = self._rounded(result, tensor.spec.dtype)
+        has_wild_entries = not bool(rounded.sum().isfinite())  # or their sum is too large
+        if has_wild_entries:
+            self._check_finite(tensor, result, inputs.base, inputs.models)
+        self.sink.put(tensor.name, start, rounded)
         return undefined if self.method.uses_precisions else 0
 
-    def measured(self, item: Item) -> list[float] | None:
-        """What must be known of a whole tensor before its merge: the coefficients of its sum, or
-        the size from which on entries stay."""
-        if self.plan.passes(item) == 1:
+    def _combine(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        inputs: _Inputs,
+        measures: Sequence[float] | None,
+        result: Tensor,
+    ) -> int:
+        """Merge into ``result``; how many entries have no precision to weigh by."""
+        if tensor.fate == AVERAGED:
+            zeros = [0.0] * len(inputs.models)
+            weights = tensor.weights
+            combine_into(result, None, inputs.models, weights, zeros, 0.0, self.scratch)
+            return 0
+        if self.method.thinned:
+            self._combine_thinned(tensor, start, inputs, measures, result)
+            return 0
+        return combine_into(
+            result,
+            inputs.base,
+            inputs.models,
+            tensor.weights if measures is None else measures,
+            inputs.precisions,
+            inputs.base_precision,
+            self.scratch,
+        )
+
+    def _rounded(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        """The result in the dtype that is written."""
+        if result.dtype == dtype:
+            return result
+        return self.scratch.array("rounded", len(result), dtype, result.device).copy_(result)
+
+    def _measures(self, tensor: TensorPlan) -> list[float] | None:
+        """What must be measured of a whole tensor before its merge: the coefficients of its sum,
+        or the size from which on entries stay. None where nothing must be."""
+        if self.plan.passes(tensor) == 1:
             return None
-
-        def walk() -> Iterator[tuple[list[Tensor], list[PrecisionValue]]]:
-            for start, stop in sparse.blocks(0, item.spec.numel):
-                given = self.read(item, start, stop)
-                yield given.steps(self.dtype), self._curved(given)
-
         if self.method.span is not None:
-            gram = torch.zeros(len(item.weights), len(item.weights), dtype=torch.float64)
-            for steps, _ in walk():
-                rows = torch.stack(steps).cpu()
-                gram += rows @ rows.mT
-            weights = torch.tensor(item.weights, dtype=torch.float64)
-            return self.method.span(gram, weights).tolist()
+            weights = torch.tensor(tensor.weights, dtype=torch.float64)
+            return self.method.span(self._products(tensor), weights).tolist()
 
         def sizes() -> Iterator[list[Tensor]]:
-            for each in walk():
-                yield [sparse.sizes(step, h).cpu() for step, h in zip(*each, strict=True)]
+            for inputs in self._blocks(tensor):
+                pairs = zip(inputs.steps(self.dtype), self._weighing(inputs), strict=True)
+                yield [sparse.sizes(step, precision).cpu() for step, precision in pairs]
 
-        counts = [max(1, int(d * item.spec.numel)) for d in item.densities]
+        counts = [max(1, int(density * tensor.spec.numel)) for density in tensor.densities]
         return list(sparse.limits(sizes, counts))
 
-    def _curved(self, given: _Inputs) -> list[PrecisionValue]:
-        return given.curved if self.method.uses_precisions else [1.0] * len(given.models)
+    def _blocks(self, tensor: TensorPlan) -> Iterator[_Inputs]:
+        """A whole tensor, block by block."""
+        for start, stop in sparse.blocks(0, tensor.spec.numel):
+            yield self._read(tensor, start, stop)
 
-    def _thinned(
-        self, item: Item, start: int, given: _Inputs, known: Sequence[float] | None, result: Tensor
+    def _products(self, tensor: TensorPlan) -> Tensor:
+        """V Vᵀ of the models' steps, in float64."""
+        count = len(tensor.weights)
+        gram = torch.zeros(count, count, dtype=torch.float64)
+        for inputs in self._blocks(tensor):
+            steps = torch.stack(inputs.steps(self.dtype)).cpu()
+            gram += steps @ steps.mT
+        return gram
+
+    def _weighing(self, inputs: _Inputs) -> list[PrecisionValue]:
+        """H_t, or 1 where the method does not weigh by precisions."""
+        if self.method.uses_precisions:
+            return inputs.precisions
+        return [1.0] * len(inputs.models)
+
+    def _combine_thinned(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        inputs: _Inputs,
+        limits: Sequence[float] | None,
+        result: Tensor,
     ) -> None:
         """:func:`blr_analysis.merging.sparse.combine_sparse`, block by block."""
-        job = self.plan.job
         for low, high in sparse.blocks(0, len(result)):
-            cut = given.cut(slice(low, high))
-            steps, curved = cut.steps(self.dtype), self._curved(cut)
-            for t, (step, h, density) in enumerate(zip(steps, curved, item.densities, strict=True)):
-                if self.method.thinned == "chance":
-                    place = (t, item.name, start + low)
-                    step *= sparse.drawn(density, high - low, job.seed, *place).to(step)
-                    step /= density if job.rescale else 1.0
-                elif known is not None:
-                    sparse.keep(step, sparse.sizes(step, h), int(known[t]))
-            assert cut.base is not None
+            block = inputs.block(low, high)
+            assert block.base is not None
+            precisions = self._weighing(block)
+            steps = block.steps(self.dtype)
+            if self.method.thinned == "chance":
+                self._drop_by_chance(tensor, start + low, steps)
+            elif limits is not None:
+                for step, precision, limit in zip(steps, precisions, limits, strict=True):
+                    sparse.keep(step, sparse.sizes(step, precision), int(limit))
             sparse.combine_sparse(
-                result[low:high], cut.base.to(self.dtype), steps, item.weights, curved,
-                elect=self.method.elect, normalize=job.divides, scale=item.scale,
-            )  # fmt: skip
+                result[low:high],
+                block.base.to(self.dtype),
+                steps,
+                tensor.weights,
+                precisions,
+                elect=self.method.elect,
+                normalize=self.plan.job.divides,
+                scale=tensor.scale,
+            )
 
-    def layer(self, key: str) -> Solved:
+    def _drop_by_chance(self, tensor: TensorPlan, start: int, steps: Sequence[Tensor]) -> None:
+        """DARE: entries of each θ_t − θ_0 become 0, and the others larger, in place."""
+        job = self.plan.job
+        for t, (step, density) in enumerate(zip(steps, tensor.densities, strict=True)):
+            stays = sparse.drawn(density, len(step), job.seed, t, tensor.name, start)
+            step *= stays.to(step)
+            if job.rescale:
+                step /= density
+
+    def _merge_layer(self, layer: str) -> Solved:
         """Solve one layer's equation, some rows of its matrix at a time."""
-        plan, joint = self.plan, self.plan.layers[key]
-        items = {item.name: item for item in plan.items if item.layer == key}
-        parts: list[Part] = []
-        for part, alpha, kind in zip(
-            plan.parts, items[key].weights, items[key].curved, strict=True
-        ):
-            own = part.precision if kind == OWN else None
-            h = None if own is None else own.factors(key, *plan.family(key))
-            parts.append((alpha, h, kind == BASE))
-        first, o = plan.base_precision, joint.layout.rows
-        start = first.factors(key, *plan.family(key)) if first and key in first.layers else None
-        shape = (joint.layout.groups, o, joint.layout.columns + (joint.bias is not None))
-        solve, solved = solver(parts, start, plan.delta, shape), Solved()
-        step = o if any(p.has_outputs(key) for p in plan.held) else rows_at_once(joint)
-        for low in range(0, o, step):
-            piece = joint if step == o else _rows_of(joint, min(step, o - low))
+        plan = self.plan
+        joint = plan.layers[layer]
+        tensors = {tensor.name: tensor for tensor in plan.tensors if tensor.layer == layer}
+        rows = joint.layout.rows
+        needs_all_rows = any(precision.has_outputs(layer) for precision in plan.precisions)
+        step = rows if needs_all_rows else rows_at_once(joint)
+        solve = self._solver(layer, joint, tensors[layer])
+        solution = Solved()
+        for low in range(0, rows, step):
+            piece = joint if step == rows else _rows_of(joint, min(step, rows - low))
             base = None if plan.base is None else self._matrix(plan.base, piece, low)
             models = [
-                self._matrix(part.source, piece, low, {n: i.reads[k] for n, i in items.items()})
-                for k, part in enumerate(plan.parts)
+                self._matrix(
+                    model.source, piece, low, {name: model.names[name] for name in tensors}
+                )
+                for model in plan.models
             ]
-            result, met = solve(base if self.method.uses_base_precision else None, models, low)
-            solved = replace(met, undefined=solved.undefined + met.undefined)
-            self._check_finite(items[key], result, base, models)
-            for n, value in piece.split(result).items():
-                at = _offset(piece, n, low)
-                self.sink.put(n, at, value.reshape(-1).to(items[n].spec.dtype))
-        return solved
+            reference = base if self.method.uses_base_precision else None
+            result, solved = solve(reference, models, low)
+            undefined = solution.undefined + solved.undefined
+            solution = replace(solved, undefined=undefined)
+            self._check_finite(tensors[layer], result, base, models)
+            for name, values in piece.split(result).items():
+                written = values.reshape(-1).to(tensors[name].spec.dtype)
+                self.sink.put(name, _offset(piece, name, low), written)
+        return solution
+
+    def _solver(self, layer: str, joint: Joint, tensor: TensorPlan) -> Solver:
+        """What merges rows of a layer, with the precisions of all models."""
+        plan = self.plan
+        settings = plan.factor_settings(layer)
+        parts: list[Part] = []
+        for model, weight, kind in zip(plan.models, tensor.weights, tensor.precisions, strict=True):
+            factors = None
+            if kind == OWN and model.precision is not None:
+                factors = model.precision.factors(layer, *settings)
+            parts.append((weight, factors, kind == BASE))
+        start = None
+        if plan.base_precision is not None and layer in plan.base_precision.layers:
+            start = plan.base_precision.factors(layer, *settings)
+        columns = joint.layout.columns + (joint.bias is not None)
+        shape = (joint.layout.groups, joint.layout.rows, columns)
+        return solver(parts, start, plan.delta, shape)
 
     def _matrix(
-        self, source: Source, piece: Joint, low: int, reads: Mapping[str, str] | None = None
+        self, source: Source, piece: Joint, low: int, names: Mapping[str, str] | None = None
     ) -> Tensor:
         """Rows of a layer's matrix in one model, in float64."""
-        flat = {}
-        for n, shape in piece.shapes.items():
-            at, own = _offset(piece, n, low), n if reads is None else reads[n]
-            values = source.read(own, at, at + math.prod(shape), self.scratch)
-            flat[n] = values.to("cpu", torch.float64, copy=True).view(shape)
-        return piece.join(flat)
+        parameters = {}
+        for name, shape in piece.shapes.items():
+            start = _offset(piece, name, low)
+            stored_name = name if names is None else names[name]
+            values = source.read(stored_name, start, start + math.prod(shape), self.scratch)
+            parameters[name] = values.to("cpu", torch.float64, copy=True).view(shape)
+        return piece.join(parameters)
 
     def _check_finite(
-        self, item: Item, result: Tensor, base: Tensor | None, models: Sequence[Tensor]
+        self, tensor: TensorPlan, result: Tensor, base: Tensor | None, models: Sequence[Tensor]
     ) -> None:
-        limit = torch.finfo(item.spec.dtype).max
+        """Raise where a result holds NaN or inf, or numbers that its dtype cannot hold."""
+        limit = torch.finfo(tensor.spec.dtype).max
         low, high = torch.aminmax(result)
         if bool(low >= -limit) and bool(high <= limit):
             return
-        held = {} if self.plan.base is None or base is None else {self.plan.base.name: base}
-        held |= {p.source.name: m for p, m in zip(self.plan.parts, models, strict=True)}
-        wild = next((name for name, t in held.items() if not bool(t.isfinite().all())), None)
-        if wild is not None:
-            raise ModelError(
-                f"{item.name!r} of {wild!r} holds NaN or inf: a diverged training, a damaged file"
-            )
+        inputs = {}
+        if self.plan.base is not None and base is not None:
+            inputs[self.plan.base.name] = base
+        for model, values in zip(self.plan.models, models, strict=True):
+            inputs[model.source.name] = values
+        for name, values in inputs.items():
+            if not bool(values.isfinite().all()):
+                raise ModelError(
+                    f"{tensor.name!r} of {name!r} holds NaN or inf: a diverged training, a damaged "
+                    "file"
+                )
         raise ModelError(
-            f"the merge of {item.name!r} does not fit into {item.spec.dtype}: give a delta, other "
-            "weights or a wider out_dtype"
+            f"the merge of {tensor.name!r} does not fit into {tensor.spec.dtype}: give a delta, "
+            "other weights or a wider out_dtype"
         )
 
 

@@ -1,4 +1,4 @@
-"""What becomes of one tensor in a merge: merged, averaged, copied, or refused."""
+"""What becomes of every tensor in a merge: merged, averaged, copied, or refused."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Spec
-from blr_analysis.merging.items import (
+from blr_analysis.merging.job import Weight
+from blr_analysis.merging.merge_plan import (
     AVERAGED,
     BASE,
     COPIED,
     MERGED,
     OWN,
     ZERO,
-    Item,
     MergePlan,
     OpenModel,
+    TensorPlan,
 )
-from blr_analysis.merging.job import Weight
 from blr_analysis.merging.sources import MERGEABLE, same_bytes
 
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"
 # What BatchNorm measured: no weights, and a variance extrapolated may be negative.
 STATISTICS = ("running_mean", "running_var")
+MISSING = ""  # a precision that is not there
+ALIKE = "the same in all models"
 
 
-def fates(plan: MergePlan) -> tuple[Item, ...]:
+def plan_tensors(plan: MergePlan) -> tuple[TensorPlan, ...]:
     """Every tensor of the plan's reference.
 
     Raises:
@@ -39,122 +42,134 @@ def fates(plan: MergePlan) -> tuple[Item, ...]:
         PosteriorError: precisions are missing and ``missing_precision`` is "error", or of different
             structures in one layer.
     """
-    items = [_item(plan, name) for name in plan.reference.specs]
-    missing = plan.job.missing_precision
+    tensors = [_plan_tensor(plan, name) for name in plan.reference.specs]
     if not plan.method.uses_precisions:
-        return tuple(items)
-    if missing == "error":
-        _refuse_missing(plan, items)
-    stand_in = BASE if missing == "base" and plan.method.uses_base_precision else ZERO
-    for k, item in enumerate(items):
-        if "" in item.curved:
-            note = "; ".join(filter(None, (item.note, f"precision missing: {stand_in}")))
-            curved = tuple(c or stand_in for c in item.curved)
-            items[k] = replace(item, curved=curved, note=note)
-    return _in_layers(plan, items)
+        return tuple(tensors)
+    if plan.job.missing_precision == "error":
+        _refuse_missing(plan, tensors)
+    takes_base = plan.job.missing_precision == "base" and plan.method.uses_base_precision
+    stand_in = BASE if takes_base else ZERO
+    return _in_layers(plan, [_with_stand_in(tensor, stand_in) for tensor in tensors])
 
 
-def _item(plan: MergePlan, name: str) -> Item:
-    spec, job, parts = plan.reference.specs[name], plan.job, plan.parts
-    notes = [_provenance(part, name) for part in parts]
-    found = Item(name, COPIED, spec, tuple(part.reads[name] for part in parts))
-
-    def noted(*words: str, **changes: Any) -> Item:
-        return replace(found, note="; ".join(filter(None, (*notes, *words))), **changes)
-
-    alphas = [number(part.weight, name, f"weight of {part.source.name!r}") for part in parts]
+def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
+    """One tensor's fate; a precision that is missing is still named so."""
+    spec = plan.reference.specs[name]
+    weights = _weights(plan, name)
+    origins = [_origin(model, name) for model in plan.models]
+    names = tuple(model.names[name] for model in plan.models)
+    tensor = TensorPlan(name, COPIED, spec, names, tuple(weights), note=_joined(*origins))
     if spec.dtype not in MERGEABLE or spec.numel == 0:
-        return noted(_copied(plan, name), weights=tuple(alphas))
-    out, method = Spec(spec.shape, job.out_dtype or spec.dtype), plan.method
-    curved = tuple(_curved(part, name) if method.uses_precisions else ZERO for part in parts)
-    bare = not any(curved) and all(part.precision is not None for part in parts)
-    if bare and out == spec and not _others(plan, name):
-        return noted("the same in all models", weights=tuple(alphas))
-    statistic = name.rpartition(".")[2] in STATISTICS
-    if statistic or (bare and any(name in part.buffers for part in parts)):
-        what = "a running statistic" if statistic else "a buffer"
-        shares = alphas if min(alphas) >= 0 and sum(alphas) > 0 else [1.0] * len(alphas)
-        mean, zeros = tuple(a / sum(shares) for a in shares), (ZERO,) * len(parts)
-        return noted(what, fate=AVERAGED, spec=out, weights=mean, curved=zeros)
-    scale = number(job.scale, name, "scale") if method.takes("scale") else 1.0
-    if method.thinned:  # which divides entry by entry
-        shares = [number(p.density, name, f"density of {p.source.name!r}") for p in parts]
-        if not all(0 < share <= 1 for share in shares):
-            raise InputError(f"densities of {name!r} must be above 0 and at most 1, got {shares}")
-        found = replace(found, densities=tuple(shares), scale=scale)
-    else:
-        alphas = [a * scale for a in _divided(plan, name, alphas)]
-    return noted(fate=MERGED, spec=out, weights=tuple(alphas), curved=curved)
+        return _with_note(tensor, _reason_to_copy(plan, name))
+    written = Spec(spec.shape, plan.job.out_dtype or spec.dtype)
+    precisions = _precisions(plan, name)
+    all_have_precisions = all(model.precision is not None for model in plan.models)
+    says_nothing = all_have_precisions and not any(precisions)
+    if says_nothing and written == spec and not _models_that_differ(plan, name):
+        return _with_note(tensor, ALIKE)
+    is_statistic = name.rpartition(".")[2] in STATISTICS
+    is_buffer = says_nothing and any(name in model.buffers for model in plan.models)
+    if is_statistic or is_buffer:
+        mean = replace(tensor, fate=AVERAGED, spec=written, weights=_shares(weights))
+        mean = replace(mean, precisions=(ZERO,) * len(plan.models))
+        return _with_note(mean, "a running statistic" if is_statistic else "a buffer")
+    merged = replace(tensor, fate=MERGED, spec=written, precisions=precisions)
+    scale = number(plan.job.scale, name, "scale") if plan.method.takes("scale") else 1.0
+    if plan.method.thinned:  # which divides entry by entry
+        return replace(merged, densities=_densities(plan, name), scale=scale)
+    scaled = tuple(weight * scale for weight in _normalized(plan, name, weights))
+    return replace(merged, weights=scaled)
 
 
-def _divided(plan: MergePlan, name: str, alphas: Sequence[float]) -> Sequence[float]:
-    """α_t by their sum, where the method or the user says so. The Fisher average does not change
-    with a factor of all; without a base the average must stand where nobody has a precision."""
-    job, method, total = plan.job, plan.method, sum(alphas)
-    if (job.divides or method.divides_by_precisions) and not abs(total) > 1e-12:
+def _weights(plan: MergePlan, name: str) -> list[float]:
+    """α_t."""
+    return [number(model.weight, name, f"weight of {model.source.name!r}") for model in plan.models]
+
+
+def _densities(plan: MergePlan, name: str) -> tuple[float, ...]:
+    """The share of each θ_t − θ_0 that stays."""
+    densities = tuple(
+        number(model.density, name, f"density of {model.source.name!r}") for model in plan.models
+    )
+    if not all(0 < density <= 1 for density in densities):
+        raise InputError(
+            f"densities of {name!r} must be above 0 and at most 1, got {list(densities)}"
+        )
+    return densities
+
+
+def _shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Weights of an average: α_t by their sum, or the same for all where these are none."""
+    total = sum(weights)
+    if min(weights) < 0 or total <= 0:
+        return (1 / len(weights),) * len(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def _normalized(plan: MergePlan, name: str, weights: Sequence[float]) -> Sequence[float]:
+    """α_t by their sum, where the method or the user says so.
+
+    The Fisher average does not change with a factor of all; without a base, the average must stand
+    where no model has a precision.
+    """
+    total = sum(weights)
+    by_precisions = plan.method.divides_by_precisions
+    if (plan.job.divides or by_precisions) and not abs(total) > 1e-12:
         raise InputError(
             f"the weights of {name!r} sum to {total:g}: change them, or set normalize: false"
         )
-    divides = job.divides or (method.divides_by_precisions and plan.base is None)
-    return [a / total for a in alphas] if divides else alphas
+    if plan.job.divides or (by_precisions and plan.base is None):
+        return [weight / total for weight in weights]
+    return weights
 
 
-def _in_layers(plan: MergePlan, items: Sequence[Item]) -> tuple[Item, ...]:
-    """The items with the layers that they are solved in."""
-    joints = {key: joint for p in plan.held for key, (joint, _) in p.layers.items()}
-    named = {n: key for key, joint in joints.items() for n in joint.names}
-    by_name = {item.name: item for item in items}
-    for key, joint in joints.items():
-        group = [by_name[n] for n in joint.names]
-        for p in plan.held:
-            own = p.layers.get(key, (None, None))[0]
-            if own != joint and any(p.covers(n) for n in joint.names):
-                raise PosteriorError(
-                    f"{p.name!r} has another structure in {key!r} than the other precisions: fit "
-                    "all of them alike"
-                )
-        if any((i.weights, i.curved) != (group[0].weights, group[0].curved) for i in group):
-            raise InputError(
-                f"{' and '.join(joint.names)} are merged as one matrix: give them the same weights"
-            )
-    return tuple(replace(item, layer=named.get(item.name, "")) for item in items)
+def _reason_to_copy(plan: MergePlan, name: str) -> str:
+    """Why a tensor that cannot be merged may be copied.
 
-
-def _copied(plan: MergePlan, name: str) -> str:
-    """Why a tensor that is not merged may be copied; an error where it may not."""
-    reference, other = plan.reference, _others(plan, name)
-    if not other:
-        return "the same in all models"
+    Raises:
+        ModelError: it may not.
+    """
+    different = _models_that_differ(plan, name)
+    if not different:
+        return ALIKE
     if name.endswith(COUNTER):
-        return f"a count of batches, {reference.name}'s"
+        return f"a count of batches, {plan.reference.name}'s"
     raise ModelError(
-        f"{name!r} is of {reference.specs[name].dtype} and differs between {other[0]!r} and "
-        f"{reference.name!r}: merge before quantisation"
+        f"{name!r} is of {plan.reference.specs[name].dtype} and differs between "
+        f"{different[0]!r} and {plan.reference.name!r}: merge before quantisation"
     )
 
 
-def _others(plan: MergePlan, name: str) -> list[str]:
+def _models_that_differ(plan: MergePlan, name: str) -> list[str]:
     """The models whose tensor is not that of the reference."""
-    own, empty = plan.reference, plan.reference.specs[name].numel == 0
-    alike = [empty or same_bytes(own, name, p.source, p.reads[name]) for p in plan.parts]
-    return [p.source.name for p, same in zip(plan.parts, alike, strict=True) if not same]
+    reference = plan.reference
+    if reference.specs[name].numel == 0:
+        return []
+    return [
+        model.source.name
+        for model in plan.models
+        if not same_bytes(reference, name, model.source, model.names[name])
+    ]
 
 
-def _provenance(part: OpenModel, name: str) -> str:
+def _origin(model: OpenModel, name: str) -> str:
     """Where one model's tensor comes from, if that needs saying."""
-    read, words = part.reads[name], part.source.words(part.reads[name])
-    tied = f"tied to {read}" if read != name else ""
-    said = ", ".join(filter(None, (tied, words)))
-    return f"{part.source.name}: {said}" if said else ""
+    stored_name = model.names[name]
+    facts = []
+    if stored_name != name:
+        facts.append(f"tied to {stored_name}")
+    if model.source.words(stored_name):
+        facts.append(model.source.words(stored_name))
+    return f"{model.source.name}: {', '.join(facts)}" if facts else ""
 
 
-def number(given: Weight, name: str, what: str) -> float:
+def number(weight: Weight, name: str, what: str) -> float:
     """A weight or the like for one tensor.
 
     Raises:
         InputError: it is no finite number.
     """
-    value: Any = given(name) if callable(given) else given
+    value: Any = weight(name) if callable(weight) else weight
     try:
         checked = float(value)
     except (TypeError, ValueError):
@@ -164,21 +179,81 @@ def number(given: Weight, name: str, what: str) -> float:
     return checked
 
 
-def _curved(part: OpenModel, name: str) -> str:
-    if part.precision is None:
-        return ""
-    if part.precision.covers(name):
+def _precisions(plan: MergePlan, name: str) -> tuple[str, ...]:
+    """What each model has for H_t."""
+    if not plan.method.uses_precisions:
+        return (ZERO,) * len(plan.models)
+    return tuple(_precision(model, name) for model in plan.models)
+
+
+def _precision(model: OpenModel, name: str) -> str:
+    if model.precision is None:
+        return MISSING
+    if model.precision.covers(name):
         return OWN
-    return ZERO if name in part.precision.frozen else ""
+    return ZERO if name in model.precision.frozen else MISSING
 
 
-def _refuse_missing(plan: MergePlan, items: Sequence[Item]) -> None:
-    for k, part in enumerate(plan.parts):
-        lacking = [i.name for i in items if i.fate == MERGED and i.curved[k] == ""]
-        what = f"the precision of {part.source.name!r} is missing"
-        if part.precision is not None:
-            what = f"{part.precision.name!r} has none for {some(lacking)} of {part.source.name!r}"
-        if lacking:
+def _refuse_missing(plan: MergePlan, tensors: Sequence[TensorPlan]) -> None:
+    for k, model in enumerate(plan.models):
+        lacking = [
+            tensor.name
+            for tensor in tensors
+            if tensor.fate == MERGED and tensor.precisions[k] == MISSING
+        ]
+        if not lacking:
+            continue
+        fault = f"the precision of {model.source.name!r} is missing"
+        if model.precision is not None:
+            fault = f"{model.precision.name!r} has none for {some(lacking)} of "
+            fault += repr(model.source.name)
+        raise PosteriorError(
+            f"{fault}: compute it (`blr-analysis fisher`), or set missing_precision"
+        )
+
+
+def _with_stand_in(tensor: TensorPlan, stand_in: str) -> TensorPlan:
+    """A tensor with something in the place of every precision that is missing."""
+    if MISSING not in tensor.precisions:
+        return tensor
+    precisions = tuple(precision or stand_in for precision in tensor.precisions)
+    return _with_note(replace(tensor, precisions=precisions), f"precision missing: {stand_in}")
+
+
+def _with_note(tensor: TensorPlan, note: str) -> TensorPlan:
+    return replace(tensor, note=_joined(tensor.note, note))
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _in_layers(plan: MergePlan, tensors: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
+    """The tensors with the layers that they are solved in."""
+    joints = {
+        layer: joint
+        for precision in plan.precisions
+        for layer, (joint, _) in precision.layers.items()
+    }
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for layer, joint in joints.items():
+        _check_layer(plan, layer, joint, [by_name[name] for name in joint.names])
+    layer_of = {name: layer for layer, joint in joints.items() for name in joint.names}
+    return tuple(replace(tensor, layer=layer_of.get(tensor.name, "")) for tensor in tensors)
+
+
+def _check_layer(plan: MergePlan, layer: str, joint: Joint, tensors: Sequence[TensorPlan]) -> None:
+    """Raise where one layer's precisions, or the weights of its tensors, do not go together."""
+    for precision in plan.precisions:
+        has_same_structure = layer in precision.layers and precision.layers[layer][0] == joint
+        if not has_same_structure and any(precision.covers(name) for name in joint.names):
             raise PosteriorError(
-                f"{what}: compute it (`blr-analysis fisher`), or set missing_precision"
+                f"{precision.name!r} has another structure in {layer!r} than the other precisions: "
+                "fit all of them alike"
+            )
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.weights != first.weights or tensor.precisions != first.precisions:
+            raise InputError(
+                f"{' and '.join(joint.names)} are merged as one matrix: give them the same weights"
             )

@@ -279,7 +279,7 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
     assert "6 tensors merged, 0 copied" in card and "## Recipe" in card
     assert texts["merge_recipe.yml"].splitlines()[1:] == RECIPE.splitlines()
     rows = list(csv.DictReader(io.StringIO(texts["merge_report.csv"])))
-    assert [row["tensor"] for row in rows] == [item.name for item in report.plan.items]
+    assert [row["tensor"] for row in rows] == [item.name for item in report.plan.tensors]
     one = next(row for row in rows if row["tensor"] == "layers.0.mlp.weight")
     assert (one["fate"], one["shape"], one["dtype"]) == ("merged", "6x6", "bfloat16")
     assert (one["bytes"], one["weights"], one["precisions"]) == ("72", "1 0.5", "own own")

@@ -177,7 +177,7 @@ def test_the_bar_ends_at_all_bytes(tmp_path: Path, threads: int) -> None:
     told: list[int] = []
     made = replace(small_plan(tmp_path), workers=threads)
     devices = dict.fromkeys(state(0), torch.device("cpu"))
-    stream(made, Memory(made.items, devices), told.append)
+    stream(made, Memory(made.tensors, devices), told.append)
     assert sum(told) == made.bytes_read
 
 
