@@ -9,22 +9,23 @@ where H_0 is no part of the method the average Σ α W / Σ α. Of structure "gr
 matrix for all rows; of "kron" H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ, a sum of Kronecker products,
 solved by conjugate gradients with the average factors as preconditioner. Of one family:
 
-* shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A; left out, 1,
-  or where each "gram" is of fewer rows than inputs, and no H_0 holds what they leave out, 1 less
-  the part of them that is chance;
+* shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A. If it is left out, c
+  is 1; where every "gram" comes from fewer rows than inputs and there is no H_0, c is 1 less the
+  part of the off-diagonals that is chance;
 * power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues;
-* damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is next to
-  singular in a network that is sure of its data, and a sum of such H, turned against each other, is
-  no matrix to divide by: d is 1 for "kron" unless given, and 0 for "gram". Where "kron" has no
-  damping and H̄ is singular, 1e-6 of its mean is added on the left alone: of the solutions the one
+* damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is nearly
+  singular in a network that is sure of its data, and sums of such H, each with eigenvectors of its
+  own, are badly conditioned: so d is 1 for "kron" unless given, and 0 for "gram". Where losses are
+  quadratic, d = 0 gives the optimum of all tasks, and d = 1 misses it. Where "kron" has no damping
+  and H̄ is singular, 1e-6 of its mean is added on the left side alone, which picks the solution
   nearest to W_r + Σ_t α_t (W_t − W_r), task arithmetic or the average.
 
-Along directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0)
-W_r + Σ_t α_t (W_t − W_r) stands, task arithmetic or the average, and they are counted.
+Directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0) are
+counted, and stay at W_r + Σ_t α_t (W_t − W_r), task arithmetic or the average.
 
-A table that is tied to a head has H = A + c_v 1 for row v under "gram", which is looked up c_v
-times: all rows share the eigenvectors of Σ_t α_t A_t, and each has its own Σ_t α_t c_tv on top of
-the eigenvalues.
+Under "gram", a table that is tied to a head has H = A + c_v 1 for row v, where c_v counts how often
+the token was looked up. All rows share the eigenvectors of Σ_t α_t A_t, and row v adds Σ_t α_t c_tv
+to the eigenvalues.
 
 Source: Jin et al., "Dataless knowledge fusion by merging weights of language models" (RegMean),
 ICLR 2023; Martens & Grosse, ICML 2015, and George et al., 2018 for the factors.
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ from blr_analysis.merging.formula import BOUND
 
 SINGULAR = 1e-6  # of the largest eigenvalue: what float32 factors are good for
 TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
-MOST = 100  # iterations: what is left then is in the report
+MAX_ITERATIONS = 100  # of conjugate gradients: the report says what is left then
+ROUNDING = 1e-14  # of the right-hand side's terms: less is nothing
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ class Factors:
         return _shrunk((right * self.values) @ right.mT, self.diagonal[:, 0], self.shrink)
 
     def times(self, w: Tensor, low: int = 0) -> Tensor:
-        """H W, of the rows from ``low`` on where it multiplies every row by itself."""
-        turned = self.basis.back(self.values * self.basis.turn(w))
+        """H W. If every row is multiplied by itself, W may hold the rows from ``low`` on alone."""
+        product = self.basis.back(self.values * self.basis.turn(w))
         if self.shrink != 1:
-            turned = torch.lerp(self.diagonal * w, turned, self.shrink)
-        return turned if self.rows is None else turned + self.rows[:, low : low + w.shape[1]] * w
+            product = torch.lerp(self.diagonal * w, product, self.shrink)
+        return _plus_rows(product, self.rows, w, low)
 
     def raised(self, power: float) -> Factors:
         """A ⊗ Gᵖ: the mean over the inputs of s, by the inputs' own mean, is G's eigenvalue.
@@ -110,8 +112,9 @@ class Factors:
             return self
         if not self.basis.inputs:
             raise InputError("power needs factors fitted by this release: fit them again")
-        g = self.values.mean(-1, keepdim=True) / self.basis.inputs
-        scale = torch.where(g > SINGULAR * g.max(), g, torch.inf) ** (power - 1)
+        output_values = self.values.mean(-1, keepdim=True) / self.basis.inputs
+        is_regular = output_values > SINGULAR * output_values.max()
+        scale = torch.where(is_regular, output_values, torch.inf) ** (power - 1)
         return Factors(self.basis, self.values * scale, self.shrink)
 
     def damped(self, damping: float | None) -> Factors:
@@ -128,7 +131,13 @@ class Factors:
 
 @dataclass(frozen=True)
 class Moments:
-    """One task's H of a layer, H W = W A: A ``[g, I', I']`` itself, off-diagonals by ``shrink``."""
+    """One task's H of a layer as a matrix, H W = W A.
+
+    Attributes:
+        sums: A, ``[g, I', I']``.
+        shrink: what its off-diagonals are multiplied by.
+        rows: what each row of W has on top, ``[g, O, 1]``, or 0.
+    """
 
     sums: Tensor
     shrink: float = 1.0
@@ -140,19 +149,40 @@ class Moments:
 
     def times(self, w: Tensor, low: int = 0) -> Tensor:
         """H W, of the rows from ``low`` on."""
-        turned = w @ self.matrix()
-        return turned if self.rows is None else turned + self.rows[:, low : low + w.shape[1]] * w
+        return _plus_rows(w @ self.matrix(), self.rows, w, low)
 
 
-def _shrunk(made: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
+def _shrunk(matrix: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
     """A with its off-diagonals times c, in place."""
     if shrink != 1:
-        made.mul_(shrink).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-    return made
+        matrix.mul_(shrink).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return matrix
 
 
-Part = tuple[float, Factors | None, bool]  # α_t, H_t or 0, and whether H_0 stands for H_t
+def _plus_rows(product: Tensor, rows: Tensor | None, w: Tensor, low: int) -> Tensor:
+    """H W with what each row has on top; W begins at row ``low``."""
+    if rows is None:
+        return product
+    return product + rows[:, low : low + w.shape[1]] * w
+
+
+class Part(NamedTuple):
+    """What one model brings into a layer's equation.
+
+    Attributes:
+        weight: α_t.
+        precision: H_t; None: 0.
+        takes_base: whether H_0 + δ stands for H_t.
+    """
+
+    weight: float
+    precision: Factors | Moments | None
+    takes_base: bool
+
+
 Solver = Callable[[Tensor | None, Sequence[Tensor], int], tuple[Tensor, Solved]]
+Division = Callable[[Tensor, Tensor, int], tuple[Tensor, int]]
+Operator = Callable[[Tensor], Tensor]
 
 
 def solver(
@@ -167,196 +197,286 @@ def solver(
         shape: ``(g, O, I')``.
 
     Returns:
-        A function of W_0 (None: the average is the reference) and the W_t, ``[g, rows, I']``, and
-        of the number of the first of these rows, which gives W and how it was found; of factors
-        that are not ``by_rows`` it takes all rows.
+        A function of W_0 (None: the average is the reference), the W_t, ``[g, rows, I']``, and the
+        number of the first of these rows. It gives W and how it was found. Where factors are not
+        ``by_rows``, it takes all rows.
     """
-    held = [f for f in (first, *(h for _, h, _ in parts)) if f is not None]
-    if all(f.by_rows for f in held):
+    precisions = [first, *(part.precision for part in parts)]
+    factors = [factor for factor in precisions if isinstance(factor, Factors)]
+    if all(factor.by_rows for factor in factors):
         return dense(parts, first, delta, shape)
     return _iterative(parts, first, delta)
 
 
-def _steps(
-    parts: Sequence[tuple[float, Any, bool]], base: Tensor | None, models: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """W_r, W_t − W_r, and Σ_t α_t (W_t − W_r)."""
-    alphas = [alpha for alpha, _, _ in parts]
-    if base is None:
-        total = sum(alphas)
-        base = torch.stack([m * (a / total) for m, a in zip(models, alphas, strict=True)]).sum(0)
-    steps = [m - base for m in models]
-    return base, steps, torch.stack([s * a for s, a in zip(steps, alphas, strict=True)]).sum(0)
+@dataclass(frozen=True)
+class _Equation:
+    """One layer's H̄ (W − W_r) = Σ_t α_t (H_0 + H_t)(W_t − W_r).
+
+    Attributes:
+        parts: of every model.
+        first: H_0 without δ, or 0.
+        delta: δ.
+    """
+
+    parts: Sequence[Part]
+    first: Factors | None
+    delta: float
+
+    def reference(self, base: Tensor | None, models: Sequence[Tensor]) -> Tensor:
+        """W_r: the base, or the average."""
+        if base is not None:
+            return base
+        total = sum(part.weight for part in self.parts)
+        shares = [part.weight / total for part in self.parts]
+        return torch.stack([w * share for w, share in zip(models, shares, strict=True)]).sum(0)
+
+    def arithmetic(self, steps: Sequence[Tensor]) -> Tensor:
+        """Σ_t α_t (W_t − W_r)."""
+        weighted = [step * part.weight for step, part in zip(steps, self.parts, strict=True)]
+        return torch.stack(weighted).sum(0)
+
+    def base_times(self, w: Tensor, low: int = 0) -> Tensor:
+        """(H_0 + δ) W."""
+        if self.first is None:
+            return self.delta * w
+        return self.delta * w + self.first.times(w, low)
+
+    def part_times(self, part: Part, w: Tensor, low: int = 0) -> Tensor:
+        """H_t W."""
+        if part.takes_base:
+            return self.base_times(w, low)
+        if part.precision is None:
+            return torch.zeros_like(w)
+        return part.precision.times(w, low)
+
+    def total_times(self, w: Tensor) -> Tensor:
+        """H̄ W."""
+        return self.base_times(w) + sum(
+            part.weight * self.part_times(part, w) for part in self.parts
+        )
+
+
+class _Total(NamedTuple):
+    """H̄ of a layer where every H multiplies rows with one matrix.
+
+    Attributes:
+        matrix: H̄, ``[g, I', I']``.
+        size: H_0 + Σ_t |α_t| H_t; the same tensor where no α_t is negative.
+        rows: what the matrix and the size have in each row on top, ``[2, g, O or 1, 1]``.
+    """
+
+    matrix: Tensor
+    size: Tensor
+    rows: Tensor
+
+
+def _total(
+    parts: Sequence[Part], first: Factors | None, delta: float, groups: int, columns: int
+) -> _Total:
+    """Sum the precisions, with one matrix in memory at a time."""
+    base_weights = [part.weight for part in parts if part.takes_base]
+    signed = 1 + sum(base_weights)
+    absolute = 1 + sum(map(abs, base_weights))
+    terms = [(signed, absolute, first)]
+    for part in parts:
+        if not part.takes_base:
+            terms.append((part.weight, abs(part.weight), part.precision))
+    matrix = torch.eye(columns, dtype=torch.float64).mul_(signed * delta).repeat(groups, 1, 1)
+    size = matrix
+    if any(part.weight < 0 for part in parts):
+        size = torch.eye(columns, dtype=torch.float64).mul_(absolute * delta).repeat(groups, 1, 1)
+    rows = torch.zeros(2, groups, 1, 1, dtype=torch.float64)
+    for weight, magnitude, precision in terms:
+        if precision is None:
+            continue
+        term = precision.matrix()
+        matrix.add_(term, alpha=weight)
+        if size is not matrix:
+            size.add_(term, alpha=magnitude)
+        if precision.rows is not None:
+            rows = rows + torch.stack([weight * precision.rows, magnitude * precision.rows])
+    return _Total(matrix, size, rows)
 
 
 def dense(
-    parts: Sequence[tuple[float, Factors | Moments | None, bool]],
-    first: Factors | None,
-    delta: float,
-    shape: tuple[int, int, int],
+    parts: Sequence[Part], first: Factors | None, delta: float, shape: tuple[int, int, int]
 ) -> Solver:
     """:func:`solver` where every H multiplies rows with one matrix."""
-    g, _, i = shape
-    stood = [alpha for alpha, _, stands in parts if stands]
-    signed, absolute = 1 + sum(stood), 1 + sum(map(abs, stood))
-    known = [(signed, absolute, first), *((a, abs(a), h) for a, h, stands in parts if not stands)]
-    total = torch.eye(i, dtype=torch.float64).mul_(signed * delta).repeat(g, 1, 1)
-    positive = all(alpha >= 0 for alpha, _, _ in parts)
-    size = total if positive else torch.eye(i).double().mul_(absolute * delta).repeat(g, 1, 1)
-    rows = torch.zeros(2, g, 1, 1, dtype=torch.float64)
-    for alpha, most, h in known:  # one matrix at a time
-        if h is not None:
-            own = h.matrix()
-            total.add_(own, alpha=alpha)
-            if size is not total:
-                size.add_(own, alpha=most)
-            if h.rows is not None:
-                rows = rows + torch.stack([alpha * h.rows, most * h.rows])
-    divide = _divide(total, size, rows)
-
-    def start(w: Tensor, low: int) -> Tensor:
-        return delta * w if first is None else delta * w + first.times(w, low)
+    groups, _, columns = shape
+    divide = _division(_total(parts, first, delta, groups, columns))
+    equation = _Equation(parts, first, delta)
 
     def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
-        base, steps, plain = _steps(parts, base, models)
-        right = torch.zeros_like(base)
-        for (alpha, h, stands), step in zip(parts, steps, strict=True):
-            right += alpha * start(step, low)
-            right += alpha * (
-                start(step, low) if stands else 0.0 if h is None else h.times(step, low)
-            )
-        step, undefined = divide(right, plain, low)
-        return base + step, Solved(undefined=undefined)
+        reference = equation.reference(base, models)
+        steps = [w - reference for w in models]
+        right = torch.zeros_like(reference)
+        for part, step in zip(parts, steps, strict=True):
+            right += part.weight * equation.base_times(step, low)
+            right += part.weight * equation.part_times(part, step, low)
+        step, undefined = divide(right, equation.arithmetic(steps), low)
+        return reference + step, Solved(undefined=undefined)
 
     return solve
 
 
-def _divide(
-    total: Tensor, size: Tensor, rows: Tensor
-) -> Callable[[Tensor, Tensor, int], tuple[Tensor, int]]:
+def _division(total: _Total) -> Division:
     """R, X ↦ R H̄⁻¹, with X along the directions that H̄ says nothing of, and how many numbers
-    these are; ``rows`` holds what H̄, and its size, have in each row, or in all, on top."""
-    root, failed = torch.linalg.cholesky_ex(total)
+    these are."""
+    root, failed = torch.linalg.cholesky_ex(total.matrix)
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
-    largest = total.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    sound = not bool(failed.any()) and bool((pivots > SINGULAR * largest).all())
-    if sound and not bool(rows.any()) and (total is size or torch.equal(total, size)):
+    largest = total.matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    is_regular = not bool(failed.any()) and bool((pivots > SINGULAR * largest).all())
+    is_positive = total.matrix is total.size or torch.equal(total.matrix, total.size)
+    if is_regular and is_positive and not bool(total.rows.any()):
         return lambda right, plain, low: (torch.cholesky_solve(right.mT, root).mT, 0)
-    values, vectors = torch.linalg.eigh(total)
-    along = (vectors * (size @ vectors)).sum(-2)
+    values, vectors = torch.linalg.eigh(total.matrix)
+    sizes = (vectors * (total.size @ vectors)).sum(-2)
 
     def divide(right: Tensor, plain: Tensor, low: int) -> tuple[Tensor, int]:
-        own = rows if rows.shape[2] == 1 else rows[:, :, low : low + right.shape[1]]
-        curved, most = values.unsqueeze(-2) + own[0], along.unsqueeze(-2) + own[1]
-        least = torch.maximum(BOUND * most, SINGULAR * most.amax(-1, keepdim=True))
-        kept = (curved > least).expand_as(right)
-        inverse = torch.where(kept, 1 / curved, 0.0)
-        turned = (right @ vectors) * inverse
-        return (turned + (plain @ vectors) * ~kept) @ vectors.mT, int((~kept).sum())
+        rows = total.rows
+        if rows.shape[2] > 1:
+            rows = rows[:, :, low : low + right.shape[1]]
+        curvature = values.unsqueeze(-2) + rows[0]
+        magnitude = sizes.unsqueeze(-2) + rows[1]
+        least = torch.maximum(BOUND * magnitude, SINGULAR * magnitude.amax(-1, keepdim=True))
+        is_defined = (curvature > least).expand_as(right)
+        inverse = torch.where(is_defined, 1 / curvature, 0.0)
+        step = (right @ vectors) * inverse + (plain @ vectors) * ~is_defined
+        return step @ vectors.mT, int((~is_defined).sum())
 
     return divide
 
 
 def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> Solver:
-    def start(w: Tensor) -> Tensor:
-        return delta * w if first is None else delta * w + first.times(w)
+    """:func:`solver` by conjugate gradients."""
+    equation = _Equation(parts, first, delta)
+    weighted = _weighted(parts, first)
+    total_delta = delta * (1 + sum(part.weight for part in parts if part.takes_base))
+    all_positive = all(part.weight >= 0 for part in parts)
+    ridge = _ridge(weighted, total_delta) if all_positive else 0.0
+    precondition = _preconditioner(weighted, total_delta + ridge)
 
-    def own(part: Part, w: Tensor) -> Tensor:
-        _, h, stands = part
-        return start(w) if stands else torch.zeros_like(w) if h is None else h.times(w)
-
-    def total(w: Tensor) -> Tensor:
-        return start(w) + sum(part[0] * own(part, w) for part in parts)
-
-    positive = all(alpha >= 0 for alpha, _, _ in parts)
-    stands = sum(alpha for alpha, _, s in parts if s)
-    weighted = [(alpha, h) for alpha, h, _ in parts if h is not None]
-    weighted += [] if first is None else [(1 + stands, first)]
-    lowest = delta * (1 + stands)
-    floor = SINGULAR * sum(alpha * float(h.values.mean()) for alpha, h in weighted)
-    least = lowest + sum(alpha * float(h.values.min()) for alpha, h in weighted)
-    ridge = floor if positive and least < floor else 0.0  # the nearest solution, where several are
-    precondition = _preconditioner(weighted, lowest + ridge)
+    def times(w: Tensor) -> Tensor:
+        return equation.total_times(w) + ridge * w if ridge else equation.total_times(w)
 
     def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
-        base, steps, plain = _steps(parts, base, models)
-        right = -total(plain)
+        reference = equation.reference(base, models)
+        steps = [w - reference for w in models]
+        arithmetic = equation.arithmetic(steps)
+        right = -equation.total_times(arithmetic)
         size = float(right.norm())
         for part, step in zip(parts, steps, strict=True):
-            pull = part[0] * (start(step) + own(part, step))
+            pull = part.weight * (equation.base_times(step) + equation.part_times(part, step))
             right += pull
             size += float(pull.norm())
-        x, residual, iterations, definite = conjugate_gradients(
-            (lambda w: total(w) + ridge * w) if ridge else total,
-            right,
-            precondition,
-            rounding=1e-14 * size,
-        )
-        if not definite and not positive:  # H̄ is negative somewhere: there is no such step
-            return base + plain, Solved(0.0, iterations, plain.numel())
-        return base + plain + x, Solved(residual, iterations)
+        found = conjugate_gradients(times, right, precondition, rounding=ROUNDING * size)
+        if not found.is_positive and not all_positive:  # there is no such step
+            return reference + arithmetic, Solved(0.0, found.iterations, arithmetic.numel())
+        solved = Solved(found.residual, found.iterations)
+        return reference + arithmetic + found.solution, solved
 
     return solve
 
 
-def _preconditioner(
-    weighted: Sequence[tuple[float, Factors]], delta: float
-) -> Callable[[Tensor], Tensor]:
+def _weighted(parts: Sequence[Part], first: Factors | None) -> list[tuple[float, Factors]]:
+    """The factors whose sum, each by its weight, is H̄ without δ."""
+    weighted = [
+        (part.weight, part.precision) for part in parts if isinstance(part.precision, Factors)
+    ]
+    if first is not None:
+        weighted.append((1 + sum(part.weight for part in parts if part.takes_base), first))
+    return weighted
+
+
+def _ridge(weighted: Sequence[tuple[float, Factors]], delta: float) -> float:
+    """What is added to H̄ where it is singular, so that the nearest solution is found; else 0."""
+    ridge = SINGULAR * sum(weight * float(factors.values.mean()) for weight, factors in weighted)
+    least = delta + sum(weight * float(factors.values.min()) for weight, factors in weighted)
+    return ridge if least < ridge else 0.0
+
+
+def _preconditioner(weighted: Sequence[tuple[float, Factors]], delta: float) -> Operator:
     """The inverse of H̄'s diagonal in the eigenvectors of the average factors."""
-    across = sum(
-        abs(a) * ((f.basis.right * f.values.sum(1, keepdim=True)) @ f.basis.right.mT)
-        for a, f in weighted
-    )
-    assert isinstance(across, Tensor)
-    right, left = torch.linalg.eigh(across)[1], None
-    if all(f.basis.left is not None for _, f in weighted):
-        down = sum(
-            abs(a) * ((u * f.values.sum(-1).unsqueeze(-2)) @ u.mT)
-            for a, f in weighted
-            if (u := f.basis.left) is not None
-        )
-        assert isinstance(down, Tensor)
-        left = torch.linalg.eigh(down)[1]
+    right = _average_inputs(weighted)
+    left = _average_outputs(weighted)
     joint = weighted[0][1].basis
     basis = Basis(joint.weight, joint.bias, joint.layout, right, left)
     diagonal = torch.as_tensor(delta, dtype=torch.float64)
-    for alpha, f in weighted:
-        own = f.values @ (f.basis.right.mT @ right).square()
-        if left is not None and f.basis.left is not None:
-            own = (left.mT @ f.basis.left).square() @ own
-        rest = f.diagonal @ right.square()
-        rest = rest if left is None else left.square().mT @ rest
-        diagonal = diagonal + abs(alpha) * torch.lerp(rest, own, f.shrink)
+    for weight, factors in weighted:
+        rotated = factors.values @ (factors.basis.right.mT @ right).square()
+        if left is not None and factors.basis.left is not None:
+            rotated = (left.mT @ factors.basis.left).square() @ rotated
+        unrotated = factors.diagonal @ right.square()
+        if left is not None:
+            unrotated = left.square().mT @ unrotated
+        diagonal = diagonal + abs(weight) * torch.lerp(unrotated, rotated, factors.shrink)
     inverse = 1 / diagonal.clamp_min(1e-12 * float(diagonal.max()))
-    return lambda r: basis.back(basis.turn(r) * inverse)
+    return lambda residual: basis.back(basis.turn(residual) * inverse)
+
+
+def _average_inputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor:
+    """Eigenvectors of the average A."""
+    matrices = []
+    for weight, factors in weighted:
+        vectors = factors.basis.right
+        values = factors.values.sum(1, keepdim=True)
+        matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
+    return torch.linalg.eigh(sum(matrices[1:], matrices[0]))[1]
+
+
+def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None:
+    """Eigenvectors of the average G; None where one of the precisions has no G."""
+    matrices = []
+    for weight, factors in weighted:
+        vectors = factors.basis.left
+        if vectors is None:
+            return None
+        values = factors.values.sum(-1).unsqueeze(-2)
+        matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
+    return torch.linalg.eigh(sum(matrices[1:], matrices[0]))[1]
+
+
+class Found(NamedTuple):
+    """What conjugate gradients found.
+
+    Attributes:
+        solution: of H X = R.
+        residual: ‖H X − R‖ / ‖R‖.
+        iterations: how many.
+        is_positive: whether H was positive along all directions that were searched.
+    """
+
+    solution: Tensor
+    residual: float
+    iterations: int
+    is_positive: bool
 
 
 def conjugate_gradients(
-    times: Callable[[Tensor], Tensor],
-    right: Tensor,
-    precondition: Callable[[Tensor], Tensor],
-    *,
-    rounding: float = 0.0,
-) -> tuple[Tensor, float, int, bool]:
-    """H⁻¹ R from 0, as far as R is more than ``rounding``: the solution, its relative residual, the
-    iterations, and whether H was positive along all of them."""
-    x, r = torch.zeros_like(right), right.clone()
+    times: Operator, right: Tensor, precondition: Operator, *, rounding: float = 0.0
+) -> Found:
+    """H⁻¹ R from 0; the solution is 0 where R is no larger than ``rounding``."""
+    solution = torch.zeros_like(right)
     goal = float(right.norm())
     if goal <= rounding:
-        return x, 0.0, 0, True
-    z = precondition(r)
-    p, rz = z, (r * z).sum()
-    for k in range(MOST):
-        size = float(r.norm())
+        return Found(solution, 0.0, 0, True)
+    residual = right.clone()
+    preconditioned = precondition(residual)
+    direction = preconditioned
+    product = (residual * preconditioned).sum()
+    for iteration in range(MAX_ITERATIONS):
+        size = float(residual.norm())
         if size <= TOLERANCE * goal:
-            return x, size / goal, k, True
-        q = times(p)
-        curved = (p * q).sum()
-        if not float(curved) > 0:
-            return x, size / goal, k, False
-        step = rz / curved
-        x, r = x + step * p, r - step * q
-        z = precondition(r)
-        rz, last = (r * z).sum(), rz
-        p = z + (rz / last) * p
-    return x, float(r.norm()) / goal, MOST, True
+            return Found(solution, size / goal, iteration, True)
+        image = times(direction)
+        curvature = (direction * image).sum()
+        if not float(curvature) > 0:
+            return Found(solution, size / goal, iteration, False)
+        length = product / curvature
+        solution = solution + length * direction
+        residual = residual - length * image
+        preconditioned = precondition(residual)
+        product_before = product
+        product = (residual * preconditioned).sum()
+        direction = preconditioned + (product / product_before) * direction
+    return Found(solution, float(residual.norm()) / goal, MAX_ITERATIONS, True)

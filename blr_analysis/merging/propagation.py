@@ -12,7 +12,7 @@ from blr_analysis.backprop.inputs import FirstMoments, InputMoments, RunOrder, S
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
-from blr_analysis.merging.layers import Moments, dense
+from blr_analysis.merging.layers import Moments, Part, dense
 from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import track
@@ -65,7 +65,7 @@ def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]
                 raise ModelError(f"task {t + 1} does not run {left!r}: give tasks of one model")
             moments.append(_moments(sums, plan.job.shrink))
         for layer in group:
-            parts = [(a, m[layer.key], False) for a, m in zip(weights, moments, strict=True)]
+            parts = [Part(a, m[layer.key], False) for a, m in zip(weights, moments, strict=True)]
             states = [_own(plan, t, layer.names) for t, _ in each]
             matrices = [layer.join({n: v.double().cpu() for n, v in s.items()}) for s in states]
             g, o, i = matrices[0].shape

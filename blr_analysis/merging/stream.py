@@ -400,7 +400,7 @@ class _Worker:
             factors = None
             if kind == OWN and model.precision is not None:
                 factors = model.precision.factors(layer, *settings)
-            parts.append((weight, factors, kind == BASE))
+            parts.append(Part(weight, factors, kind == BASE))
         start = None
         if plan.base_precision is not None and layer in plan.base_precision.layers:
             start = plan.base_precision.factors(layer, *settings)
