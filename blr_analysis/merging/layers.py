@@ -277,7 +277,7 @@ def _total(
     base_weights = [part.weight for part in parts if part.takes_base]
     signed = 1 + sum(base_weights)
     absolute = 1 + sum(map(abs, base_weights))
-    terms = [(signed, absolute, first)]
+    terms: list[tuple[float, float, Factors | Moments | None]] = [(signed, absolute, first)]
     for part in parts:
         if not part.takes_base:
             terms.append((part.weight, abs(part.weight), part.precision))

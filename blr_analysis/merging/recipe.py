@@ -41,18 +41,19 @@ from blr_analysis.merging.methods import METHODS, default_weights, method_of, wi
 
 AUTO = "auto"
 SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-ELSE = "perhaps mergekit does this"  # of what no recipe here has
-SAID = {  # in the place of pydantic's words
-    "extra_forbidden": f"there is no such key ({ELSE})",
+ELSEWHERE = "perhaps mergekit does this"  # of what no recipe here has
+# Our words for some of pydantic's complaints.
+COMPLAINTS = {
+    "extra_forbidden": f"there is no such key ({ELSEWHERE})",
     "model_type": "expected keys and values, such as model: ./ft1",
 }
 
 
 def _form(value: Any) -> str:
     """In which of its forms a weight is written."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    if isinstance(value, list) and value and all(isinstance(rule, dict) for rule in value):
         return "rules"
     return "rule" if isinstance(value, dict) else "values"
 
@@ -75,6 +76,11 @@ class Section(BaseModel):
     """A mapping of the recipe; a key that is not here is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _empty_section(value: Any) -> Any:
+    """A section that is named and left empty has no keys."""
+    return value or {}
 
 
 class WrittenRule(Section):
@@ -122,7 +128,7 @@ class Entry(Section):
     precision: Text | None = None
     n_data: Annotated[StrictInt, Field(gt=0)] | None = None
     data: Text | None = None
-    parameters: Annotated[ModelParameters, BeforeValidator(lambda v: v or {})] = ModelParameters()
+    parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
 
 
 class Tokenizer(Section):
@@ -138,7 +144,7 @@ class RecipeText(Section):
     models: Annotated[list[Entry], Field(min_length=1)]
     base_model: Text | None = None
     base_precision: Text | None = None
-    parameters: Annotated[Parameters, BeforeValidator(lambda v: v or {})] = Parameters()
+    parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
     dtype: Dtype | None = None
     out_dtype: Dtype | None = None
     tokenizer_source: Text | None = None
@@ -203,13 +209,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         ('linear', [2.0, 2.0])
     """
     place = Path(path_of(path)).expanduser()
-    try:
-        with open(place, "rb") as file:
-            raw = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as fault:
-        raise StorageError(f"the recipe {str(path)!r} cannot be read: {fault}.") from fault
-    if len(raw) > MOST_BYTES:
-        raise InputError(f"{place.name} has more than {MOST_BYTES:,} bytes: no recipe is that long")
+    raw = _read_bytes(place)
     with told_as(InputError, f"{place.name} is no readable YAML"):
         text = raw.decode("utf-8-sig")
         data = YAML(typ="safe", pure=True).load(text)
@@ -219,67 +219,98 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         raise InputError(f"{place.name}: {_complaints(fault)}") from fault
     try:
         reader = _Reader(written, Path(os.path.abspath(place)).parent)
-        return Recipe(place, text, reader.job(), tuple(reader.notes), reader.auto)
+        job = reader.job()
     except BLRError as fault:
         raise type(fault)(f"{place.name}: {fault}") from fault
+    return Recipe(place, text, job, tuple(reader.notes), reader.is_auto)
+
+
+def _read_bytes(place: Path) -> bytes:
+    try:
+        with open(place, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as fault:
+        raise StorageError(f"the recipe {str(place)!r} cannot be read: {fault}.") from fault
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{place.name} has more than {MAX_BYTES:,} bytes: no recipe is that long")
+    return raw
 
 
 def _complaints(fault: ValidationError) -> str:
-    """pydantic's own words, key by key."""
-    errors = fault.errors(include_url=False, include_input=False)[:5]
-    places = (".".join(map(str, e["loc"])) or "the recipe" for e in errors)
-    said = (SAID.get(e["type"], e["msg"]) for e in errors)
-    return "; ".join(map(": ".join, zip(places, said, strict=True)))
+    """What pydantic complains of, key by key."""
+    sentences = []
+    for error in fault.errors(include_url=False, include_input=False)[:5]:
+        place = ".".join(map(str, error["loc"])) or "the recipe"
+        sentences.append(f"{place}: {COMPLAINTS.get(error['type'], error['msg'])}")
+    return "; ".join(sentences)
 
 
 class _Reader:
-    """What the parts of one recipe mean."""
+    """What the parts of one recipe mean.
+
+    Attributes:
+        notes: what the user should know and is no error.
+        is_auto: whether the method is still to be chosen; the recipe is then read as for the method
+            that takes most.
+        base: the folder of the base, or None.
+        entries: what is written of each model, by its folder.
+    """
 
     def __init__(self, text: RecipeText, folder: Path) -> None:
-        self.text, self.folder, self.all = text, folder, text.parameters
+        self.text = text
+        self.folder = folder
         self.notes: list[str] = []
-        self.auto = text.merge_method == AUTO  # read as the method that takes most
+        self.is_auto = text.merge_method == AUTO
         if text.merge_method not in (*METHODS, AUTO):
-            known = ", ".join((*METHODS, AUTO))
-            raise InputError(f"merge_method {text.merge_method!r} is none of {known}: {ELSE}")
-        based = text.base_model is not None
-        self.method = widest(based=based) if self.auto else method_of(text.merge_method)
-        self.base = None
+            methods = ", ".join((*METHODS, AUTO))
+            raise InputError(
+                f"merge_method {text.merge_method!r} is none of {methods}: {ELSEWHERE}"
+            )
+        has_base = text.base_model is not None
+        self.method = widest(based=has_base) if self.is_auto else method_of(text.merge_method)
+        self.base: Path | None = None
         if text.base_model is not None:
             self.base = self._model(text.base_model)
-        self.models = self._models()
+        self.entries = self._entries()
 
     def job(self) -> Job:
         """The merge that the recipe describes."""
-        text, method, told = self.text, self.method, self.all
-        self._note_idle()
-        out_dtype = text.out_dtype or text.dtype
-        if text.dtype in ("bfloat16", "float16"):
-            self.notes.append(f"dtype: computed in float32, rounded once to {out_dtype}")
-        given = {
-            "delta": told.delta if method.takes("delta") else None,
-            "out_dtype": None if out_dtype is None else getattr(torch, out_dtype),
-            "dtype": torch.float64 if text.dtype == "float64" else None,
-            "scale": self._by_layer("lambda_", None, 1.0) if method.takes("scale") else None,
-            **{name: getattr(told, name) for name in SETTINGS},
-        }
+        self._note_parameters_without_effect()
+        self._note_dtype()
         return Job(
-            method.name,
-            tuple(self._member(model, entry) for model, entry in self.models.items()),
+            self.method.name,
+            tuple(self._member(model, entry) for model, entry in self.entries.items()),
             self.base,
             self._base_precision(),
             tokenizer_source=self._tokenizer_source(),
-            **{name: value for name, value in given.items() if value is not None},
+            **self._settings(),
         )
 
+    def _settings(self) -> dict[str, Any]:
+        """The fields of a job that the recipe sets."""
+        parameters = self.text.parameters
+        settings: dict[str, Any] = {name: getattr(parameters, name) for name in SETTINGS}
+        if self.method.takes("delta"):
+            settings["delta"] = parameters.delta
+        if self.method.takes("scale"):
+            settings["scale"] = self._by_layer("lambda_", None, 1.0)
+        if self.text.dtype == "float64":
+            settings["dtype"] = torch.float64
+        out_dtype = self.text.out_dtype or self.text.dtype
+        if out_dtype is not None:
+            settings["out_dtype"] = getattr(torch, out_dtype)
+        return {name: value for name, value in settings.items() if value is not None}
+
     def _existing(self, text: str) -> Path | None:
+        """The file or folder that a recipe names; None where there is none."""
         with told_as(InputError, f"{text!r:.80} names no file"):
             place = self.folder / Path(text).expanduser()
             return place if place.exists() else None
 
     def _model(self, text: str) -> Path:
         """The folder of a model; ``MODEL+ADAPTER`` where MODEL is the base."""
-        place, (model, plus, adapter) = self._existing(text), text.partition("+")
+        place = self._existing(text)
+        model, plus, adapter = text.partition("+")
         if place is None and plus:
             if self.base is None or not self._model(model).samefile(self.base):
                 raise InputError(f"adapters are applied to base_model: write base_model: {model}")
@@ -292,130 +323,184 @@ class _Reader:
             )
         return place
 
-    def _models(self) -> dict[Path, Entry]:
+    def _entries(self) -> dict[Path, Entry]:
         """The models that take part, each once; the base only where it is averaged like them."""
-        own = None if self.base is None else self.base.resolve()
-        seen: dict[Path, tuple[Path, Entry]] = {}
-        for at, entry in enumerate(self.text.models):
+        by_place: dict[Path, tuple[Path, Entry]] = {}
+        for number, entry in enumerate(self.text.models):
             model = self._model(entry.model)
-            if model.resolve() in seen:
-                raise InputError(f"models.{at}: {entry.model!r} is there twice: add up the weights")
+            if model.resolve() in by_place:
+                raise InputError(
+                    f"models.{number}: {entry.model!r} is there twice: add up the weights"
+                )
             if is_adapter(model) and self.base is None:
                 raise InputError(f"{entry.model!r} is an adapter: name its base_model")
-            seen[model.resolve()] = model, entry
-        if own is not None and own in seen and self.method.uses_base:  # whose step is 0
-            _, entry = seen.pop(own)
+            by_place[model.resolve()] = model, entry
+        if self.base is not None:
+            by_place = self._with_base_in_place(by_place, self.base.resolve())
+        if not by_place:
+            raise InputError("there is no model beside the base to merge")
+        return dict(by_place.values())
+
+    def _with_base_in_place(
+        self, by_place: dict[Path, tuple[Path, Entry]], base: Path
+    ) -> dict[Path, tuple[Path, Entry]]:
+        """The models without the base, or with it where the method averages it like them."""
+        is_listed = base in by_place
+        if is_listed and self.method.uses_base:  # its step is 0
+            _, entry = by_place.pop(base)
             if self.method.uses_precisions and (entry.precision or entry.parameters.weight):
                 raise InputError(f"models: {entry.model!r} is base_model itself: take it out")
-        elif own is not None and own in seen and self.method.name == "slerp":
-            seen = {own: seen.pop(own), **seen}
-        elif own and own not in seen and self.method.name == "linear" and self.all.weight:
+        elif is_listed and self.method.name == "slerp":  # which starts at the base
+            return {base: by_place.pop(base), **by_place}
+        elif not is_listed and self.method.name == "linear" and self.text.parameters.weight:
             self.notes.append("base_model is averaged in with the weight of all, as in mergekit")
-            seen[own] = own, Entry(model=str(own))
-        if not seen:
-            raise InputError("there is no model beside the base to merge")
-        return dict(seen.values())
+            by_place[base] = base, Entry(model=str(base))
+        return by_place
 
     def _member(self, model: Path, entry: Entry) -> Member:
         method = self.method
         key = "t" if method.name == "slerp" else "weight"
-        told = [bool(self._rules(key, other)) for other in self.models.values()]
-        if not all(told) and (key == "t" or (any(told) and not method.uses_precisions)):
-            raise InputError(f"{entry.model!r} or another has no {key}, which {method.name} needs")
-        usual = 1.0 if method.normalize else default_weights(method.name, len(told))[0]
-        first = key == "t" and self.base is not None and model.samefile(self.base)
-        weight = self._by_layer(key, entry, usual, rest=first)
+        self._refuse_missing_weight(key, entry)
+        default = 1.0 if method.normalize else default_weights(method.name, len(self.entries))[0]
+        is_start = key == "t" and self.base is not None and model.samefile(self.base)
+        weight = self._by_layer(key, entry, default, complement=is_start)
         density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
         data = self._data(entry)
         return Member(model, self._precision(model, entry), weight, entry.n_data, density, data)
 
+    def _refuse_missing_weight(self, key: str, entry: Entry) -> None:
+        """Raise where some models have a weight and others have none."""
+        have_weights = [bool(self._rules(key, other)) for other in self.entries.values()]
+        is_needed = key == "t" or (any(have_weights) and not self.method.uses_precisions)
+        if is_needed and not all(have_weights):
+            raise InputError(
+                f"{entry.model!r} or another has no {key}, which {self.method.name} needs"
+            )
+
     def _rules(self, name: str, entry: Entry | None) -> tuple[Rule, ...]:
         """The rules of a parameter, what decides first: a model's own, then those of all."""
-        parts = [self.all] if entry is None else [entry.parameters, self.all]
-        return tuple(rule for part in parts for rule in _read(getattr(part, name)))
+        sections: list[ModelParameters] = [self.text.parameters]
+        if entry is not None:
+            sections.insert(0, entry.parameters)
+        return tuple(rule for section in sections for rule in _read(getattr(section, name)))
 
     def _by_layer(
-        self, name: str, entry: Entry | None, usual: float, *, rest: bool = False
+        self, name: str, entry: Entry | None, default: float, *, complement: bool = False
     ) -> Weight:
-        """A parameter as a function of the tensor's name; of no model: what is said of all."""
-        rules = self._rules(name, entry)
-        if rest:
-            rules = tuple(replace(r, values=tuple(1 - v for v in r.values)) for r in rules)
-        if not any(rule.varies for rule in rules[:1]):
-            return rules[0].values[0] if rules else usual
-        names = Folder.open(self.base or next(iter(self.models))).specs
-        for rule in rules:
-            if not any(rule.part in n for n in names):
-                like = max(names, key=len)
-                raise InputError(f"filter {rule.part!r} is in no name such as {like!r}")
-        return LayerWeights(rules, depths(names), usual)
+        """A parameter as a function of the tensor's name.
 
-    def _stored(self, what: str, text: str | None, beside: Path | None) -> Path | None:
-        """A file that must be there where it is named; else the one beside a model."""
-        if text is None:
-            place = None if beside is None else beside / "precision"
-            return place if place is not None and place.exists() else None
+        Without an entry, it is that of all models. ``complement`` gives 1 less the values.
+        """
+        rules = self._rules(name, entry)
+        if complement:
+            rules = tuple(
+                replace(rule, values=tuple(1 - value for value in rule.values)) for rule in rules
+            )
+        if not rules:
+            return default
+        if not rules[0].varies:
+            return rules[0].values[0]
+        names = Folder.open(self.base or next(iter(self.entries))).specs
+        for rule in rules:
+            if not any(rule.part in name for name in names):
+                longest = max(names, key=len)
+                raise InputError(f"filter {rule.part!r} is in no name such as {longest!r}")
+        return LayerWeights(rules, depths(names), default)
+
+    def _named_file(self, key: str, text: str) -> Path:
+        """A file that must be there."""
         place = self._existing(text)
         if place is None:
-            raise InputError(f"{what}: there is no {text!r} beside the recipe")
+            raise InputError(f"{key}: there is no {text!r} beside the recipe")
         return place
 
     def _data(self, entry: Entry) -> Path | None:
         """The examples that statistics are taken of on the way, of all models or of none."""
-        told, name = [e.data is not None for e in self.models.values()], self.text.merge_method
-        if any(told) and (not all(told) or name not in ("fisher", AUTO)):
+        have_data = [other.data is not None for other in self.entries.values()]
+        method = self.text.merge_method
+        if any(have_data) and (not all(have_data) or method not in ("fisher", AUTO)):
             raise InputError("data: stand for precisions of fisher and auto, at every model")
-        if any(told) and name == "fisher" and (entry.precision or entry.n_data):
+        if any(have_data) and method == "fisher" and (entry.precision or entry.n_data):
             raise InputError(f"{entry.model!r}: precision or n_data beside data: one of them")
-        return self._stored("data", entry.data, None)
+        return None if entry.data is None else self._named_file("data", entry.data)
 
     def _precision(self, model: Path, entry: Entry) -> Path | None:
         """H_t: as named, or the folder ``precision`` of the model."""
-        if not self.method.uses_precisions or (entry.data is not None and not self.auto):
+        has_data = entry.data is not None and not self.is_auto
+        if not self.method.uses_precisions or has_data:
             return None
-        beside = model if "precision" not in entry.model_fields_set else None
-        place = self._stored("precision", entry.precision, beside)
-        if place is None and self.all.missing_precision in (None, "error") and not self.auto:
-            what = f"{entry.model!r} has no precision"
-            raise InputError(f"{what}: run `blr-analysis fisher`, or set missing_precision")
+        if entry.precision is not None:
+            return self._named_file("precision", entry.precision)
+        is_written = "precision" in entry.model_fields_set  # as null, which takes none
+        place = None if is_written else _precision_beside(model)
+        may_be_missing = self.text.parameters.missing_precision in ("base", "zero")
+        if place is None and not may_be_missing and not self.is_auto:
+            raise InputError(
+                f"{entry.model!r} has no precision: run `blr-analysis fisher`, or set "
+                "missing_precision"
+            )
         return place
 
     def _base_precision(self) -> Path | None:
         """H_0: as named, or the folder beside the base; ``base_precision: null`` takes none."""
         if not self.method.uses_base_precision:
             return None
-        beside = self.base if "base_precision" not in self.text.model_fields_set else None
-        place = self._stored("base_precision", self.text.base_precision, beside)
-        if place is not None and beside is not None:
+        if self.text.base_precision is not None:
+            return self._named_file("base_precision", self.text.base_precision)
+        is_written = "base_precision" in self.text.model_fields_set
+        if is_written or self.base is None:
+            return None
+        place = _precision_beside(self.base)
+        if place is not None:
             self.notes.append(f"base_precision: taken from {str(place)!r}")
         return place
 
-    def _note_idle(self) -> None:
-        """Parameters without effect, which mergekit ignores too."""
-        method, told = self.method, self.text.base_precision
-        for part in (self.all, *(entry.parameters for entry in self.models.values())):
-            said = [name for name in sorted(part.model_fields_set) if not method.takes(name)]
-            self.notes += [f"{name.rstrip('_')} has no effect on {method.name}" for name in said]
-        if not method.uses_precisions and (told or any(e.precision for e in self.models.values())):
+    def _note_parameters_without_effect(self) -> None:
+        """mergekit ignores them, too."""
+        method = self.method
+        entries = list(self.entries.values())
+        for section in (self.text.parameters, *(entry.parameters for entry in entries)):
+            for name in sorted(section.model_fields_set):
+                if not method.takes(name):
+                    self.notes.append(f"{name.rstrip('_')} has no effect on {method.name}")
+        has_precisions = bool(self.text.base_precision) or any(e.precision for e in entries)
+        if has_precisions and not method.uses_precisions:
             self.notes.append(f"{method.name} takes no precisions: they are not read")
+
+    def _note_dtype(self) -> None:
+        if self.text.dtype in ("bfloat16", "float16"):
+            out_dtype = self.text.out_dtype or self.text.dtype
+            self.notes.append(f"dtype: computed in float32, rounded once to {out_dtype}")
 
     def _tokenizer_source(self) -> str | Path | None:
         """What ``tokenizer_source``, or the longer ``tokenizer``, names."""
-        longer_form = self.text.tokenizer
         source = self.text.tokenizer_source
-        if source is None and longer_form is not None:
-            source = longer_form.source
+        if source is None and self.text.tokenizer is not None:
+            source = self.text.tokenizer.source
         if source in (None, "base", "union"):
             return source
         return self._model(source.removeprefix("model:"))
 
 
+def _precision_beside(model: Path) -> Path | None:
+    """The folder ``precision`` of a model, where there is one."""
+    place = model / "precision"
+    return place if place.exists() else None
+
+
 def _read(written: WrittenWeight | None) -> list[Rule]:
     """A weight in any of its forms; ``*`` and no filter are the part of every name."""
-    if written is None or isinstance(written, tuple):
-        return [] if written is None else [Rule(written)]
+    if written is None:
+        return []
+    if isinstance(written, tuple):
+        return [Rule(written)]
     rules: Sequence[WrittenRule] = written if isinstance(written, list) else [written]
-    return [Rule(r.value, "" if r.filter in (None, "*") else str(r.filter)) for r in rules]
+    return [Rule(rule.value, _part(rule.filter)) for rule in rules]
+
+
+def _part(written_filter: str | None) -> str:
+    """What a tensor's name must contain."""
+    return "" if written_filter in (None, "*") else written_filter
 
 
 def _snapshot(text: str) -> Path | None:
