@@ -71,6 +71,20 @@ def steps(rows: list[dict[str, Any]]) -> pd.DataFrame:
     )
 
 
+def audits(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The fit and the ranking of a ResNet beside its training."""
+    return pd.DataFrame(
+        {
+            "what": row["what"],
+            "images": row["images"],
+            "epochs": row["epochs"],
+            "processor seconds": f"{row['seconds']:.1f}",
+            "trainings": f"{row['trainings']:.2f}",
+        }
+        for row in rows
+    )
+
+
 def compared(measured: Result) -> dict[str, str]:
     """What one problem says, of one run: multiples of the floor and of the others' times."""
     floors = ("V diag", "sensitivity diag", "V kron", "sensitivity kron")
@@ -90,6 +104,18 @@ def compared(measured: Result) -> dict[str, str]:
     row["V diag: of the published way's peak memory"] = f"{share:.2f}"
     faster("V kron: faster than laplace-torch", "V kron", "laplace-torch")
     return row
+
+
+def audit_line(rows: list[dict[str, Any]]) -> str:
+    """What the fit and the ranking of a ResNet cost."""
+    by_name = {row["what"]: row for row in rows}
+    fit, both = by_name["fit"], by_name["both"]
+    return (
+        f"Fit and `suspicious` of a ResNet at four checkpoints: {both['trainings']:.2f} of its "
+        f"training of {both['epochs']} epochs; the fit takes "
+        f"{fit['forward passes a checkpoint']:.1f} forward and "
+        f"{fit['backward passes a checkpoint']:.1f} backward passes a checkpoint, ten classes."
+    )
 
 
 def summary(variance: dict[str, Result], rows: list[dict[str, Any]]) -> list[str]:
@@ -135,14 +161,17 @@ def main() -> None:
         folder = Path(name)
         rows = run("rule_step", folder, *on)["rows"]
         variance = run("variance", folder, *quick, *on)
+        smaller = ["--images", "500"] if args.quick else []
+        resnet = run("resnet", folder, *smaller)["rows"]
     tables = {
         "costs": costs(variance),
         "rule_step": steps(rows),
+        "audit": audits(resnet),
     }
     for name, table in tables.items():
         results.write(name if args.device == "cpu" else f"{name}_{args.device}", table)
         print(table.to_string(index=False), end="\n\n")
-    lines = [machine(), "", *summary(variance, rows)]
+    lines = [machine(), "", *summary(variance, rows), audit_line(resnet)]
     print(*lines, sep="\n")
     if args.device != "cpu":
         return

@@ -239,6 +239,62 @@ def dead_on_the_probe() -> Case:
     return found
 
 
+def conv_norm(i: int, o: int, kernel: int, activation: Any = None, **shape: Any) -> nn.Sequential:
+    """A convolution without a bias, in front of its norm, as vision models have it."""
+    conv = nn.Conv2d(i, o, kernel, padding=kernel // 2, bias=False, **shape)
+    return nn.Sequential(conv, nn.BatchNorm2d(o), *([] if activation is None else [activation()]))
+
+
+INPLACE = partial(nn.ReLU, inplace=True)
+
+
+def basic_block(i: int, o: int, stride: int) -> nn.Module:
+    """ResNet's: two convolutions and a skip connection, projected where the shape changes."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        return F.relu_(m.second(m.first(x)) + m.skip(x))
+
+    first = conv_norm(i, o, 3, INPLACE, stride=stride)
+    skip = nn.Identity() if (i, stride) == (o, 1) else conv_norm(i, o, 1, stride=stride)
+    return graph(call, first=first, second=conv_norm(o, o, 3), skip=skip)
+
+
+def resnet() -> Case:
+    stem = conv_norm(2, 3, 3, INPLACE)
+    blocks = [basic_block(3, 3, 1), basic_block(3, 4, 2)]
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return stacked((5, 2, 4, 4), stem, *blocks, *pool, HEAD())
+
+
+def mobilenet() -> Case:
+    """An inverted residual with squeeze and excitation, as of MobileNet V3."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        h = m.depthwise(m.expand(x))
+        return m.out((x + m.project(h * m.gate(h))).mean((2, 3)))
+
+    gate = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 2, 1), nn.ReLU(), nn.Conv2d(2, 6, 1),
+        nn.Hardsigmoid())  # fmt: skip
+    parts = dict(expand=conv_norm(4, 6, 1, nn.Hardswish), gate=gate, project=conv_norm(6, 4, 1))
+    depthwise = conv_norm(6, 6, 3, nn.Hardswish, groups=6)
+    return made(call, (5, 4, 3, 3), depthwise=depthwise, out=HEAD(), **parts)
+
+
+def convnext() -> Case:
+    """Depthwise 7 x 7, LayerNorm over channels behind, two Linears, a scale per channel."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        h = m.norm(m.depthwise(x).permute(0, 2, 3, 1))
+        h = m.scale * m.narrow(F.gelu(m.widen(h)))
+        return m.out((x + h.permute(0, 3, 1, 2)).mean((2, 3)))
+
+    depthwise = nn.Conv2d(4, 4, 7, padding=3, groups=4)
+    parts = dict(norm=nn.LayerNorm(4), widen=nn.Linear(4, 6), narrow=nn.Linear(6, 4))
+    scale = nn.Parameter(torch.full((4,), 0.1))
+    return made(call, (5, 4, 3, 3), depthwise=depthwise, scale=scale, out=HEAD(), **parts)
+
+
 HEAD = partial(nn.Linear, 4, 2)
 USES: dict[str, Callable[[], Case]] = {
     **{f"positions_plain_{t}": lambda t=t: positions(t) for t in (1, 3, 4, 6, 7)},
@@ -294,8 +350,14 @@ USES: dict[str, Callable[[], Case]] = {
     "one_example_sequence_first": lambda: sequence_first(2, True, 1),
     "two_examples": lambda: sequence_first(2, n=2),
 }  # fmt: skip
+VISION: dict[str, Callable[[], Case]] = {
+    "resnet": resnet,
+    "mobilenet": mobilenet,
+    "convnext": convnext,
+}
 CASES: dict[str, Callable[[], Case]] = {
     **{name: lambda name=name: Case(*example_models()[name]) for name in example_models()},
     **LAYERS,
     **USES,
+    **VISION,
 }

@@ -7,6 +7,7 @@ gradients of as many output directions (columns) as needed, in factored form.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -127,6 +128,7 @@ def chunks(
     pieces = order.split(exact or fits)
     pieces = pieces[ranks.rank() :: ranks.count()] if divided else pieces
     shown = track(pieces, total=len(pieces), label=label, show=task.progress)
+    start = time.perf_counter()
     for number, (chosen, batch) in enumerate(_fitted(task, plan, shown, exact=bool(exact))):
         if kept is not None and number < kept.done:
             continue
@@ -136,6 +138,7 @@ def chunks(
         f, y = recording.outputs.detach(), recording.targets
         yield Chunk(chosen, f, y, task, params, plan, recording, room)
         del recording, batch, f, y
+    plan.without_rule.warn(time.perf_counter() - start)
 
 
 def default_memory(params: Mapping[str, Tensor], least: int, one: float) -> int:

@@ -7,7 +7,7 @@ a new layer is one more row. Layers without a row are differentiated by themselv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,13 +239,27 @@ RULES: dict[type[nn.Module], Rule] = {
 }
 
 
-def rule_for(module: nn.Module) -> Rule | None:
-    """The rule of this layer's exact type; a subclass may compute something else and has none."""
+OF_FORWARD = ("forward", "_conv_forward")  # the methods that a layer's output comes from
+
+
+def inherited(module: nn.Module, kinds: Collection[type[nn.Module]]) -> type[nn.Module] | None:
+    """The type among ``kinds`` that the module is of, or whose forward pass it inherits unchanged.
+
+    >>> class Head(nn.Linear):
+    ...     purpose = "logits"
+    >>> inherited(Head(2, 2), RULES) is nn.Linear
+    True
+    """
     kind = type(module)
-    if kind in RULES:
-        return RULES[kind]
+    parent = next((base for base in kind.__mro__ if base in kinds), None)
+    unchanged = all(getattr(kind, n, None) is getattr(parent, n, None) for n in OF_FORWARD)
+    return parent if unchanged else None
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule of this layer; a subclass with a forward pass of its own has none."""
+    kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return transposed_linear
-    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return linear
-    return None
+    parent = inherited(module, RULES)
+    return None if parent is None else RULES[parent]

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
-from blr_analysis.backprop.layers import rule_for, upcast
+from blr_analysis.backprop.layers import inherited, rule_for, upcast
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read
 from blr_analysis.backprop.record import Unit, fetched
@@ -130,8 +130,9 @@ def _disagreeing(term: Term, truth: Truth, floor: float) -> set[str]:
     blocks: Iterator[tuple[Term, Tree]] = iter([(term, own)])
     if layout is not None and [tuple(t.shape) for t in own.values()] == [layout.shape]:
         ((name, whole),) = own.items()  # no second table of all words is made
+        matrix = whole.reshape(layout.rows, layout.columns)
         rows = slices(layout.rows, HELD // layout.columns)
-        blocks = ((term.rows(chosen), {name: whole[chosen]}) for chosen in rows)
+        blocks = ((term.rows(chosen), {name: matrix[chosen]}) for chosen in rows)
     gaps, sizes = (dict.fromkeys(own, 0.0) for _ in range(2))
     for part, theirs in blocks:
         ours = {n: t.new_zeros(1, *t.shape, dtype=working(t.dtype)) for n, t in theirs.items()}
@@ -160,7 +161,7 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
         }
         if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             rule = rule_for(module) if set(own) <= {"weight", "bias"} else None
-            rule = recurrence if type(module) in RECURRENT else rule
+            rule = recurrence if inherited(module, RECURRENT) else rule
             units.append(Unit(path, module, own, rule))
     return units
 

@@ -7,9 +7,11 @@ model for that chunk, one example at a time, rather than misread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +21,50 @@ from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call
 from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.checks import some
 from blr_analysis.task import Task, parameter_places
 
 Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
+
+
+@dataclass
+class WithoutRule:
+    """Parameters that no layer rule reads, and the seconds of their gradients, until they are
+    named."""
+
+    names: set[str] = field(default_factory=set)
+    seconds: float = 0.0
+    named: bool = False
+
+    @contextmanager
+    def timed(self, names: Iterable[str], device: torch.device) -> Iterator[None]:
+        """Count what happens inside as the work for these parameters."""
+        if self.named:
+            yield
+            return
+        start = _clock(device)
+        yield
+        self.seconds += _clock(device) - start
+        self.names.update(names)
+
+    def warn(self, whole: float) -> None:
+        """Name them once, with their share of the ``whole`` seconds of a sweep."""
+        if self.named or not self.names:
+            return
+        self.named = True
+        share = min(1.0, self.seconds / max(whole, 1e-9))
+        warnings.warn(
+            f"no layer rule reads {some(sorted(self.names))}: their gradients, by torch.func, took "
+            f"{share:.0%} of a sweep's time",
+            stacklevel=3,
+        )
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -36,6 +79,7 @@ class Plan:
     outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
     numbers: float = 0.0  # in the data of one example of the probe
     routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
+    without_rule: WithoutRule = field(default_factory=WithoutRule)
 
     def chunk_size(
         self, columns: int, budget: int, itemsize: int, n_data: int, *, by_parts: bool = False
@@ -70,14 +114,18 @@ class Plan:
                 if axes is None:
                     alone.update(visit.unit.names.values())
                     continue
+                names = visit.unit.names.values()
+                slow = visit.unit.rule is None
+                timed = self.without_rule.timed(names, task.device) if slow else nullcontext()
                 try:
-                    terms += read(canonical, values, visit, axes, visited, len(indices))
+                    with timed:
+                        terms += read(canonical, values, visit, axes, visited, len(indices))
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError:  # a module that does not run by itself: it keeps state
-                    if visit.unit.rule is not None:
+                    if not slow:
                         raise
-                    alone.update(visit.unit.names.values())
+                    alone.update(names)
         result = []
         for term in merged(terms):
             if alone.isdisjoint(term.names):
@@ -85,7 +133,8 @@ class Plan:
             else:
                 alone.update(term.names)
         if alone:
-            result.append(task_columns(task, values, sorted(alone), indices, cotangents))
+            with self.without_rule.timed(alone, task.device):
+                result.append(task_columns(task, values, sorted(alone), indices, cotangents))
         return result
 
     def _misplaced(

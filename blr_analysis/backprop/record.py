@@ -227,7 +227,7 @@ def record(
     def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
         given = tree_leaves((args, kwargs))
         leaves, spec = tree_flatten(output)
-        if any(map(_inside_transform, (*given, *leaves))):
+        if any(map(inside_transform, (*given, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = counts.get(unit.path, 0)
         counts[unit.path] = occurrence + 1
@@ -274,7 +274,7 @@ def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def _inside_transform(leaf: Any) -> bool:
+def inside_transform(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
 

@@ -186,7 +186,8 @@ def test_float32(name: str) -> None:
 
 
 RULES = {
-    **{n: {"convolution", "norm", "linear"} for n in ("images", "volumes")},
+    **{n: {"convolution", "norm", "linear"} for n in ("images", "volumes", "resnet", "mobilenet")},
+    **{n: {"convolution", "linear"} for n in ("conv1d_pointwise", "conv2d_strided")},
     **{f"{n}norm_two_dims": {"convolution", "norm", "linear"} for n in ("layer", "rms")},
     "conv1d_of_hugging_face": {"transposed_linear", "linear"},
     "embedding_padding": {"embedding", "linear"},
@@ -211,6 +212,56 @@ RULES = {
 def test_fast_rules_are_used(name: str) -> None:
     """No shape that can be told apart sends an ordinary layer to a slower way."""
     assert set(ways(example(name)[0]).values()) == RULES[name]
+
+
+class FirstOutput(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        return (x[0] if isinstance(x, tuple) else x).flatten(1)
+
+
+ORDINARY: dict[str, tuple[type[nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (nn.Linear, (4, 2), (4,)),
+    "conv1d": (nn.Conv1d, (4, 2, 3), (4, 5)),
+    "conv2d": (nn.Conv2d, (4, 2, 3), (4, 5, 4)),
+    "conv3d": (nn.Conv3d, (4, 2, 2), (4, 3, 2, 2)),
+    "rnn": (nn.RNN, (4, 3), (2, 4)),
+    "lstm": (nn.LSTM, (4, 3), (2, 4)),
+    "gru_cell": (nn.GRUCell, (4, 3), (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_a_bias_or_a_subclass_makes_no_difference(name: str, bias: bool, kind: str) -> None:
+    """The layer's own rule reads it, and no module around it is differentiated in its place."""
+    layer, sizes, shape = ORDINARY[name]
+    layer = layer if kind == "plain" else type("Renamed", (layer,), {})
+    first = {"batch_first": True} if name in ("rnn", "lstm") else {}
+    with seeded(0):
+        parts = (nn.Tanh(), layer(*sizes, bias=bias, **first), FirstOutput())
+        model = nn.Sequential(nn.Sequential(*parts), nn.LazyLinear(2)).double()
+        task = task_of(Case(model, normal(5, *shape)))
+    assert "0" not in ways(task).values()
+    assert "0.1" not in ways(task).values()
+    assert relative(jacobian_of(task, 3), dense_jacobian(task, task.parameters())) < EXACT
+
+
+def test_a_subclass_with_a_forward_pass_of_its_own_has_no_rule() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Standardised(nn.Conv2d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(x, weight - weight.mean(), bias)
+
+    for layer in (Doubled(3, 4), Standardised(3, 4, 1)):
+        x = normal(5, 3, *[1] * (layer.weight.ndim - 2))
+        with seeded(0):
+            task = task_of(Case(nn.Sequential(layer, nn.Flatten(), nn.Linear(4, 2)).double(), x))
+        assert ways(task)["0.weight"] == "0"
+        assert relative(jacobian_of(task, 3), dense_jacobian(task, task.parameters())) < EXACT
 
 
 def test_the_whole_model_is_the_last_resort() -> None:
