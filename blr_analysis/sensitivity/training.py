@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Subset
 
@@ -45,6 +44,7 @@ Part = tuple[Task, Tensor, Tensor]
 
 RATES = (1e-2, 5e-3, 2e-3, 5e-4)  # of Adam, that a training of unknown recipe tries
 DIVERGES = 'a training by the recipe diverges: give other passes=, or solver="retrain"'
+ONE_VALUE = "Expected more than 1 value per channel"  # as torch's BatchNorm says it
 EPOCHS, BATCH = 8, 32  # of a training of unknown recipe
 
 
@@ -90,14 +90,13 @@ def trained(
     best = None if recipe.validation is None else Best(under, recipe)
     trail = Trail(steps if best is None else None)
     begin_training(under.model, task.modes, recipe.mode)
-    least = 2 if _mixes(under.model) else 1
     devices = [task.device] if task.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         batches = _minibatches(frames, n, recipe, seed)
         shown = track(batches, total=steps, label=label, show=task.progress)
         for done, batch in enumerate(shown, start=1):
-            if sum(len(chosen) for _, chosen in batch) >= least:
+            if any(len(chosen) for _, chosen in batch):
                 recipe.set_rate(optimizer, (done - 1) / planned)
                 _step(under, batch, optimizer, reduction)
             if states is not None:
@@ -117,9 +116,8 @@ def _of_training(part: Task, task: Task, under: Task, recipe: Recipe) -> Task:
     return drawing(part, task, recipe).under(under.model, task.device)
 
 
-def _mixes(model: nn.Module) -> bool:
-    """Whether some BatchNorm takes its statistics from the minibatch."""
-    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+class _OneValue(ModelError):
+    """A minibatch has one value for each channel of a BatchNorm, and so no variance."""
 
 
 def _step(
@@ -128,20 +126,28 @@ def _step(
     optimizer: torch.optim.Optimizer,
     reduction: Reduction,
 ) -> None:
-    """One step on the loss of a minibatch, reduced as it was in training."""
+    """One step on the loss of a minibatch, reduced as it was in training; none where BatchNorm
+    refuses it, as a minibatch of one example may be."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         try:
             loss = _loss(under, batch, reduction)
         except ModelError as error:
+            if ONE_VALUE in str(error):
+                raise _OneValue(str(error)) from error
             raise ModelError(f"{DIVERGES} ({error})") from error
         if not bool(loss.isfinite()):
             raise ModelError(DIVERGES)
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[call-overload]
+    buffers = under.model.named_buffers()
+    counts = {name: count.clone() for name, count in buffers if count.ndim == 0}
+    try:
+        optimizer.step(closure)  # type: ignore[call-overload]
+    except _OneValue:  # BatchNorm counts minibatches before it looks at them
+        _load(under.model, counts)
 
 
 def _loss(under: Task, batch: list[tuple[Task, Tensor]], reduction: Reduction) -> Tensor:

@@ -147,6 +147,35 @@ def test_checkpoints_know_the_modes_of_their_training() -> None:
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("spatial", [False, True])
+def test_a_last_minibatch_of_one_example_is_a_step_where_torch_takes_it(spatial: bool) -> None:
+    """BatchNorm over the places of an image has a variance in one example; over one value none."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(4, 3), nn.BatchNorm1d(3)]
+        if spatial:
+            layers = [nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(9, 3)]
+        return nn.Sequential(*layers).double()
+
+    x, y = data()
+    x = x[:5, None] if spatial else x[:5]
+    recipe = blr.Recipe("sgd", lr=LR, epochs=2, batch_size=4, initial=made().state_dict())
+    task = blr.Task(made().eval(), (x, y[:5]), recipe=recipe, progress=False)
+    found = trained(task, whole_data(task), recipe, 0)
+    model, order = made(), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(2):
+        rank = torch.randperm(5, generator=order).argsort()
+        for rows in (rank < 4, rank == 4):
+            if spatial or int(rows.sum()) > 1:
+                optimizer.zero_grad()
+                cross_entropy(model(x[rows]), y[:5][rows]).backward()
+                optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_the_tasks_model_keeps_its_modes() -> None:
     model = network().eval()
     recipe = blr.Recipe("sgd", lr=LR, epochs=1, batch_size=N, mode="train")
