@@ -287,22 +287,48 @@ def _bytes(batch: Any) -> bytes:
     return b"".join(told)
 
 
-def row_labels(given: Mapping[str, Any], n_data: int, known: Any = None) -> Any:
-    """The one index of all the pandas objects among these, which have a row for each example, and
-    of the data, where it is ``known``.
+def row_labels(parts: Mapping[str, Any], n_data: int) -> tuple[Any, ...] | None:
+    """The one index of the pandas objects that the data are made of; None where there are none.
 
     0 … N − 1 counts rows and goes with labels of every kind but those that are places themselves.
 
     Raises:
         InputError: they differ.
     """
-    held = {tuple(x.index) for x in given.values() if hasattr(x, "reindex")}
-    held |= set() if known is None else {known}
+    indexes = {tuple(part.index) for part in parts.values() if hasattr(part, "reindex")}
     places = tuple(range(n_data))
-    others = held - {places}
-    if len(others) > 1 or (others and places in held and set(*others) == set(places)):
-        raise InputError("the row labels of data, metadata and weights differ; pass .to_numpy()")
-    return next(iter(others or held), None)
+    labels = indexes - {places}
+    ambiguous = bool(labels) and places in indexes and set(*labels) == set(places)
+    if len(labels) > 1 or ambiguous:
+        raise InputError("the row labels of X and y differ; pass .to_numpy()")
+    return next(iter(labels or indexes), None)
+
+
+def labels_beside(
+    columns: Mapping[str, Any], n_data: int, labels: tuple[Any, ...] | None
+) -> tuple[Any, ...] | None:
+    """The row labels of a task: those of its data, which its metadata and weights must have too.
+
+    Data without ``labels`` have rows 0 … N − 1. An index that only counts rows has no labels: it
+    goes with data of every kind, but not with labels that are other places.
+
+    Raises:
+        InputError: a pandas object with another index.
+    """
+    places = tuple(range(n_data))
+    reordered = labels is not None and labels != places and set(labels) == set(places)
+    for name, column in columns.items():
+        if not hasattr(column, "reindex"):
+            continue
+        index = tuple(column.index)
+        counts_rows = index == places and not reordered
+        if counts_rows or index == labels:
+            labels = labels or places
+            continue
+        raise InputError(
+            f"{name} has another row index than the data; in their order: reset_index(drop=True)"
+        )
+    return labels
 
 
 def chosen_indices(

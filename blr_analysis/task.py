@@ -81,9 +81,11 @@ class Task:
         progress: None shows a bar on a terminal when the work is long; True always, False never.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
-            value per example; they come back in every table and can be selected by. Where they,
-            ``weights`` or the data are of pandas, their one index is that of the examples: a mask
-            that is a Series is read by it, and a pandas Index selects by it.
+            value per example; they come back in every table and can be selected by. Pandas data
+            bring an index, which metadata and ``weights`` of pandas must share: a mask that is a
+            Series is read by it, and a pandas Index selects by it. Beside tensors, whose rows are
+            0 … N − 1, any other index is refused: ``reset_index(drop=True)`` where the order is
+            that of the data.
         checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
             trainer's folders, one folder of ``checkpoint-*``, or a
             :class:`blr_analysis.Checkpoints`. The model's own weights are the last.
@@ -146,9 +148,10 @@ class Task:
         self.forward: reading.Forward = forward or reading.default_forward
         metadata = described if metadata is None else metadata
         self.metadata = reading.read_metadata(metadata, self.n_data)
-        columns = {} if metadata is None else {k: metadata[k] for k in metadata}
-        columns |= {"weights": weights}
-        labels = reading.row_labels(columns, self.n_data, examples.labels)
+        names = () if metadata is None else list(metadata)
+        beside: dict[str, Any] = {f"metadata {name!r}": metadata[name] for name in names}
+        beside["weights"] = weights
+        labels = reading.labels_beside(beside, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
         self.modes = getattr(checkpoints, "modes", None) or training_modes(model)
         self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)

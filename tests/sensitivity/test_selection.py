@@ -62,18 +62,24 @@ def test_every_way_of_saying_one_four_eight(audit, selection: Any) -> None:
 SHUFFLED = pd.DataFrame({"source": list("aabbccaab")}).sample(frac=1, random_state=0)
 STRANGE = SHUFFLED.set_axis([f"row {i}" for i in SHUFFLED.index])
 WAYS = {
-    "metadata": lambda f, x, y: blr.Task(mlp(), (x, y), metadata={"source": f.source}),
+    "metadata": lambda f, x, y: blr.Task(
+        mlp(), (x, pd.Series(y.numpy(), index=f.index)), metadata={"source": f.source}
+    ),
     "pair": lambda f, x, y: blr.Task(mlp(), (pd.DataFrame(x.numpy(), index=f.index), y)),
-    "weights": lambda f, x, y: blr.Task(mlp(), (x, y), weights=pd.Series(1.0, index=f.index)),
+    "weights": lambda f, x, y: blr.Task(
+        mlp(),
+        (pd.DataFrame(x.numpy(), index=f.index), y),
+        weights=pd.Series(1.0, index=f.index),
+    ),
     "frame": lambda f, x, y: blr.Task(
         mlp(), pd.DataFrame(x.numpy(), index=f.index).assign(y=y.numpy()), target="y"
     ),
-    "subset": lambda f, x, y: blr.Task(mlp(), (x.flip(0), y.flip(0)), metadata=f[::-1]).subset(
-        range(N - 1, -1, -1)
-    ),
-    "another model": lambda f, x, y: blr.Task(mlp(), (x, y), metadata=f).with_model(
-        blr.Task(mlp(), (x, y))
-    ),
+    "subset": lambda f, x, y: blr.Task(
+        mlp(), (x.flip(0), pd.Series(y.numpy(), index=f.index)[::-1]), metadata=f[::-1]
+    ).subset(range(N - 1, -1, -1)),
+    "another model": lambda f, x, y: blr.Task(
+        mlp(), (x, pd.Series(y.numpy(), index=f.index)), metadata=f
+    ).with_model(blr.Task(mlp(), (x, y))),
 }
 
 
@@ -112,6 +118,24 @@ def test_labels_of_which_a_task_knows_none_are_refused(metadata: Any) -> None:
     reset = blr.Task(mlp(), (x, y), metadata={"source": SHUFFLED.source.reset_index(drop=True)})
     with pytest.raises(InputError, match="to_numpy"):
         reset.subset(mask)
+
+
+@pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
+def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFrame) -> None:
+    x, y = torch.randn(N, 4), torch.arange(N) % 3
+    named = pd.DataFrame(x.numpy(), index=frame.index[::-1])
+    listed = [(x[i], y[i]) for i in range(N)]
+    for data in ((x, y), (named, y), (x, pd.Series(y.numpy(), index=named.index)), listed):
+        for column in (
+            {"metadata": frame},
+            {"metadata": {"source": frame.source}},
+            {"weights": pd.Series(1.0, index=frame.index)},
+        ):
+            with pytest.raises(InputError, match="row index.*reset_index"):
+                blr.Task(mlp(), data, **column)
+        if data[0] is x:
+            reset = frame.reset_index(drop=True)
+            assert blr.Task(mlp(), (x, y), metadata=reset).metadata["source"] == list(frame.source)
 
 
 def test_a_series_relabels_the_rows_that_it_names() -> None:
