@@ -5,8 +5,8 @@
 One row per data set, optimizer, fault and score: AUROC, precision at k (k: how many faults were
 planted) and seconds, training included; means over the seeds. A last table says how well the kinds
 that `blr.suspicious` names are right: of the examples named so how many were planted (precision),
-of those planted how many are named so (recall). cleanlab's scores are its own
-(`get_label_quality_scores`), from probabilities of 5-fold cross-validation (five trainings more) or
+of those planted how many are named so (recall), and of labels the precision that is expected.
+cleanlab's scores are its own (`get_label_quality_scores`), from probabilities of 5-fold cross-validation (five trainings more) or
 of the trained network itself. ``--quick`` takes digits and one seed; otherwise 5,000 images of
 Fashion-MNIST too, fetched as in the tutorials.
 """
@@ -159,6 +159,7 @@ def rows(where: tuple[str, ...], fault: Fault, seed: int) -> Iterator[dict[str, 
     named, k = torch.tensor([word == kind for word in ours.kind]), int(wrong.sum())
     right, told = float((named & wrong).sum()), max(1, int(named.sum()))
     about = {"named": int(named.sum()), "precision": right / told, "recall": right / k}
+    about["expected"] = ours.precision if kind == "label" and ours.precision else math.nan
     yield {**dict(zip(NAMES, (*where, "named"), strict=True)), "planted": k, **about}
     for name, (score, seconds) in scores.items():
         first = torch.argsort(score, descending=True, stable=True)[:k]
@@ -204,8 +205,8 @@ def main() -> None:
                 found += measured(name, *data, seed)
     table = pd.DataFrame(found)
     kinds = table["recall"].notna()
-    for part, columns in ((~kinds, ["AUROC", "precision", "seconds"]),
-                          (kinds, ["planted", "named", "precision", "recall"])):  # fmt: skip
+    of_kinds = ["planted", "named", "precision", "expected", "recall"]
+    for part, columns in ((~kinds, ["AUROC", "precision", "seconds"]), (kinds, of_kinds)):
         print(table[part].pivot_table(columns, NAMES, sort=False)[columns].round(3).to_string())
 
 

@@ -342,6 +342,8 @@ def chosen_indices(
     Raises:
         InputError: a mask of another length or index, an index out of range, or something else.
     """
+    if hasattr(indices, "columns"):
+        raise InputError(f"{name} is a table; give its row labels, {name}=table.index")
     if hasattr(indices, "get_indexer"):
         return _labelled(indices, name, labels)
     if hasattr(indices, "reindex") and indices.dtype.kind == "b":

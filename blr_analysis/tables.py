@@ -67,8 +67,8 @@ COLUMNS = {  # by the class of the result; one with a question mark is not there
     "TokenScores": "sequence position target loss=losses change loss_without=losses_without",
     "SiteLeaveOneOut": "loss=losses loss_before=losses_before",
     "SiteScores": "loss=losses deviation",
-    "Suspicions": "kind target?=targets prediction?=predictions proposed loss=losses "
-    "left_out_loss=left_out unfamiliarity closeness twin",
+    "Suspicions": "kind target?=targets prediction?=predictions proposed wrong? loss=losses "
+    "training_loss=training left_out_loss=left_out unfamiliarity closeness twin",
 }
 SIZES = {"error": error_size, "variance": variance_size}
 
@@ -152,8 +152,10 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     target        y_i (``target_0`` … where each example has several)
     prediction    what the model answers
     proposed      the best other label without the example; NaN for regression
+    wrong         the chance that its label is wrong; of classes alone       worse (label)
     loss          its unweighted loss, mean over the run, nats               worse (label)
-    left_out_loss its loss for a model without the example, nats             worse (label)
+    training_loss the same at the end of the run, nats                       worse (label)
+    left_out_loss the same for a model without the example, nats             worse (label)
     unfamiliarity tr(Λ_i V_i), parameters that the example takes up          worse
     closeness     how much nearer its twin is than its tenth neighbour,      worse
                   0 … 1; NaN where twins were not asked for

@@ -14,7 +14,10 @@ converged model a descent from its weights), kept in DIR (``field`` in ``$BLR_CA
   of the two seeds with each other.
 * groups: the test loss without each, Pearson's r, mean relative error, truths in the interval; and
   what two seeds of retraining have of them.
-* wrong labels: the share of planted ones among the first k of ``suspicious``.
+* calibrate: τ's error, and whether the cross-validated loss lies between the left-out losses at
+  τ · exp(± error).
+* wrong labels: the share of planted ones among the first k of ``suspicious``; how many labels it
+  calls wrong, the share of them that are, and the share that it expects.
 
 ``--widening`` tells, of the cases run before, the factor by which intervals must be widened for
 four of five truths, and what it covers of a case that had no part in it.
@@ -41,6 +44,7 @@ from benchmarks.field.cases import CASES, Data, losses, trained
 from benchmarks.field.truth import Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
+from blr_analysis.sensitivity.calibrate import _left_out
 from blr_analysis.sensitivity.what_if import WIDENED
 
 
@@ -129,6 +133,19 @@ class Field:
                 f"(seeds {both:.3f}, training loss {float(plain):.3f}), τ {q.temperature:.3f}",
             )
 
+    def inside(self, task: blr.Task, q: Any) -> str:
+        """Whether the truth lies in the left-out losses at both ends of the temperature."""
+        if q.temperature_error is None:
+            return "not calibrated"
+        asked = self.truths.folds.isfinite().all(0).nonzero().flatten()
+        at_scale = _left_out(task, q, asked)
+        ends = [q.temperature * math.exp(sign * q.temperature_error) for sign in (-1, 1)]
+        low, high = (float(at_scale(end).mean()) - self.constant for end in ends)
+        true = float(self.truths.folds[:, asked].mean())
+        said = "inside" if low <= true <= high else "outside"
+        error = f"error of log τ {q.temperature_error:.2f}"
+        return f"{error}; truth {true:.3f} {said} {low:.3f} to {high:.3f}"
+
     def groups(self, fits: dict[str, tuple[blr.Task, Any]]) -> list[dict[str, Any]]:
         true, kept = self.truths.groups.mean(0).double(), []
         for name, (task, q) in fits.items():
@@ -159,7 +176,13 @@ class Field:
             return f"{len(wrong & set(order[: len(wrong)].tolist())) / len(wrong):.2f}"
 
         for name, (task, q) in fits.items():
-            self.row(f"wrong labels, {name}", share(blr.suspicious(task, q).order))
+            found = blr.suspicious(task, q)
+            called = [i for i, kind in enumerate(found.kind) if kind == "label"]
+            right = len(wrong.intersection(called)) / max(len(called), 1)
+            calls = f"calls {len(called)}, {right:.2f} wrong"
+            if found.precision is not None:
+                calls += f", expected {found.precision:.2f}"
+            self.row(f"wrong labels, {name}", f"{share(found.order)}; {calls}")
         own = losses(self.model, self.data.x, self.data.y)
         held = self.truths.folds.mean(0).nan_to_num(-torch.inf)
         self.row("wrong labels, training loss alone", share(own.argsort(descending=True)))
@@ -174,12 +197,11 @@ class Field:
         some = some or fits
         start = time.process_time()
         calibrated = (first[0], blr.calibrate(*first))
-        self.row("calibrate", f"{time.process_time() - start:.1f} s; error of log τ "
-                 f"{calibrated[1].temperature_error or float('nan'):.2f}")  # fmt: skip
+        self.row("calibrate", f"{time.process_time() - start:.1f} s; {self.inside(*calibrated)}")
         self.left_out({"calibrated": calibrated, **some})
         kept = self.groups(some)
         (self.folder / f"{self.name.replace(' ', '_')}.json").write_text(json.dumps(kept))
-        self.suspects(some)
+        self.suspects({"calibrated": calibrated, **some})
         self.row("all", f"{time.process_time() - self.started:.0f} s")
 
 

@@ -26,6 +26,7 @@ from blr_analysis.sensitivity import (
     sensitivity,
     what_if_each,
 )
+from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.scores import check_test
 from blr_analysis.sensitivity.suspicious import NONE, suspicions_of
 from blr_analysis.task import Task
@@ -44,6 +45,7 @@ class Findings(Tabular):
         task, posterior, test: what was asked about; ``test`` under the trained model, or None.
         scores, loo, memory, suspicions: the analyses of the training data.
         on_test, test_targets: losses, hits and targets on ``test``; None without one.
+        unlike: how ``test`` differs from the training data, in one line; "".
         by: the column whose groups were taken out; None if none was.
         removals: DataFrame of :func:`blr_analysis.what_if_each`, measured on ``test`` (on the
             training data without one); None if ``by`` is.
@@ -58,6 +60,7 @@ class Findings(Tabular):
     test: Task | None = None
     on_test: Evaluation | None = None
     test_targets: Tensor | None = None
+    unlike: str = ""
     by: str | None = None
     removals: pd.DataFrame | None = None
 
@@ -133,10 +136,11 @@ def investigate(
     loo = leave_one_out(task, posterior)
     say("wrong labels, strangers and duplicates")
     suspicions = suspicions_of(task, posterior, loo, duplicates=task.n_data >= TWINS)
-    tested: tuple[Any, ...] = (None, None)
+    tested: tuple[Any, ...] = (None, None, "")
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
-        tested = evaluated(test, posterior.on(test, same_data=False).mean)
+        mean = posterior.on(test, same_data=False).mean
+        tested = (*evaluated(test, mean), unlike_training(task, test, mean))
     found = Findings(task, posterior, scores, loo, memory, suspicions, test, *tested)
     column = by if by != AUTO else "target" if len(groups_of(task, by)) > 1 else None
     if column is None:

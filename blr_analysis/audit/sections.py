@@ -41,7 +41,7 @@ REGION_MEANS = {
     "memorable": "poorly fitted, few support it: look here",
 }
 FAULTS = {
-    "label": "contradicted while it trained or without the example",
+    "label": "probably labelled wrongly",
     "unfamiliar": "unlike the others",
     "duplicate": "there twice",
 }
@@ -89,6 +89,8 @@ def trust(
     """How far the answers hold: what the reader must know before the first number; ``solver`` is
     by what groups were taken out."""
     said, found = [], stationarity(task, posterior)
+    if findings is not None and findings.unlike:
+        said.append(f"The test data are unlike the training data: {findings.unlike}")
     if solver in ("replay", "retrain") and not (found.at_minimum or found.near):
         said.append(TRAINED)
     if posterior.note and not posterior.at_minimum:  # else it is the verdict
@@ -131,9 +133,12 @@ def suspects(findings: Findings) -> Section:
     counts = table["kind"].value_counts().to_dict()
     told = [f"{counts[kind]:,} {means}" for kind, means in FAULTS.items() if counts[kind]]
     lead = f"Of {len(findings.table):,}: {', '.join(told) or 'none'}. Suspicious is not wrong."
+    if (precision := findings.suspicions.precision) is not None:
+        lead += f" Of these labels {precision:.0%} are expected to be wrong."
     worst = table.head(SHOWN)
     columns = {"index": worst["index"], "kind": worst["kind"], **_answers(worst, "proposed")}
-    columns |= {"loss": short(worst["loss"]), "left-out loss": short(worst["left_out_loss"])}
+    losses = {"loss": "loss", "training_loss": "at the end", "left_out_loss": "left-out loss"}
+    columns |= {shown: short(worst[name]) for name, shown in losses.items()}
     if (worst["kind"] == "duplicate").to_numpy().any():
         pairs = zip(worst["kind"].tolist(), worst["twin"].tolist(), strict=True)
         columns["twin"] = [twin if kind == "duplicate" else "" for kind, twin in pairs]
@@ -144,7 +149,9 @@ def generalisation(findings: Findings) -> Section:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
     scores, on_test = findings.scores, findings.on_test
     lead = "From the training data alone: the mean loss, in nats, of each example when left out."
-    names = ("training data", ESTIMATE, "test data")
+    estimated = not getattr(findings.loo, "is_below_chance", False)
+    estimate = ESTIMATE if estimated else "left out, no estimate"
+    names = ("training data", estimate, "test data")
     if isinstance(scores, SequenceScores):
         rows: list[Any] = [r for r in (scores, findings.loo, on_test) if r is not None]
         columns = {"": names[: len(rows)], "NLL": [f"{r.nll_per_token:.4f}" for r in rows]}
@@ -158,7 +165,7 @@ def generalisation(findings: Findings) -> Section:
         if before.accuracy is not None:
             columns["accuracy"] = [f"{r.accuracy:.1%}" for r in rows]
     notes = [f"A rough estimate: {findings.loo.note}."] if findings.loo.note else []
-    if on_test is not None:
+    if on_test is not None and estimated:
         notes.append(agreement(findings.loo, on_test))
     return Section("How well will it generalise?", lead, columns, notes)
 

@@ -32,7 +32,9 @@ from blr_analysis.task import Task, bare_name, find_device, unwrapped
 STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
-MEASURED = ("fingerprint", "stationarity", "calibration", "ending")  # of one posterior and its data
+SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
+# of one posterior and its data
+MEASURED = ("fingerprint", "frozen_values", "stationarity", "saturated", "calibration", "ending")
 
 
 class Posterior:
@@ -151,7 +153,9 @@ class Posterior:
     @property
     def note(self) -> str:
         """How far its scale is to be trusted, in one line; "" where it is."""
-        notes = (self.ending, self._scale_note)
+        share = float(self.record.get("saturated") or 0.0)
+        saturated = SATURATED.format(share) if share > 0.5 else ""
+        notes = (saturated, self.ending, self._scale_note)
         return "; ".join(note for note in notes if note)
 
     @property

@@ -35,7 +35,7 @@ from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
-from blr_analysis.posterior.stationarity import fingerprint, measured
+from blr_analysis.posterior.stationarity import fingerprint, frozen_numbers, measured
 from blr_analysis.posterior.structures import KINDS, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import unit_rows
 from blr_analysis.snapshots import buffers_of
@@ -199,6 +199,7 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
         "tied": tied_names(task.model),
         "classifier": task.likelihood.is_classification,
         "fingerprint": fingerprint(task, fit.params),
+        "frozen_values": frozen_numbers(task, fit.params),
         **({} if task.recipe is None else {"recipe": task.recipe.record}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }

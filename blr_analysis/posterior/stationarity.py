@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
@@ -35,6 +36,7 @@ from blr_analysis.task import Task
 
 SAMPLE = 256  # examples whose own gradients are taken
 FEW = 8  # examples, spread evenly
+ENTRIES = 64  # of a frozen parameter, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
 ALIKE = {"outputs": "another model or other inputs", "targets": "other targets"}
@@ -76,19 +78,30 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     decrement = _gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
-    single = 0.0
+    single, saturated = 0.0, 0.0
     for chunk in chunks(task.quiet, q.mean, columns=1, indices=chosen):
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         single += 0.5 * float(q.form.gram(terms).double().sum())
+        saturated += _saturated(chunk)
     size = norm(slope) + norm(back)
     residual = norm(g) / size if size > 0 else 0.0
     pull, said = single / len(chosen), task.likelihood.recorded
     kept = Stationarity(residual, decrement, pull, task.n_data, said)
     q.record["stationarity"] = asdict(kept)
+    q.record["saturated"] = saturated / len(chosen)
+    q.record.setdefault("frozen_values", frozen_numbers(task, q.mean))
     if "fingerprint" not in q.record:
         q.record["fingerprint"] = fingerprint(task, q.mean)
     return kept
+
+
+def _saturated(chunk: Chunk) -> int:
+    """How many examples have probabilities of 0 and 1 alone, in float64."""
+    if chunk.likelihood.is_sequence or not chunk.likelihood.is_classification:
+        return 0
+    slopes = chunk.likelihood.plain.hessian(chunk.outputs.double(), chunk.targets)
+    return int((slopes.abs().flatten(1).amax(1) < torch.finfo(torch.float64).eps).sum())
 
 
 def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
@@ -139,12 +152,38 @@ def recognise(task: Task, posterior: Posterior, q: Posterior, *, own_weights: bo
     except BLRError:  # the analysis will say it better
         return
     known = posterior.record["fingerprint"] = posterior.record.get("fingerprint") or seen
-    said = differs(known, seen)
+    said = trained_since(task, posterior) or differs(known, seen)
     own_weights = own_weights and "checkpoint" not in posterior.record
     if not said and own_weights and _distance(task, q) > APART:
         said = "the model's weights are not the posterior's mean: load those that it was learned at"
     for words in filter(None, (said, _too_few_terms(task, posterior))):
         warnings.warn(words, PosteriorWarning, stacklevel=5)
+
+
+def frozen_numbers(task: Task, mean: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """A number and a size of some entries of every parameter that a posterior leaves as it is."""
+    numbers = {}
+    for name, parameter in task.model.named_parameters():
+        if name in mean or not parameter.numel():
+            continue
+        flat = parameter.detach().reshape(-1)
+        places = torch.linspace(0, len(flat) - 1, min(len(flat), ENTRIES), dtype=torch.float64)
+        entries = flat[places.long().to(flat.device)].cpu().double()
+        phases = torch.arange(1.0, len(entries) + 1, dtype=torch.float64)
+        numbers[name] = [float(entries @ phases.cos()), float(entries.norm())]
+    return numbers
+
+
+def trained_since(task: Task, posterior: Posterior) -> str:
+    """What is said of parameters that were frozen at the fit and have other values; "" of none."""
+    seen = frozen_numbers(task, posterior.mean)
+    known = posterior.record.setdefault("frozen_values", seen)
+    for name, (number, size) in seen.items():
+        before, size_before = known.get(name, (number, size))
+        apart = max(abs(number - before), abs(size - size_before))
+        if apart > ROUNDED * max(size, size_before):
+            return f"{name!r} was frozen at the fit and has changed since: fit again"
+    return ""
 
 
 def met(task: Task, *posteriors: Posterior) -> None:

@@ -4,7 +4,10 @@
 
 Off a minimum B is a random tenth of the data, left out of one training by the run's own recipe, and
 f_i^{\\i}(τ) = f_i + τ V_i ē_i. At a minimum B is a probe of examples, each left out by a descent on
-all others. The losses are unweighted. τ's standard error comes from the spread over B.
+all others. The losses are unweighted. The standard error of log τ comes from the spread over B: of
+the differences between the two sides, and, where the truth is one training of many, of the rises
+themselves, because another training has others. python -m benchmarks.field tells how often the
+cross-validated loss lies inside.
 """
 
 from __future__ import annotations
@@ -113,7 +116,11 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
         middle = (low + high) / 2
         low, high = (middle, high) if float(gap(middle).sum()) < 0 else (low, middle)
     slope = float((gap(high + NEARBY) - gap(high - NEARBY)).sum()) / (2 * NEARBY)
-    noise = math.sqrt(int(usable.sum())) * float(gap(high)[usable].std())
+    spread = float(gap(high)[usable].std())
+    if not q.at_minimum:
+        rises = weight * (truth - losses(0.0))
+        spread = math.hypot(spread, float(rises[usable].std()))
+    noise = math.sqrt(int(usable.sum())) * spread
     about = {
         "temperature": math.exp(high),
         "error": noise / slope if slope > 0 else None,

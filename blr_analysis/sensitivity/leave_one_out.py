@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from blr_analysis.sensitivity.sequences import sequence_leave_one_out
 from blr_analysis.sensitivity.sites import site_leave_one_out, sum_of_sites
 from blr_analysis.task import Task
 
+BELOW_CHANCE = "below chance with leverages of 1 or more, no estimate: calibrate, or refine="
 CORRECTIONS = ("auto", "cavity", "first_order")
 
 
@@ -96,12 +97,23 @@ class LeaveOneOut(LeftOut):
             return None
         return float((self.logits - self.targets).double().square().mean())
 
+    @property
+    def is_below_chance(self) -> bool:
+        """Whether the left-out predictions suit their own targets less than those of other
+        examples do, with leverages of 1 or more: moves that are too long, and no estimate."""
+        if not bool((self.leverage >= 1).any()):
+            return False
+        return agreement_beyond_chance(self._evaluation, self.predictions, self.targets) < 0
+
     def __repr__(self) -> str:
         counts = {word: self.correction.count(word) for word in WORDS}
         rare = "".join(f"{w} for {counts[w]}, " for w in ("bounded", "descent") if counts[w])
         right = "" if self.accuracy is None else f", accuracy={self.accuracy:.4f}"
+        estimate = f"nll={self.nll:.4f}{right}"
+        if self.is_below_chance:
+            estimate = "no estimate"
         return (
-            f"LeaveOneOut(nll={self.nll:.4f}{right}, N={len(self)}, "
+            f"LeaveOneOut({estimate}, N={len(self)}, "
             f"cavity for {counts['cavity']} of {len(self)}, {rare}"
             f"leverage of 1 or more for {int((self.leverage >= 1).sum())}{self._noted})"
         )
@@ -188,7 +200,7 @@ def leave_one_out(
     steep = int(((levers > HIGH) & (used != WORDS.index("descent"))).sum())
     curved = q.at_minimum and not isinstance(likelihood.kind, Gaussian)
     rough = f"{steep} losses are rough, of leverage above {HIGH}: refine= solves them"
-    return LeaveOneOut(
+    found_loo = LeaveOneOut(
         logits=after,
         losses=likelihood.nll(after, targets),
         losses_before=likelihood.nll(before, targets),
@@ -203,6 +215,31 @@ def leave_one_out(
         metadata=task.metadata,
         note="; ".join(filter(None, [q.note, rough if steep and curved else ""])),
     )
+    if not found_loo.is_below_chance:
+        return found_loo
+    return replace(found_loo, note="; ".join(filter(None, [BELOW_CHANCE, q.note])))
+
+
+def agreement_beyond_chance(found: Evaluation, predictions: Tensor, targets: Tensor) -> float:
+    """How much more often predictions agree with their own targets than with those of others;
+    of regression their covariance with the targets, which is 0 of shuffled ones."""
+    if found.correct is None:
+        pairs = [t.double().reshape(len(t), -1) for t in (predictions, targets)]
+        if pairs[0].shape != pairs[1].shape:
+            return 0.0
+        centred = [t - t.mean(0) for t in pairs]
+        return float((centred[0] * centred[1]).sum())
+    if targets.is_floating_point() and targets.ndim == 2 and predictions.ndim == 1:
+        targets = targets.argmax(1)
+    counts = ~found.correct.isnan()
+    answers = predictions.long().reshape(len(predictions), -1)[counts]
+    truth = targets.long().reshape(len(targets), -1)[counts]
+    chances = []
+    for said, true in zip(answers.unbind(1), truth.unbind(1), strict=True):
+        shares = [torch.bincount(t, minlength=int(truth.max()) + 1) / len(t) for t in (said, true)]
+        size = min(len(share) for share in shares)
+        chances.append((shares[0][:size] * shares[1][:size]).sum())
+    return float((answers == truth).double().mean() - torch.stack(chances).mean())
 
 
 def left_out(

@@ -1,6 +1,7 @@
 """Which examples look wrong: mislabelled, unlike the others, or there twice.
 
     wrong label      mean_t ℓ_i(t)              over the checkpoints t of the run, unweighted
+    P(y_i is wrong)  see :mod:`blr_analysis.sensitivity.wrong_labels`
     unfamiliarity    tr(Λ_i V_i)
     closeness        1 − d_i,nearest / d_i,10th,  d_ij² = 2 − 2 corr(δf_i, δf_j)
                      δf_i = J_i (θ_s − m),  θ_s ~ q,  s = 1 … S
@@ -36,12 +37,14 @@ from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Bernoulli, Likelihood
 from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.results import PerExample
-from blr_analysis.sensitivity.run import mean_losses
+from blr_analysis.sensitivity.run import losses_at, mean_losses
 from blr_analysis.sensitivity.scores import all_fitted
 from blr_analysis.sensitivity.sequences import drawn_errors, trace
+from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable
 
@@ -66,9 +69,13 @@ class Suspicions(PerExample, Plottable):
 
     Attributes:
         losses: the mean unweighted loss over the run, ``[N]`` in nats; of sequences of a token.
-        left_out: the left-out loss, ``[N]``.
-        proposed: the best other label of the left-out prediction, as the targets; None for
-            regression, sequences.
+        training: the unweighted loss at the end of the run, ``[N]``.
+        left_out: the unweighted left-out loss, ``[N]``.
+        wrong: P(y_i is wrong), ``[N]``, from the left-out predictions; where nothing measured their
+            scale, from the mean of their logits and those of the checkpoints, which calls fewer.
+            None for regression, sequences.
+        proposed: the best other label of the left-out prediction among those that occur in the
+            data, as the targets; None for regression, sequences.
         unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
             (in parameters), whatever its label: the rise of its own loss without it that one
             expects of a label drawn from the model's own prediction. Of sequences estimated with
@@ -76,14 +83,17 @@ class Suspicions(PerExample, Plottable):
         closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
             copy. None where twins were not asked for.
         twin: index of the nearest other example, ``[N]``, or None.
-        kind: "label" (most of the run, or the left-out prediction, contradicts it), "unfamiliar",
-            "duplicate" or "none": the fault that is suspected.
-        order: indices: wrong labels by their loss, then strangers, duplicates, and the rest.
+        kind: "label" (more likely wrong than right), "unfamiliar", "duplicate" or "none": the fault
+            that is suspected.
+        order: indices: what most of the run or the left-out prediction contradicts, by its loss,
+            then strangers, duplicates, and the rest.
         targets, predictions: None of sequences.
         table: one row per example, the most suspicious first.
     """
 
+    training: Tensor
     left_out: Tensor
+    wrong: Tensor | None
     proposed: Tensor | None
     unfamiliarity: Tensor
     closeness: Tensor | None
@@ -95,8 +105,20 @@ class Suspicions(PerExample, Plottable):
     likelihood: Likelihood
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{self.kind.count(kind)} {kind}" for kind in KINDS)
-        return f"Suspicions(N={len(self)}: {counts}; see .table, .plot(){self._noted})"
+        counts = [f"{self.kind.count(kind)} {kind}" for kind in KINDS]
+        if self.precision is not None:
+            counts[0] += f" ({self.precision:.0%} of them wrong)"
+        text = ", ".join(counts)
+        return f"Suspicions(N={len(self)}: {text}; see .table, .plot(){self._noted})"
+
+    @property
+    def precision(self) -> float | None:
+        """The share that is expected to be wrong of the labels that are called so, the mean of
+        ``wrong``; None where none is, and for regression and sequences."""
+        called = torch.tensor([kind == KINDS[0] for kind in self.kind])
+        if self.wrong is None or not bool(called.any()):
+            return None
+        return float(self.wrong[called].mean())
 
     def score(self, kind: str) -> Tensor:
         """The score behind a kind of fault, ``[N]``.
@@ -133,8 +155,9 @@ def suspicious(
             learned by heart. Or a list of those of several runs.
         duplicates: whether to look for twins.
         share: which part of the examples to call strangers, at most, and duplicates, which must
-            have a closeness above ½ that chance does not explain; of regression also the part
-            whose loss is suspected.
+            have a closeness above ½ that chance does not explain; of regression and sequences also
+            the part whose loss is suspected. Labels of classes are called wrong where they are
+            more likely wrong than right, however many they are.
         samples: directions in which the weights are moved to find twins.
         seed: of those directions.
 
@@ -188,24 +211,30 @@ def suspicions_of(
     several = all_fitted(task, posterior)
     where, q = several[-1]
     losses = torch.stack([mean_losses(task, p) for _, p in several]).mean(0)
+    training = losses_at(task, {**q.mean, **q.buffers})
     closeness, twin, distinct = None, None, None
     if duplicates:
         closeness, twin, told = twins(where, q, samples=samples, seed=seed)
         distinct = closeness.where(told, 0)
+    wrong = proposed = targets = predictions = None
     if task.likelihood.is_sequence:
-        losses, left_out = losses / loo.tokens, loo.losses / loo.tokens
-        proposed = targets = predictions = None
-        contradicted, unfamiliarity = _first(losses, share), _unfamiliar_sequences(where, q)
+        losses, training = losses / loo.tokens, training / loo.tokens
+        left_out, unfamiliarity = loo.losses / loo.tokens, _unfamiliar_sequences(where, q)
     else:
-        targets, predictions, left_out = loo.targets, loo.predictions_before, loo.losses
+        targets, predictions, unfamiliarity = loo.targets, loo.predictions_before, loo.unfamiliarity
+        left_out = scored_by(task.likelihood).nll(loo.logits, targets)
         _, proposed = best_label(task.likelihood.plain, loo.logits, targets)
-        contradicted, unfamiliarity = _first(losses, share), loo.unfamiliarity
-        if task.likelihood.is_classification:
-            contradicted = _contradicted(task, q, loo.logits, targets)
-    kind, order = judged(losses, contradicted, unfamiliarity, distinct, share)
+    if task.likelihood.is_classification and not task.likelihood.is_sequence:
+        contradicted, wrong = _against_the_label(task, q, loo.logits, targets)
+        called = contradicted & (wrong > 0.5)
+    else:
+        called = contradicted = _first(losses, share)
+    kind, order = judged(losses, contradicted, unfamiliarity, distinct, share, called)
     return Suspicions(
         losses=losses,
+        training=training,
         left_out=left_out,
+        wrong=wrong,
         proposed=proposed,
         targets=targets,
         predictions=predictions,
@@ -220,14 +249,19 @@ def suspicions_of(
     )
 
 
-def _contradicted(task: Task, q: Posterior, left_out: Tensor, targets: Tensor) -> Tensor:
-    """Where the left-out prediction, or those of most of the run, have another label."""
-    plain, votes = task.likelihood.plain, []
-    for p in q.run:
-        f, _ = predict(task.holding(p.buffers), p.mean)
-        votes.append(best_label(plain, f, targets)[0] > 0)
-    most = torch.stack(votes).double().mean(0) > 0.5
-    return most | (best_label(plain, left_out, targets)[0] > 0)
+def _against_the_label(
+    task: Task, q: Posterior, left_out: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where the left-out prediction, or those of most of the run, have another label; and
+    P(y_i is wrong)."""
+    plain = task.likelihood.plain
+    run = [predict(task.holding(p.buffers), p.mean)[0] for p in q.run]
+    votes = torch.stack([best_label(plain, f, targets)[0] > 0 for f in run])
+    most = votes.double().mean(0) > 0.5
+    contradicted = most | (best_label(plain, left_out, targets)[0] > 0)
+    scale_is_known = q.at_minimum or "calibration" in q.record
+    seen_least = left_out if scale_is_known else torch.stack([*run[:-1], left_out]).mean(0)
+    return contradicted, chance_of_wrong_labels(plain, seen_least, targets)
 
 
 def _first(score: Tensor, share: float) -> Tensor:
@@ -257,16 +291,29 @@ def relabelling(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Ten
 
 def best_label(likelihood: Likelihood, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
     """What the best other label gains, ``[N]``, and which that is, as the targets; None where there
-    are no labels."""
+    are no labels. Labels that no example has are no choice."""
     if not likelihood.is_classification:
         return torch.zeros(len(outputs)), None
     gains = relabelling(likelihood, outputs, y)
-    gain = gains.amax(-1)
+    ignored = (gains == 0).all(-1)
     if isinstance(likelihood.kind, Bernoulli):
+        both = (y > 0.5).any(0) & (y <= 0.5).any(0)  # ways in which an output is labelled
+        gains = gains.masked_fill(~both, -torch.inf)
+        gain = gains.amax(-1)
         least = -torch.inf if gains.shape[1] == 1 else 0.0  # a single label has one other
         return gain, torch.where(gains > least, 1 - y, y)
-    proposed, ignored = gains.argmax(-1), (gains == 0).all(-1)
-    return gain, proposed if y.ndim == 2 else torch.where(ignored, y, proposed)
+    gains = gains.masked_fill(~_occurring(y, outputs.shape[1], ignored), -torch.inf)
+    gain, proposed = gains.max(-1)
+    if y.ndim == 2:
+        return gain, torch.where(gain.isfinite(), proposed, y.argmax(-1))
+    return gain, torch.where(ignored | gain.isinf(), y, proposed)
+
+
+def _occurring(y: Tensor, classes: int, ignored: Tensor) -> Tensor:
+    """Which classes some example has, ``[C]``."""
+    if y.ndim == 2:
+        return (y > 0).any(0)
+    return torch.bincount(y[~ignored], minlength=classes) > 0
 
 
 def judged(
@@ -275,22 +322,26 @@ def judged(
     unfamiliarity: Tensor,
     closeness: Tensor | None,
     share: float,
+    called: Tensor,
 ) -> tuple[list[str], Tensor]:
-    """The kind of every example, and all of them in order: wrong labels by their loss, then
-    strangers, then duplicates, each the first ``share`` of its ranking, then the rest by loss."""
+    """The kind of every example, and all of them in order: the contradicted by their loss, then
+    strangers, then duplicates, each the first ``share`` of its ranking, then the rest by loss.
+    Those that are ``called`` have a wrong label; other contradicted ones may have another fault."""
     twins = torch.zeros_like(contradicted)
     if closeness is not None:
         twins = (closeness > CLOSE) & _first(closeness, share)
     strange = _first(unfamiliarity, share)
     kind = torch.full((len(losses),), len(KINDS))
+    place = kind.clone()
     scores = losses.clone()
-    groups = ((twins, closeness), (strange, unfamiliarity), (contradicted, losses))
-    for place, (chosen, score) in zip((2, 1, 0), groups, strict=True):
-        kind[chosen] = place
+    groups = ((2, twins, closeness), (1, strange, unfamiliarity), (0, contradicted, losses))
+    for group, chosen, score in groups:
+        place[chosen] = group
+        kind[called if group == 0 else chosen] = group
         if score is not None:
             scores[chosen] = score[chosen].to(scores)
     by_score = scores.argsort(descending=True, stable=True)
-    order = by_score[kind[by_score].argsort(stable=True)]
+    order = by_score[place[by_score].argsort(stable=True)]
     return [(*KINDS, NONE)[k] for k in kind.tolist()], order
 
 

@@ -44,6 +44,7 @@ from blr_analysis.sensitivity.objective import (
     step,
     with_labels,
 )
+from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.results import Noted
 from blr_analysis.sensitivity.run import losses_at
 from blr_analysis.sensitivity.scores import all_fitted
@@ -328,6 +329,7 @@ class _Solvers:
         self.home, self.q = self.several[-1]
         self.where = self.home if evaluate is None else _evaluated_on(evaluate, self.home, self.q)
         self.before, self.targets = evaluated(self.where, self.q.mean)
+        self.unlike = unlike_training(self.home, self.where, self.q.mean)
         self._references: dict[int, Evaluation] = {}
         self._whole: str | None = None  # what the ending of the whole recipe says
         self._endings: list[Tensor] = []  # training losses at the ends of short trainings
@@ -496,6 +498,7 @@ class _Solvers:
         note: str = "",
     ) -> WhatIf:
         names = self.q.mean
+        note = "; ".join(filter(None, [self.unlike, note]))
         return WhatIf(
             before=self.before,
             after=after,

@@ -184,3 +184,33 @@ def test_a_mean_over_outputs_has_more_terms_than_examples(loss: nn.Module) -> No
             blr.sensitivity(blr.Task(model, (x, y), likelihood=loss), q)
         told = [str(t.message) for t in told if t.category is PosteriorWarning]
         assert any(f"tokens={n * c}" in words for words in told) is not bool(said)
+
+
+def test_a_layer_that_was_frozen_at_the_fit_and_trained_since_is_named() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 4, generator=g), torch.arange(40) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    q = blr.fit_laplace(blr.Task(model, (x, y)), prior_precision=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blr.sensitivity(blr.Task(model, (x, y)), q)
+    model[0].weight.data += 0.02 * torch.randn(5, 4, generator=g)
+    with pytest.warns(PosteriorWarning, match="'0.weight' was frozen at the fit.*fit again"):
+        blr.sensitivity(blr.Task(model, (x, y)), q)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_logits_that_were_scaled_are_said_to_be(likelihood: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 4, generator=g)
+    y = torch.arange(40) % 3 if likelihood == "categorical" else (x[:, :3] > 0).float()
+    for scale, line in ((1.0, False), (1e4, True)):
+        model = torch.nn.Linear(4, 3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(scale)
+        task = blr.Task(model, (x, y), likelihood=likelihood)
+        q = blr.fit_laplace(task, prior_precision=1.0)
+        for result in (blr.sensitivity(task, q), blr.leave_one_out(task, q)):
+            assert ("are the logits scaled?" in result.note) == line

@@ -360,3 +360,25 @@ def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
         fine = blr.leave_one_out(task, q, refine=5)
     assert "descent" not in fine.correction
     assert torch.equal(fine.logits, rough.logits)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_moves_that_are_too_long_are_no_estimate(likelihood: str) -> None:
+    """Left out below chance, with leverages above 1: said, and printed as no estimate."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 40, generator=g)
+    y = (x[:, 0] > 0).long() if likelihood == "categorical" else (x[:, :1] > 0).float()
+    model = torch.nn.Linear(40, 2 if likelihood == "categorical" else 1)
+    task = blr.Task(model, (x, y), likelihood=likelihood)
+    loose = {n: torch.full_like(p, 1e-3) for n, p in task.parameters().items()}
+    tight = {n: torch.full_like(p, 1e5) for n, p in task.parameters().items()}
+    wild, tame = (
+        blr.leave_one_out(
+            task, blr.Posterior(task.parameters(), s, prior_precision=1e-4, n_data=60)
+        )
+        for s in (loose, tight)
+    )
+    assert (wild.leverage >= 1).all() and wild.is_below_chance
+    assert "no estimate" in repr(wild) and "below chance" in wild.note
+    assert "accuracy" not in repr(wild) and "nll" not in repr(wild)
+    assert not tame.is_below_chance and "no estimate" not in repr(tame)

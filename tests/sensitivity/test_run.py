@@ -298,7 +298,9 @@ def test_the_temperature_makes_the_tenth_as_a_retraining_has_it(fit: Any) -> Non
 
     log = math.log(better.temperature)
     slope = float((gap(log + 1e-5) - gap(log - 1e-5)).mean()) / 2e-5
-    wanted = float(gap(log).std()) / math.sqrt(12) / slope
+    before = cross_entropy(f, y, reduction="none")[tenth]
+    spread = math.hypot(float(gap(log).std()), float((truth - before).std()))
+    wanted = spread / math.sqrt(12) / slope
     assert better.temperature_error == pytest.approx(wanted, rel=1e-2)
     assert "guess" in q.note
     assert "guess" not in better.note

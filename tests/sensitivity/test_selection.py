@@ -131,7 +131,7 @@ def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFram
             {"metadata": {"source": frame.source}},
             {"weights": pd.Series(1.0, index=frame.index)},
         ):
-            with pytest.raises(InputError, match="row index.*reset_index"):
+            with pytest.raises(InputError, match=r"row index.*reset_index"):
                 blr.Task(mlp(), data, **column)
         if data[0] is x:
             reset = frame.reset_index(drop=True)
@@ -187,6 +187,8 @@ def test_several_outputs_have_the_tables_names() -> None:
         (torch.zeros(3, 3, dtype=torch.bool), r"got \(3, 3\) bool"),
         ("nobody == 3", "remove='nobody == 3' is no query of"),
         (object(), "remove must be a boolean mask or integer indices: "),
+        (pd.DataFrame({"target": [1, 2]}, index=[1, 4]), r"remove is a table.*table\.index"),
+        (pd.DataFrame(MASK), r"remove is a table.*table\.index"),
         (lambda row: "no", "must answer True or False for a row, got 'no' for example 0"),
         (lambda row: row.loss, r"must answer True or False for a row, got 0\.|got 1\.|got 2\."),
         (lambda row: row.colour == "red", "the table has no column 'colour'; it has"),

@@ -20,6 +20,7 @@ from blr_analysis.sensitivity.suspicious import (
     responses,
     twins,
 )
+from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 
 DELTA = 1.0
 CENTRES = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=torch.float64)
@@ -182,20 +183,38 @@ def test_other_likelihoods(likelihood: str) -> None:
     else:
         assert found.proposed is not None
         torch.testing.assert_close(found.proposed.flatten(), 1 - y)
-        wrong = (task.likelihood.nll(loo.logits, 1 - loo.targets) < loo.losses).tolist()
-        assert [kind == "label" for kind in found.kind] == wrong
+        contradicted = task.likelihood.nll(loo.logits, 1 - loo.targets) < loo.losses
+        first = found.order[: int(contradicted.sum())]
+        assert set(first.tolist()) == set(contradicted.nonzero().flatten().tolist())
+        assert "label" not in found.kind  # fresh weights explain no label
+
+
+PLANTED = list(range(5, 60, 10))
+
+
+def planted() -> tuple[Tensor, Tensor]:
+    """Blobs of which a tenth, in the middle of their blob, have the next label."""
+    x, y = blobs()
+    x[PLANTED] = 1.5 * CENTRES[y[PLANTED]]
+    y[PLANTED] = (y[PLANTED] + 1) % 3
+    return x, y
 
 
 def test_tables_pictures_and_scores() -> None:
-    x, y = blobs()
-    x[5] = CENTRES[y[5]]
-    y[5] = (y[5] + 1) % 3
+    x, y = planted()
     task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
     named = blr.Task(task.model, (x, y), metadata={"source": [f"s{i}" for i in range(60)]})
     found = blr.suspicious(named, q, duplicates=False)
     table = found.table
     assert table["index"].tolist() == found.order.tolist()
-    assert table.iloc[0][["index", "kind", "source"]].tolist() == [5, "label", "s5"]
+    first = table.iloc[0]
+    assert first["index"] in PLANTED and first.kind == "label"
+    assert first.source == f"s{first['index']}"
+    called = table[table.kind == "label"]
+    assert found.precision == pytest.approx(called.wrong.mean()) and (called.wrong > 0.5).all()
+    assert called["index"].isin(PLANTED).mean() >= found.precision - 0.1
+    losses = nn.functional.cross_entropy(task.model(x), y, reduction="none").detach()
+    assert table.training_loss.to_numpy() == pytest.approx(losses[found.order].numpy())
     assert table.loss.tolist() == found.losses[found.order].tolist()
     assert table.left_out_loss.tolist() == found.left_out[found.order].tolist()
     assert set(table.kind.cat.categories) == {"label", "unfamiliar", "duplicate", "none"}
@@ -210,9 +229,7 @@ def test_tables_pictures_and_scores() -> None:
 
 def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None:
     """At the end its loss is the least of all; most checkpoints contradicted it."""
-    x, y = blobs()
-    x[5] = CENTRES[y[5]]
-    y[5] = (y[5] + 1) % 3
+    x, y = planted()
     model = trained("categorical", x, y, DELTA, 3)
     task, last = laplace(model, x, y)
     heart = {n: m.clone() for n, m in last.mean.items()}
@@ -225,6 +242,53 @@ def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None
         )
         for earlier in ((), (last,), (last, last))
     )
-    assert less.kind[5] != "label" and half.kind[5] != "label"
-    assert found.kind[5] == "label"
+    places = [result.order.tolist().index(5) for result in (less, half, found)]
+    assert places[2] < 2 * len(PLANTED) < places[0]
     assert found.losses[5] > half.losses[5] > 10 * less.losses[5]
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_class_that_no_example_has_is_not_proposed(absent: int) -> None:
+    x, y = planted()
+    present = y != absent
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.bias[absent] += 10.0  # the model's first choice
+    task = blr.Task(model, (x[present], y[present]))
+    q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
+    proposed = blr.suspicious(task, q, duplicates=False).proposed
+    assert proposed is not None
+    torch.testing.assert_close(proposed, 3 - absent - y[present])  # the other class that is there
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.2])
+def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
+    """Labels drawn by the very model of the chances, from predictions that are too sure."""
+    g = torch.Generator().manual_seed(1)
+    n, classes, sureness = 4000, 5, 0.5
+    logits = 3.0 * torch.randn(n, classes, generator=g, dtype=torch.float64)
+    truth = torch.multinomial((sureness * logits).softmax(1), 1, generator=g).flatten()
+    wrong = torch.rand(n, generator=g) < rate
+    shift = torch.randint(1, classes, (n,), generator=g)
+    labels = torch.where(wrong, (truth + shift) % classes, truth)
+    chances = chance_of_wrong_labels(blr.Categorical(), logits, labels)
+    noise = 3 * float((chances * (1 - chances)).sum().sqrt()) + 0.01 * n
+    assert abs(float(chances.sum()) - int(wrong.sum())) < noise
+    called = chances > 0.5
+    if rate == 0.2:
+        expected, found = float(chances[called].sum()), int((wrong & called).sum())
+        assert abs(found - expected) < 4 * expected**0.5 and found > 0
+
+
+def test_losses_side_by_side_have_no_weights() -> None:
+    x, y = planted()
+    model = trained("categorical", x, y, DELTA, 3)
+    weights = torch.linspace(0.2, 5.0, 60)
+    by_class = blr.Categorical(weight=[0.1, 1.0, 9.0])
+    for how in ({"weights": weights}, {"likelihood": by_class}):
+        task = blr.Task(model, (x, y), **how)
+        q = blr.fit_laplace(task, structure="full", prior_precision=DELTA)
+        found, loo = blr.suspicious(task, q, duplicates=False), blr.leave_one_out(task, q)
+        plain = nn.functional.cross_entropy
+        torch.testing.assert_close(found.left_out, plain(loo.logits, y, reduction="none"))
+        torch.testing.assert_close(found.training, plain(model(x), y, reduction="none").detach())

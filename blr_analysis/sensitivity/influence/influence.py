@@ -44,6 +44,7 @@ from blr_analysis.sensitivity.influence.results import (
     quantity_of,
     rooted,
 )
+from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import all_fitted, check_test
 from blr_analysis.sensitivity.sites import site_influence, sum_of_sites
@@ -128,7 +129,8 @@ def influence(
             share = (1.0 if normalize else q.temperature) / (len(q.run) * len(several))
             works.append(_share(at, p, where, cotangent, own, normalize, count, share))
     q, words = several[-1][1], measure if isinstance(measure, str) else measure.__name__
-    about = Pairs(task, q, where, words, quantity, count)
+    unlike = unlike_training(task.holding(q.buffers), where, q.mean)
+    about = Pairs(task, q, where, words, quantity, count, unlike)
     if k is not None:
         check_k(k, task.n_data)
         blocks: dict[int, Best] = {}

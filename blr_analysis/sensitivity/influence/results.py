@@ -76,6 +76,7 @@ class Pairs:
     Attributes:
         quantity: "influence", "normalized_influence" or "cosine".
         checkpoints: of how many posteriors it is the mean; ``posterior`` is the last.
+        unlike: how the test data differ from the training data, in one line; "".
     """
 
     task: Task = field(repr=False)
@@ -84,13 +85,19 @@ class Pairs:
     measure: str = "loss"
     quantity: str = "influence"
     checkpoints: int = 1
+    unlike: str = ""
+
+    @property
+    def note(self) -> str:
+        """Why not to trust it, in one line; "" where nothing speaks against it."""
+        return "; ".join(filter(None, [self.unlike, self.posterior.note]))
 
     def __str__(self) -> str:
         """What sets it apart from the plain influence of one posterior; usually nothing."""
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
-        return ", ".join([*words, *filter(None, [self.posterior.note])])
+        return ", ".join([*words, *filter(None, [self.note])])
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
         """Target and prediction of these examples, by forward passes; empty for sequences."""
@@ -144,7 +151,7 @@ class Influence(BetweenTasks, Tensor, Tabular):
     @property
     def note(self) -> str:
         """How far its scale is to be trusted, in one line; "" where it is."""
-        return self.pairs.posterior.note
+        return self.pairs.note
 
     @property
     def matrix(self) -> Tensor:
@@ -351,7 +358,7 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
         for part in (0, 1)
     )
     sides = (helpful, high, harmful, low)
-    said = {"quantity": pairs.quantity, "note": pairs.posterior.note}
+    said = {"quantity": pairs.quantity, "note": pairs.note}
     return TopInfluence(*sides, pairs.task.metadata, pairs, **said)
 
 
