@@ -6,9 +6,9 @@ One row per data set, optimizer, fault and score: AUROC, precision at k (k: how 
 planted) and seconds, training included; means over the seeds. A last table says how well the kinds
 that `blr.suspicious` names are right: of the examples named so how many were planted (precision),
 of those planted how many are named so (recall), and of labels the precision that is expected.
-cleanlab's scores are its own (`get_label_quality_scores`), from probabilities of 5-fold cross-validation (five trainings more) or
-of the trained network itself. ``--quick`` takes digits and one seed; otherwise 5,000 images of
-Fashion-MNIST too, fetched as in the tutorials.
+cleanlab's scores are its own (`get_label_quality_scores`), from probabilities of 5-fold
+cross-validation (five trainings more) or of the trained network itself. ``--quick`` takes digits
+and one seed; otherwise 5,000 images of Fashion-MNIST too, fetched as in the tutorials.
 """
 
 from __future__ import annotations
