@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -52,14 +52,32 @@ def diabetes() -> Data:
     return _spoilt(x[:300], y[:300], x[300:], y[300:], fifth)
 
 
-def _spoilt(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, groups: Tensor) -> Data:
+def table(load: Callable[..., Any], train: int, classes: int, share: float) -> Data:
+    """A table of scikit-learn's, standardised, with more wrong labels; groups are the classes."""
+    x, y = (torch.tensor(part) for part in load(return_X_y=True))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(77))
+    x, y = ((x - x.mean(0)) / x.std(0)).float()[order], y[order]
+    parts = x[:train], y[:train], x[train:], y[train:]
+    return _spoilt(*parts, y[:train], classes=classes, share=share)
+
+
+def _spoilt(
+    x: Tensor,
+    y: Tensor,
+    x_test: Tensor,
+    y_test: Tensor,
+    groups: Tensor,
+    classes: int = 10,
+    share: float = WRONG,
+) -> Data:
     generator = torch.Generator().manual_seed(78)
-    wrong = torch.randperm(len(x), generator=generator)[: round(WRONG * len(x))]
+    wrong = torch.randperm(len(x), generator=generator)[: round(share * len(x))]
     own = y.clone()
     if y.is_floating_point():
         own[wrong] = -2 * y[wrong].sign()
     else:
-        own[wrong] = (y[wrong] + torch.randint(1, 10, wrong.shape, generator=generator)) % 10
+        shift = torch.randint(1, classes, wrong.shape, generator=generator)
+        own[wrong] = (y[wrong] + shift) % classes
     return Data(x, own, x_test, y_test, groups, wrong)
 
 
@@ -128,6 +146,14 @@ CASES = {
         *(diabetes, lambda: mlp(10, 32, 1)),
         {"optimizer": "adamw", "lr": 5e-3, "weight_decay": 1e-2, "epochs": 40, "batch_size": 32},
         likelihood="gaussian",
+    ),
+    "wine": Case(
+        *(lambda: table(load_wine, 130, 3, 0.1), lambda: mlp(13, 32, 3)),
+        {"optimizer": "adam", "lr": 5e-3, "epochs": 40, "batch_size": 16},
+    ),
+    "breast cancer": Case(
+        *(lambda: table(load_breast_cancer, 400, 2, 0.12), lambda: mlp(30, 32, 2)),
+        {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 1e-2, "epochs": 30, "batch_size": 32},
     ),
 }  # fmt: skip
 
