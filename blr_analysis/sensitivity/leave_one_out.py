@@ -229,7 +229,8 @@ def agreement_beyond_chance(found: Evaluation, predictions: Tensor, targets: Ten
             return 0.0
         centred = [t - t.mean(0) for t in pairs]
         return float((centred[0] * centred[1]).sum())
-    if targets.is_floating_point() and targets.ndim == 2 and predictions.ndim == 1:
+    is_shares = targets.ndim == 2 and targets.shape[1] > 1 and predictions.ndim == 1
+    if is_shares:
         targets = targets.argmax(1)
     counts = ~found.correct.isnan()
     answers = predictions.long().reshape(len(predictions), -1)[counts]

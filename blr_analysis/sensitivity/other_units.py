@@ -22,7 +22,7 @@ from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
 SAMPLE = 512  # examples of either task, spread evenly
-FEWEST = 20  # training examples, below which nothing is said
+FEWEST = 20  # examples, below which nothing is said of training data, or of a mean loss
 ERRORS = 3.0  # standard errors
 
 
@@ -107,9 +107,12 @@ def _of_losses(task: Task, training: Sample, asked: Sample) -> str:
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     shuffled = scored.nll(training.outputs, training.targets[order])
     losses = scored.nll(asked.outputs, asked.targets)
-    noise = float(shuffled.std()) * math.sqrt(1 / n + 1 / m)
+    own = float(scored.nll(training.outputs, training.targets).mean())
+    noise = ERRORS * float(shuffled.std()) * math.sqrt(1 / n + 1 / m)
     chance, found = float(shuffled.mean()), float(losses.mean())
-    if not found > chance + ERRORS * noise:
+    is_far_above = found > chance + noise
+    only_training_is_explained = own < chance - noise and found >= chance and m >= FEWEST
+    if not (is_far_above or only_training_is_explained):
         return ""
     return (
         f"test losses are {found:.3g}, those of shuffled training targets {chance:.3g}: "

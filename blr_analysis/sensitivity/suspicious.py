@@ -225,7 +225,7 @@ def suspicions_of(
         left_out = scored_by(task.likelihood).nll(loo.logits, targets)
         _, proposed = best_label(task.likelihood.plain, loo.logits, targets)
     if task.likelihood.is_classification and not task.likelihood.is_sequence:
-        contradicted, wrong = _against_the_label(task, q, loo.logits, targets)
+        contradicted, wrong = _against_the_label(task, q, loo.logits, loo.targets)
         called = contradicted & (wrong > 0.5)
     else:
         called = contradicted = _first(losses, share)

@@ -14,6 +14,7 @@ known. Several binary outputs are labels of their own, and an example is as wron
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def _chances(logits: Tensor, labels: Tensor) -> Tensor:
     def surprise(log_sureness: float) -> float:
         return -_likeliest_rate(believed(log_sureness), others)[1]
 
-    found = minimize_scalar(surprise, SURENESS, bounds=SURENESS, method="bounded",
+    found: Any = minimize_scalar(surprise, SURENESS, bounds=SURENESS, method="bounded",
                             options={"xatol": CLOSE})  # fmt: skip
     own = believed(float(found.x))
     rate, explained = _likeliest_rate(own, others)

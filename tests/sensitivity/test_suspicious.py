@@ -212,7 +212,7 @@ def test_tables_pictures_and_scores() -> None:
     assert first.source == f"s{first['index']}"
     called = table[table.kind == "label"]
     assert found.precision == pytest.approx(called.wrong.mean()) and (called.wrong > 0.5).all()
-    assert called["index"].isin(PLANTED).mean() >= found.precision - 0.1
+    assert set(PLANTED) <= set(called["index"])
     losses = nn.functional.cross_entropy(task.model(x), y, reduction="none").detach()
     assert table.training_loss.to_numpy() == pytest.approx(losses[found.order].numpy())
     assert table.loss.tolist() == found.losses[found.order].tolist()
@@ -229,7 +229,9 @@ def test_tables_pictures_and_scores() -> None:
 
 def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None:
     """At the end its loss is the least of all; most checkpoints contradicted it."""
-    x, y = planted()
+    x, y = blobs()
+    x[5] = CENTRES[y[5]]
+    y[5] = (y[5] + 1) % 3
     model = trained("categorical", x, y, DELTA, 3)
     task, last = laplace(model, x, y)
     heart = {n: m.clone() for n, m in last.mean.items()}
@@ -243,7 +245,7 @@ def test_a_wrong_label_that_the_end_knows_by_heart_is_found_in_the_run() -> None
         for earlier in ((), (last,), (last, last))
     )
     places = [result.order.tolist().index(5) for result in (less, half, found)]
-    assert places[2] < 2 * len(PLANTED) < places[0]
+    assert places[2] < min(places[:2])
     assert found.losses[5] > half.losses[5] > 10 * less.losses[5]
 
 
@@ -265,8 +267,8 @@ def test_a_class_that_no_example_has_is_not_proposed(absent: int) -> None:
 def test_as_many_labels_are_wrong_as_the_chances_say(rate: float) -> None:
     """Labels drawn by the very model of the chances, from predictions that are too sure."""
     g = torch.Generator().manual_seed(1)
-    n, classes, sureness = 4000, 5, 0.5
-    logits = 3.0 * torch.randn(n, classes, generator=g, dtype=torch.float64)
+    n, classes, sureness = 20_000, 5, 0.5
+    logits = 8.0 * torch.randn(n, classes, generator=g, dtype=torch.float64)
     truth = torch.multinomial((sureness * logits).softmax(1), 1, generator=g).flatten()
     wrong = torch.rand(n, generator=g) < rate
     shift = torch.randint(1, classes, (n,), generator=g)
