@@ -148,9 +148,9 @@ class Task:
         self.forward: reading.Forward = forward or reading.default_forward
         metadata = described if metadata is None else metadata
         self.metadata = reading.read_metadata(metadata, self.n_data)
-        names = () if metadata is None else list(metadata)
-        beside: dict[str, Any] = {f"metadata {name!r}": metadata[name] for name in names}
-        beside["weights"] = weights
+        beside: dict[str, Any] = {"weights": weights}
+        if metadata is not None:
+            beside |= {f"metadata {name!r}": metadata[name] for name in metadata}
         labels = reading.labels_beside(beside, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
         self.modes = getattr(checkpoints, "modes", None) or training_modes(model)

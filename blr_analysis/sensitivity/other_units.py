@@ -111,7 +111,7 @@ def _of_losses(task: Task, training: Sample, asked: Sample) -> str:
     noise = ERRORS * float(shuffled.std()) * math.sqrt(1 / n + 1 / m)
     chance, found = float(shuffled.mean()), float(losses.mean())
     is_far_above = found > chance + noise
-    only_training_is_explained = own < chance - noise and found >= chance and m >= FEWEST
+    only_training_is_explained = own < chance - noise and found > chance - noise and m >= FEWEST
     if not (is_far_above or only_training_is_explained):
         return ""
     return (
