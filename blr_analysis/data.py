@@ -23,6 +23,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, told_as
 from blr_analysis.half import HALF
 from blr_analysis.likelihoods import Likelihood
+from blr_analysis.padding import Padding, aside
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
@@ -106,6 +107,11 @@ class Examples:
         """Whether batches are slices of tensors."""
         return self._tensors is not None
 
+    @property
+    def is_rows(self) -> bool:
+        """Whether torch's own collate function makes a batch of single items."""
+        return self.collate is tud.default_collate and self._tensors is None
+
     @cached_property
     def _tensors(self) -> tuple[tud.TensorDataset, Tensor | None] | None:
         """The tensors, and which of their rows, of a part of them; None of any other data."""
@@ -122,8 +128,11 @@ class Examples:
         return dataset, rows
 
 
-def read_data(data: Any) -> Examples:
+def read_data(data: Any, padding: Padding | None = None) -> Examples:
     """Examples from a map-style dataset, a loader over one, or a pair (X, y).
+
+    Args:
+        padding: makes batches of rows that torch's own collate function would make.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset, reorder or reweight,
@@ -132,6 +141,8 @@ def read_data(data: Any) -> Examples:
     if isinstance(data, Examples):
         return data
     examples = _examples(data)
+    if padding is not None and examples.is_rows:
+        examples = replace(examples, collate=padding)
     if len(examples) == 0:
         raise DataError("the data hold no examples; a task needs at least one")
     if not examples.is_tensors:
@@ -154,9 +165,20 @@ def _check_stand_still(examples: Examples) -> None:
     )
 
 
-def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def opened(
+    data: Any,
+    target: str | None,
+    dtype: torch.dtype,
+    model: nn.Module | None = None,
+    padding: Padding | None = None,
+) -> tuple[Any, Any]:
     """What pandas and ``datasets`` hand out, as data that can be read, and what describes them; the
     numbers of a DataFrame in the model's ``dtype``.
+
+    Args:
+        model: whose forward pass takes the columns of a ``datasets.Dataset`` by their names; None:
+            a function of the user's takes them.
+        padding: of rows of unequal length.
 
     Raises:
         DataError: a DataFrame without target=, no column of numbers, a row without a label.
@@ -168,7 +190,7 @@ def opened(data: Any, target: str | None, dtype: torch.dtype) -> tuple[Any, Any]
     if target is not None and target not in names:
         raise InputError(f"target={target!r} is no column of the data, but for {some(names)}")
     if hub:
-        return _from_hub(data, target)
+        return _from_hub(data, target, model, padding)
     return _from_frame(data, target, dtype) if framed else (data, None)
 
 
@@ -203,21 +225,28 @@ def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     return torch.from_numpy(y), classes
 
 
-def _from_hub(data: Any, target: str | None) -> tuple[Examples, dict[str, list[Any]]]:
-    """Columns of words, times and nothing are metadata; the others go to the model, as tensors."""
+def _from_hub(
+    data: Any, target: str | None, model: nn.Module | None, padding: Padding | None
+) -> tuple[Examples, dict[str, list[Any]]]:
+    """Columns of words, times and nothing, and those that the model does not take, are metadata;
+    the others go to the model, as tensors."""
     names = list(data.column_names)
     label = target or next((n for n in ("labels", "label") if n in names), None)
     words = [name for name in names if not _of_numbers(data.features[name])]
-    aside = [n for n in names if n != label and (n in words or (n == "labels" and target))]
+    described = {*words, *(aside(model, names) if model is not None else ())}
+    if target is not None:
+        described.add("labels")
+    besides = [name for name in names if name != label and name in described]
     if label in words and None in list(data[label]):
         raise DataError(f"row {list(data[label]).index(None)} has no {label}; drop it")
     rows = data.class_encode_column(label) if label in words else data
     classes = getattr(rows.features.get(label), "names", None)
-    rows = rows.remove_columns(aside)
+    rows = rows.remove_columns(besides)
     if label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
-    examples = replace(read_data(rows.with_format("torch")), classes=classes and tuple(classes))
-    return examples, {name: list(data[name]) for name in aside}
+    examples = read_data(rows.with_format("torch"), padding)
+    examples = replace(examples, classes=classes and tuple(classes))
+    return examples, {name: list(data[name]) for name in besides}
 
 
 def _of_numbers(feature: Any) -> bool:

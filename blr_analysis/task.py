@@ -45,6 +45,7 @@ from blr_analysis.likelihoods import (
 )
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
 from blr_analysis.modes import training_modes
+from blr_analysis.padding import padding_of
 from blr_analysis.ranks import divided, is_sharded
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import Snapshots
@@ -94,7 +95,8 @@ class Task:
             their order and the model's dtype, its columns of words the metadata, and labels that
             are words count from 0 in the order of their ``pd.Categorical``, else of the alphabet.
             Of a ``datasets.Dataset``, the column that the model calls ``labels``, where it is
-            called neither so nor ``label``; words are metadata there too.
+            called neither so nor ``label``; words are metadata there too, and columns that a model
+            of transformers does not take. Rows of unequal length are filled up as its Trainer does.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -140,8 +142,10 @@ class Task:
         self.progress = progress
         self.device = _device(device, model)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        data, described = reading.opened(data, target, dtype)
-        examples = reading.read_data(data)
+        padding = padding_of(model, self.likelihood)
+        taker = model if forward is None else None
+        data, described = reading.opened(data, target, dtype, taker, padding)
+        examples = reading.read_data(data, padding)
         self.n_data = len(examples)
         if weights is not None:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)

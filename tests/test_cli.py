@@ -251,7 +251,7 @@ def test_an_audit_leaves_nothing_of_an_earlier_one(here: Path, capsys: Any) -> N
 
 
 def split(argv: str) -> list[str]:
-    short = {"T": [TASK], "Q": Q, "W": ["what-if", TASK, *Q, "--remove", "x > 1"]}
+    short = {"T": [TASK], "Q": Q, "W": ["what-if", TASK, *Q, "--remove", "loss > 1"]}
     return [word for part in shlex.split(argv) for word in short.get(part, [part])]
 
 
@@ -261,7 +261,7 @@ DEFAULTS = {n: signature(blr.what_if).parameters[n].default for n in ("solver", 
 @pytest.mark.parametrize(
     ("argv", "door", "name", "told"),
     [
-        ("W", "sensitivity", "what_if", DEFAULTS | {"remove": "x > 1", "evaluate": None}),
+        ("W", "sensitivity", "what_if", DEFAULTS | {"remove": "loss > 1", "evaluate": None}),
         ("W --solver cg --passes 9 --seeds 7 --max-memory 1MB --no-progress", "sensitivity",
          "what_if", {"solver": "cg", "passes": 9, "seeds": 7, "memory_budget": 10**6,
          "progress": False}),
@@ -333,6 +333,10 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("what-if T", "--remove"),
         ("what-if T --remove index==3 --decisions d.csv", "--decisions"),
         ("what-if T Q --relabel 'index == 3'", "QUERY:LABEL"),
+        ("what-if T -p gone --remove \"source = 'a'\"", "compare with =="),
+        ("what-if T -p gone --remove 'nobody == 3'", "no query of"),
+        ("what-if T -p gone --remove 'index == 99'", "selects none"),
+        ("what-if T -p gone --relabel 'loss = 3: 2'", "compare with =="),
         ("index T --fit full --out i", "not full"),
         ("index T --out i --text words", "MODEL DATA"),
         ("query index script.py:regression", "another model"),

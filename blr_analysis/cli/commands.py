@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from inspect import cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +14,12 @@ from blr_analysis.cli.index import index, query
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Out, Shared, show_forecast, spelled, takes
+from blr_analysis.cli.queries import check_queries, relabelled
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, as_text, grid, pairs, show
 
 if TYPE_CHECKING:
-    from blr_analysis.posterior import Forecast, Posterior
+    from blr_analysis.posterior import Forecast
     from blr_analysis.task import Task
 
 EXIT_CODES = """Exit codes: 0 done; 1 an unexpected fault; 2 a wrong command line, bad input, or \
@@ -163,16 +163,18 @@ def audit_forecast(
     """What the analyses of an audit cost, of groups those of short trainings."""
     from blr_analysis.audit.findings import groups_of
     from blr_analysis.posterior import Forecast
-    from blr_analysis.sensitivity.what_if import EPOCHS, what_if
+    from blr_analysis.sensitivity.what_if import training_epochs, what_if
 
     n = task.n_data
-    examples = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity
+    swept = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity
     if test is not None:
-        examples += test.n_data
+        swept += test.n_data
+    trained = 0
     if groups := len(groups_of(task, by)):
         seeds = signature(what_if).parameters["seeds"].default
-        examples += (groups + 1) * seeds * (passes or EPOCHS) * n
-    return Forecast.of(task, examples, disk=2 * sum(p.nbytes for p in task.parameters().values()))
+        trained = n * seeds * training_epochs(task.recipe, groups, passes)
+    disk = 2 * sum(p.nbytes for p in task.parameters().values())
+    return Forecast.of(task, swept, trained=trained, disk=disk)
 
 
 @takes("sensitivity/what_if.py", "what_if", "solver", "seeds", "passes")
@@ -225,6 +227,7 @@ def what_if_(
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
+        check_queries(remove, relabel or [], task)
         q = source.posterior_of(task, say)
         if relabel:
             change["relabel"] = relabelled(relabel, task, q)
@@ -241,26 +244,6 @@ def what_if_(
                 save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
     where = "the training data" if test is None else "the test data"
     show(in_text(trust(task, q, solver=result.solver), what_if_section(result, where, task.n_data)))
-
-
-def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:
-    """Index → label of ``QUERY:LABEL``; a number where it reads as one, else a class by its word.
-
-    Raises:
-        InputError: no colon, or a query that cannot be answered.
-    """
-    from blr_analysis.sensitivity.selection import select
-
-    labels: dict[int, Any] = {}
-    for text in texts:
-        query, colon, word = (part.strip() for part in text.rpartition(":"))
-        if not colon:
-            raise InputError(f"--relabel {text!r} has no label: write QUERY:LABEL")
-        label: Any = word
-        with suppress(ValueError):
-            label = int(word) if word.lstrip("-").isdigit() else float(word)
-        labels |= dict.fromkeys(select(query, task, posterior, name="relabel").tolist(), label)
-    return labels
 
 
 def algorithms(

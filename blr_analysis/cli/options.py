@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,11 +205,24 @@ def spelled(command: Any) -> Any:
     return run
 
 
+def as_duration(seconds: float) -> str:
+    """In words.
+
+    >>> as_duration(40), as_duration(1590), as_duration(9000)
+    ('1 minute', '27 minutes', '2.5 hours')
+    """
+    minutes = math.ceil(seconds / 60)
+    if minutes > 90:
+        return f"{seconds / 3600:.1f} hours"
+    return "1 minute" if minutes <= 1 else f"{minutes} minutes"
+
+
 def show_forecast(cost: Forecast, *, besides: str = "") -> None:
     """Passes, memory and disk, a line each; and what is not counted."""
     pairs(
         {
             "passes": f"{cost.passes:.2f} over the data",
+            "time": f"about {as_duration(cost.seconds)}, as a few examples are timed",
             "memory": f"about {cost.memory / 2**30:.1f} GiB",
             "disk": f"{cost.disk / 2**20:,.1f} MiB",
             **({"besides": besides} if besides else {}),

@@ -19,7 +19,8 @@ from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
 from blr_analysis.huggingface.data import class_indices, label_column, places_of, read_rows
-from blr_analysis.huggingface.models import Pretrained, checkpoint_names, load_model, load_tuned
+from blr_analysis.huggingface.file_layout import file_layout
+from blr_analysis.huggingface.models import Pretrained, load_model, load_tuned
 from blr_analysis.huggingface.questions import Tokens, read_length, read_tokens
 from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
@@ -31,7 +32,6 @@ from blr_analysis.posterior import (
     write_factors,
     write_precision,
 )
-from blr_analysis.posterior.capture import tied_names
 from blr_analysis.task import Task
 
 CURVATURES = {"mc": "mc_fisher", "emp": "empirical_fisher", "ggn": "ggn"}
@@ -150,7 +150,8 @@ def fisher(
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
     adapter, leads = is_adapter(place), ranks.first()
     loaded = load_tuned(place, base=base, task=task, device=device)
-    names = checkpoint_names(loaded)
+    layout = file_layout(loaded)
+    names = layout.one_name_each("structure='diag' can be written") if structure != "diag" else {}
     with held(storage.check_target(target, force=force)) if leads else nullcontext():
         encoded, n, columns = asked.read(loaded, data)
         how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
@@ -165,7 +166,6 @@ def fisher(
             seed=seed,
             kept=kept if ranks.count() == 1 else None,
         )
-        tied = {n: [n, *others] for n, others in tied_names(loaded.model).items()}
         about: dict[str, Any] = {
             "definition": f"{q.record['definition']}; {DEFINITION}",
             "n_data": n,
@@ -179,15 +179,15 @@ def fisher(
             "columns": list(columns),
             "likelihood": loaded.likelihood,
             "source": "fisher",
-            "frozen": [names[n] for n, p in loaded.model.named_parameters() if not p.requires_grad],
-            "tied": {names[n]: [x for x in own if x != names[n]] for n, own in tied.items()},
+            "frozen": layout.frozen,
+            "tied": layout.tied,
             "noise": q.record.get("noise"),
             "adapter": adapter,
         }
         parts, scale = q.form.per_weight, n / len(encoded)
         if parts is not None:
             cut = {k: take_off(s.clone(), TINY, s.dtype) for k, s in parts.items()}
-            parts = {names[k]: s.mul_(scale).cpu() for k, s in cut.items()}
+            parts = layout.tensors({k: s.mul_(scale).cpu() for k, s in cut.items()})
         if leads and parts is not None:
             write_precision(target, parts, dtype=dtype, kind=q.record["kind"], **about)
         elif leads:

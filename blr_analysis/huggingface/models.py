@@ -25,6 +25,7 @@ from blr_analysis.checks import install, one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError, StorageError, told_as
 from blr_analysis.files import Folder, Spec
 from blr_analysis.files.headers import read_json
+from blr_analysis.huggingface.file_layout import file_layout
 from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
@@ -149,12 +150,14 @@ def load_tuned(
         return load_model(place, task=task, device=device)
     loaded = load_model(_base_of(place, base), task=task, device=device)
     source = open_adapter(place, Folder.open(loaded.folder), dtype=torch.float32)
-    left, names = set(source.changes), checkpoint_names(loaded)
+    left = set(source.changes)
+    layout = file_layout(loaded)
     for name, p in loaded.model.named_parameters():
-        p.requires_grad_(names[name] in left)
+        stored = layout.names[name][0]
+        p.requires_grad_(name in layout.renamed and stored in left)
         if p.requires_grad:
-            p.data.copy_(source.tensor(names[name]))
-            left.remove(names[name])
+            p.data.copy_(source.tensor(stored))
+            left.remove(stored)
     if left:
         raise ModelError(f"the adapter {str(place)!r} changes {some(sorted(left))}, not trained")
     return replace(loaded, tokenizer=_tokenizer_of(place, loaded))
@@ -191,32 +194,6 @@ def _adapted(loaded: Pretrained, place: Path) -> Any:
     if taken != {n: spec.shape for n, spec in stored.items()}:
         raise ModelError(f"{wrong}: {some(sorted(set(taken) ^ set(stored)) or sorted(taken))}")
     return model
-
-
-def checkpoint_names(loaded: Pretrained) -> dict[str, str]:
-    """The name that each parameter has in the folder's files, by its name in the model.
-
-    They differ where a file was saved without the prefix of the base model ("h.0.…" for
-    "transformer.h.0.…"), or holds a tied tensor under its other name.
-
-    Raises:
-        ModelError: a parameter that is in no file, or has another shape there (weights that
-            transformers converts while it loads them).
-    """
-    prefix = getattr(loaded.model, "base_model_prefix", "") + "."
-    places: dict[int, list[str]] = {}
-    for alias, p in loaded.model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(p), []).append(alias)
-    stored: dict[str, str] = {}
-    for name, p in loaded.model.named_parameters():
-        aliases = [name, *places[id(p)]]
-        asked = [*aliases, *(a.removeprefix(prefix) for a in aliases)]
-        fits = [a for a in asked if a in loaded.specs and loaded.specs[a].shape == tuple(p.shape)]
-        if not fits:
-            said = f"{str(loaded.folder)!r} holds no {name!r} {list(p.shape)}"
-            raise ModelError(f"{said}: write it anew with model.save_pretrained")
-        stored[name] = fits[0]
-    return stored
 
 
 def read_config(folder: Path) -> Any:
@@ -308,7 +285,8 @@ def _pad_id(config: Any, tokenizer: Any, folder: Path) -> int:
 
 def _positions(model: Any) -> int:
     """Tokens that the model has positions for; RoBERTa's begin after its padding row."""
-    most = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
+    named = getattr(model.config, "max_position_embeddings", None)
+    most = named if named is not None and named > 0 else UNBOUNDED  # XLNet says -1 for no limit
     for name, part in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
             first = 0 if part.padding_idx is None else part.padding_idx + 1

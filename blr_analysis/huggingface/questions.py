@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class Tokens:
-    """Examples as token ids: a dataset whose batches are padded on the right.
+    """Examples as token ids: a dataset whose batches are padded.
 
     Attributes:
         rows: the model's inputs of each example as lists of ids, and "labels": a list as well, or
@@ -47,6 +47,7 @@ class Tokens:
         max_length: tokens that are kept of a row; None: all.
         cut: how many rows were longer.
         tokenizer: what made the ids.
+        side: where short rows are filled up, "right" or "left".
     """
 
     rows: list[dict[str, Any]]
@@ -54,6 +55,7 @@ class Tokens:
     max_length: int | None = None
     cut: int = 0
     tokenizer: Any = None
+    side: str = "right"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +74,9 @@ class Tokens:
         fills = {"input_ids": self.pad_id, "labels": IGNORED}
         columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
         return {
-            name: pad_sequence(column, batch_first=True, padding_value=fills.get(name, 0))
+            name: pad_sequence(
+                column, batch_first=True, padding_value=fills.get(name, 0), padding_side=self.side
+            )
             if column[0].ndim
             else torch.stack(column)
             for name, column in columns.items()
@@ -80,9 +84,32 @@ class Tokens:
 
     def task(self, loaded: Pretrained, **about: Any) -> Task:
         """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
-        loader: Any = DataLoader(self, batch_size=BATCH, collate_fn=self.collate)  # type: ignore[arg-type]
+        padded: Any = replace(self, side=padding_side(loaded, self))
+        loader: Any = DataLoader(padded, batch_size=BATCH, collate_fn=padded.collate)
         about = {"likelihood": loaded.likelihood, "batch_size": BATCH, **about}
         return Task(loaded.model, loader, **about)
+
+
+def padding_side(loaded: Pretrained, tokens: Tokens) -> str:
+    """Where a short row is filled up: on the right, unless its output changes there and the
+    tokenizer says left (XLNet reads a text's last position)."""
+    by_length = sorted(tokens.rows, key=lambda row: len(row["input_ids"]))
+    short, long = by_length[0], by_length[-1]
+    lengths_differ = len(short["input_ids"]) < len(long["input_ids"])
+    said = getattr(loaded.tokenizer, "padding_side", "right")
+    if said == "right" or loaded.task == "causal_lm" or not lengths_differ:
+        return "right"  # of causal models, what stands behind a text changes nothing
+    alone = _logits(loaded, tokens, [short])
+    padded = _logits(loaded, tokens, [short, long])
+    return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else said
+
+
+def _logits(loaded: Pretrained, tokens: Tokens, rows: Sequence[dict[str, Any]]) -> Tensor:
+    device = next(loaded.model.parameters()).device
+    batch = {name: column.to(device) for name, column in tokens.collate(rows).items()}
+    batch.pop("labels")
+    with torch.no_grad():
+        return loaded.model(**batch).logits
 
 
 def ids_known_by(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
@@ -24,6 +25,8 @@ CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough f
 RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage", "tokens")
 
 SEVERAL = ("target_", "prediction_")
+QUOTED = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`""")
+ASSIGNMENT = re.compile(r"(?<![=!<>])=(?!=)")  # outside of a call, which a query seldom has
 
 
 class Columns:
@@ -122,8 +125,15 @@ def _asked(question: Callable[[ExampleRow], Any], columns: Columns, n: int, name
     return chosen
 
 
+def check_comparison(question: str, name: str) -> None:
+    """Raise :class:`InputError` where a query would set a value: ``annotator = 'eve'``."""
+    if ASSIGNMENT.search(QUOTED.sub("", question)):
+        raise InputError(f"{name}={question!r} sets a value: compare with ==")
+
+
 def _queried(question: str, columns: Columns, name: str) -> list[int]:
     """The rows of a query, as pandas' ``DataFrame.query`` reads it."""
+    check_comparison(question, name)
     with told_as(InputError, f"{name}={question!r} is no query of {columns.names()}"):
         return columns.table.query(question)["index"].tolist()
 

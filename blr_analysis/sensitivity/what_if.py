@@ -17,7 +17,8 @@ fresh weights, averaged over seeds s,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -226,8 +227,8 @@ def what_if(
             and their likelihood are used; the model is ``task``'s.
         solver: "posterior" (one step), "cg" (a descent), "replay" (short trainings), "retrain" (the
             whole recipe), or "auto": "posterior" for up to 1 % of the data, else "cg" for a model
-            at its minimum, else "replay" ("retrain" of a recipe of ``train=``). ``result.solver``
-            says which.
+            at its minimum, else "replay", or "retrain" where the recipe makes no more passes, or is
+            a ``train=``. ``result.solver`` says which.
         seeds: trainings of "replay" and "retrain"; one gives no interval.
         passes: of "cg" over the changed data (60); epochs of a "replay" (8, or the recipe's).
 
@@ -312,7 +313,32 @@ def what_if_each(
         raise InputError(f"column {by!r} has the same value everywhere; choose another")
     shown = track(groups.items(), total=len(groups), label=f"without each {by}", show=task.progress)
     solvers.task = task.quiet
+    solvers.groups = len(groups)
     return GroupRows([solvers.answer(Change(i)).row(value) for value, i in shown]).table
+
+
+def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
+    """Whether "auto" takes the whole recipe in place of short trainings, which take one more of all
+    data: where it cannot be shortened, or is known and makes no more passes.
+
+    >>> [retrains(Recipe("sgd", lr=0.1, epochs=k, batch_size=8), 1, None) for k in (16, 17)]
+    [True, False]
+    """
+    if recipe.train is not None:
+        return True
+    short = recipe.shortened(passes or EPOCHS).epochs * (groups + 1)
+    return recipe.known and recipe.epochs * groups <= short
+
+
+def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> int:
+    """Epochs of the trainings of "auto" off a minimum, for one seed; without a recipe, those of the
+    default one."""
+    if recipe is not None and recipe.train is None and retrains(recipe, groups, passes):
+        return recipe.epochs * groups
+    epochs = EPOCHS if passes is None else passes
+    if recipe is not None and recipe.train is None:
+        epochs = recipe.shortened(epochs).epochs
+    return epochs * (groups + 1)
 
 
 class _Solvers:
@@ -330,6 +356,7 @@ class _Solvers:
         self.where = self.home if evaluate is None else _evaluated_on(evaluate, self.home, self.q)
         self.before, self.targets = evaluated(self.where, self.q.mean)
         self.unlike = unlike_training(self.home, self.where, self.q.mean)
+        self.groups = 1  # that are asked about, one after the other
         self._references: dict[int, Evaluation] = {}
         self._whole: str | None = None  # what the ending of the whole recipe says
         self._endings: list[Tensor] = []  # training losses at the ends of short trainings
@@ -340,7 +367,7 @@ class _Solvers:
         if solver == "auto":
             few = change.count <= max(1, FEW * self.task.n_data)
             solver = "posterior" if few else "cg" if self.q.at_minimum else "replay"
-            if solver == "replay" and self.recipe.train is not None:  # which cannot be shortened
+            if solver == "replay" and retrains(self.recipe, self.groups, self.passes):
                 solver = "retrain"
         return getattr(self, f"_{solver}")(change)
 
@@ -381,10 +408,12 @@ class _Solvers:
         first: State = {}
         for seed in range(self.seeds):
             if seed not in self._references:
-                state = trained(self.home, whole_data(self.home), recipe, seed, label=label)
+                with _shortened():
+                    state = trained(self.home, whole_data(self.home), recipe, seed, label=label)
                 self._references[seed] = self._measured(state)
                 self._endings.append(losses_at(self.home, state))
-            state = trained(self.home, parts, recipe, seed, label=label)
+            with _shortened():
+                state = trained(self.home, parts, recipe, seed, label=label)
             first = first or state
             pairs.append((self._measured(state), self._references[seed]))
         losses = torch.stack([a.losses.double() - b.losses.double() for a, b in pairs])
@@ -515,6 +544,15 @@ class _Solvers:
             added=0 if change.new is None else change.new.n_data,
             relabelled=len(change.labels or {}),
         )
+
+
+@contextmanager
+def _shortened() -> Iterator[None]:
+    """Around a training in fewer epochs than the recipe's, at a higher rate."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f'{error}, or give other passes=, or solver="retrain"') from error
 
 
 def _interval(middle: float, each: Sequence[float]) -> tuple[float, float] | None:

@@ -15,7 +15,7 @@ import torch
 
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, StorageError
 from blr_analysis.huggingface import data
-from blr_analysis.huggingface.models import checkpoint_names, load_model
+from blr_analysis.huggingface.models import load_model
 from blr_analysis.huggingface.questions import Tokens, read_tokens
 
 pytest.importorskip("transformers")
@@ -122,7 +122,6 @@ def test_a_model_is_loaded_in_float32_and_eval_mode(tmp_path: Path) -> None:
     assert not any(m.training for m in loaded.model.modules())
     told = (loaded.task, loaded.likelihood, loaded.longest)
     assert told == ("classification", "categorical", 16)
-    assert checkpoint_names(loaded) == {n: n for n, _ in loaded.model.named_parameters()}
 
 
 BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [

@@ -186,6 +186,7 @@ def test_several_outputs_have_the_tables_names() -> None:
         ([0.0, 1.0], r"hold booleans or integer indices, got \(2,\) float32"),
         (torch.zeros(3, 3, dtype=torch.bool), r"got \(3, 3\) bool"),
         ("nobody == 3", "remove='nobody == 3' is no query of"),
+        ("source = 'a==b'", "remove=.* sets a value: compare with =="),
         (object(), "remove must be a boolean mask or integer indices: "),
         (pd.DataFrame({"target": [1, 2]}, index=[1, 4]), r"remove is a table.*table\.index"),
         (pd.DataFrame(MASK), r"remove is a table.*table\.index"),
