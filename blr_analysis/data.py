@@ -237,6 +237,8 @@ def _from_hub(
     if target is not None:
         described.add("labels")
     besides = [name for name in names if name != label and name in described]
+    if not set(names) - {label, *besides}:
+        raise DataError(f"no column of {some(names)} goes to the model; tokenise the texts")
     if label in words and None in list(data[label]):
         raise DataError(f"row {list(data[label]).index(None)} has no {label}; drop it")
     rows = data.class_encode_column(label) if label in words else data

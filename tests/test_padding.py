@@ -77,3 +77,9 @@ def test_rows_of_unequal_shape_are_named() -> None:
     rows = [{"x": torch.ones(2, 3), "labels": 0}, {"x": torch.ones(2, 4), "labels": 1}]
     with pytest.raises(DataError, match=r"column 'x' has rows of shapes \[2, 3\], \[2, 4\]"):
         blr.Task(nn.Linear(3, 2), rows)
+
+
+def test_texts_without_ids_are_refused(models: dict[str, Any]) -> None:
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS})
+    with pytest.raises(DataError, match="'text', 'label' goes to the model; tokenise"):
+        blr.Task(models["bert"], rows)

@@ -43,7 +43,7 @@ from blr_analysis.task import Task
 Part = tuple[Task, Tensor, Tensor]
 
 RATES = (1e-2, 5e-3, 2e-3, 5e-4)  # of Adam, that a training of unknown recipe tries
-DIVERGES = 'a training by the recipe diverges: give other passes=, or solver="retrain"'
+DIVERGES = "a training by the recipe diverges: lower the recipe's lr="
 ONE_VALUE = "Expected more than 1 value per channel"  # as torch's BatchNorm says it
 EPOCHS, BATCH = 8, 32  # of a training of unknown recipe
 

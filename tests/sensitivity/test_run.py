@@ -400,6 +400,19 @@ def test_retraining_by_a_function_of_ones_own(fit: Any) -> None:
         blr.what_if(own, q, remove=y == 3, solver="replay")
 
 
+@pytest.mark.parametrize(("epochs", "solver"), [(2, "retrain"), (17, "replay")])
+def test_a_recipe_that_makes_no_more_passes_is_run_as_it_is(epochs: int, solver: str) -> None:
+    """Than short trainings with and without the group."""
+    x, y = torch.randn(40, 2), torch.randint(3, (40,))
+    recipe = blr.Recipe("sgd", lr=0.1, epochs=epochs, batch_size=20)
+    task = blr.Task(torch.nn.Linear(2, 3), (x, y), recipe=recipe, progress=False)
+    q = blr.fit_laplace(task, prior_precision=1.0)
+    result = blr.what_if(task, q, remove=y == 1, seeds=1)
+    assert result.solver == solver
+    asked = blr.what_if(task, q, remove=y == 1, seeds=1, solver=solver)
+    assert result.nll == asked.nll and result.passes == asked.passes <= 2 * 8
+
+
 def test_without_a_recipe_the_answer_says_that_it_is_rough(fit: Any) -> None:
     task, _ = fit
     bare = blr.Task(task.model, digits(), progress=False)
