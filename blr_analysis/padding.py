@@ -51,7 +51,7 @@ class Padding:
         if self.predicts_ids and LABELS not in columns and IDS in columns:
             columns[LABELS] = columns[IDS]
         ids = columns.get(IDS)
-        if self.masked and MASK not in columns and ids is not None and _lengths_differ(ids):
+        if self.masked and MASK not in columns and ids is not None:
             columns[MASK] = [torch.ones(len(x), dtype=torch.long) for x in ids]
         return {name: self._column(name, values) for name, values in columns.items()}
 

@@ -70,7 +70,7 @@ def test_a_mask_is_made_only_for_who_takes_one() -> None:
     rows = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
     assert "attention_mask" not in Padding()(rows)
     assert Padding(masked=True)(rows)["attention_mask"].tolist() == [[1, 1], [1, 0]]
-    assert "attention_mask" not in Padding(masked=True)(rows[:1])
+    assert Padding(masked=True)(rows[:1])["attention_mask"].tolist() == [[1, 1]]
 
 
 def test_rows_of_unequal_shape_are_named() -> None:

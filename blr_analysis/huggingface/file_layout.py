@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, told_as
-
-if TYPE_CHECKING:
-    from blr_analysis.huggingface.models import Pretrained
+from blr_analysis.files import Spec
 
 GOLDEN = 0.6180339887498949  # whose multiples, modulo 1, are never alike
 
 Tensors = dict[str, Tensor]
+Specs = Mapping[str, Spec]
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,17 @@ class FileLayout:
     """Where the parameters of a model stand in its folder's files.
 
     Attributes:
-        loaded: the model, and what its files hold.
+        model: of transformers.
+        folder: where its files are.
+        specs: shapes and dtypes of the tensors there.
         names: the tensors in the files that hold a parameter, by its name in the model.
         aliases: the name of a parameter, or of one that is tied to it, that the files hold.
         renamed: the parameters that are whole tensors there, in the same order of numbers.
     """
 
-    loaded: Pretrained
+    model: Any
+    folder: Path
+    specs: Specs
     names: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, str]
     renamed: frozenset[str]
@@ -49,9 +53,9 @@ class FileLayout:
         """
         converted = {n for n in values if n not in self.renamed}
         stored = {self.names[n][0]: v for n, v in values.items() if n not in converted}
-        written = as_written(self.loaded.model, {self.aliases[n]: values[n] for n in converted})
+        written = as_written(self.model, {self.aliases[n]: values[n] for n in converted})
         for name, tensor in written.items():
-            place = stored_name(self.loaded, name, tensor)
+            place = stored_name(self.model, self.specs, name, tensor)
             if place is None:
                 raise ModelError(f"{name!r} is trained in part: train all of it, or nothing")
             stored[place] = tensor
@@ -60,14 +64,14 @@ class FileLayout:
     @property
     def frozen(self) -> list[str]:
         """The tensors in the files that hold what is not trained."""
-        parameters = self.loaded.model.named_parameters()
+        parameters = self.model.named_parameters()
         return [place for n, p in parameters if not p.requires_grad for place in self.names[n]]
 
     @property
     def tied(self) -> dict[str, list[str]]:
         """The other names of tensors in the files that the model has in several places."""
         others = {}
-        for name, aliases in _names_by_parameter(self.loaded.model).items():
+        for name, aliases in _names_by_parameter(self.model).items():
             if len(aliases) > 1 and name in self.renamed:
                 place = self.names[name][0]
                 others[place] = [alias for alias in aliases if alias != place]
@@ -84,39 +88,39 @@ class FileLayout:
         """
         apart = sorted(set(self.names) - self.renamed)
         if apart:
-            where = f"{str(self.loaded.folder)!r} holds {some(apart)} in other pieces"
+            where = f"{str(self.folder)!r} holds {some(apart)} in other pieces"
             raise ModelError(f"{where} than transformers loads: {wanted}")
         return {name: places[0] for name, places in self.names.items()}
 
 
-def file_layout(loaded: Pretrained) -> FileLayout:
+def file_layout(model: Any, specs: Specs, folder: Path) -> FileLayout:
     """Where the parameters of a model stand in its folder's files.
 
     Raises:
         ModelError: a parameter that is in no file, or was converted beyond return.
     """
-    places = _names_by_parameter(loaded.model)
+    places = _names_by_parameter(model)
     every = [alias for aliases in places.values() for alias in aliases]
-    shapes = {alias: loaded.model.get_parameter(alias).shape for alias in every}
+    shapes = {alias: model.get_parameter(alias).shape for alias in every}
     marks = {
         alias: torch.tensor((k + 1) * GOLDEN % 1).expand(shapes[alias])
         for k, alias in enumerate(every)
     }
-    as_saved = _found(loaded, marks, as_written(loaded.model, marks))
-    as_named = _found(loaded, marks, marks)
+    as_saved = _found(model, specs, marks, as_written(model, marks))
+    as_named = _found(model, specs, marks, marks)
     names, chosen, renamed = {}, {}, set()
     for name, aliases in places.items():
         tried = [(a, found) for found in (as_saved, as_named) for a in aliases if a in found]
         if not tried:
             shape = list(shapes[name])
-            missing = f"{str(loaded.folder)!r} holds no {name!r} {shape}, under no other name"
+            missing = f"{str(folder)!r} holds no {name!r} {shape}, under no other name"
             raise ModelError(f"{missing}: write it anew with model.save_pretrained")
         alias, found = tried[0]
         chosen[name] = alias
         names[name], whole = found[alias]
         if whole:
             renamed.add(name)
-    return FileLayout(loaded, names, chosen, frozenset(renamed))
+    return FileLayout(model, folder, specs, names, chosen, frozenset(renamed))
 
 
 def _names_by_parameter(model: Any) -> dict[str, list[str]]:
@@ -143,18 +147,18 @@ def as_written(model: Any, tensors: Tensors) -> Tensors:
         return revert_weight_conversion(model, dict(tensors))
 
 
-def stored_name(loaded: Pretrained, name: str, tensor: Tensor) -> str | None:
+def stored_name(model: Any, specs: Specs, name: str, tensor: Tensor) -> str | None:
     """The name in the files of a tensor of this name and shape: without the prefix of the base
     model, where they were saved without."""
-    prefix = getattr(loaded.model, "base_model_prefix", "") + "."
+    prefix = getattr(model, "base_model_prefix", "") + "."
     for tried in (name, name.removeprefix(prefix)):
-        if tried in loaded.specs and loaded.specs[tried].shape == tuple(tensor.shape):
+        if tried in specs and specs[tried].shape == tuple(tensor.shape):
             return tried
     return None
 
 
 def _found(
-    loaded: Pretrained, marks: Tensors, written: Tensors
+    model: Any, specs: Specs, marks: Tensors, written: Tensors
 ) -> dict[str, tuple[tuple[str, ...], bool]]:
     """The tensors in the files that hold each marked one, all of it, and whether it is the whole
     of one as it stands."""
@@ -163,7 +167,7 @@ def _found(
     places: dict[str, list[str]] = {}
     whole = {}
     for name, tensor in written.items():
-        place = stored_name(loaded, name, tensor)
+        place = stored_name(model, specs, name, tensor)
         if place is None:
             continue
         for mark, count in _marks_in(tensor):

@@ -150,7 +150,7 @@ def fisher(
     target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
     adapter, leads = is_adapter(place), ranks.first()
     loaded = load_tuned(place, base=base, task=task, device=device)
-    layout = file_layout(loaded)
+    layout = file_layout(loaded.model, loaded.specs, loaded.folder)
     names = layout.one_name_each("structure='diag' can be written") if structure != "diag" else {}
     with held(storage.check_target(target, force=force)) if leads else nullcontext():
         encoded, n, columns = asked.read(loaded, data)

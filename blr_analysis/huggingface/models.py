@@ -151,7 +151,7 @@ def load_tuned(
     loaded = load_model(_base_of(place, base), task=task, device=device)
     source = open_adapter(place, Folder.open(loaded.folder), dtype=torch.float32)
     left = set(source.changes)
-    layout = file_layout(loaded)
+    layout = file_layout(loaded.model, loaded.specs, loaded.folder)
     for name, p in loaded.model.named_parameters():
         stored = layout.names[name][0]
         p.requires_grad_(name in layout.renamed and stored in left)

@@ -119,7 +119,7 @@ def test_factors_of_weights_in_other_pieces_are_refused(
 
 def test_what_fills_no_tensor_of_the_files_is_refused(folders: dict[str, Path]) -> None:
     loaded = load_model(folders["Mixtral"])
-    layout = file_layout(loaded)
+    layout = file_layout(loaded.model, loaded.specs, loaded.folder)
     sums = {name: torch.rand_like(p) for name, p in loaded.model.named_parameters()}
     shapes = {name: tuple(t.shape) for name, t in layout.tensors(sums).items()}
     assert shapes == {name: spec.shape for name, spec in loaded.specs.items()}
