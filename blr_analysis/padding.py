@@ -86,7 +86,7 @@ def padding_of(model: nn.Module, likelihood: Likelihood) -> Padding:
 def arguments_of(model: nn.Module) -> set[str]:
     """The names of what a model takes; of an adapter its base's."""
     base = getattr(model, "get_base_model", None)
-    inner = base() if callable(base) else model
+    inner: Any = base() if callable(base) else model
     return set(inspect.signature(inner.forward).parameters)
 
 
