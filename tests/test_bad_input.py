@@ -197,6 +197,8 @@ FAULTY: list[tuple[dict[str, Any], type[BLRError], str]] = [
             (lambda f: f[:1], ModelError, r"returned 1 rows of outputs for .* examples"),
             (lambda f: f.undefined, ModelError, r"failed on a batch of .*: AttributeError"),
             (lambda f: f.detach(), ModelError, "a detach in forward"),
+            (lambda f: (f - f.mean(0)) / f.std(0), ModelError, "mixes examples.*one alone"),
+            (lambda f: f.squeeze(0), ModelError, "mixes examples.*one alone"),
         )
     ),
     ({"forward": lambda m, b: m(b[0])}, InputError, r"forward must return a tuple .*, got"),

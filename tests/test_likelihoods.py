@@ -412,8 +412,15 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fitted(nn.GaussianNLLLoss(), NUMBERS[:, :2]), ModelError, "negative"),
     (lambda: fitted(lambda f, y: ((f - y) ** 2).mean(), NUMBERS), InputError, "per example"),
     (lambda: fitted(lambda f, y: (f - f.mean(0) - y).norm(dim=1), NUMBERS), InputError, "depends"),
-    (lambda: fitted(nn.L1Loss(), NUMBERS), InputError, "second derivative"),
-    (lambda: fitted(nn.MultiMarginLoss(), CLASSES), InputError, "second derivative"),
+    *(
+        (lambda loss=loss, y=y: fitted(loss, y), InputError, f"second derivative.*{remedy}")
+        for loss, y, remedy in (
+            (nn.L1Loss(), NUMBERS, "HuberLoss"),
+            (nn.MultiMarginLoss(), CLASSES, "CrossEntropyLoss"),
+            (nn.KLDivLoss(reduction="batchmean"), SOFT, "logits and nn.CrossEntropyLoss"),
+            (nn.HingeEmbeddingLoss(), NUMBERS.sign(), "SoftMarginLoss"),
+        )
+    ),
     (lambda: fitted(lambda f, y: (f.detach() - y).norm(dim=1), NUMBERS), InputError, "different"),
     (lambda: fitted(lambda f, y: f.nonsense, NUMBERS), InputError, "nonsense"),
     (lambda: fitted(focal, CLASSES, curvature="mc_fisher"), InputError, "ggn"),

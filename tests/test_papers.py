@@ -1,6 +1,9 @@
 """The figures of the papers, small: each shows what its paper says."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,6 +12,8 @@ from benchmarks.papers import expectation_propagation as ep
 from benchmarks.papers import posterior_approximation, segmentation, theorem_1, two_wells
 
 slow = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks" / "papers").glob("[!_]*.py"))
 FIGURES: list = [
     # Deviations in units of mean-field's: Gauss–Newton is right, ĝ² of M = 10 too wide.
     pytest.param(posterior_approximation, lambda found: (
@@ -28,6 +33,17 @@ FIGURES: list = [
 def test_a_figure_shows_what_its_paper_says(paper: ModuleType, holds: Callable) -> None:
     figure, found = paper.draw(True)
     assert all(axes.has_data() for axes in figure.axes) and holds(found), found
+
+
+@slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_runs(script: str, tmp_path: Path) -> None:
+    """As its head says, from the command line."""
+    command = [sys.executable, "-m", f"benchmarks.papers.{script}", "--small"]
+    if "[--out DIR]" in (ROOT / "benchmarks" / "papers" / f"{script}.py").read_text():
+        command += ["--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    assert run.returncode == 0 and run.stdout.strip(), run.stderr[-2000:]
 
 
 def test_expectation_propagation() -> None:

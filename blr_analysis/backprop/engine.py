@@ -54,6 +54,11 @@ class Chunk:
         """That of these examples, with their weights."""
         return self._task.likelihood.at(self.indices)
 
+    @property
+    def head(self) -> str | None:
+        """The weight of the linear layer that gives these outputs, where one does."""
+        return self._plan.head_of(self._recording)
+
     def terms(self, cotangents: Tensor, *, last: bool = False) -> list[Term]:
         """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer.
 

@@ -247,10 +247,14 @@ def check_connected(
 ) -> None:
     """Raise :class:`ModelError` where a gradient is 0 as no parameter reaches the outputs."""
     if not any(bool(g.any()) for g in gradient.values()) and not depends(task, params):
-        raise ModelError(
-            "the outputs do not depend on the trainable parameters; is there a torch.no_grad or "
-            "a detach in forward?"
-        )
+        raise disconnected()
+
+
+def disconnected() -> ModelError:
+    return ModelError(
+        "the outputs do not depend on the trainable parameters; is there a torch.no_grad or "
+        "a detach in forward?"
+    )
 
 
 def depends(task: Task, params: Mapping[str, Tensor]) -> bool:

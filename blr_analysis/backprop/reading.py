@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.fallback import module_columns, task_columns
-from blr_analysis.backprop.layers import Axis, Call
+from blr_analysis.backprop.layers import Axis, Call, linear
 from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import some
@@ -87,6 +88,24 @@ class Plan:
         """Examples per chunk so that the working memory stays within ``budget`` bytes."""
         one = itemsize * max(1.0, self.floats(columns, by_parts=by_parts))
         return int(max(1, min(n_data, budget // one)))
+
+    def head_of(self, recording: Recording) -> str | None:
+        """The weight of the linear layer whose outputs are the model's, one row an example; None
+        where no layer is that, or where the weight is used elsewhere too."""
+        outputs = recording.outputs
+        visits = recording.visits
+        if outputs.ndim != 2 or outputs.grad_fn is None or not visits or self.whole_model:
+            return None
+        last = visits[-1]
+        names = last.unit.names
+        if last.unit.rule is not linear or last.edges != [get_gradient_edge(outputs)]:
+            return None
+        used_before = {name for visit in visits[:-1] for name in visit.unit.names.values()}
+        axes = self.axes_of(last, len(outputs))
+        is_plain = axes is not None and axes[0][0] == Axis() == axes[1][0]
+        if not is_plain or "weight" not in names or not used_before.isdisjoint(names.values()):
+            return None
+        return names["weight"]
 
     def terms(
         self,

@@ -16,7 +16,7 @@ from blr_analysis.backprop.fallback import pulled
 from blr_analysis.backprop.layout import LARGER
 from blr_analysis.backprop.record import Unit, fetched, inside_transform, rounding, watched
 from blr_analysis.data import check_rows
-from blr_analysis.errors import ModelError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.task import Task
 
 LOOKED_AT = 16  # examples whose sizes are compared
@@ -135,7 +135,7 @@ def check_independent(
         if examples is not None:
             beside = task.run(fetched(task, examples), params, examples)
         for place, index in enumerate((probe[:1] if examples is None else examples).split(1)):
-            alone, target = task.run(fetched(task, index), params, index)
+            alone, target = _run_alone(task, params, index)
             check_rows(alone, 1)
             pairs.append(_counted_outputs(task, alone, target, beside, place))
             with rounding_otherwise(task.model, eps):
@@ -144,6 +144,17 @@ def check_independent(
     explained = max(LEAST_ROUNDING * eps * scale, ROUNDINGS * _largest_gap(rounded))
     if _largest_gap(pairs) > min(explained, MOST_ROUNDING * scale):
         raise ModelError(_mixes_examples(task, targets, padded=examples is not None))
+
+
+def _run_alone(task: Task, params: Mapping[str, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of one example, of which the model has run several together."""
+    try:
+        return task.run(fetched(task, index), params, index)
+    except InputError as error:
+        raise ModelError(
+            "the model mixes examples: it runs on several and fails on one alone (batch "
+            "statistics, or squeeze()?); compute every output from its own example"
+        ) from error
 
 
 def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:

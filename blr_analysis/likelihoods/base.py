@@ -140,6 +140,10 @@ class Likelihood(ABC):
         root = self.hessian_root(outputs, targets)
         return root @ root.mT
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        """s and v with Λ = diag(s) − v vᵀ, ``[B, C]`` each; None of a Λ of another form."""
+        return None
+
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """Λ u for vectors u ``[..., B, C]`` in the space of the outputs."""
         return (self.hessian(outputs, targets) @ vectors.unsqueeze(-1)).squeeze(-1)

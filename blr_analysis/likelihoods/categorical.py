@@ -162,6 +162,11 @@ class Categorical(Likelihood):
         sp = self._times_mass(p, outputs, targets)
         return sp * (vectors - (p * vectors).sum(-1, keepdim=True))
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        p = _softmax(outputs)
+        scale = self._times_mass(p, outputs, targets)
+        return scale, self._times_mass(p, outputs, targets, 0.5)
+
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The Cholesky factor, whose last column is 0 and left out, ``[B, C, C − 1]``: column c is
         √(p_c r_c / (p_c + r_c)) (1 at c, −p_d / r_c at d > c), with r_c = Σ_{d>c} p_d.

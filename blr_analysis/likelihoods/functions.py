@@ -101,11 +101,11 @@ class Function(Likelihood):
         places = [outputs, drawn]
         if targets.numel() == outputs.numel():  # a loss of linear tails curves only here
             places.append(targets.to(outputs).view_as(outputs) + 0.01 * drawn)
-        no, take = "the loss has no second derivative in the outputs", "a smooth one: nn.HuberLoss"
-        with told_as(InputError, no, f"use {take}"):
+        flat = "the loss has no second derivative in the outputs"
+        with told_as(InputError, flat, f"use {_curved_loss(outputs, targets)}"):
             if any(bool(self._hessian_times(f, targets, drawn).any()) for f in places):
                 return
-        raise InputError(f"{no} (piecewise linear, or detached); use {take}")
+        raise InputError(f"{flat} (it is linear there); use {_curved_loss(outputs, targets)}")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
@@ -158,6 +158,30 @@ class Function(Likelihood):
         raise InputError(
             f'{self!r} is no distribution to draw labels from; use curvature="ggn" (or "exact")'
         )
+
+
+def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
+    """A loss with curvature for outputs and targets like these."""
+    if outputs.shape[-1] > 1 and _are_log_probabilities(outputs):
+        return "nn.CrossEntropyLoss, which takes log-probabilities and shares of classes too"
+    if targets.shape == outputs.shape and _are_shares(targets):
+        return "the logits and nn.CrossEntropyLoss, which takes shares of classes too"
+    if bool((targets.abs() == 1).all()):
+        return "nn.SoftMarginLoss"
+    if outputs.shape[-1] > 1 and not targets.is_floating_point():
+        return "nn.CrossEntropyLoss"
+    return "a smooth one: nn.HuberLoss"
+
+
+def _are_log_probabilities(outputs: Tensor) -> bool:
+    return bool(((outputs.exp().sum(-1) - 1).abs() < CLOSE).all())
+
+
+def _are_shares(targets: Tensor) -> bool:
+    """Whether every row is a distribution over several classes."""
+    if targets.shape[-1] < 2 or bool((targets < 0).any()):
+        return False
+    return bool(((targets.sum(-1) - 1).abs() < 1e-3).all())
 
 
 def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:

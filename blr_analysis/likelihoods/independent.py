@@ -25,6 +25,10 @@ class _Independent(Likelihood):
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
         return targets.numel()
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        scale = self.scale(outputs, targets)
+        return scale, torch.zeros_like(scale)
+
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         return self.scale(outputs, targets) * vectors
 

@@ -86,6 +86,13 @@ class Weighted(Likelihood):
     mass = _times("mass")
     drawn_error, hessian_root = _times("drawn_error", 0.5), _times("hessian_root", 0.5)
 
+    def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        parts = self._plain.hessian_parts(outputs, targets)
+        if parts is None:
+            return None
+        scale, low = parts
+        return self._beside(scale), self._beside(low, 0.5)
+
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)

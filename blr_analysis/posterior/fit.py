@@ -11,13 +11,17 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
+from blr_analysis.backprop.head import with_head
 from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.files import Unfinished
+from blr_analysis.likelihoods import Likelihood
 from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.task import Task
 
+EXACT_OUTPUTS = 256  # up to here every output of an example is differentiated unless told otherwise
+MANY = 64  # outputs, from which on the closed form of the last layer is faster
 SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
 
 
@@ -27,6 +31,7 @@ class Fit:
 
     Attributes:
         task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
+        drawn: labels drawn of an example in place of the exact columns of "ggn"; 0: none are.
         measures: whether the first sweep over all data sums the gradient too, from one column more.
         slope: Σ_i ∇ℓ_i, once it is known.
     """
@@ -39,6 +44,7 @@ class Fit:
     seed: int
     rank: int | None
     kept: Mapping[str, Unfinished]
+    drawn: int = 0
     measures: bool = False
     slope: Tree = field(default_factory=dict)
 
@@ -49,6 +55,8 @@ class Fit:
 
     def columns(self) -> int:
         """How many G_i an example has."""
+        if self.drawn:
+            return self.drawn
         drawn = {"empirical_fisher": 1, "mc_fisher": self.samples}
         return drawn.get(self.curvature) or n_outputs(self.task, self.params)
 
@@ -57,8 +65,11 @@ class Fit:
         label: str,
         indices: Tensor | None = None,
         kept: Unfinished | None = None,
+        by_layer: bool = False,
     ) -> Iterator[list[Term]]:
-        """Per chunk the terms of the columns G_i."""
+        """Per chunk the terms of the columns G_i; ``by_layer``: where each layer's are summed by
+        themselves, the last layer's are exact sums in place of columns, if it gives many outputs.
+        """
         task, params = self.task, self.params
         first = self.measures and not self.slope and indices is None
         more = int(first and self.curvature != "empirical_fisher")  # whose own column it is
@@ -67,6 +78,7 @@ class Fit:
             self.slope.update({n: torch.zeros_like(p) for n, p in params.items()})
         own = {"indices": shared(task, params, indices), "label": label, "kept": kept}
         for chunk in chunks(task, params, columns=asked, **own):
+            head, parts = self._exact_head(chunk) if by_layer else (None, None)
             cotangents = self._cotangents(chunk)
             if more:
                 error = chunk.likelihood.error(chunk.outputs, chunk.targets)
@@ -75,18 +87,37 @@ class Fit:
             for term in terms if first else ():
                 for name, gradient in term.columns(slice(-1, None)).sum().items():
                     self.slope[name] += gradient
-            yield [term.columns(slice(-1)) for term in terms] if more else terms
+            if more:
+                terms = [term.columns(slice(-1)) for term in terms]
+            yield with_head(terms, head, parts)
         if first:
             ranks.total(self.slope.values())
 
+    def _exact_head(self, chunk: Chunk) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
+        """The weight of the layer that gives many outputs, and s, v of Λ = diag(s) − v vᵀ."""
+        if self.curvature != "ggn" or chunk.outputs.ndim != 2 or chunk.outputs.shape[1] < MANY:
+            return None, None
+        parts = chunk.likelihood.hessian_parts(chunk.outputs.double(), chunk.targets)
+        return chunk.head, parts
+
     def _cotangents(self, chunk: Chunk) -> Tensor:
-        if self.curvature in ("ggn", "exact"):
+        if self.curvature in ("ggn", "exact") and not self.drawn:
             return curvature_root(chunk)
         f, y, likelihood = chunk.outputs, chunk.targets, chunk.likelihood
         if self.curvature == "empirical_fisher":
             return likelihood.error(f, y).unsqueeze(1)
-        drawn = drawn_labels(chunk, self.samples, self.seeds[chunk.indices])
-        return torch.stack([likelihood.drawn_error(f, y, d) for d in drawn], 1) / self.samples**0.5
+        samples = self.drawn or self.samples
+        drawn = drawn_labels(chunk, samples, self.seeds[chunk.indices])
+        return torch.stack([likelihood.drawn_error(f, y, d) for d in drawn], 1) / samples**0.5
+
+
+def has_many_outputs(task: Task, params: Mapping[str, Tensor]) -> bool:
+    """Whether a backward pass for each output of an example is too much; of losses whose labels can
+    be drawn."""
+    kind = type(task.likelihood.plain)
+    if task.likelihood.is_sequence or kind.hessian_parts is Likelihood.hessian_parts:
+        return False
+    return n_outputs(task, params) > EXACT_OUTPUTS
 
 
 def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:

@@ -152,10 +152,10 @@ class Posterior:
 
     @property
     def note(self) -> str:
-        """How far its scale is to be trusted, in one line; "" where it is."""
+        """How far it is to be trusted, in one line; "" where it is."""
         share = float(self.record.get("saturated") or 0.0)
         saturated = SATURATED.format(share) if share > 0.5 else ""
-        notes = (saturated, self.ending, self._scale_note)
+        notes = (saturated, self.ending, self._scale_note, self._drawn_note)
         return "; ".join(note for note in notes if note)
 
     @property
@@ -165,6 +165,15 @@ class Posterior:
         found = [self.record.get(by, {}).get("ending", "") for by in ("calibration", "rerun")]
         found.append(self.record.get("ending", ""))
         return next(filter(None, found), "")
+
+    @property
+    def _drawn_note(self) -> str:
+        """Whether labels were drawn in place of exact columns, as outputs are many."""
+        drawn = self.record.get("drawn")
+        if drawn is None:
+            return ""
+        by = f"{drawn['labels']} drawn labels of each example"
+        return f"the curvature of {drawn['outputs']:,} outputs is by {by}"
 
     @property
     def _scale_note(self) -> str:

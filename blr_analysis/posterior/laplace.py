@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.engine import n_outputs
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.backprop.products import Hessian
 from blr_analysis.checks import instance, one_of, positive_int
@@ -31,7 +32,8 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
-from blr_analysis.posterior.fit import Fit
+from blr_analysis.posterior.fit import Fit, has_many_outputs
+from blr_analysis.posterior.flat import refuse_flat
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
@@ -48,6 +50,7 @@ CURVATURES = {  # as records call them, and what is summed
     "mc_fisher": ("fisher_mc", "sum_i mean over {samples} sampled labels of g_i g_i^T"),
     "exact": ("hessian", "sum_i Hessian of loss_i"),
 }
+DRAWN = 16  # labels of an example, where its outputs are many
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
 
@@ -58,7 +61,7 @@ def fit_laplace(
     structure: str = "kron",
     prior_precision: Given | Prior | None = None,
     initial: Mapping[str, Tensor] | None = None,
-    curvature: str = "ggn",
+    curvature: str | None = None,
     samples: int = 1,
     rank: int | None = None,
 ) -> Posterior:
@@ -81,7 +84,9 @@ def fit_laplace(
         curvature: "ggn" (exact over the outputs; not for sequences), "empirical_fisher",
             "mc_fisher", or "exact", the Hessian of the loss, by products with all P unit vectors
             ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
-            with a warning; ``record["floored"]`` is the share of S that was.
+            with a warning; ``record["floored"]`` is the share of S that was. None: "ggn"; of more
+            than 256 outputs 16 labels are drawn of each example for the layers below the last one,
+            which stays exact, and the posterior's ``note`` says so ("full" stays exact).
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
             record holds ``rank`` and ``explained``, the share that is explained at least.
@@ -124,7 +129,7 @@ def fit_kept(
     structure: str,
     prior_precision: Given | Prior | None = None,
     initial: Mapping[str, Tensor] | None = None,
-    curvature: str = "ggn",
+    curvature: str | None = None,
     samples: int = 1,
     seed: int = 0,
     rank: int | None = None,
@@ -141,8 +146,10 @@ def fit_kept(
     if initial is None and task.recipe is not None:
         initial = task.recipe.initial
     prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True)
-    fit = Fit(task, params, prior, curvature, samples, seed, rank, kept or {})
+    fit = Fit(task, params, prior, curvature or "ggn", samples, seed, rank, kept or {})
     _check(fit, kind)
+    if curvature is None and kind.draws_labels and has_many_outputs(task, params):
+        fit.drawn = DRAWN
     fit.prior = prior.around(initial, params)
     spared = stated is not None and (task.likelihood.is_sequence or bool(kept))
     fit.measures = not (kind.of_inputs or spared)
@@ -168,6 +175,8 @@ def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structur
     more: dict[str, Any] = {}
     if unknown and not kind.of_inputs:
         form, _ = Kronecker.fitted(fit)
+        if not any(bool(values.any()) for values in form.values.values()):
+            refuse_flat(fit.task, fit.params, fit.curvature)
         delta, about = chosen_prior(form, fit.prior.gap(fit.params), fit.slope)
         fit.prior = Prior({None: delta}, fit.prior.mean)
         more["prior_choice"] = {"delta": delta, **about}
@@ -185,14 +194,23 @@ def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structur
 
 
 def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
-    task, (known_as, summed) = fit.task, CURVATURES[fit.curvature]
+    task = fit.task
+    known_as, summed = CURVATURES[fit.curvature]
+    samples = fit.samples
+    drawing: dict[str, Any] = {}
     if kind.of_inputs:
         known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
+    elif fit.drawn:
+        known_as, summed = CURVATURES["mc_fisher"]
+        summed += ", the last layer's exact where its outputs are the model's"
+        samples = fit.drawn
+        drawing = {"drawn": {"labels": samples, "outputs": n_outputs(task, fit.params)}}
     named = list(task.model.named_parameters())
     return {
+        **drawing,
         "kind": known_as,
         "source": "laplace",
-        "definition": f"S = diag(prior_precision) + {summed.format(samples=fit.samples)}",
+        "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
         "likelihood": task.likelihood.recorded,
         "fixed": [n for n, _ in named if n not in fit.params],
         "frozen": [n for n, p in named if not p.requires_grad],

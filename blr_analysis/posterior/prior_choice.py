@@ -62,7 +62,7 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     curved, count, dd, dg, gg = _directions(form, gap, gradient)
     size, top = float(dd.sum()), float(curved.max())
     if not top > 0:
-        raise PosteriorError("the loss has no curvature; are the model's outputs detached?")
+        raise PosteriorError("the curvature is 0 in every direction; give prior_precision")
     if not size > 0:
         raise PosteriorError("the weights are the initial ones; give prior_precision")
 

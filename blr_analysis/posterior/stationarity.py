@@ -30,7 +30,7 @@ from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.minimum import DRIFT, Stationarity
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
@@ -75,7 +75,7 @@ def measured(task: Task, q: Posterior, slope: Tree) -> Stationarity:
     """The same from Σ_i ∇ℓ_i, written into the posterior's record."""
     back = q.prior.times(q.prior.gap(q.mean))
     g = {n: s + back[n] for n, s in slope.items()}
-    decrement = _gain(q, g)
+    decrement = gain(q, g)
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     chosen = order[:SAMPLE].sort().values
     single, saturated = 0.0, 0.0
@@ -100,17 +100,19 @@ def _saturated(chunk: Chunk) -> int:
     """How many examples have probabilities of 0 and 1 alone, in float64."""
     if chunk.likelihood.is_sequence or not chunk.likelihood.is_classification:
         return 0
-    slopes = chunk.likelihood.plain.hessian(chunk.outputs.double(), chunk.targets)
-    return int((slopes.abs().flatten(1).amax(1) < torch.finfo(torch.float64).eps).sum())
+    likelihood = chunk.likelihood.plain
+    outputs = chunk.outputs.double()
+    parts = likelihood.hessian_parts(outputs, chunk.targets)
+    if parts is None:
+        slopes = likelihood.hessian(outputs, chunk.targets).diagonal(dim1=1, dim2=2)
+    else:
+        scale, low = parts
+        slopes = scale - low.square()
+    return int((slopes.amax(1) < torch.finfo(torch.float64).eps).sum())
 
 
-def drifts(task: Task, q: Posterior, gradient: Tree) -> bool:
-    """Whether a change that pulls with this gradient is lost in the training that goes on."""
-    return stationarity(task, q).decrement > DRIFT * _gain(q, gradient)
-
-
-def _gain(q: Posterior, g: Tree) -> float:
-    """½ gᵀ Σ g, summed in float64."""
+def gain(q: Posterior, g: Tree) -> float:
+    """½ gᵀ Σ g in nats, summed in float64: what a step against this gradient gains."""
     return 0.5 * dot(g, q.form.solve(g))
 
 

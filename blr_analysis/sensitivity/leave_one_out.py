@@ -191,9 +191,9 @@ def leave_one_out(
         after[done] = torch.cat(alone.outputs)[~alone.lost]
         used[done] = WORDS.index("descent")
         if len(done) < refine:
-            said = "the model is too far from its minimum to leave them out by a descent"
             warnings.warn(
-                f"{refine - len(done)} of {refine} examples keep their estimate: {said}",
+                f"{refine - len(done)} of {refine} examples keep their estimate: each pulls at the "
+                "model less than the training that is left to do; train on to the minimum",
                 RuntimeWarning,
                 stacklevel=3,
             )

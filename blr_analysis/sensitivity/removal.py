@@ -17,7 +17,8 @@ from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import add
 from blr_analysis.posterior.fit import curvature_root
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.posterior.stationarity import drifts
+from blr_analysis.posterior.minimum import DRIFT
+from blr_analysis.posterior.stationarity import gain, stationarity
 from blr_analysis.posterior.structures import Full, Structure
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.minimise import Descent
@@ -38,8 +39,10 @@ class Removals:
 
     Attributes:
         outputs: of each without it, ``[1, C]``, of a sequence ``[1, T, C]``.
-        lost: where it cannot be left out, ``[K]``: m is so far from the minimum of its own
-            objective that the moves would show the training that goes on. These outputs are at m.
+        lost: where it cannot be left out, ``[K]``: its pull at the model is so small beside what is
+            left to train that the moves would show the training that goes on. These outputs are
+            at m. An example without any pull (an ignored label, a weight of 0) is not lost: m
+            stays the minimum without it.
     """
 
     outputs: list[Tensor]
@@ -50,19 +53,28 @@ def descended_removals(
     task: Task, q: Posterior, indices: Tensor, *, passes: int = PASSES
 ) -> Removals:
     """Take each of these examples out by at most so many passes over the others."""
-    outputs, lost = [], torch.zeros(len(indices), dtype=torch.bool)
-    preconditioner, enough = q.form, LITTLE
+    outputs = []
+    lost = torch.zeros(len(indices), dtype=torch.bool)
+    preconditioner = q.form
+    enough = LITTLE
     start = whole(task, q.prior).at(dict(q.mean))
+    left_to_train = stationarity(task, q).decrement
+    unnoticed = _rounding(q) * abs(start.value)
     rows = track(indices, total=len(indices), label="descents", show=task.progress)
     for k, row in enumerate(rows):
         alone = row.reshape(1)
-        own, loss = loss_and_gradient(task, q.mean, alone)
-        params, lost[k] = q.mean, drifts(task, q, own)
-        if not lost[k]:
+        gradient, loss = loss_and_gradient(task, q.mean, alone)
+        pull = gain(q, gradient)
+        has_pull = pull > unnoticed
+        lost[k] = has_pull and left_to_train > DRIFT * pull
+        params = q.mean
+        if has_pull and not lost[k]:
             if preconditioner is q.form:
                 preconditioner, enough = _whole_curvature(task.quiet, q, len(indices))
             without = changed(task, q.prior, leaving=alone)
-            here = replace(start, value=start.value - loss, gradient=add(start.gradient, -1.0, own))
+            here = replace(
+                start, value=start.value - loss, gradient=add(start.gradient, -1.0, gradient)
+            )
             descent = Descent(without, preconditioner, here, enough=enough)
             descent.run(passes)
             params = descent.point.params
@@ -70,6 +82,11 @@ def descended_removals(
             f, _ = task.run(task.fetch(alone), params, alone)
         outputs.append(f.cpu())
     return Removals(outputs, lost)
+
+
+def _rounding(q: Posterior) -> float:
+    """The relative rounding of the objective, in the dtype of the weights."""
+    return torch.finfo(next(iter(q.mean.values())).dtype).eps
 
 
 def _whole_curvature(task: Task, q: Posterior, count: int) -> tuple[Structure, float]:

@@ -99,13 +99,16 @@ def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = Tru
         "categorical": torch.arange(4),
         "weighted": torch.arange(4),
         "hooked": torch.arange(4),
+        "scaled": torch.arange(4),
         "bernoulli": torch.arange(4 * 64).view(4, 64) % 2,
         "gaussian": normal(4, 64, seed=1),
     }[kind]
-    of = "categorical" if kind in ("weighted", "hooked") else kind
+    of = "categorical" if kind in ("weighted", "hooked", "scaled") else kind
     weights = 0.1 + torch.arange(4) if kind == "weighted" else None
     model = randomised(model)
     model[-1].weight.data *= 5
+    if kind == "scaled":  # the last layer's outputs are not the model's
+        model.register_forward_hook(lambda *seen: 2 * seen[2])
     if kind == "hooked":  # what is added to the last layer is seen
         model[-1].register_forward_hook(lambda *seen: seen[2] + seen[1][0][:, :1])
     return Task(model, (normal(4, 3), targets), likelihood=of, weights=weights)
@@ -114,13 +117,33 @@ def many_outputs(kind: str = "categorical", hidden: int = 5, *, bias: bool = Tru
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 @pytest.mark.parametrize("hidden", [5, 20])
-@pytest.mark.parametrize("kind", ["weighted", "hooked", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("kind", ["weighted", "hooked", "scaled", "bernoulli", "gaussian"])
 def test_many_outputs_against_brute_force(kind: str, hidden: int, structure: str) -> None:
     task = many_outputs(kind, hidden, bias=kind != "bernoulli")
     truth = dense_ggn(task, dense_jacobian(task, task.parameters()))
     q = fit_laplace(task, structure=structure, prior_precision=0.3)
     truth = kept(q.form, truth) + 0.3 * torch.eye(len(truth), dtype=truth.dtype)
     assert relative(dense_precision(q), truth) < EXACT
+
+
+def test_labels_are_drawn_where_outputs_are_many() -> None:
+    """The last layer is exact; the layers below agree with all columns on average over seeds."""
+    with seeded(0):
+        model = randomised(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 260)))
+    task = Task(model, (normal(6, 3), torch.arange(6)))
+    how = {"structure": "diag", "prior_precision": 1.0}
+    exact = fit_laplace(task, curvature="ggn", **how)
+    fits = [fit_kept(task, seed=seed, **how) for seed in range(20)]
+    assert "260 outputs is by 16 drawn labels" in fits[0].note
+    assert "drawn" not in exact.note
+    for name in exact.mean:
+        each = torch.stack([q.precision(name) for q in fits])
+        truth = exact.precision(name)
+        if name.startswith("2."):
+            torch.testing.assert_close(each, truth.expand_as(each))
+        else:
+            error = each.std(0) / len(fits) ** 0.5
+            assert bool(((each.mean(0) - truth).abs() < 4 * error).all())
 
 
 def exact_hessian(task: Task) -> Tensor:

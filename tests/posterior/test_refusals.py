@@ -51,6 +51,22 @@ def words(**how: Any) -> Any:
     return blr.fit_laplace(blr.Task(model, (ids, ids), likelihood="tokens"), **how)
 
 
+def flat(bias: float = 0.0, scale: float = 1.0, label: int = 0, **how: Any) -> Any:
+    """A fit where no parameter has curvature."""
+    model = nn.Linear(4, 2).double()
+    model.bias.data = torch.tensor([bias, 0.0]).double()
+    labels = torch.full((N,), label)
+    loss = nn.CrossEntropyLoss()
+    return blr.fit_laplace(blr.Task(model, (scale * normal(N, 4), labels), likelihood=loss), **how)
+
+
+def dead() -> nn.Module:
+    """A network whose hidden units are all off."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3, bias=False)).double()
+    model[0].bias.data.fill_(-1e3)
+    return model
+
+
 class Surprise:
     """A pickle that would run code."""
 
@@ -179,6 +195,11 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: fit(weight_normed(), curvature="exact", structure="full"), ModelError, "symmetric"),
     (lambda p: blr.fit_laplace(blr.Task(nn.Linear(3, 2),
         (torch.full((6, 3), 1e20), torch.arange(6) % 2))), ModelError, "overflow"),
+    *((lambda p, label=label, how=how: flat(1e4, label=label, **how), PosteriorError, "certain")
+      for label, how in ((0, {}), (1, {}), (0, {"curvature": "empirical_fisher"}),
+                         (0, {"curvature": "mc_fisher"}), (0, {"structure": "diag"}))),
+    (lambda p: flat(label=-100), PosteriorError, "no example counts"),
+    (lambda p: fit(dead(), prior_precision=None), ModelError, "no output moves.*dead"),
     # live optimizers
     (lambda p: live(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), OptimizerError, "fit_laplace"),
     (lambda p: live(lambda w: RowOptimizer(w, "SGD", lr=0.1)), OptimizerError, "SGD keeps no"),

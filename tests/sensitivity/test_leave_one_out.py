@@ -351,6 +351,30 @@ def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(
         assert float(estimate.sum() / cancer.rise.sum()) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("by", ["ignored label", "weight of 0"])
+def test_an_example_without_a_gradient_moves_nothing(by: str) -> None:
+    """The minimum is the same without it; the others are as retraining leaves them, no warning."""
+    n = 12
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.arange(n) % 3
+    counts = torch.arange(n) % 4 > 0
+    weights = leave_one_out_weights(n) * counts
+    without = retrained("categorical", x, y, weights, 1.0, outputs=3)
+    model = linear(retrained("categorical", x, y, counts[None], 1.0, outputs=3)[0])
+    if by == "ignored label":
+        labels = torch.where(counts, y, -100)
+        task = blr.Task(model, (x, labels), likelihood=nn.CrossEntropyLoss())
+    else:
+        task = blr.Task(model, (x, y), weights=counts.double())
+    q = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    loo = blr.leave_one_out(task, q, refine=n)
+    assert loo.correction == ["descent"] * n
+    truth = torch.einsum("ncd,nd->nc", without, with_ones(x))
+    torch.testing.assert_close(loo.logits, truth, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(loo.logits[~counts], truth[~counts], rtol=1e-8, atol=1e-8)
+
+
 def test_a_model_away_from_its_minimum_keeps_its_estimates() -> None:
     torch.manual_seed(0)
     task = blr.Task(nn.Linear(3, 2), (torch.randn(20, 3), torch.arange(20) % 2))

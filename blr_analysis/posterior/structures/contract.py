@@ -42,6 +42,7 @@ class Structure(ABC):
     kind: str
     shapes: dict[str, tuple[int, ...]]
     of_inputs = False  # whether it is fitted to what layers see, whatever the loss
+    draws_labels = True  # whether it may be fitted to drawn labels where outputs are many
 
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__dict__:
@@ -210,7 +211,7 @@ class Spectral(Structure):
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
         kept = fit.kept.get("values")
-        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept):
+        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept, by_layer=True):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
             if kept is not None:

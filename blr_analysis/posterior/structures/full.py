@@ -23,6 +23,7 @@ class Full(Structure):
     """S as one dense matrix over all parameters, in the order of ``shapes``; small P only."""
 
     kind = "full"
+    draws_labels = False
 
     def __init__(self, matrix: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.matrix = matrix

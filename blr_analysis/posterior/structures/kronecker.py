@@ -180,7 +180,7 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     moments: Moments = {}
     kept, vocabulary = fit.kept.get("factors"), vocabulary_of(fit.task, fit.params)
     padded = fit.task.likelihood.is_sequence
-    for terms in fit.passes("Kronecker factors", sample, kept):
+    for terms in fit.passes("Kronecker factors", sample, kept, by_layer=True):
         for term in terms:
             layout = term.joint.layout if isinstance(term, Outer) else None
             if layout is not None and max(layout.rows, layout.columns) > LARGEST:
@@ -246,6 +246,7 @@ class Gram(Kronecker):
 
     kind = "gram"
     of_inputs = True
+    draws_labels = False
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
