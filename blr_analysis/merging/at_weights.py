@@ -23,34 +23,36 @@ def named_tasks(tasks: Any, name: str = "tasks") -> dict[str, Task]:
     Raises:
         InputError: none at all, or something that is no task.
     """
-    given = named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
-    for n, task in given.items():
-        instance(f"task {n!r}", task, Task, "a blr_analysis.Task")
-    return given
+    by_name = named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
+    for key, task in by_name.items():
+        instance(f"task {key!r}", task, Task, "a blr_analysis.Task")
+    return by_name
 
 
-def named(given: Any, name: str, wanted: str = "state dict") -> dict[str, Any]:
+def named(entries: Any, name: str, kind: str = "state dict") -> dict[str, Any]:
     """The entries of a dict by name, or of a list by their numbers from 1."""
-    if not isinstance(given, Mapping | list | tuple) or not given:
+    if not isinstance(entries, Mapping | list | tuple) or not entries:
         raise InputError(
-            f"{name} must be a list or dict of at least one {wanted}, got {given!r:.60}"
+            f"{name} must be a list or dict of at least one {kind}, got {entries!r:.60}"
         )
-    pairs = given.items() if isinstance(given, Mapping) else enumerate(given, 1)
-    return {str(n): value for n, value in pairs}
+    pairs = entries.items() if isinstance(entries, Mapping) else enumerate(entries, 1)
+    return {str(key): value for key, value in pairs}
 
 
-def in_order(given: Any, names: Sequence[str], what: str = "precisions") -> list[Any]:
+def in_order(entries: Any, names: Sequence[str], argument: str = "precisions") -> list[Any]:
     """One entry per name, of a list in their order or a dict by them.
 
     Raises:
         InputError: another number of them, or other names.
     """
-    held = named(given, what, "entry")
-    if isinstance(given, Mapping) and held.keys() != set(names):
-        raise InputError(f"{what} are of {some(sorted(held))}, wanted of {some(sorted(names))}")
-    if len(held) != len(names):
-        raise InputError(f"{what} must hold one for each of {len(names)}, got {len(held)}")
-    return [held[n] for n in names] if isinstance(given, Mapping) else list(given)
+    by_name = named(entries, argument, "entry")
+    if isinstance(entries, Mapping) and by_name.keys() != set(names):
+        raise InputError(
+            f"{argument} are of {some(sorted(by_name))}, wanted of {some(sorted(names))}"
+        )
+    if len(by_name) != len(names):
+        raise InputError(f"{argument} must hold one for each of {len(names)}, got {len(by_name)}")
+    return [by_name[name] for name in names] if isinstance(entries, Mapping) else list(entries)
 
 
 def state_of(state: Any, name: str) -> State:
@@ -80,57 +82,75 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
             the model has real ones.
         ModelError: nothing in the model is trainable.
     """
-    model = task.model
-    own = model.state_dict(keep_vars=True)
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    model_tensors = task.model.state_dict(keep_vars=True)
+    trainable = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ModelError("the task's model has no trainable parameter: set requires_grad")
     task.check_parameters(trainable)
-    given = _by_tensor(own, state, name)
-    first = {id(t): n for n, t in reversed([*own.items(), *trainable.items()])}
-    absent = [n for n, p in trainable.items() if id(p) not in given]
+    values = _by_tensor(model_tensors, state, name)
+    absent = [key for key, parameter in trainable.items() if id(parameter) not in values]
     if absent:
         raise InputError(
             f"{name} lacks trainable parameters of the task's model: {some(absent)}; freeze them, "
             "or merge whole models"
         )
-    moving = {id(p): n for n, p in trainable.items()}
-    params = {moving[key]: value for key, value in given.items() if key in moving}
-    ordered = {n: params[n] for n in trainable}
-    fixed = {first[key]: value for key, value in given.items() if key not in moving}
-    held = {n: own[n].detach() for n, v in fixed.items() if not torch.equal(own[n].detach(), v)}
-    before = {n: t.clone() for n, t in held.items()}
+    parameters = {key: values[id(parameter)] for key, parameter in trainable.items()}
+    fixed = _fixed_tensors(model_tensors, trainable, values)
+    before = [tensor.clone() for tensor, _ in fixed]
     try:
-        for n, t in held.items():
-            t.copy_(fixed[n])
-        yield ordered
+        for tensor, value in fixed:
+            tensor.copy_(value)
+        yield parameters
     finally:
-        for n, t in held.items():
-            t.copy_(before[n])
+        for (tensor, _), value in zip(fixed, before, strict=True):
+            tensor.copy_(value)
 
 
-def _by_tensor(own: Mapping[str, Any], state: State, name: str) -> dict[int, Tensor]:
-    """The given values by the identity of the model's tensor that they are for, checked."""
-    strange = [n for n in state if n not in own]
+def _fixed_tensors(
+    model_tensors: Mapping[str, Tensor], trainable: Mapping[str, Tensor], values: dict[int, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """What is not trainable and has another value: each tensor of the model once, and the value."""
+    trainable_ids = {id(parameter) for parameter in trainable.values()}
+    once = {
+        id(tensor): tensor.detach() for tensor in model_tensors.values() if id(tensor) in values
+    }
+    return [
+        (once[key], value)
+        for key, value in values.items()
+        if key not in trainable_ids and not torch.equal(once[key], value)
+    ]
+
+
+def _by_tensor(model_tensors: Mapping[str, Tensor], state: State, name: str) -> dict[int, Tensor]:
+    """The values of a state by the identity of the model's tensor that they are for, checked."""
+    strange = [key for key in state if key not in model_tensors]
     if strange:
         raise InputError(f"{name} belongs to another model: the task's has no {some(strange)}")
-    given: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
     names: dict[int, str] = {}
-    for n, value in state.items():
-        like = own[n].detach()
-        if value.shape != like.shape:
-            shapes = f"{tuple(value.shape)}, the task's {tuple(like.shape)}"
-            raise InputError(f"{name} belongs to another model: {n!r} is {shapes}")
-        if value.is_floating_point() != like.is_floating_point():
-            raise InputError(f"{name}: {n!r} is {value.dtype}, the task's model has {like.dtype}")
-        if not bool(torch.isfinite(value).all()):
-            raise InputError(f"{name}: {n!r} holds NaN or inf; no loss can be taken there")
-        value, key = value.to(like), id(own[n])
+    for key, value in state.items():
+        tensor = model_tensors[key]
+        _check_value(f"{name}: {key!r}", value, tensor.detach())
+        value = value.to(tensor.detach())
         if value.is_inference() and not torch.is_inference_mode_enabled():
             value = value.clone()  # or autograd would not take it
-        if key in given and not torch.equal(given[key], value):
+        if id(tensor) in values and not torch.equal(values[id(tensor)], value):
             raise InputError(
-                f"{name}: {names[key]!r} and {n!r} differ, but the task's model ties them"
+                f"{name}: {names[id(tensor)]!r} and {key!r} differ, but the task's model ties them"
             )
-        given[key], names[key] = value, n
-    return given
+        values[id(tensor)] = value
+        names[id(tensor)] = key
+    return values
+
+
+def _check_value(name: str, value: Tensor, tensor: Tensor) -> None:
+    """Raise where a value cannot stand for a tensor of the task's model."""
+    if value.shape != tensor.shape:
+        raise InputError(
+            f"{name} is {tuple(value.shape)}, the task's {tuple(tensor.shape)}: it belongs to "
+            "another model"
+        )
+    if value.is_floating_point() != tensor.is_floating_point():
+        raise InputError(f"{name} is {value.dtype}, the task's model has {tensor.dtype}")
+    if not bool(torch.isfinite(value).all()):
+        raise InputError(f"{name} holds NaN or inf; no loss can be taken there")

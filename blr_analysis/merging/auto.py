@@ -43,7 +43,7 @@ DAMPINGS = (1.0, 0.1)  # of "kron"
 ROOT = 0.5  # the power of diagonals
 AVERAGE = "average"
 PLAIN = {"shrink": None, "power": 1.0, "damping": None, "tasks": None}
-BARE = {**PLAIN, "base_precision": None, "delta": 0.0}
+WITHOUT_PRECISIONS = {**PLAIN, "base_precision": None, "delta": 0.0}
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,20 @@ class Choice:
         return next(p for p in self.points if p.method == self.name)
 
     def __repr__(self) -> str:
-        ahead = f"; ahead by {self.gain[0]:.2g} ± {self.gain[1]:.2g}" if self.gain else ""
-        stays = ", the average stays" if self.gain and self.name == AVERAGE else ""
-        seen = "; by examples that the models have seen: validate= is surer" if self.seen else ""
-        return (
-            f"Choice({self.name!r}, NLL {self.best.nll:.4g}, average {self.average.nll:.4g}, "
-            f"best of {len(self.points)}{ahead}{stays}{seen})"
-        )
+        facts = [
+            repr(self.name),
+            f"NLL {self.best.nll:.4g}",
+            f"average {self.average.nll:.4g}",
+            f"best of {len(self.points)}",
+        ]
+        text = ", ".join(facts)
+        if self.gain:
+            text += f"; ahead by {self.gain[0]:.2g} ± {self.gain[1]:.2g}"
+            if self.name == AVERAGE:
+                text += ", the average stays"
+        if self.seen:
+            text += "; by examples that the models have seen: validate= is surer"
+        return f"Choice({text})"
 
 
 def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
@@ -92,49 +99,91 @@ def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
         InputError: nothing to choose by.
         BLRError: as :func:`blr_analysis.merge`.
     """
-    there = [m.precision is not None for m in job.members]
-    if any(there) != all(there):
+    have_precisions = [member.precision is not None for member in job.members]
+    if any(have_precisions) != all(have_precisions):
         raise InputError('method="auto" takes a precision of every model, or none')
-    seen, known = validate is None, job.tasks
-    if validate is None and job.tasks is not None:
-        known, validate = zip(*map(_halves, job.tasks), strict=True)
-    if validate is None:
-        raise InputError('method="auto" chooses by data: give validate= or tasks=')
-    held, structure = _in_memory(job)
-    found, judged = candidates(job, structure), {}
-    tasks = named_tasks(validate, "validate")
-    for name, how in found.items():
-        tried = changed(held, {**how, "tasks": known} if how["tasks"] else how)
-        judged[name] = evaluations(tasks, collect(make_plan(tried), False), name)
-    weights = {name: tuple(map(float, how.get("weights", ()))) for name, how in found.items()}
-    points = tuple(point_of(name, weights[name], judged[name]) for name in found)
-    best = min(points, key=lambda p: round(p.nll, 6)).method
+    has_validation = validate is not None
+    tasks = job.tasks
+    if not has_validation:
+        if job.tasks is None:
+            raise InputError('method="auto" chooses by data: give validate= or tasks=')
+        tasks, validate = zip(*map(_halves, job.tasks), strict=True)
+    in_memory, structure = _in_memory(job)
+    settings_of = candidates(job, structure)
+    judges = named_tasks(validate, "validate")
+    judged: dict[str, list[Evaluation]] = {}
+    for name, settings in settings_of.items():
+        if settings["tasks"]:
+            settings = {**settings, "tasks": tasks}
+        state = collect(make_plan(changed(in_memory, settings)), False)
+        judged[name] = evaluations(judges, state, name)
+    points = tuple(
+        point_of(name, tuple(map(float, settings.get("weights", ()))), judged[name])
+        for name, settings in settings_of.items()
+    )
+    best = min(points, key=lambda point: round(point.nll, 6)).method
     gain = None if best == AVERAGE else _gain(judged[best], judged[AVERAGE])
-    name = AVERAGE if gain is not None and gain[0] <= gain[1] else best
-    return changed(job, found[name]), Choice(name, found[name], points, gain, seen)
+    is_within_error = gain is not None and gain[0] <= gain[1]
+    name = AVERAGE if is_within_error else best
+    choice = Choice(name, settings_of[name], points, gain, not has_validation)
+    return changed(job, settings_of[name]), choice
 
 
 def candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
     """What each candidate changes of a job, by its name; ``weights`` are the members'."""
-    count, based = len(job.members), job.base is not None
-    average = {"method": "linear", "weights": [1.0] * count, "normalize": True}
-    found: dict[str, dict[str, Any]] = {AVERAGE: {**BARE, **average}}
-    if based and not job.normalize:  # else the average again, whatever α
-        for alpha in sorted({*ALPHAS, 1 / count}):
-            how = {"method": "task_arithmetic", "weights": [alpha] * count}
-            found[f"task_arithmetic, α = {alpha:.3g}"] = {**BARE, **how}
-    for family in families(structure, job) if structure else ():
-        words = "".join(f", {key} {v:g}" for key, v in family.items() if v is not None)
-        found[f"fisher, {structure}{words}"] = {**BARE, **family, "method": "fisher"}
-        if based and (job.base_precision is not None or job.delta):
-            how = {**PLAIN, **family, "method": "gradient_matching"}
-            found[f"gradient_matching, {structure}{words}"] = how
+    ones = [1.0] * len(job.members)
+    average = {**WITHOUT_PRECISIONS, "method": "linear", "weights": ones, "normalize": True}
+    settings = {AVERAGE: average}
+    settings |= _arithmetic_candidates(job)
+    if structure:
+        settings |= _precision_candidates(job, structure)
     if job.tasks is not None:
-        for shrink in dict.fromkeys((job.shrink, None, *SHRINK)):
-            words = "" if shrink is None else f", shrink {shrink:g}"
-            how = {"method": "fisher", "shrink": shrink, "tasks": job.tasks, "normalize": None}
-            found[f"propagated{words}"] = {**BARE, **how}
-    return found
+        settings |= _propagated_candidates(job)
+    return settings
+
+
+def _arithmetic_candidates(job: Job) -> dict[str, dict[str, Any]]:
+    """Task arithmetic over a few α; normalised weights would give the average again."""
+    if job.base is None or job.normalize:
+        return {}
+    count = len(job.members)
+    return {
+        f"task_arithmetic, α = {alpha:.3g}": {
+            **WITHOUT_PRECISIONS,
+            "method": "task_arithmetic",
+            "weights": [alpha] * count,
+        }
+        for alpha in sorted({*ALPHAS, 1 / count})
+    }
+
+
+def _precision_candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
+    """Fisher averages, and gradient matching where there is an H_0."""
+    has_start = job.base_precision is not None or job.delta
+    settings = {}
+    for family in families(structure, job):
+        words = "".join(f", {key} {value:g}" for key, value in family.items() if value is not None)
+        fisher = {**WITHOUT_PRECISIONS, **family, "method": "fisher"}
+        settings[f"fisher, {structure}{words}"] = fisher
+        if job.base is not None and has_start:
+            matching = {**PLAIN, **family, "method": "gradient_matching"}
+            settings[f"gradient_matching, {structure}{words}"] = matching
+    return settings
+
+
+def _propagated_candidates(job: Job) -> dict[str, dict[str, Any]]:
+    """Statistics of the tasks, taken behind merged layers."""
+    settings = {}
+    for shrink in dict.fromkeys((job.shrink, None, *SHRINK)):
+        words = "" if shrink is None else f", shrink {shrink:g}"
+        settings[f"propagated{words}"] = {
+            **WITHOUT_PRECISIONS,
+            "method": "fisher",
+            "shrink": shrink,
+            "tasks": job.tasks,
+            "normalize": None,
+        }
+    return settings
 
 
 def families(structure: str, job: Job) -> list[dict[str, Any]]:
@@ -144,33 +193,49 @@ def families(structure: str, job: Job) -> list[dict[str, Any]]:
     if structure == "gram":
         shrinks = dict.fromkeys((job.shrink, *SHRINK))
         return [{"shrink": s, "damping": job.damping} for s in shrinks]
-    own = (job.power, 1.0 if job.damping is None else job.damping)
-    grid = dict.fromkeys((own, *itertools.product(POWERS, DAMPINGS)))
+    users_pair = (job.power, 1.0 if job.damping is None else job.damping)
+    grid = dict.fromkeys((users_pair, *itertools.product(POWERS, DAMPINGS)))
     shrink = 1.0 if job.shrink is None else job.shrink
     return [{"shrink": shrink, "power": power, "damping": damping} for power, damping in grid]
 
 
-def changed(job: Job, how: Mapping[str, Any]) -> Job:
-    """A job with the changes of a candidate."""
-    more = dict(how)
-    weights = more.pop("weights", [m.weight for m in job.members])
-    bare = {"precision": None} if more["method"] in ("linear", "task_arithmetic") else {}
-    pairs = zip(job.members, weights, strict=True)
-    members = tuple(replace(m, weight=a, data=None, **bare) for m, a in pairs)
-    return replace(job, **more, members=members)
+def changed(job: Job, settings: Mapping[str, Any]) -> Job:
+    """A job with the settings of a candidate."""
+    fields = dict(settings)
+    weights = fields.pop("weights", [member.weight for member in job.members])
+    members = [
+        replace(member, weight=weight, data=None)
+        for member, weight in zip(job.members, weights, strict=True)
+    ]
+    if settings["method"] in ("linear", "task_arithmetic"):
+        members = [replace(member, precision=None) for member in members]
+    return replace(job, **fields, members=tuple(members))
 
 
 def _in_memory(job: Job) -> tuple[Job, str]:
     """A job whose models are state dicts, and the structure of their precisions."""
     base = None if job.base is None else open_model(job.base, "base")
-    sources = [open_model(m.model, f"models[{t}]", base) for t, m in enumerate(job.members)]
+    sources = [
+        open_model(member.model, f"models[{t}]", base) for t, member in enumerate(job.members)
+    ]
     _refuse_borrowed_rows(job, base, sources)
-    start, *states = (None if s is None else s.tensors() for s in (base, *sources))
-    members = tuple(replace(m, model=s) for m, s in zip(job.members, states, strict=True))
-    given = [m for m in members if m.precision is not None]
-    kinds = {open_precision(m.precision, m.n_data).structure for m in given}
-    held = replace(job, base=start, members=members, out_dtype=None, tokenizer_source=None)
-    return held, " and ".join(sorted(kinds))
+    members = tuple(
+        replace(member, model=source.tensors())
+        for member, source in zip(job.members, sources, strict=True)
+    )
+    structures = {
+        open_precision(member.precision, member.n_data).structure
+        for member in members
+        if member.precision is not None
+    }
+    in_memory = replace(
+        job,
+        base=None if base is None else base.tensors(),
+        members=members,
+        out_dtype=None,
+        tokenizer_source=None,
+    )
+    return in_memory, " and ".join(sorted(structures))
 
 
 def _refuse_borrowed_rows(job: Job, base: Source | None, sources: Sequence[Source]) -> None:
@@ -185,13 +250,16 @@ def _refuse_borrowed_rows(job: Job, base: Source | None, sources: Sequence[Sourc
 
 
 def _halves(task: Task) -> tuple[Task, Task]:
+    """Every other example, and the rest."""
+    if task.n_data == 1:
+        return task, task
     order = torch.arange(task.n_data)
-    return (task, task) if task.n_data == 1 else (task.subset(order[::2]), task.subset(order[1::2]))
+    return task.subset(order[::2]), task.subset(order[1::2])
 
 
 def _gain(ours: Sequence[Evaluation], average: Sequence[Evaluation]) -> tuple[float, float]:
     """By how much a merge is better in the mean over the tasks, and the standard error of that."""
-    apart = [(b.counted - a.counted).double() for a, b in zip(ours, average, strict=True)]
-    variances = [float(d.var()) / len(d) if len(d) > 1 else math.inf for d in apart]
-    mean = sum(float(d.mean()) for d in apart) / len(apart)
-    return mean, math.sqrt(sum(variances)) / len(apart)
+    gains = [(b.counted - a.counted).double() for a, b in zip(ours, average, strict=True)]
+    variances = [float(gain.var()) / len(gain) if len(gain) > 1 else math.inf for gain in gains]
+    mean = sum(float(gain.mean()) for gain in gains) / len(gains)
+    return mean, math.sqrt(sum(variances)) / len(gains)

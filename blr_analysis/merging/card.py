@@ -36,7 +36,8 @@ def documents(report: MergeReport, recipe: str) -> dict[str, str]:
 
 def model_card(report: MergeReport, recipe: str) -> str:
     """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
-    job, plan = report.plan.job, report.plan
+    plan = report.plan
+    job = plan.job
     lines = [
         f"# {markdown(os.path.basename(os.path.abspath(report.folder)))}",
         "",
@@ -111,7 +112,7 @@ def report_csv(report: MergeReport) -> str:
         ["tensor", "fate", "shape", "dtype", "bytes", "weights", "precisions", "fallback", "note"]
     )
     for tensor in plan.tensors:
-        precisions = tensor.precisions if plan.method.uses_precisions else ()
+        precisions = " ".join(tensor.precisions) if plan.method.uses_precisions else ""
         writer.writerow(
             [
                 tensor.name,
@@ -120,7 +121,7 @@ def report_csv(report: MergeReport) -> str:
                 str(tensor.spec.dtype).removeprefix("torch."),
                 tensor.spec.nbytes,
                 " ".join(f"{weight:.9g}" for weight in tensor.weights),
-                " ".join(precisions),
+                precisions,
                 report.fallback.get(tensor.name, 0),
                 public(tensor.note, plan.job),
             ]

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,15 +29,33 @@ from blr_analysis.progress import bar
 SHARD = 5_000_000_000
 # What tells a model how to run, or its user what it is allowed to do.
 CONFIG = (
-    *("config.json", "generation_config.json", "configuration_*.py", "modeling_*.py"),
-    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+    "config.json",
+    "generation_config.json",
+    "configuration_*.py",
+    "modeling_*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenization_*.py"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "chat_template.json"),
-    *("chat_template.jinja", "additional_chat_templates", "preprocessor_config.json"),
-    *("processor_config.json", "video_preprocessor_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 
 Documents = Callable[["MergeReport"], Mapping[str, str]]
@@ -74,9 +92,10 @@ class MergeReport:
 
 
 def _fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
-    filled = stream_propagated if plan.job.propagates else stream
+    """Merge every tensor into a sink, with a bar of the bytes read."""
+    merge_all = stream_propagated if plan.job.propagates else stream
     with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
-        return filled(plan, sink, shown.update)
+        return merge_all(plan, sink, shown.update)
 
 
 @torch.no_grad()
@@ -124,23 +143,32 @@ def execute(
         shards = Shards(
             draft, {tensor.name: tensor.spec for tensor in plan.tensors}, max_shard_bytes
         )
-        met = _fill(plan, shards, progress)
+        outcome = _fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(
-            target, plan, dict(met.fallback), files, tuple(shards.names),
-            time.perf_counter() - started, dict(met.solves),
-        )  # fmt: skip
-        for name, text in documents(report).items() if documents is not None else ():
-            (draft / name).write_text(text, encoding="utf-8")
+            target,
+            plan,
+            dict(outcome.fallback),
+            files,
+            tuple(shards.names),
+            time.perf_counter() - started,
+            dict(outcome.solves),
+        )
+        if documents is not None:
+            for name, text in documents(report).items():
+                (draft / name).write_text(text, encoding="utf-8")
         check_free(target)
     return report
 
 
 def reference_folder(job: Job) -> Path | None:
     """The folder whose configuration and other files the result takes over."""
-    models = [m.model for m in job.members if is_place(m.model)]
-    places = [job.base] if is_place(job.base) else [m for m in models if not is_adapter(m)]
-    return Path(places[0]).expanduser() if places else None
+    if is_place(job.base):
+        return Path(job.base).expanduser()
+    for member in job.members:
+        if is_place(member.model) and not is_adapter(member.model):
+            return Path(member.model).expanduser()
+    return None
 
 
 def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
@@ -150,27 +178,46 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
     where they are. The dtype and the number of tokens, where they are given, are written into the
     copied configuration.
     """
-    job, fates = plan.job, {}
-    reference = reference_folder(job)
-    tokenizer = plan.tokens.folder or reference
-    rows = plan.tokens.rows
-    for folder, patterns in ((reference, CONFIG), (tokenizer, TOKENIZER)):
-        for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
-            if any(fnmatch(path.name, p) for p in patterns):
+    fates: dict[str, str] = {}
+    reference = reference_folder(plan.job)
+    for path in _files_of(reference):
+        if not _is_one_of(path, TOKENIZER):
+            fates[path.name] = "left where it is"
+    for folder, patterns in ((reference, CONFIG), (plan.tokens.folder, TOKENIZER)):
+        for path in _files_of(folder):
+            if _is_one_of(path, patterns):
                 copy = shutil.copytree if path.is_dir() else shutil.copyfile  # which follow links
                 copy(path, target / path.name)
                 fates[path.name] = f"copied from {str(folder)!r}"
-            elif folder == reference and not any(fnmatch(path.name, p) for p in TOKENIZER):
-                fates.setdefault(path.name, "left where it is")
-    config = target / "config.json"
-    if config.is_file() and (job.out_dtype is not None or rows is not None):
-        document = read_json(config)
-        if job.out_dtype is not None:
-            key = "torch_dtype" if "torch_dtype" in document else "dtype"
-            document[key] = str(job.out_dtype).removeprefix("torch.")
-        for section in (document, document.get("text_config") or {}):
-            if rows is not None and "vocab_size" in section:
-                section["vocab_size"] = rows
-        text = json.dumps(document, indent=2, ensure_ascii=False)
-        config.write_text(f"{text}\n", encoding="utf-8")
+    if (target / "config.json").is_file():
+        _adapt_config(plan, target / "config.json")
     return fates
+
+
+def _files_of(folder: Path | None) -> list[Path]:
+    """What stands in a folder, in order."""
+    if folder is None or not folder.is_dir():
+        return []
+    return sorted(folder.iterdir())
+
+
+def _is_one_of(path: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)
+
+
+def _adapt_config(plan: MergePlan, config: Path) -> None:
+    """Write the dtype and the number of tokens of the result into its configuration."""
+    dtype = plan.job.out_dtype
+    rows = plan.tokens.rows
+    if dtype is None and rows is None:
+        return
+    document = read_json(config)
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in document else "dtype"
+        document[key] = str(dtype).removeprefix("torch.")
+    if rows is not None:
+        for section in (document, document.get("text_config") or {}):
+            if "vocab_size" in section:
+                section["vocab_size"] = rows
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    config.write_text(f"{text}\n", encoding="utf-8")

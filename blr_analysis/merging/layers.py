@@ -369,11 +369,11 @@ def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> So
             pull = part.weight * (equation.base_times(step) + equation.part_times(part, step))
             right += pull
             size += float(pull.norm())
-        found = conjugate_gradients(times, right, precondition, rounding=ROUNDING * size)
-        if not found.is_positive and not all_positive:  # there is no such step
-            return reference + arithmetic, Solved(0.0, found.iterations, arithmetic.numel())
-        solved = Solved(found.residual, found.iterations)
-        return reference + arithmetic + found.solution, solved
+        answer = conjugate_gradients(times, right, precondition, rounding=ROUNDING * size)
+        if not answer.is_positive and not all_positive:  # there is no such step
+            return reference + arithmetic, Solved(0.0, answer.iterations, arithmetic.numel())
+        solved = Solved(answer.residual, answer.iterations)
+        return reference + arithmetic + answer.solution, solved
 
     return solve
 
@@ -436,7 +436,7 @@ def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None
     return torch.linalg.eigh(sum(matrices[1:], matrices[0]))[1]
 
 
-class Found(NamedTuple):
+class Answer(NamedTuple):
     """What conjugate gradients found.
 
     Attributes:
@@ -454,12 +454,12 @@ class Found(NamedTuple):
 
 def conjugate_gradients(
     times: Operator, right: Tensor, precondition: Operator, *, rounding: float = 0.0
-) -> Found:
+) -> Answer:
     """H⁻¹ R from 0; the solution is 0 where R is no larger than ``rounding``."""
     solution = torch.zeros_like(right)
     goal = float(right.norm())
     if goal <= rounding:
-        return Found(solution, 0.0, 0, True)
+        return Answer(solution, 0.0, 0, True)
     residual = right.clone()
     preconditioned = precondition(residual)
     direction = preconditioned
@@ -467,11 +467,11 @@ def conjugate_gradients(
     for iteration in range(MAX_ITERATIONS):
         size = float(residual.norm())
         if size <= TOLERANCE * goal:
-            return Found(solution, size / goal, iteration, True)
+            return Answer(solution, size / goal, iteration, True)
         image = times(direction)
         curvature = (direction * image).sum()
         if not float(curvature) > 0:
-            return Found(solution, size / goal, iteration, False)
+            return Answer(solution, size / goal, iteration, False)
         length = product / curvature
         solution = solution + length * direction
         residual = residual - length * image
@@ -479,4 +479,4 @@ def conjugate_gradients(
         product_before = product
         product = (residual * preconditioned).sum()
         direction = preconditioned + (product / product_before) * direction
-    return Found(solution, float(residual.norm()) / goal, MAX_ITERATIONS, True)
+    return Answer(solution, float(residual.norm()) / goal, MAX_ITERATIONS, True)

@@ -197,7 +197,9 @@ def stored_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
     """Bytes on disk that stand behind one entry of a tensor, factors apart."""
     if tensor.fate == COPIED:
         return plan.reference.specs[tensor.name].dtype.itemsize
-    specs = [] if plan.base is None else [plan.base.specs[tensor.name]]
+    specs: list[Spec | None] = []
+    if plan.base is not None:
+        specs.append(plan.base.specs[tensor.name])
     for model, name, precision in zip(plan.models, tensor.names, tensor.precisions, strict=True):
         specs.append(model.source.specs[name])
         if precision == OWN and model.precision is not None:

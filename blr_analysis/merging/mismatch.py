@@ -59,9 +59,12 @@ class GradientMismatch(Tabular, Plottable):
 
     def __repr__(self) -> str:
         gaps = self.totals("gap")
-        found = self.totals().items()
-        shown = (f"{m}: mismatch {t:.4g}, loss gap {gaps[m]:.4g} nats" for m, t in found)
-        return f"GradientMismatch({len(self) // max(1, len(gaps))} tasks; {'; '.join(shown)})"
+        merges = [
+            f"{merge}: mismatch {total:.4g}, loss gap {gaps[merge]:.4g} nats"
+            for merge, total in self.totals().items()
+        ]
+        tasks = len(self) // max(1, len(gaps))
+        return f"GradientMismatch({tasks} tasks; {'; '.join(merges)})"
 
 
 @torch.inference_mode(False)
@@ -136,32 +139,83 @@ def gradient_mismatch(
         >>> result.table[["mismatch", "gap", "gap_by_gradient"]].values.tolist()
         [[2.0, 2.0, 2.0]]
     """
-    one = not isinstance(merged, Mapping) or any(isinstance(v, Tensor) for v in merged.values())
-    merges, by_name = named({"merged": merged} if one else merged, "merged"), named_tasks(tasks)
-    names = list(by_name)
-    homes = _homes(by_name, models)
-    held = [None] * len(names) if precisions is None else in_order(precisions, names)
-    others: Any = [None] * len(names)
-    if tests is not None:
-        others = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
-    lookouts = [
-        _Lookout(n, by_name[n], other, homes[n], _metric(n, h, by_name[n]))
-        for n, other, h in zip(names, others, held, strict=True)
-    ]
+    tasks = named_tasks(tasks)
+    merges = _named_merges(merged)
+    lookouts = _lookouts(tasks, models, precisions, tests)
     rows: list[Mapping[str, Any]] = []
     joint: dict[str, float] = {}
     for label in track(list(merges), total=len(merges), label="merges", show=progress):
-        made = merges[label]
-        if callable(made) and not isinstance(made, torch.nn.Module):
-            made = made()
-        state, total = state_of(made, f"merged ({label})"), {}
+        state = _state(merges[label], f"merged ({label})")
+        total: Tree = {}
         for lookout in lookouts:
             values, gradient = lookout.disturbed(state, f"merged ({label})")
             rows.append({"merge": label, "task": lookout.name, **values})
-            total = {n: total[n] + g if total else g for n, g in gradient.items()}
+            total = add(total, 1.0, gradient) if total else gradient
         joint[label] = norm(total)
-        del state, made
+        del state
     return GradientMismatch(tuple(rows), joint)
+
+
+def _named_merges(merged: Any) -> dict[str, Any]:
+    """The merges by name; a mapping of tensors is one merge."""
+    is_state = isinstance(merged, Mapping) and any(isinstance(v, Tensor) for v in merged.values())
+    if is_state or not isinstance(merged, Mapping):
+        merged = {"merged": merged}
+    return named(merged, "merged")
+
+
+def _state(merge: Any, name: str) -> State:
+    """The weights of a merge, or of what a function makes."""
+    if callable(merge) and not isinstance(merge, torch.nn.Module):
+        merge = merge()
+    return state_of(merge, name)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a task shows at some weights.
+
+    Attributes:
+        weights: the trainable ones.
+        gradient: ∇ℓ̄_t.
+        losses: on the task.
+        test_losses: on its held-out data, or None.
+    """
+
+    weights: Tree
+    gradient: Tree
+    losses: Evaluation
+    test_losses: Evaluation | None
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """What a precision says of a step.
+
+    Attributes:
+        data: H_t.
+        whole: S_t, with a posterior's prior.
+    """
+
+    data: State
+    whole: State
+
+    def length(self, change: Tree) -> float:
+        """√(Σ v²/S_t); infinite where S is 0 and the gradients differ."""
+        total = 0.0
+        for name, values in change.items():
+            squares = values.double().square()
+            ratios = torch.where(squares > 0, squares / self.whole[name].to(squares), 0.0)
+            total += float(ratios.sum())
+        return math.sqrt(total)
+
+    def curvature(self, step: Tree) -> float:
+        """ΔᵀH_tΔ."""
+        total = 0.0
+        for name, values in step.items():
+            squares = values.double().square()
+            total += float((self.data[name].to(squares) * squares).sum())
+        return total
 
 
 @dataclass
@@ -171,85 +225,117 @@ class _Lookout:
     name: str
     task: Task
     test: Task | None
-    own: State
-    metric: tuple[State, State] | None
+    model: State
+    metric: _Metric | None
 
     def __post_init__(self) -> None:
-        self.home = self._seen(self.own, f"the fine-tuned model of task {self.name!r}")
+        self.home = self._view(self.model, f"the fine-tuned model of task {self.name!r}")
 
-    def _seen(self, state: State, who: str) -> tuple[Tree, Tree, Evaluation, Evaluation | None]:
+    def _view(self, state: State, who: str) -> _View:
         """Weights, gradient, and losses on the task and on its held-out data."""
-        there = None
+        test_losses = None
         try:
             with at_weights(self.task, state, who) as params:
-                weights = {n: p.detach().clone() for n, p in params.items()}
-                here, gradient = evaluated_gradient(self.task, params)
+                weights = {name: value.detach().clone() for name, value in params.items()}
+                losses, gradient = evaluated_gradient(self.task, params)
             if self.test is not None:
                 with at_weights(self.test, state, f"{who}, in its test task,") as params:
-                    there = evaluated(self.test, params)[0]
+                    test_losses = evaluated(self.test, params)[0]
         except BLRError as error:
             raise type(error)(f"task {self.name!r}: {error}") from error
-        return weights, gradient, here, there
+        return _View(weights, gradient, losses, test_losses)
 
     def disturbed(self, state: State, who: str) -> tuple[dict[str, Any], Tree]:
         """How far a merge takes the task from home, by the keys of the mismatch table; ∇ℓ̄_t there.
 
         H_t foretells the gap ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ.
         """
-        own_weights, own_gradient, own, own_there = self.home
-        weights, gradient, here, there = self._seen(state, who)
-        step = add(weights, -1.0, own_weights)
-        change = add(gradient, -1.0, own_gradient)
-        count, mismatch, gap = self.task.n_data, norm(change), here.loss - own.loss
-        in_metric = bend = math.nan
-        if self.metric is not None:  # infinite where S is 0 and the gradients differ
-            h, s = self.metric
-            v2, d2 = ({n: t.double().square() for n, t in tree.items()} for tree in (change, step))
-            over = {n: torch.where(x > 0, x / s[n].to(x), 0.0) for n, x in v2.items()}
-            in_metric = math.sqrt(sum(float(x.sum()) for x in over.values()))
-            bend = sum(float((h[n].to(x) * x).sum()) for n, x in d2.items())
-        foretold = dot(own_gradient, step)
+        home = self.home
+        merged = self._view(state, who)
+        count = self.task.n_data
+        step = add(merged.weights, -1.0, home.weights)
+        change = add(merged.gradient, -1.0, home.gradient)
+        mismatch = norm(change)
+        gap = merged.losses.loss - home.losses.loss
+        slope = dot(home.gradient, step)
         values = {
             "n_data": count,
-            **{"mismatch": mismatch, "mismatch_per_example": mismatch / count},
-            "mismatch_in_metric": in_metric,
-            **{"gradient_own": norm(own_gradient), "gradient_merged": norm(gradient)},
+            "mismatch": mismatch,
+            "mismatch_per_example": mismatch / count,
+            "mismatch_in_metric": math.nan,
+            "gradient_own": norm(home.gradient),
+            "gradient_merged": norm(merged.gradient),
             "distance": norm(step),
-            **{"gap": gap, "gap_per_example": gap / count},
-            "gap_by_gradient": (dot(gradient, step) + foretold) / 2,
-            "gap_by_precision": foretold + bend / 2,
+            "gap": gap,
+            "gap_per_example": gap / count,
+            "gap_by_gradient": (dot(merged.gradient, step) + slope) / 2,
+            "gap_by_precision": math.nan,
         }
-        for prefix, pair in (("", (own, here)), ("test_", (own_there, there))):
-            for at, e in zip(("own", "merged"), pair, strict=True):
-                right = None if e is None else e.accuracy
-                values[f"{prefix}nll_{at}"] = math.nan if e is None else e.nll
-                values[f"{prefix}accuracy_{at}"] = math.nan if right is None else right
-        return values, gradient
+        if self.metric is not None:
+            values["mismatch_in_metric"] = self.metric.length(change)
+            values["gap_by_precision"] = slope + self.metric.curvature(step) / 2
+        values |= _scores("nll_own", "accuracy_own", home.losses)
+        values |= _scores("nll_merged", "accuracy_merged", merged.losses)
+        values |= _scores("test_nll_own", "test_accuracy_own", home.test_losses)
+        values |= _scores("test_nll_merged", "test_accuracy_merged", merged.test_losses)
+        return values, merged.gradient
+
+
+def _scores(nll: str, accuracy: str, losses: Evaluation | None) -> dict[str, float]:
+    """Mean loss and accuracy under these names; NaN where there is none."""
+    if losses is None:
+        return {nll: math.nan, accuracy: math.nan}
+    return {nll: losses.nll, accuracy: math.nan if losses.accuracy is None else losses.accuracy}
+
+
+def _lookouts(
+    tasks: Mapping[str, Task], models: Any, precisions: Any, tests: Any
+) -> list[_Lookout]:
+    """Every task at home."""
+    names = list(tasks)
+    homes = _homes(tasks, models)
+    metrics: list[Any] = [None] * len(names)
+    if precisions is not None:
+        metrics = in_order(precisions, names)
+    test_tasks: list[Any] = [None] * len(names)
+    if tests is not None:
+        test_tasks = in_order([tests] if isinstance(tests, Task) else tests, names, "tests")
+    return [
+        _Lookout(name, tasks[name], test, homes[name], _metric(name, metric, tasks[name]))
+        for name, test, metric in zip(names, test_tasks, metrics, strict=True)
+    ]
 
 
 def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
-    if models is None and len({id(t.model) for t in tasks.values()}) < len(tasks):
+    """θ_t, by task."""
+    task_models = [task.model for task in tasks.values()]
+    if models is None and len({id(model) for model in task_models}) < len(tasks):
         raise InputError(
             "several tasks share one model: pass the fine-tuned weights as models=[state dicts]"
         )
-    own = [t.model for t in tasks.values()] if models is None else models
-    given = zip(tasks, in_order(own, list(tasks), "models"), strict=True)
-    return {n: state_of(m, f"models[{n!r}]") for n, m in given}
+    if models is not None:
+        task_models = in_order(models, list(tasks), "models")
+    return {
+        name: state_of(model, f"models[{name!r}]")
+        for name, model in zip(tasks, task_models, strict=True)
+    }
 
 
-def _metric(name: str, given: Any, task: Task) -> tuple[State, State] | None:
-    """H_t of the data, and S_t, with a posterior's prior, checked against the task's model."""
-    if given is None:
+def _metric(name: str, precision: Any, task: Task) -> _Metric | None:
+    """A precision, checked against the task's model."""
+    if precision is None:
         return None
-    if isinstance(given, Posterior):
-        whole = {n: given.precision(n) for n in given.mean}
-        data = {n: (s - given.prior.of(n)).clamp_min(0) for n, s in whole.items()}
+    if isinstance(precision, Posterior):
+        whole = {key: precision.precision(key) for key in precision.mean}
+        prior = precision.prior
+        data = {key: (values - prior.of(key)).clamp_min(0) for key, values in whole.items()}
     else:
-        data = whole = state_of(given, f"precisions[{name!r}]")
-    for n, p in task.parameters().items():
-        if n not in data or data[n].shape != p.shape or not is_precision(data[n]):
+        data = whole = dict(state_of(precision, f"precisions[{name!r}]"))
+    for key, parameter in task.parameters().items():
+        has_shape = key in data and data[key].shape == parameter.shape
+        if not has_shape or not is_precision(data[key]):
             raise InputError(
-                f"precisions[{name!r}] does not fit: {n!r} is {tuple(p.shape)} in the model: give "
-                "finite numbers of that shape, at least 0"
+                f"precisions[{name!r}] does not fit: {key!r} is {tuple(parameter.shape)} in the "
+                "model: give finite numbers of that shape, at least 0"
             )
-    return data, whole
+    return _Metric(data, whole)

@@ -32,7 +32,7 @@ from blr_analysis.merging.sources import (
     token_tensors,
 )
 from blr_analysis.merging.tensor_plans import plan_tensors
-from blr_analysis.merging.tokens import tokens_of
+from blr_analysis.merging.tokens import Tokens, tokens_of
 from blr_analysis.task import unwrapped
 
 BUFFERED = 2**24  # bytes of buffers a thread, where no fewer are asked for
@@ -84,6 +84,19 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     tokens = tokens_of([member.model for member in members], sources, job.tokenizer_source)
     if tokens.rows is not None:
         sources, precisions = _lengthened(tokens.rows, tokens.counts, sources, precisions)
+    plan = _unplanned(job, members, sources, precisions, tokens)
+    _check_models(plan)
+    return _within(replace(plan, tensors=plan_tensors(plan)), max_memory, threads)
+
+
+def _unplanned(
+    job: Job,
+    members: Sequence[Member],
+    sources: Sequence[Source],
+    precisions: Sequence[StoredPrecision | None],
+    tokens: Tokens,
+) -> MergePlan:
+    """A plan whose tensors are still to be planned."""
     has_base = job.base is not None
     uses_base = has_base and job.row.uses_base
     reference = sources[1] if has_base and not uses_base else sources[0]
@@ -100,11 +113,8 @@ def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = N
     ]
     base = models.pop(0) if has_base else None
     if base is None or not uses_base:
-        plan = MergePlan(job, None, tuple(models), None, (), tokens)
-    else:
-        plan = MergePlan(job, base.source, tuple(models), base.precision, (), tokens)
-    _check_models(plan)
-    return _within(replace(plan, tensors=plan_tensors(plan)), max_memory, threads)
+        return MergePlan(job, None, tuple(models), None, (), tokens)
+    return MergePlan(job, base.source, tuple(models), base.precision, (), tokens)
 
 
 def _opened(job: Job) -> list[Source]:

@@ -370,7 +370,7 @@ class _Reader:
 
     def _refuse_missing_weight(self, key: str, entry: Entry) -> None:
         """Raise where some models have a weight and others have none."""
-        have_weights = [bool(self._rules(key, other)) for other in self.entries.values()]
+        have_weights = [bool(self._rules(key, listed)) for listed in self.entries.values()]
         is_needed = key == "t" or (any(have_weights) and not self.method.uses_precisions)
         if is_needed and not all(have_weights):
             raise InputError(
@@ -416,7 +416,7 @@ class _Reader:
 
     def _data(self, entry: Entry) -> Path | None:
         """The examples that statistics are taken of on the way, of all models or of none."""
-        have_data = [other.data is not None for other in self.entries.values()]
+        have_data = [listed.data is not None for listed in self.entries.values()]
         method = self.text.merge_method
         if any(have_data) and (not all(have_data) or method not in ("fisher", AUTO)):
             raise InputError("data: stand for precisions of fisher and auto, at every model")

@@ -163,7 +163,7 @@ def _origin(model: OpenModel, name: str) -> str:
     return f"{model.source.name}: {', '.join(facts)}" if facts else ""
 
 
-def number(weight: Weight, name: str, what: str) -> float:
+def number(weight: Weight, name: str, role: str) -> float:
     """A weight or the like for one tensor.
 
     Raises:
@@ -175,7 +175,7 @@ def number(weight: Weight, name: str, what: str) -> float:
     except (TypeError, ValueError):
         checked = math.nan
     if not math.isfinite(checked):
-        raise InputError(f"the {what} for {name!r} is {value!r}: expected a finite number")
+        raise InputError(f"the {role} for {name!r} is {value!r}: expected a finite number")
     return checked
 
 

@@ -85,8 +85,9 @@ class Tokenizer:
     @property
     def is_foreign(self) -> bool:
         """Whether there are files of a tokenizer, and none of them is understood."""
-        patterns = () if self.words else FOREIGN_FILES
-        return any(any(self.folder.glob(pattern)) for pattern in patterns)
+        if self.words:
+            return False
+        return any(any(self.folder.glob(pattern)) for pattern in FOREIGN_FILES)
 
 
 def tokens_of(
@@ -218,8 +219,8 @@ def _rows_of_result(tokenizers: Sequence[Tokenizer], result: Tokenizer) -> int:
     unread = [tokenizer.name for tokenizer in [*tokenizers, result] if not tokenizer.words]
     if unread:
         raise InputError(f"tokenizer_source: borrowed rows need a tokenizer.json in {some(unread)}")
-    known = max(min(tokenizer.count, tokenizer.rows) for tokenizer in tokenizers)
-    rowless = [word for word, number in result.words.items() if number >= known]
+    last = max(min(tokenizer.count, tokenizer.rows) for tokenizer in tokenizers)
+    rowless = [word for word, number in result.words.items() if number >= last]
     if rowless:
         raise InputError(
             f"no model has a row for {rowless[0]!r} of {result.name!r}: resize its embeddings, or "
@@ -259,10 +260,11 @@ def _difference_notes(tokenizer: Tokenizer, result: Tokenizer) -> list[str]:
     lost = [word for word in strange if tokenizer.words[word] not in word_at]
     notes = []
     if renamed:
-        other = word_at[tokenizer.words[renamed[0]]]
+        word_of_result = word_at[tokenizer.words[renamed[0]]]
         notes.append(
             f"{len(renamed):,} rows stand for other tokens in {tokenizer.name!r} than in "
-            f"{result.name!r}, such as {renamed[0]!r} and {other!r}: they are merged by number"
+            f"{result.name!r}, such as {renamed[0]!r} and {word_of_result!r}: they are merged by "
+            "number"
         )
     if lost:
         notes.append(
