@@ -60,8 +60,8 @@ class MergePoint:
     @property
     def accuracy(self) -> float:
         """The mean over the tasks that have one; NaN where none has."""
-        known = [a for a in self.accuracies if not math.isnan(a)]
-        return sum(known) / len(known) if known else math.nan
+        numbers = [accuracy for accuracy in self.accuracies if not math.isnan(accuracy)]
+        return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,20 @@ class MergeCurve(Tabular, Plottable):
         return len(self.points)
 
     def __repr__(self) -> str:
-        best, failed = self.best, sum(bool(p.failure) for p in self.points)
-        shown = ", ".join(f"{n}: {a:.4g}" for n, a in self.weights.items())
-        right = "" if math.isnan(best.accuracy) else f", accuracy {best.accuracy:.4f}"
-        lost = f"; {failed} could not be run" if failed else ""
-        what = f"{best.method} with {{{shown}}}, NLL {best.nll:.4f}{right}"
-        return f"MergeCurve(best of {len(self)}: {what}{lost})"
+        best = self.best
+        weights = ", ".join(f"{model}: {alpha:.4g}" for model, alpha in self.weights.items())
+        facts = [f"{best.method} with {{{weights}}}", f"NLL {best.nll:.4f}"]
+        if not math.isnan(best.accuracy):
+            facts.append(f"accuracy {best.accuracy:.4f}")
+        text = f"best of {len(self)}: {', '.join(facts)}"
+        failed = sum(bool(point.failure) for point in self.points)
+        if failed:
+            text += f"; {failed} could not be run"
+        return f"MergeCurve({text})"
 
 
 def _rank(point: MergePoint) -> tuple[float, float, float]:
+    """What decides between points, the smaller the better: loss, then misses, then Σ|α|."""
     loss = round(point.nll, 6) if math.isfinite(point.nll) else math.inf
     miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
     return loss, miss, sum(abs(a) for a in point.weights)
@@ -149,17 +154,18 @@ def _table(values: Any) -> torch.Tensor:
 
 def evaluations(tasks: Mapping[str, Task], state: State, who: str) -> list[Evaluation]:
     """Losses and hits of each task at a merge's weights."""
-    found = []
+    losses = []
     for task in tasks.values():
         with at_weights(task, state, f"the merge by {who!r}") as params:
-            found.append(evaluated(task, params)[0])
-    return found
+            losses.append(evaluated(task, params)[0])
+    return losses
 
 
-def point_of(name: str, weights: Weights, found: Sequence[Evaluation]) -> MergePoint:
+def point_of(name: str, weights: Weights, losses: Sequence[Evaluation]) -> MergePoint:
     """What a merge came to."""
-    accuracies = (math.nan if e.accuracy is None else e.accuracy for e in found)
-    return MergePoint(name, weights, tuple(e.nll for e in found), tuple(accuracies))
+    nlls = tuple(loss.nll for loss in losses)
+    accuracies = tuple(math.nan if loss.accuracy is None else loss.accuracy for loss in losses)
+    return MergePoint(name, weights, nlls, accuracies)
 
 
 @torch.inference_mode(False)
@@ -223,23 +229,30 @@ def merge_curve(
         >>> curve.best.weights
         (1.0, 1.0)
     """
-    judges, start = named_tasks(tasks), state_of(base, "base")
-    states = {n: state_of(s, f"models[{n!r}]") for n, s in named(models, "models").items()}
-    names, many = tuple(states), list(states.values())
+    judges = named_tasks(tasks)
+    start = state_of(base, "base")
+    states = {
+        name: state_of(model, f"models[{name!r}]")
+        for name, model in named(models, "models").items()
+    }
+    names = tuple(states)
     shape, rows = _grid(weights, names)
-    curved = None if precisions is None else in_order(precisions, names)
-    inputs = {"precisions": curved, "base_precision": base_precision, **options}
+    arguments = {"base_precision": base_precision, **options, "precisions": None}
+    if precisions is not None:
+        arguments["precisions"] = in_order(precisions, names)
     methods = _methods(method, options)
     evaluations(judges, start, "base")  # so that what fails below is the merge's fault
     points: list[MergePoint] = []
     for name, row in methods.items():
-        own = {k: v for k, v in inputs.items() if row.takes(k)}
-        usual = tuple(default_weights(name, len(names)))
-        tried = rows if weights is not None else sorted({*rows, usual})
-        for alphas in track(tried, total=len(tried), label=f"merges: {name}", show=progress):
-            job = job_of(start, many, name, weights=list(alphas), **own)
+        row_arguments = {key: value for key, value in arguments.items() if row.takes(key)}
+        alphas_tried = rows
+        if weights is None:
+            alphas_tried = sorted({*rows, tuple(default_weights(name, len(names)))})
+        label = f"merges: {name}"
+        for alphas in track(alphas_tried, total=len(alphas_tried), label=label, show=progress):
+            job = job_of(start, list(states.values()), name, weights=list(alphas), **row_arguments)
             points.append(_tried(job, alphas, judges))
-    if all(p.failure for p in points):
+    if all(point.failure for point in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
@@ -258,12 +271,13 @@ def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
 
 def _tried(job: Job, alphas: Weights, judges: Mapping[str, Task]) -> MergePoint:
     """One merge: made, run on every task, and forgotten."""
-    name, total = job.method, sum(alphas)
+    name = job.method
+    total = sum(alphas)
     try:
         if (job.divides or job.row.divides_by_precisions) and abs(total) <= 1e-12:
             raise ModelError(f"the weights sum to {total:g}")
         state = collect(make_plan(job), False)
         return point_of(name, alphas, evaluations(judges, state, name))
     except ModelError as error:
-        count = len(judges)
-        return MergePoint(name, alphas, (math.inf,) * count, (math.nan,) * count, str(error))
+        failed = (math.inf,) * len(judges)
+        return MergePoint(name, alphas, failed, (math.nan,) * len(judges), str(error))

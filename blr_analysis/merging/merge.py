@@ -20,9 +20,12 @@ from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.task import Task
 
 State = Mapping[str, torch.Tensor]
+# What bounds the work and changes no number.
 LIMITS: dict[str, Any] = {
-    **{"max_memory": MAX_MEMORY, "threads": None},
-    **{"max_shard_bytes": SHARD, "progress": None},
+    "max_memory": MAX_MEMORY,
+    "threads": None,
+    "max_shard_bytes": SHARD,
+    "progress": None,
 }
 
 
@@ -105,26 +108,32 @@ def merge(
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")
-    limits = {name: settings.pop(name, usual) for name, usual in LIMITS.items()}
-    given: dict[str, Any] = {
-        "precisions": precisions, "weights": weights, "base_precision": base_precision,
-        "delta": delta, "tasks": tasks, "validate": validate, **settings,
-    }  # fmt: skip
+    limits = {name: settings.pop(name, default) for name, default in LIMITS.items()}
+    arguments: dict[str, Any] = {
+        "precisions": precisions,
+        "weights": weights,
+        "base_precision": base_precision,
+        "delta": delta,
+        "tasks": tasks,
+        "validate": validate,
+        **settings,
+    }
     row = widest(based=base is not None) if method == "auto" else method_of(method)
-    refuse_idle([row], given, method)
-    job, choice = job_of(base, models, row.name, **given), None
+    refuse_idle([row], arguments, method)
+    job = job_of(base, models, row.name, **arguments)
+    choice = None
     if method == "auto":
         job, choice = chosen(job, validate)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
-    progress = limits["progress"]
     for note in plan.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
+    progress = limits["progress"]
     if out is not None:
         report = execute(plan, out, max_shard_bytes=limits["max_shard_bytes"], progress=progress)
         return replace(report, choice=choice)
     state = collect(plan, progress)
     if choice is None:
         return state
-    made = Merged(state)
-    made.choice = choice
-    return made
+    merged = Merged(state)
+    merged.choice = choice
+    return merged

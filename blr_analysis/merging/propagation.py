@@ -20,7 +20,9 @@ from blr_analysis.task import Task
 
 
 @torch.inference_mode(False)
-def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]) -> Outcome:
+def stream_propagated(
+    plan: MergePlan, sink: Sink, report_progress: Callable[[int], object]
+) -> Outcome:
     """RegMean++: the inputs of every layer are taken after the layers below it were merged.
 
     RegMean takes a layer's inputs in each task's own model. In the merge they come from merged
@@ -40,38 +42,108 @@ def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]
     Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
     for model merging", 2025.
     """
-    weights, tasks = _checked(plan)
+    _check(plan)
+    tasks = plan.job.tasks or ()
+    average, outcome = _average(plan, report_progress)
+    orders = [
+        _swept(task, _tensors(plan, t, plan.reference.specs), RunOrder())
+        for t, task in enumerate(tasks)
+    ]
+    repeated = {key for order in orders for key in order.repeated}
+    groups = _groups(orders, repeated)
+    in_layers = {name for group in groups for layer in group for name in layer.names}
+    merged = {name: value for name, value in average.items() if name not in in_layers}
+    for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
+        keys = frozenset(layer.key for layer in group)
+        is_repeated = bool(keys & repeated)
+        moments = [
+            _moments(plan, t, task, merged, keys, repeated=is_repeated)
+            for t, task in enumerate(tasks)
+        ]
+        for layer in group:
+            solution = _solved(plan, layer, [of_task[layer.key] for of_task in moments])
+            merged |= {name: value.to(average[name].dtype) for name, value in solution.items()}
+    _put(plan, merged, sink)
+    return outcome
+
+
+def _check(plan: MergePlan) -> None:
+    """Raise unless there is one weight, 0 or more, and one task for each model."""
+    weights = [member.weight for member in plan.job.members]
+    plain = [float(weight) for weight in weights if not callable(weight)]
+    if len(plain) < len(weights) or min(plain) < 0 or not sum(plain) > 0:
+        raise InputError(f"propagated statistics take one weight of at least 0 a model: {weights}")
+    tasks = plan.job.tasks or ()
+    if len(tasks) != len(weights):
+        raise InputError(f"{len(tasks)} tasks for {len(weights)} models: give one each")
+
+
+def _average(
+    plan: MergePlan, report_progress: Callable[[int], object]
+) -> tuple[dict[str, Tensor], Outcome]:
+    """The average of the models, in the dtypes that they are stored in."""
     stored = plan.reference.specs
     tensors = tuple(
         replace(tensor, spec=replace(tensor.spec, dtype=stored[tensor.name].dtype))
         for tensor in plan.tensors
     )
-    start = Memory(tensors, dict.fromkeys(stored, torch.device("cpu")))
-    met = stream(replace(plan, tensors=tensors), start, tell)
-    each = list(enumerate(tasks))
-    orders = [_at(task, _own(plan, t, stored), RunOrder()) for t, task in each]
-    repeated = {key for order in orders for key in order.repeated}
-    groups = _groups(orders, repeated)
-    joined = {n for group in groups for layer in group for n in layer.names}
-    merged = {n: value for n, value in start.tensors.items() if n not in joined}
-    for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
-        keys = frozenset(layer.key for layer in group)
-        moments = []
-        for t, task in each:
-            sums = InputMoments() if keys & repeated else FirstMoments(layers=keys)
-            _at(task, {**_own(plan, t, stored), **merged}, sums, keys)
-            if sums.moments.keys() != keys:
-                left = min(keys - sums.moments.keys())
-                raise ModelError(f"task {t + 1} does not run {left!r}: give tasks of one model")
-            moments.append(_moments(sums, plan.job.shrink))
-        for layer in group:
-            parts = [Part(a, m[layer.key], False) for a, m in zip(weights, moments, strict=True)]
-            states = [_own(plan, t, layer.names) for t, _ in each]
-            matrices = [layer.join({n: v.double().cpu() for n, v in s.items()}) for s in states]
-            g, o, i = matrices[0].shape
-            result, _ = dense(parts, None, 0.0, (g, o, i))(None, matrices, 0)
-            own = layer.split(result).items()
-            merged |= {n: value.to(start.tensors[n].dtype) for n, value in own}
+    memory = Memory(tensors, dict.fromkeys(stored, torch.device("cpu")))
+    outcome = stream(replace(plan, tensors=tensors), memory, report_progress)
+    return memory.tensors, outcome
+
+
+def _tensors(plan: MergePlan, t: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of one model, by the names of the result."""
+    model = plan.models[t]
+    return {name: model.source.tensor(model.names[name]) for name in names}
+
+
+def _moments(
+    plan: MergePlan,
+    t: int,
+    task: Task,
+    merged: State,
+    keys: frozenset[str],
+    *,
+    repeated: bool,
+) -> dict[str, Moments]:
+    """Moments of the inputs of some layers, with everything below them merged.
+
+    Raises:
+        ModelError: the task does not run them.
+    """
+    sums = InputMoments() if repeated else FirstMoments(layers=keys)
+    state = {**_tensors(plan, t, plan.reference.specs), **merged}
+    _swept(task, state, sums, keys)
+    if sums.moments.keys() != keys:
+        absent = min(keys - sums.moments.keys())
+        raise ModelError(f"task {t + 1} does not run {absent!r}: give tasks of one model")
+    moments = {}
+    for key, (joint, matrix) in sums.moments.items():
+        shrink = plan.job.shrink
+        if shrink is None:
+            shrink = 1 - sums.noise(key)
+        moments[key] = Moments(matrix.cpu(), shrink, sums.looked_up(joint))
+    return moments
+
+
+def _solved(plan: MergePlan, layer: Joint, moments: Sequence[Moments]) -> dict[str, Tensor]:
+    """One layer's parameters, W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹."""
+    parts = []
+    matrices = []
+    for t, (member, matrix) in enumerate(zip(plan.job.members, moments, strict=True)):
+        assert not callable(member.weight)
+        parts.append(Part(float(member.weight), matrix, False))
+        tensors = _tensors(plan, t, layer.names)
+        matrices.append(layer.join({name: value.double().cpu() for name, value in tensors.items()}))
+    groups, rows, columns = matrices[0].shape
+    solve = dense(parts, None, 0.0, (groups, rows, columns))
+    result, _ = solve(None, matrices, 0)
+    return layer.split(result)
+
+
+def _put(plan: MergePlan, merged: State, sink: Sink) -> None:
+    """Write the result, in the dtypes that are asked for."""
     for tensor in plan.tensors:
         values = merged[tensor.name].to(tensor.spec.dtype)
         if values.is_floating_point() and not bool(values.isfinite().all()):
@@ -80,33 +152,6 @@ def stream_propagated(plan: MergePlan, sink: Sink, tell: Callable[[int], object]
                 "out_dtype"
             )
         sink.put(tensor.name, 0, values.cpu().reshape(-1))
-    return met
-
-
-def _checked(plan: MergePlan) -> tuple[list[float], Sequence[Task]]:
-    """The weights of a merge by the models' data, and these."""
-    weights, tasks = [m.weight for m in plan.job.members], plan.job.tasks or ()
-    plain = [float(w) for w in weights if not callable(w)]
-    if len(plain) < len(weights) or min(plain) < 0 or not sum(plain) > 0:
-        raise InputError(f"propagated statistics take one weight of at least 0 a model: {weights}")
-    if len(tasks) != len(weights):
-        raise InputError(f"{len(tasks)} tasks for {len(weights)} models: give one each")
-    return plain, tasks
-
-
-def _own(plan: MergePlan, t: int, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of one model."""
-    model = plan.models[t]
-    return {name: model.source.tensor(model.names[name]) for name in names}
-
-
-def _moments(sums: InputMoments, shrink: float | None) -> dict[str, Moments]:
-    return {
-        key: Moments(
-            a.cpu(), 1 - sums.noise(key) if shrink is None else shrink, sums.looked_up(joint)
-        )
-        for key, (joint, a) in sums.moments.items()
-    }
 
 
 def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
@@ -122,6 +167,7 @@ def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[
     return groups
 
 
-def _at(task: Task, state: State, sums: Sums, only: Collection[str] | None = None) -> Sums:
+def _swept(task: Task, state: State, sums: Sums, layers: Collection[str] | None = None) -> Sums:
+    """Sums over a task's examples, at the weights of a state."""
     with at_weights(task, state, "a model") as params:
-        return swept(task, params, sums, only=only)
+        return swept(task, params, sums, only=layers)

@@ -17,14 +17,28 @@ from blr_analysis.errors import ModelError
 from blr_analysis.files import Owned, Scratch, Source, Spec
 
 PIECE = 2**20  # entries compared at a time
+FIRST_LOOK = 4096  # entries of each tensor that are compared first
 # The modules whose weights have a row for each token.
 TABLES = {
-    *("embed", "embed_in", "embed_tokens", "embedding", "embeddings", "shared", "wte"),
-    *("tok_embeddings", "token_embedding", "word_embedding", "word_embeddings"),
-    *("decoder", "embed_out", "lm_head", "output", "output_projection"),
+    "embed",
+    "embed_in",
+    "embed_tokens",
+    "embedding",
+    "embeddings",
+    "shared",
+    "wte",
+    "tok_embeddings",
+    "token_embedding",
+    "word_embedding",
+    "word_embeddings",
+    "decoder",
+    "embed_out",
+    "lm_head",
+    "output",
+    "output_projection",
 }
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-Reads = Mapping[str, str]
+Names = Mapping[str, str]
 
 
 def match(reference: Source, other: Source) -> dict[str, str]:
@@ -34,31 +48,41 @@ def match(reference: Source, other: Source) -> dict[str, str]:
         ModelError: tensors that only one of them has, of another shape, or numbers against
             integers.
     """
-    reads = {name: name for name in reference.specs if name in other.specs}
-    for name in reference.specs.keys() - reads.keys():
-        if twin := _twin(reference, name, lambda n: n in other.specs and n in reference.specs):
-            reads[name] = twin
-    missing = [n for n in reference.specs if n not in reads]
-    extra = [n for n in other.specs if n not in reference.specs]
-    extra = [n for n in extra if not _twin(other, n, lambda t: t in reference.specs)]
+    names = {name: name for name in reference.specs if name in other.specs}
+    for name in reference.specs.keys() - names.keys():
+        twin = _twin(reference, name, lambda n: n in other.specs and n in reference.specs)
+        if twin is not None:
+            names[name] = twin
+    missing = [name for name in reference.specs if name not in names]
+    extra = [
+        name
+        for name in other.specs
+        if name not in reference.specs and not _twin(other, name, lambda n: n in reference.specs)
+    ]
     if missing or extra:
         raise ModelError(
             f"{other.name!r} and {reference.name!r} are not the same model: missing in the first: "
             f"{some(missing)}; only there: {some(extra)}. Save both with the same class"
         )
-    pairs = ((n, reference.specs[n], other.specs[reads[n]]) for n in reference.specs)
-    if wrong := [text for pair in pairs if (text := _difference(*pair))]:
-        raise ModelError(f"{other.name!r} does not fit {reference.name!r}: {'; '.join(wrong[:5])}")
-    return {name: reads[name] for name in reference.specs}
+    differences = [
+        _difference(name, spec, other.specs[names[name]]) for name, spec in reference.specs.items()
+    ]
+    differences = [difference for difference in differences if difference]
+    if differences:
+        raise ModelError(
+            f"{other.name!r} does not fit {reference.name!r}: {'; '.join(differences[:5])}"
+        )
+    return {name: names[name] for name in reference.specs}
 
 
-def _difference(name: str, mine: Spec, theirs: Spec) -> str:
-    if mine.shape != theirs.shape:
-        table = mine.shape[1:] == theirs.shape[1:] and layer_of(name) in TABLES
-        hint = " (a vocabulary: set tokenizer_source)" if table else ""
-        return f"{name!r} is {list(theirs.shape)}, expected {list(mine.shape)}{hint}"
-    if (mine.dtype in MERGEABLE) != (theirs.dtype in MERGEABLE):
-        return f"{name!r} is of {theirs.dtype}, expected {mine.dtype}"
+def _difference(name: str, expected: Spec, spec: Spec) -> str:
+    """What makes one tensor another than is expected, in words; "" where nothing does."""
+    if expected.shape != spec.shape:
+        is_table = expected.shape[1:] == spec.shape[1:] and layer_of(name) in TABLES
+        hint = " (a vocabulary: set tokenizer_source)" if is_table else ""
+        return f"{name!r} is {list(spec.shape)}, expected {list(expected.shape)}{hint}"
+    if (expected.dtype in MERGEABLE) != (spec.dtype in MERGEABLE):
+        return f"{name!r} is of {spec.dtype}, expected {expected.dtype}"
     return ""
 
 
@@ -67,38 +91,49 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _twin(source: Source, name: str, wanted: Callable[[str], bool]) -> str | None:
+def _twin(source: Source, name: str, fits: Callable[[str], bool]) -> str | None:
     """Another tensor of the same source with the very same bytes, such as a tied head."""
     spec = source.specs[name]
-    alike = (n for n, s in source.specs.items() if n != name and s == spec and wanted(n))
-    twins = (n for n in alike if same_bytes(source, name, source, n))
-    return next(twins, None) if len(spec.shape) > 1 else None
+    if len(spec.shape) < 2:
+        return None
+    for twin, twin_spec in source.specs.items():
+        is_candidate = twin != name and twin_spec == spec and fits(twin)
+        if is_candidate and same_bytes(source, name, source, twin):
+            return twin
+    return None
 
 
-def same_bytes(one: Source, name: str, two: Source, other: str, most: int | None = None) -> bool:
-    """Whether two tensors, or their beginnings, agree to the bit, dtype and shape too."""
+def same_bytes(
+    one: Source, name: str, two: Source, other_name: str, limit: int | None = None
+) -> bool:
+    """Whether two tensors, or their first entries, agree to the bit, in dtype and shape too."""
     spec = one.specs[name]
-    if spec != two.specs[other]:
+    if spec != two.specs[other_name]:
         return False
-    mine, theirs, end = Scratch(), Scratch(), spec.numel if most is None else min(most, spec.numel)
+    first_scratch = Scratch()
+    second_scratch = Scratch()
+    end = spec.numel if limit is None else min(limit, spec.numel)
     for start in range(0, end, PIECE):
         stop = min(start + PIECE, end)
-        a = one.read(name, start, stop, mine).contiguous().view(torch.uint8)
-        b = two.read(other, start, stop, theirs).contiguous().view(torch.uint8)
-        if not torch.equal(a, b):
+        first = one.read(name, start, stop, first_scratch).contiguous().view(torch.uint8)
+        second = two.read(other_name, start, stop, second_scratch).contiguous().view(torch.uint8)
+        if not torch.equal(first, second):
             return False
     return True
 
 
-def differs_somewhere(base: Source, other: Source, reads: Reads) -> bool:
+def differs_somewhere(base: Source, other: Source, names: Names) -> bool:
     """Whether a model has any entry that its base has not: a look at every tensor's beginning
     finds nearly every fine-tune out at once; only if none differs is all of it read."""
-    floats = [n for n, s in base.specs.items() if s.dtype in MERGEABLE]
-    pairs = ((n, most) for most in (4096, None) for n in floats)
-    return any(not same_bytes(base, n, other, reads[n], most) for n, most in pairs)
+    numbers = [name for name, spec in base.specs.items() if spec.dtype in MERGEABLE]
+    return any(
+        not same_bytes(base, name, other, names[name], limit)
+        for limit in (FIRST_LOOK, None)
+        for name in numbers
+    )
 
 
-Known = tuple[Source, int]  # a model, and how many rows of its tables stand for tokens
+Counted = tuple[Source, int]  # a model, and how many rows of its tables stand for tokens
 
 
 def table_lengths(source: Source) -> frozenset[int]:
@@ -107,7 +142,7 @@ def table_lengths(source: Source) -> frozenset[int]:
     return frozenset(_length(s) for name, s in specs if s.shape and layer_of(name) in TABLES)
 
 
-def token_tensors(models: Sequence[Known]) -> frozenset[str]:
+def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
     """The tensors that have a row, or a number, for each token: those of the usual names, and those
     that are as long as the tables in every model where the models' tables differ in length."""
     lengths = [max(table_lengths(source), default=0) for source, _ in models]
@@ -119,7 +154,7 @@ def token_tensors(models: Sequence[Known]) -> frozenset[str]:
     )
 
 
-def _is_table(name: str, models: Sequence[Known]) -> bool:
+def _is_table(name: str, models: Sequence[Counted]) -> bool:
     """Whether a tensor is named as a table, and long enough for the tokens."""
     return layer_of(name) in TABLES and all(
         _length(source.specs[name]) >= min(count, max(table_lengths(source)))
@@ -128,7 +163,7 @@ def _is_table(name: str, models: Sequence[Known]) -> bool:
     )
 
 
-def _follows(name: str, models: Sequence[Known], lengths: Sequence[int]) -> bool:
+def _follows(name: str, models: Sequence[Counted], lengths: Sequence[int]) -> bool:
     """Whether a tensor is as long as the tables in every model."""
     return all(
         name not in source.specs or _length(source.specs[name]) == length
@@ -158,8 +193,8 @@ class Lengthened(Source):
     def __init__(
         self,
         rows: int,
-        own: Known,
-        lenders: Sequence[Known],
+        own: Counted,
+        lenders: Sequence[Counted],
         tables: Collection[str],
         *,
         empty: Mapping[str, float] | None = None,

@@ -64,30 +64,36 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     tensor([0.5303, 1.0607], dtype=torch.float64)
     """
     lengths = gram.diagonal().sqrt()
-    there = lengths > TINY
-    shares = torch.where(there, weights, 0.0)
+    has_direction = lengths > TINY
+    shares = torch.where(has_direction, weights, 0.0)
     if not float(shares.sum()):
         return torch.zeros_like(weights)
     shares = shares / shares.sum()
-    per_length = torch.where(there, 1 / lengths, 0.0)
-    at = _unit(shares * per_length, gram)
+    per_length = torch.where(has_direction, 1 / lengths, 0.0)
+    mean = _unit(shares * per_length, gram)
     for _ in range(steps):
-        cosines = (gram @ at * per_length).clamp(-1, 1)
+        cosines = (gram @ mean * per_length).clamp(-1, 1)
         angles = cosines.acos()
-        pull = shares * torch.where(angles > TINY, angles / angles.sin(), 0.0)
-        tangent = pull * per_length - (pull @ cosines) * at
-        size = float((tangent @ gram @ tangent).clamp_min(0).sqrt())
+        pulls = shares * torch.where(angles > TINY, angles / angles.sin(), 0.0)
+        tangent = pulls * per_length - (pulls @ cosines) * mean
+        size = _length(tangent, gram)
         if size < TINY:
             break
-        at = _unit(math.cos(size) * at + math.sin(size) / size * tangent, gram)
-    return (weights @ lengths) / weights.sum() * at
+        mean = _unit(math.cos(size) * mean + math.sin(size) / size * tangent, gram)
+    return (weights @ lengths) / weights.sum() * mean
 
 
-def _unit(at: Tensor, gram: Tensor) -> Tensor:
-    length = float((at @ gram @ at).clamp_min(0).sqrt())
+def _length(coefficients: Tensor, gram: Tensor) -> float:
+    """‖Σ c v‖."""
+    return float((coefficients @ gram @ coefficients).clamp_min(0).sqrt())
+
+
+def _unit(coefficients: Tensor, gram: Tensor) -> Tensor:
+    """The coefficients of a vector of length 1."""
+    length = _length(coefficients, gram)
     if length < TINY:
         raise InputError("the models point opposite ways: there is no spherical mean of them")
-    return at / length
+    return coefficients / length
 
 
 def model_stock(gram: Tensor, weights: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from blr_analysis.merging.formula import BLOCK, PrecisionValue
 
-HALF = 2**16
+HALF = 2**16  # the values of half of a float32's bits
+NO_WEIGHT = 1e-8  # a sum of weights that nothing is divided by
 
 
 def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
@@ -52,24 +53,28 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
     [True, False, False, True]
     """
 
-    def ranked(counted: Tensor, k: int) -> tuple[int, int]:
-        above = counted.flip(0).cumsum(0)
-        at = int(torch.searchsorted(above, k))
-        return len(counted) - 1 - at, k - (int(above[at - 1]) if at else 0)
-
     upper = [torch.zeros(HALF // 2, dtype=torch.int64) for _ in counts]
     for block in walk():
-        for counted, size in zip(upper, block, strict=True):
-            counted += torch.bincount(size >> 16, minlength=HALF // 2)
-    found = [ranked(c, k) for c, k in zip(upper, counts, strict=True)]
+        for histogram, size in zip(upper, block, strict=True):
+            histogram += torch.bincount(size >> 16, minlength=HALF // 2)
+    upper_halves = [_ranked(histogram, k) for histogram, k in zip(upper, counts, strict=True)]
     lower = [torch.zeros(HALF, dtype=torch.int64) for _ in counts]
     for block in walk():
-        for counted, size, (high, _) in zip(lower, block, found, strict=True):
-            counted += torch.bincount(size[size >> 16 == high] & (HALF - 1), minlength=HALF)
+        for histogram, size, (high, _) in zip(lower, block, upper_halves, strict=True):
+            among_equals = size[size >> 16 == high] & (HALF - 1)
+            histogram += torch.bincount(among_equals, minlength=HALF)
     return [
-        (high << 16) + ranked(counted, rest)[0]
-        for counted, (high, rest) in zip(lower, found, strict=True)
+        (high << 16) + _ranked(histogram, rank)[0]
+        for histogram, (high, rank) in zip(lower, upper_halves, strict=True)
     ]
+
+
+def _ranked(histogram: Tensor, rank: int) -> tuple[int, int]:
+    """The value of the ``rank``-th largest, and its rank among those that have the same value."""
+    at_least = histogram.flip(0).cumsum(0)  # of the largest value, the next, …
+    place = int(torch.searchsorted(at_least, rank))
+    larger = int(at_least[place - 1]) if place else 0
+    return len(histogram) - 1 - place, rank - larger
 
 
 def keep(step: Tensor, size: Tensor, limit: int) -> None:
@@ -103,22 +108,32 @@ def combine_sparse(
     scale: float,
 ) -> None:
     """The module's formula for one block; the steps lack what does not stay, and are used up."""
-    pairs = zip(weights, precisions, strict=True)
-    shares = [alpha * h if isinstance(h, Tensor) else alpha for alpha, h in pairs]
+    shares = [
+        weight * precision if isinstance(precision, Tensor) else weight
+        for weight, precision in zip(weights, precisions, strict=True)
+    ]
     for step, share in zip(steps, shares, strict=True):
         step *= share
-    total, weight = torch.zeros_like(out), torch.zeros_like(out)
-    signs = torch.stack(list(steps)).sum(0) if elect else out
-    if elect:
-        torch.ge(signs, 0, out=signs).mul_(2).sub_(1)
-    for pull, share in zip(steps, shares, strict=True):
-        counts = pull.sign().mul_(signs).clamp_min_(0) if elect else torch.ones_like(out)
-        total.addcmul_(pull, counts)
-        weight += counts.mul_(share)
+    signs = _elected_signs(steps) if elect else None
+    total = torch.zeros_like(out)
+    total_weight = torch.zeros_like(out)
+    for step, share in zip(steps, shares, strict=True):
+        if signs is None:
+            counts = torch.ones_like(out)
+        else:
+            counts = step.sign().mul_(signs).clamp_min_(0)  # 1 where it has the elected sign
+        total.addcmul_(step, counts)
+        total_weight += counts.mul_(share)
     if normalize:
-        there = torch.ge(weight.abs(), 1e-8, out=torch.empty_like(weight))
-        total /= weight.mul_(there).add_(1 - there)  # 1 where nothing weighs
+        weighs = torch.ge(total_weight.abs(), NO_WEIGHT, out=torch.empty_like(total_weight))
+        total /= total_weight.mul_(weighs).add_(1 - weighs)  # 1 where nothing weighs
     torch.add(base, total, alpha=scale, out=out)
+
+
+def _elected_signs(steps: Sequence[Tensor]) -> Tensor:
+    """1 or −1, the sign of the steps' sum."""
+    total = torch.stack(list(steps)).sum(0)
+    return torch.ge(total, 0, out=total).mul_(2).sub_(1)
 
 
 def blocks(start: int, stop: int) -> Iterable[tuple[int, int]]:
