@@ -8,7 +8,7 @@ it) is multiplied by the n_data that the user names.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,12 @@ from blr_analysis.merging.formula import is_precision
 from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
-VALUES, VECTORS = ".eigenvalues", (".input_eigenvectors", ".output_eigenvectors")
+# What a layer's factors are called, behind the name of its weight.
+VALUES = ".eigenvalues"
+INPUT_VECTORS = ".input_eigenvectors"
+OUTPUT_VECTORS = ".output_eigenvectors"
 ROWS = ".row_eigenvalues"  # of a table that is head and embedding: what its look-ups add
+FACTORS = (VALUES, ROWS, INPUT_VECTORS, OUTPUT_VECTORS)
 
 
 @dataclass(frozen=True)
@@ -81,61 +85,73 @@ class StoredPrecision:
     @property
     def structure(self) -> str:
         """ "diag", "gram" or "kron"."""
-        wide = any(self.has_outputs(key) for key in self.layers)
-        return "kron" if wide else "gram" if self.layers else "diag"
+        if not self.layers:
+            return "diag"
+        return "kron" if any(self.has_outputs(layer) for layer in self.layers) else "gram"
 
-    def by_row(self, key: str) -> bool:
+    def by_row(self, layer: str) -> bool:
         """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
-        return key + ROWS in self.source.specs
+        return layer + ROWS in self.source.specs
 
     def raised(self, power: float) -> StoredPrecision:
         """Hᵖ where it has no factors, whose power is their own matter."""
         return self if self.layers else replace(self, power=power)
 
-    def has_outputs(self, key: str) -> bool:
+    def has_outputs(self, layer: str) -> bool:
         """Whether a layer's H is no matrix for all rows alike."""
-        joint = self.layers[key][0] if key in self.layers else None
-        values = self.source.specs.get(key + VALUES)
-        wide = values is not None and joint is not None and values.shape[1] > 1
-        return wide or key + VECTORS[1] in self.source.specs
+        if layer + OUTPUT_VECTORS in self.source.specs:
+            return True
+        values = self.source.specs.get(layer + VALUES)
+        return layer in self.layers and values is not None and values.shape[1] > 1
 
-    def factor_bytes(self, key: str) -> int:
+    def factor_bytes(self, layer: str) -> int:
         """What a layer's factors take on disk."""
-        parts = (VALUES, ROWS, *VECTORS)
-        places = (key + part for part in parts) if key in self.layers else ()
-        return sum(self.source.specs[p].nbytes for p in places if p in self.source.specs)
+        if layer not in self.layers:
+            return 0
+        specs = [self.source.specs.get(layer + part) for part in FACTORS]
+        return sum(spec.nbytes for spec in specs if spec is not None)
 
     def factors(
-        self, key: str, shrink: float | None = 1.0, power: float = 1.0, damping: float | None = 0.0
+        self,
+        layer: str,
+        shrink: float | None = 1.0,
+        power: float = 1.0,
+        damping: float | None = 0.0,
     ) -> Factors:
         """H of a layer, in float64; ``shrink`` None: 1 less the part that is chance.
 
         Raises:
             PosteriorError: NaN, inf, or eigenvalues below 0.
         """
-        joint, inputs = self.layers[key]
-        held = {
-            part: self.source.tensor(place).double().cpu()
-            for part in (VALUES, ROWS, *VECTORS)
-            if (place := key + part) in self.source.specs
-        }
-        values, rows = held.pop(VALUES), held.pop(ROWS, None)
-        whole = [bool(t.isfinite().all()) for t in (values, *held.values())]
-        if rows is not None:
-            whole.append(bool((rows >= 0).all()) and bool((rows < torch.inf).all()))
-            rows = rows * self.scale
-        prior = self.prior.get(key, 0.0)
-        rounding = 1e-5 * (prior + float(values.abs().max()))
-        if not all(whole) or not bool((values >= prior - rounding).all()):
-            raise PosteriorError(
-                f"the factors of {key!r} in {self.name!r} are negative, NaN or inf: fit them again"
-            )
-        values = (values - prior).clamp_min_(0).mul_(self.scale)
-        right, left = (held.get(key) for key in VECTORS)
+        joint, inputs = self.layers[layer]
+        values = self._factor(layer + VALUES)
+        rows = self._factor(layer + ROWS)
+        right = self._factor(layer + INPUT_VECTORS)
+        left = self._factor(layer + OUTPUT_VECTORS)
+        assert values is not None
         assert right is not None
+        prior = self.prior.get(layer, 0.0)
+        rounding = 1e-5 * (prior + float(values.abs().max()))
+        is_sound = bool((values >= prior - rounding).all())
+        is_sound = is_sound and all(_is_finite(part) for part in (values, right, left))
+        if not is_sound or not (rows is None or is_precision(rows)):
+            raise PosteriorError(
+                f"the factors of {layer!r} in {self.name!r} are negative, NaN or inf: fit them "
+                "again"
+            )
+        if rows is not None:
+            rows = rows * self.scale
+        values = (values - prior).clamp_min_(0).mul_(self.scale)
         basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
-        shrink = 1.0 - self.chance.get(key, 0.0) if shrink is None else shrink
+        if shrink is None:
+            shrink = 1.0 - self.chance.get(layer, 0.0)
         return Factors(basis, values, shrink, rows).raised(power).damped(damping)
+
+    def _factor(self, key: str) -> Tensor | None:
+        """One part of a layer's factors, in float64; None where it has none."""
+        if key not in self.source.specs:
+            return None
+        return self.source.tensor(key).double().cpu()
 
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
@@ -155,19 +171,24 @@ class StoredPrecision:
         prior = self.prior.get(self.stored[name], 0.0)  # of a tied name too
         if prior == 0 and self.scale == 1 and self.power == 1:
             return values
-        own = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)
+        h = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)
         if prior:
-            take_off(own, prior, values.dtype, roundings=4)
+            take_off(h, prior, values.dtype, roundings=4)
         if self.scale != 1:
-            own.mul_(self.scale)
-        return own if self.power == 1 else own.pow_(self.power)
+            h.mul_(self.scale)
+        return h if self.power == 1 else h.pow_(self.power)
 
     def __hash__(self) -> int:
         return id(self)
 
 
+def _is_finite(values: Tensor | None) -> bool:
+    """Whether there is neither NaN nor inf in what there is."""
+    return values is None or bool(values.isfinite().all())
+
+
 def open_precision(
-    given: Any, n_data: int | None = None, *, label: str = "precision"
+    precision: Any, n_data: int | None = None, *, label: str = "precision"
 ) -> StoredPrecision:
     """A precision folder or file on disk, a :class:`Posterior`, or tensors H by name.
 
@@ -180,12 +201,13 @@ def open_precision(
         InputError: no record and no ``n_data``, or an ``n_data`` that contradicts the record.
         PosteriorError: a posterior of a structure that does not merge.
     """
-    if isinstance(given, Posterior):
-        return _of_posterior(given, label)
-    if not isinstance(given, str | os.PathLike):
-        return _plain(Loaded(label, given), 1 if n_data is None else n_data)
-    path = Path(given).expanduser()
-    source, record = Folder.open(path, stem=storage.STEM), storage.find_record(path)
+    if isinstance(precision, Posterior):
+        return _of_posterior(precision, label)
+    if not isinstance(precision, str | os.PathLike):
+        return _plain(Loaded(label, precision), 1 if n_data is None else n_data)
+    path = Path(precision).expanduser()
+    source = Folder.open(path, stem=storage.STEM)
+    record = storage.find_record(path)
     if record is None:
         if n_data is None:
             raise InputError(
@@ -203,129 +225,167 @@ def open_precision(
 
 
 def _plain(source: Source, n_data: int) -> StoredPrecision:
-    return StoredPrecision(source, {n: n for n in source.specs}, scale=n_data_of(n_data))
+    """Averages over so many examples, without a record."""
+    names = {name: name for name in source.specs}
+    return StoredPrecision(source, names, scale=n_data_of(n_data))
 
 
-def _of_posterior(q: Posterior, label: str) -> StoredPrecision:
-    if q.structure in FACTORED:
-        about = {**q.record, **q.form.record(), "parameters": list(q.mean), "n_data": q.n_data}
-        made = _recorded(Loaded(label, q.form.tensors()), about, q.prior.numbers(q.mean))
-        return replace(made, sha256=None, mean=q.mean)
-    if q.structure != "diag":
+def _of_posterior(posterior: Posterior, label: str) -> StoredPrecision:
+    prior = posterior.prior.numbers(posterior.mean)
+    if posterior.structure in FACTORED:
+        record = {**posterior.record, **posterior.form.record()}
+        record |= {"parameters": list(posterior.mean), "n_data": posterior.n_data}
+        precision = _recorded(Loaded(label, posterior.form.tensors()), record, prior)
+        return replace(precision, sha256=None, mean=posterior.mean)
+    if posterior.structure != "diag":
         raise PosteriorError(
-            f"{label} is of structure {q.structure!r}: fit 'diag', 'gram' or 'kron'"
+            f"{label} is of structure {posterior.structure!r}: fit 'diag', 'gram' or 'kron'"
         )
-    tensors = {n: q.precision(n) for n in q.mean}
-    source = Loaded(label, tensors)
-    stored = _stored(source, list(tensors), q.record.get("tied"))
-    return StoredPrecision(
-        source, stored, q.prior.numbers(tensors), frozen=_frozen(q.record), mean=q.mean
-    )
+    source = Loaded(label, {name: posterior.precision(name) for name in posterior.mean})
+    stored = _stored(source, list(posterior.mean), posterior.record.get("tied"))
+    frozen = _frozen(posterior.record)
+    return StoredPrecision(source, stored, prior, frozen=frozen, mean=posterior.mean)
 
 
 def _recorded(
     source: Source, record: Mapping[str, Any], prior: Mapping[str, float]
 ) -> StoredPrecision:
-    names = list(record["parameters"])
+    """A precision by what its record says of it."""
     try:
         blocks = [(Joint.read(entry), entry) for entry in record.get("blocks", ())]
         layers = {joint.key: (joint, entry.get("inputs")) for joint, entry in blocks}
         chance = {joint.key: float(entry.get("chance") or 0.0) for joint, entry in blocks}
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{source.name!r} has malformed layers: {error}") from error
-    _check_layers(source, layers)
-    joined = {n for joint, _ in layers.values() for n in joint.names}
-    sample = record.get("sample_sha256")
-    digest = sample or record.get("model_sha256")
+    for layer, (joint, _) in layers.items():
+        _check_layer(source, layer, joint)
+    in_layers = {name for joint, _ in layers.values() for name in joint.names}
+    diagonal = [name for name in record["parameters"] if name not in in_layers]
     return StoredPrecision(
         source,
-        _stored(source, [n for n in names if n not in joined], record.get("tied")),
+        _stored(source, diagonal, record.get("tied")),
         prior,
         frozen=_frozen(record),
         kind=record.get("kind") or "",
         layers=layers,
-        sha256=(digest, SAMPLE if sample else None) if digest else None,
+        sha256=_recorded_fingerprint(record),
         adapter=bool(record.get("adapter")),
         chance=chance,
     )
 
 
+def _recorded_fingerprint(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """The fingerprint of the model, and how many numbers of each tensor it is of; None: all."""
+    if record.get("sample_sha256"):
+        return record["sample_sha256"], SAMPLE
+    if record.get("model_sha256"):
+        return record["model_sha256"], None
+    return None
+
+
 def _frozen(record: Mapping[str, Any]) -> frozenset[str]:
     """The parameters that were not trained, by all their names."""
     tied = record.get("tied") or {}
-    first = record.get("frozen") or ()
-    return frozenset(name for own in first for name in (own, *tied.get(own, ())))
+    frozen = record.get("frozen") or ()
+    return frozenset(alias for name in frozen for alias in (name, *tied.get(name, ())))
 
 
 def check_belongs(precision: StoredPrecision, model: Source) -> None:
     """Raise :class:`PosteriorError` where the precision was recorded for other weights."""
-    other = False
-    whole = model.whole or model
-    origin = model.origin if precision.adapter else whole if isinstance(whole, Folder) else None
-    if precision.sha256 is not None and origin is not None:
-        digest, most = precision.sha256
-        other = fingerprint(origin, most=most, progress=False) != digest
-    for name, mean in (precision.mean or {}).items():
-        if other or name not in model.specs or model.specs[name].shape != mean.shape:
-            continue
-        weights = model.tensor(name)
-        own = mean.to(weights)
-        apart = float((weights.double() - own.double()).norm())
-        other = apart > 4 * torch.finfo(weights.dtype).eps * float(own.double().norm())
-    if other:
+    if _has_other_fingerprint(precision, model) or _has_other_mean(precision, model):
         raise PosteriorError(
             f"{precision.name!r} was taken at other weights than {model.name!r}: are precisions or "
             "models swapped? trust=True (--trust) merges all the same"
         )
 
 
-def _check_layers(source: Source, layers: Mapping[str, tuple[Joint, float | None]]) -> None:
-    for key, (joint, _) in layers.items():
-        g, o = joint.layout.groups, joint.layout.rows
-        i = (0 if joint.weight is None else joint.layout.columns) + (joint.bias is not None)
-        shapes = {VECTORS[0]: (g, i, i), VECTORS[1]: (g, o, o), ROWS: (g, o, 1), VALUES: (g, o, i)}
-        for part, wanted in shapes.items():
-            spec, needed = source.specs.get(key + part), part in (VALUES, VECTORS[0])
-            alike = spec is not None and spec.shape in (wanted, (g, 1, i) if part == VALUES else ())
-            if not alike and (needed or spec is not None):
-                raise PosteriorError(
-                    f"{key + part!r} of {source.name!r} is not {list(wanted)}: factors of another "
-                    "layer?"
-                )
+def _has_other_fingerprint(precision: StoredPrecision, model: Source) -> bool:
+    """Whether the files of a model are not those that were recorded."""
+    if precision.sha256 is None:
+        return False
+    files = model.origin if precision.adapter else model.whole or model
+    is_on_disk = precision.adapter or isinstance(files, Folder)
+    if files is None or not is_on_disk:
+        return False
+    digest, numbers = precision.sha256
+    return fingerprint(files, most=numbers, progress=False) != digest
 
 
-def _stored(source: Source, names: Iterable[str], tied: Any) -> dict[str, str]:
-    missing = [n for n in names if n not in source.specs]
+def _has_other_mean(precision: StoredPrecision, model: Source) -> bool:
+    """Whether a precision in memory belongs to other weights, by more than their rounding."""
+    for name, mean in (precision.mean or {}).items():
+        if name not in model.specs or model.specs[name].shape != mean.shape:
+            continue
+        weights = model.tensor(name)
+        rounded = mean.to(weights).double()
+        distance = float((weights.double() - rounded).norm())
+        if distance > 4 * torch.finfo(weights.dtype).eps * float(rounded.norm()):
+            return True
+    return False
+
+
+def _check_layer(source: Source, layer: str, joint: Joint) -> None:
+    """Raise :class:`PosteriorError` where a layer's factors are absent or of other shapes."""
+    groups = joint.layout.groups
+    outputs = joint.layout.rows
+    inputs = int(joint.bias is not None)
+    if joint.weight is not None:
+        inputs += joint.layout.columns
+    needed = {
+        VALUES: [(groups, outputs, inputs), (groups, 1, inputs)],
+        INPUT_VECTORS: [(groups, inputs, inputs)],
+    }
+    optional = {
+        OUTPUT_VECTORS: [(groups, outputs, outputs)],
+        ROWS: [(groups, outputs, 1)],
+    }
+    for part, shapes in (needed | optional).items():
+        spec = source.specs.get(layer + part)
+        is_absent = spec is None and part in needed
+        if is_absent or (spec is not None and spec.shape not in shapes):
+            raise PosteriorError(
+                f"{layer + part!r} of {source.name!r} is not {list(shapes[0])}: factors of another "
+                "layer?"
+            )
+
+
+def _stored(source: Source, names: Sequence[str], tied: Any) -> dict[str, str]:
+    """The source's name of every parameter's precision, tied names included."""
+    missing = [name for name in names if name not in source.specs]
     if missing:
         raise StorageError(f"{source.name!r} lacks the precisions of {some(missing)}.")
-    stored = {n: n for n in names}
+    stored = {name: name for name in names}
     for first, aliases in (tied or {}).items():
         group = [first, *aliases]
-        held = next((n for n in group if n in stored), None)
-        if held is not None:
-            stored |= {n: stored[held] for n in group}
+        present = [name for name in group if name in stored]
+        if present:
+            stored |= dict.fromkeys(group, stored[present[0]])
     return stored
 
 
 def check_fits(precision: StoredPrecision, reference: Source) -> None:
     """Raise :class:`PosteriorError` unless every entry belongs to a weight of the same shape."""
-    shapes = {n: s for joint, _ in precision.layers.values() for n, s in joint.shapes.items()}
-    stored = {n: precision.source.specs[key] for n, key in precision.stored.items()}
-    ours = {key for n, key in precision.stored.items() if n in reference.specs}
-    foreign = [n for n in shapes if n not in reference.specs]
-    foreign += [n for n, key in precision.stored.items() if key not in ours]
+    shapes = {
+        name: shape
+        for joint, _ in precision.layers.values()
+        for name, shape in joint.shapes.items()
+    }
+    keys_of_weights = {key for name, key in precision.stored.items() if name in reference.specs}
+    foreign = [name for name in shapes if name not in reference.specs]
+    foreign += [name for name, key in precision.stored.items() if key not in keys_of_weights]
     if foreign:
         raise PosteriorError(
             f"the precision {precision.name!r} belongs to another model than {reference.name!r}, "
             f"which has no {some(sorted(set(foreign)))}"
         )
-    shapes |= {n: spec.shape for n, spec in stored.items() if n in reference.specs}
+    specs = {name: precision.source.specs[key] for name, key in precision.stored.items()}
+    shapes |= {name: spec.shape for name, spec in specs.items() if name in reference.specs}
     for name, shape in shapes.items():
         if reference.specs[name].shape != shape:
             raise PosteriorError(
                 f"the precision of {name!r} in {precision.name!r} is {list(shape)}, the weight "
                 f"{list(reference.specs[name].shape)}"
             )
-    for name, spec in stored.items():
+    for name, spec in specs.items():
         if not spec.dtype.is_floating_point:
             raise PosteriorError(f"the precision of {name!r} in {precision.name!r} is {spec.dtype}")
