@@ -30,25 +30,50 @@ from blr_analysis.files.headers import read_json
 from blr_analysis.merging.sources import TABLES, same_bytes
 from blr_analysis.task import unwrapped
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PAIR = re.compile(rf"(?P<module>{re.escape(PREFIX)}.+)\.lora_(?P<letter>[AB])\.weight")
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
 # Settings of LoRA whose meaning is known here, or that say nothing about which weights come out.
 PLAIN = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
-    *("target_modules", "task_type", "base_model_name_or_path", "auto_mapping", "peft_type"),
-    *("peft_version", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size"),
-    *("revision", "runtime_config"),
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
 }
 # What acts on some tokens only, or on a base that is not the one that is stored.
 NO_WEIGHTS = {
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
-    *("megatron_config", "use_qalora"),
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "megatron_config",
+    "use_qalora",
 }
-# The base's weights are what they were; everything that was learned is in the adapter's tensors.
+# First values that leave the base's weights as they were: all that is learned is in the adapter.
 INITIALISATIONS = ("gaussian", "orthogonal", "eva", "mica")
 
 
@@ -61,22 +86,22 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (Path(path).expanduser() / CONFIG).is_file()
 
 
-def is_place(given: Any) -> bool:
+def is_place(model: Any) -> bool:
     """Whether a model or a precision is the name of a folder or file."""
-    return isinstance(given, str | os.PathLike)
+    return isinstance(model, str | os.PathLike)
 
 
-def open_model(given: Any, name: str, base: Source | None = None) -> Source:
+def open_model(model: Any, name: str, base: Source | None = None) -> Source:
     """A folder's tensors, an adapter's added to ``base``, or those of a state dict or module."""
-    if isinstance(given, nn.Module):
-        return Loaded(name, unwrapped(given).state_dict())
-    if not is_place(given):
-        return Loaded(name, given)
-    if not is_adapter(given):
-        return Folder.open(given)
+    if isinstance(model, nn.Module):
+        return Loaded(name, unwrapped(model).state_dict())
+    if not is_place(model):
+        return Loaded(name, model)
+    if not is_adapter(model):
+        return Folder.open(model)
     if base is None:
-        raise InputError(f"{str(given)!r} is an adapter: name its base model")
-    return open_adapter(given, base, dtype=torch.float32)
+        raise InputError(f"{str(model)!r} is an adapter: name its base model")
+    return open_adapter(model, base, dtype=torch.float32)
 
 
 def open_adapter(
@@ -125,10 +150,10 @@ def open_adapter(
         raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")
     entries = read_entries(folder)
     file = Folder.open(folder, stem="adapter_model")
-    odd = [n for n, spec in file.specs.items() if not _real(spec)]
-    if odd:
+    whole = [name for name, spec in file.specs.items() if not spec.dtype.is_floating_point]
+    if whole:
         raise ModelError(
-            f"{some(odd)} of {str(path)!r} are of {file.specs[odd[0]].dtype}: no numbers"
+            f"{some(whole)} of {str(path)!r} are of {file.specs[whole[0]].dtype}: no numbers"
         )
     changed: Any = products_of(entries, file, base, str(folder))
     if changed is None:
@@ -144,14 +169,15 @@ def read_entries(folder: Path) -> dict[str, Any]:
         ModelError: no weight of this base says what the adapter does.
     """
     entries = {key: value for key, value in read_json(folder / CONFIG).items() if value}
-    odd = sorted(NO_WEIGHTS & entries.keys())
+    without_weights = sorted(NO_WEIGHTS & entries.keys())
     start = entries.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in INITIALISATIONS:
-        odd.append(f"init_lora_weights={start}")
-    if odd:
+        without_weights.append(f"init_lora_weights={start}")
+    if without_weights:
         raise ModelError(
-            f"{str(folder / CONFIG)!r} sets {some(odd)}: no weights of this base say that; save it "
-            "with path_initial_model_for_weight_conversion, or name what merge_and_unload() gives"
+            f"{str(folder / CONFIG)!r} sets {some(without_weights)}: no weights of this base say "
+            "that; save it with path_initial_model_for_weight_conversion, or name what "
+            "merge_and_unload() gives"
         )
     return entries
 
@@ -176,57 +202,83 @@ def products_of(
         StorageError: an impossible setting.
         ModelError: the adapter does not fit the base.
     """
-    pairs: dict[str, dict[str, str]] = {}
-    for key in file.specs:
-        part = PAIR.fullmatch(key)
-        if part is None or part["module"].rpartition(".")[2] in TABLES:
-            return None
-        pairs.setdefault(part["module"].removeprefix(PREFIX), {})[part["letter"]] = key
-    settings = {**entries, "bias": entries.get("bias") not in (None, "none")}
-    plain = {key for key, value in settings.items() if value} <= PLAIN and not _conv1d(base.specs)
-    if not plain or entries["peft_type"] != "LORA" or any(len(p) < 2 for p in pairs.values()):
+    pairs = _pairs(file)
+    if pairs is None or not _is_plain(entries, base):
         return None
-    own = translate([f"{module}.weight" for module in pairs], base.specs, folder)
+    names = translate([f"{module}.weight" for module in pairs], base.specs, folder)
     products = {}
     for module, pair in pairs.items():
+        name = names[f"{module}.weight"]
         rank, scale = _scaling(entries, module, folder)
-        name = own[f"{module}.weight"]
-        spec, (a, b) = base.specs[name], (file.specs[pair[x]].shape for x in "AB")
-        if len(spec.shape) > 2 or len(a) > 2:
+        product = Product(pair["A"], pair["B"], rank, scale)
+        if len(base.specs[name].shape) > 2 or len(file.specs[product.a].shape) > 2:
             return None
-        if (*b, *a) != (*spec.shape[:1], rank, rank, *spec.shape[1:]) or not _real(spec):
-            raise ModelError(
-                f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
-                f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"
-            )
-        products[name] = Product(pair["A"], pair["B"], rank, scale)
+        _check_product(product, name, file, base, folder)
+        products[name] = product
     return products
 
 
-def _real(spec: Spec) -> bool:
-    return spec.dtype.is_floating_point
+def _pairs(file: Source) -> dict[str, dict[str, str]] | None:
+    """The names of A and B, by module; None where there is anything else in the file."""
+    pairs: dict[str, dict[str, str]] = {}
+    for key in file.specs:
+        match = PAIR.fullmatch(key)
+        if match is None or match["module"].rpartition(".")[2] in TABLES:
+            return None
+        pairs.setdefault(match["module"].removeprefix(PREFIX), {})[match["letter"]] = key
+    return pairs if all(len(pair) == 2 for pair in pairs.values()) else None
+
+
+def _is_plain(entries: Mapping[str, Any], base: Source) -> bool:
+    """Whether an adapter's settings say that it adds s·B·A to weights [out, in], and no more."""
+    trains_biases = entries.get("bias") not in (None, "none")
+    settings = {key for key, value in entries.items() if value} - {"bias"}
+    is_lora = entries["peft_type"] == "LORA" and settings <= PLAIN
+    return is_lora and not trains_biases and not _conv1d(base.specs)
+
+
+def _check_product(product: Product, name: str, file: Source, base: Source, folder: str) -> None:
+    """Raise :class:`ModelError` where B·A has another shape than the base's weight."""
+    spec = base.specs[name]
+    a = file.specs[product.a].shape
+    b = file.specs[product.b].shape
+    rank = product.rank
+    has_shape = (*b, *a) == (*spec.shape[:1], rank, rank, *spec.shape[1:])
+    if not has_shape or not spec.dtype.is_floating_point:
+        raise ModelError(
+            f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
+            f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"
+        )
 
 
 def _conv1d(base: Mapping[str, Spec]) -> bool:
     """Whether a layer's bias has the size of its weight's columns: it is stored as [in, out]."""
-    weights = {n.removesuffix("weight"): s.shape for n, s in base.items() if len(s.shape) == 2}
-    biases = {n: base[f"{n}bias"].shape for n in weights if f"{n}bias" in base}
-    return any(weights[n][0] != weights[n][1] == bias[0] for n, bias in biases.items())
+    for name, spec in base.items():
+        bias = base.get(f"{name.removesuffix('weight')}bias")
+        if len(spec.shape) != 2 or bias is None:
+            continue
+        rows, columns = spec.shape
+        if rows != columns == bias.shape[0]:
+            return True
+    return False
 
 
 def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int, float]:
-    """r of a module and s, by the first pattern that fits the end of its name."""
-
-    def own(patterns: str, usual: str) -> Any:
-        found = entries.get(patterns, {}).items()
-        fits = (v for p, v in found if re.match(rf"(.*\.)?({p})$", module))
-        return next(fits, entries.get(usual))
-
+    """r of a module and s."""
     with told_as(StorageError, f"{folder!r} has an impossible setting"):
-        rank, alpha = own("rank_pattern", "r"), own("alpha_pattern", "lora_alpha")
+        rank = _of_module(entries, "rank_pattern", module, entries.get("r"))
+        alpha = _of_module(entries, "alpha_pattern", module, entries.get("lora_alpha"))
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise StorageError(f"{folder!r} has an impossible setting: r={rank}, alpha={alpha!r}")
         return rank, alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
+
+
+def _of_module(entries: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """A setting by the first pattern that fits the end of a module's name."""
+    for pattern, value in entries.get(key, {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict[str, str]:
@@ -241,16 +293,12 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
         {'bert.pooler.weight': 'pooler.weight'}
     """
     names = list(dict.fromkeys(wanted))
-
-    def prefixes(many: Iterable[str]) -> list[str]:
-        words = {tuple(n.split(".")[:-1][:count]) for n in many for count in (1, 2)}
-        return sorted(".".join(w) + "." for w in words if w)
-
-    ways = [{n: n for n in names}]
-    ways += [{n: n.removeprefix(p) for n in names} for p in prefixes(names)]
-    ways += [{n: p + n for n in names} for p in prefixes(base)]
+    plain = {name: name for name in names}
+    ways = [plain]
+    ways += [{n: n.removeprefix(prefix) for n in names} for prefix in _prefixes(names)]
+    ways += [{n: prefix + n for n in names} for prefix in _prefixes(base)]
     ways = [way for way in ways if len({*way.values()}) == len(names)]  # two never become one
-    fits = [way for way in ways if all(own in base for own in way.values())]
+    fits = [way for way in ways if all(name in base for name in way.values())]
     if not fits:
         lost = min(([n for n in names if way[n] not in base] for way in ways), key=len)
         raise ModelError(
@@ -258,13 +306,19 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
             "layer is saved once): was it trained on this base?"
         )
     others = [way for way in fits if way != fits[0]]
-    if fits[0] != ways[0] and others:
+    if fits[0] != plain and others:
         name = next(n for n in names if fits[0][n] != others[0][n])
         raise ModelError(
             f"the adapter {folder!r} may mean {fits[0][name]!r} or {others[0][name]!r}: rename "
             "the base's tensors"
         )
     return fits[0]
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """The first one or two words of the names' modules."""
+    words = {tuple(name.split(".")[:-1][:count]) for name in names for count in (1, 2)}
+    return sorted(".".join(some_words) + "." for some_words in words if some_words)
 
 
 class Adapted(Source):
@@ -276,52 +330,74 @@ class Adapted(Source):
     """
 
     def __init__(
-        self, name: str, base: Source, file: Source, changed: Mapping[str, Product | Tensor],
+        self,
+        name: str,
+        base: Source,
+        file: Source,
+        changed: Mapping[str, Product | Tensor],
         dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
-        self.name, self.base, self._changed = name, base, changed
-        self.origin = self._file = file
-        self.changes = {
-            n: f"LoRA, r={p.rank}, scaling {p.scale:.4g}" if isinstance(p, Product) else "by PEFT"
-            for n, p in changed.items()
-        }
-        own = {n: base.specs[n] for n in changed}
-        wide = {n: torch.promote_types(dtype or s.dtype, s.dtype) for n, s in own.items()}
-        self.specs = {**base.specs, **{n: Spec(s.shape, wide[n]) for n, s in own.items()}}
+    ) -> None:
+        self.name = name
+        self.base = base
+        self.origin = file
+        self._file = file
+        self._changed = changed
+        self.changes = {key: _words(change) for key, change in changed.items()}
+        self.specs = dict(base.specs)
+        for key in changed:
+            spec = base.specs[key]
+            answered = torch.promote_types(dtype or spec.dtype, spec.dtype)
+            self.specs[key] = Spec(spec.shape, answered)
 
     def words(self, name: str) -> str:
         return self.changes.get(name, "")
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        spec, change = self.specs[name], self._changed.get(name)
+        change = self._changed.get(name)
         if change is None:
             return self.base.read(name, start, stop, Owned(scratch, (self, "base")))
-        piece = scratch.array((self, "piece"), stop - start, spec.dtype)
+        piece = scratch.array((self, "piece"), stop - start, self.specs[name].dtype)
         if isinstance(change, Tensor):
             return piece.copy_(change.view(-1)[start:stop])
         self._add(name, change, start, piece, scratch)
         return piece
 
-    def _add(self, name: str, p: Product, start: int, piece: Tensor, scratch: Scratch) -> None:
+    def _add(
+        self, name: str, product: Product, start: int, piece: Tensor, scratch: Scratch
+    ) -> None:
         """W_0 + s·B·A in float32 (float64 where the base is), rounded once, in blocks of whole rows
         whose edges do not depend on what is asked for."""
-        stop, (rows, cols) = start + len(piece), self.specs[name].shape
+        stop = start + len(piece)
         if start == stop:
             return
-        real = torch.promote_types(torch.float32, self.base.specs[name].dtype)
-        step, right = max(1, BLOCK // cols), self._file.tensor(p.a).to(real)
-        edges = range(start // cols // step * step, min(rows, -(-stop // cols)), step)
-        top, bottom = edges[0], min(rows, edges[-1] + step)
-        own = Owned(scratch, (self, "file"))
-        left = self._file.read(p.b, top * p.rank, bottom * p.rank, own).view(-1, p.rank).to(real)
+        rows, columns = self.specs[name].shape
+        dtype = torch.promote_types(torch.float32, self.base.specs[name].dtype)
+        step = max(1, BLOCK // columns)
+        edges = range(start // columns // step * step, min(rows, -(-stop // columns)), step)
+        top = edges[0]
+        bottom = min(rows, edges[-1] + step)
+        rank = product.rank
+        right = self._file.tensor(product.a).to(dtype)
+        file_scratch = Owned(scratch, (self, "file"))
+        left = self._file.read(product.b, top * rank, bottom * rank, file_scratch)
+        left = left.view(-1, rank).to(dtype)
         for row in edges:
-            part = left[row - top : row - top + step].clone()  # placed alike for all pieces
-            block = torch.mm(part, right).mul_(p.scale)
-            first, end = row * cols, (row + len(part)) * cols
-            there = self.base.read(name, first, end, Owned(scratch, (self, "base")))
-            flat = block.add_(there.to(block).view_as(block)).view(-1)
-            low, high = max(start, first), min(stop, end)
+            left_block = left[row - top : row - top + step].clone()  # placed alike for all pieces
+            block = torch.mm(left_block, right).mul_(product.scale)
+            first = row * columns
+            end = (row + len(left_block)) * columns
+            weights = self.base.read(name, first, end, Owned(scratch, (self, "base")))
+            flat = block.add_(weights.to(block).view_as(block)).view(-1)
+            low = max(start, first)
+            high = min(stop, end)
             piece[low - start : high - start] = flat[low - first : high - first]
+
+
+def _words(change: Product | Tensor) -> str:
+    """What happens to a tensor."""
+    if isinstance(change, Tensor):
+        return "by PEFT"
+    return f"LoRA, r={change.rank}, scaling {change.scale:.4g}"
 
 
 def merge_and_unload(
@@ -333,18 +409,18 @@ def merge_and_unload(
         ModelError: PEFT is not installed or refuses the adapter, the base is no transformers
             model, or the merged model has other tensors than the base.
     """
-    what = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
+    fault = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
     remedy = "name what merge_and_unload() gives, saved"
-    with told_as(ModelError, what, remedy), warnings.catch_warnings():
+    with told_as(ModelError, fault, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = _by_peft(folder, entries, base, file)
-    own = translate(tensors, base.specs, str(folder))
+    names = translate(tensors, base.specs, str(folder))
     changed = {
-        own[name]: tensor
-        for name, tensor in tensors.items()
-        if not torch.equal(tensor, base.tensor(own[name]).to(tensor.dtype))
+        names[key]: tensor
+        for key, tensor in tensors.items()
+        if not torch.equal(tensor, base.tensor(names[key]).to(tensor.dtype))
     }
-    for name in base.specs.keys() - own.values():
+    for name in base.specs.keys() - names.values():
         for twin in changed:
             if same_bytes(base, name, base, twin):
                 raise ModelError(
@@ -366,24 +442,24 @@ def _by_peft(
             f"{str(folder)!r} is more than plain LoRA, which PEFT merges: {install('peft')}"
         ) from fault
 
-    place = Path(base.name).expanduser()
     config = PeftConfig.from_pretrained(str(folder))
     ignored = [key for key in entries if not hasattr(config, key)]
     if ignored:
         raise ValueError(f"the installed PEFT does not know {some(ignored)}")
-    kind = transformers.AutoConfig.from_pretrained(place)
-    wide = any(s.dtype == torch.float64 for s in base.specs.values())
-    built = getattr(transformers, (kind.architectures or ["AutoModel"])[0])
-    model = built.from_pretrained(
+    place = Path(base.name).expanduser()
+    architectures = transformers.AutoConfig.from_pretrained(place).architectures
+    model_class = getattr(transformers, (architectures or ["AutoModel"])[0])
+    is_double = any(spec.dtype == torch.float64 for spec in base.specs.values())
+    model = model_class.from_pretrained(
         place,
-        dtype=torch.float64 if wide else torch.float32,
+        dtype=torch.float64 if is_double else torch.float32,
         local_files_only=True,
         use_safetensors=True,
     )
     tuned = PeftModel.from_pretrained(model, str(folder), config=config)
-    odd = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
-    if odd:
-        raise ValueError(f"{some(sorted(odd))} is of the file or of the adapter alone")
+    unmatched = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
+    if unmatched:
+        raise ValueError(f"{some(sorted(unmatched))} is of the file or of the adapter alone")
     _check_ties(model, file)
     with tempfile.TemporaryDirectory() as saved:
         tuned.merge_and_unload().save_pretrained(saved)
