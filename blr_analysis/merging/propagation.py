@@ -43,7 +43,7 @@ def stream_propagated(
     for model merging", 2025.
     """
     _check(plan)
-    tasks = plan.job.tasks or ()
+    tasks = list(plan.job.tasks or ())
     average, outcome = _average(plan, report_progress)
     orders = [
         _swept(task, _tensors(plan, t, plan.reference.specs), RunOrder())
