@@ -21,6 +21,7 @@ from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerEr
 from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.modes import modes_of
+from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, read, state_of, thinned
@@ -127,6 +128,12 @@ class Checkpoints:
             for key, value in state.items():
                 if key not in MOMENTA and isinstance(value, Tensor | int | float):
                     yield f"{OPTIMIZER}{name}/{key}", state, key
+
+        for k, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):
+            if is_flat(group):
+                yield f"{OPTIMIZER}group {k}/hess", group, "hess"
+        if hasattr(self.optimizer, "current_step"):  # of ivon-opt, which counts for all
+            yield f"{OPTIMIZER}current_step", vars(self.optimizer), "current_step"
 
     def _present(self) -> State:
         """Weights, buffers and what was learned, as they are now."""

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -224,6 +225,24 @@ class TestAlgorithms(CommandContract):
         assert "squared minibatch gradient" in said and "blr_analysis.learning_rule.optim" in said
         assert "BayesBiNN" not in said
         pd.testing.assert_frame_equal(table1(), pd.read_parquet(out / "table1.parquet"))
+
+
+def test_verify_reads_everything_and_names_what_is_damaged(here: Path, capsys: Any) -> None:
+    code, out, err = run(capsys, "verify", "index", "--dry-run")
+    assert code == 0 and "6 files" in cells(out, "reads")[1], err
+    code, out, err = run(capsys, "verify", "index")
+    assert code == 0 and "6 files" in cells(out, "whole")[1], err
+    (here / "mixed").mkdir()
+    for name in ("q.safetensors", "d.csv"):
+        shutil.copy(name, here / "mixed" / name)
+    code, out, err = run(capsys, "verify", "mixed")
+    assert code == 0 and "'d.csv'" in cells(out, "without a checksum")[1], err
+    file = here / "mixed" / "q.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "q.safetensors' is damaged" in refused(capsys, "verify", "mixed")
+    assert "checksum" in refused(capsys, "verify", "d.csv")
+    assert "nothing is stored" in refused(capsys, "verify", "nowhere")
 
 
 @pytest.mark.slow

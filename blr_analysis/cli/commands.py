@@ -15,6 +15,7 @@ from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Out, Shared, show_forecast, spelled, takes
 from blr_analysis.cli.queries import check_queries, relabelled
+from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, as_text, grid, pairs, show
 
@@ -302,7 +303,7 @@ def flowed(text: str | None) -> str:
 app.callback(epilog=EXIT_CODES, help=flowed(root.__doc__))(root)
 COMMANDS = {
     **{"demo": demo, "audit": audit, "what-if": what_if_, "index": index, "query": query},
-    **{"fisher": fisher, "merge": merge, "algorithms": algorithms},
+    **{"fisher": fisher, "merge": merge, "verify": verify, "algorithms": algorithms},
 }
 for name, command in COMMANDS.items():
     app.command(name, help=flowed(command.__doc__))(spelled(command))

@@ -3,7 +3,6 @@ What only these commands need is imported inside of them."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,6 +54,7 @@ def index(
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
+    from blr_analysis.files.headers import record_text
     from blr_analysis.huggingface.questions import ids_known_by
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.index import PLAN, build_cost, check_place
@@ -85,7 +85,7 @@ def index(
             about["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
             about["frozen"] = _frozen(task.model)
         with drafted(out / SOURCE) as draft:
-            draft.write_text(json.dumps(about, indent=2), encoding="utf-8")
+            draft.write_text(record_text(about), encoding="utf-8")
     _say_rough(say, built)
     of_script, of_texts = ("examples", "SCRIPT.py:TASK"), ("sequences", "QUESTIONS.jsonl")
     what, asked = of_script if source.data is None else of_texts
@@ -161,6 +161,7 @@ def query(
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import sources
+    from blr_analysis.files.headers import read_record
     from blr_analysis.sensitivity import Index, TopInfluence
     from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
     from blr_analysis.tables import write_table
@@ -171,7 +172,7 @@ def query(
     given = {"model": model, "data": data, "base": base}
     with shared.folder(out) as folder:
         opened, place = Index.open(index), index / SOURCE
-        about = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        about = read_record(place) if place.is_file() else {}
         about |= {n: str(p) for n, p in given.items() if p is not None}
         if ".py:" in questions:
             if tokens or (model, base, text, max_length) != (None,) * 4:

@@ -7,6 +7,7 @@ from blr_analysis.files.placing import drafted, held
 from blr_analysis.files.shards import Shards
 from blr_analysis.files.source import Loaded, Owned, Scratch, Source, Spec, fingerprint
 from blr_analysis.files.storage import Unfinished
+from blr_analysis.files.verify import Verified, verify
 
 __all__ = [
     "Folder",
@@ -17,8 +18,10 @@ __all__ = [
     "Source",
     "Spec",
     "Unfinished",
+    "Verified",
     "drafted",
     "fingerprint",
     "held",
     "read_config",
+    "verify",
 ]

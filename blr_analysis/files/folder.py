@@ -11,7 +11,16 @@ from torch import Tensor
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError
-from blr_analysis.files.headers import AGAIN, Header, read_header, read_json, reading, state_of
+from blr_analysis.files.checksums import PIECE, WORD, Checksum, Pieces
+from blr_analysis.files.headers import (
+    AGAIN,
+    Header,
+    damaged,
+    read_header,
+    read_json,
+    reading,
+    state_of,
+)
 from blr_analysis.files.source import Scratch, Source, Spec
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -23,7 +32,8 @@ class Folder(Source):
     Opening reads headers and the index only, and checks them against each other: every tensor
     stands once, in the shard that the index names, and every shard is as long as its header says.
     Reading is by position into the caller's buffers; nothing is mapped, and a file that changes
-    after it was opened is refused.
+    after it was opened is refused. A tensor of a file with checksums is compared with its own when
+    it is read whole, in one piece or in several.
 
     Attributes:
         metadata: what the files' headers say beside their tensors.
@@ -39,11 +49,18 @@ class Folder(Source):
     """
 
     def __init__(self, name: str, headers: Mapping[Path, Header]) -> None:
-        self.name, self._headers = name, headers
-        places = {n: (path, *at) for path, h in headers.items() for n, at in h.tensors.items()}
-        self._places: dict[str, tuple[Path, Spec, int]] = places
-        self.specs: Mapping[str, Spec] = {n: spec for n, (_, spec, _) in places.items()}
-        self.metadata = {k: v for h in headers.values() for k, v in h.metadata.items()}
+        self.name = name
+        self.headers = headers
+        self.metadata: dict[str, str] = {}
+        self._places: dict[str, tuple[Path, Spec, int]] = {}
+        self._pieces: dict[str, Pieces] = {}
+        for path, header in headers.items():
+            self.metadata |= header.metadata
+            for tensor, (spec, offset) in header.tensors.items():
+                self._places[tensor] = (path, spec, offset)
+                if tensor in header.checksums:
+                    self._pieces[tensor] = Pieces(header.checksums[tensor], spec.nbytes)
+        self.specs: Mapping[str, Spec] = {n: spec for n, (_, spec, _) in self._places.items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, stem: str = "model") -> Folder:
@@ -67,14 +84,31 @@ class Folder(Source):
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         path, spec, offset = self._places[name]
-        size = spec.dtype.itemsize
-        raw = scratch.take(self, (stop - start) * size)
+        first = start * spec.dtype.itemsize
+        end = stop * spec.dtype.itemsize
+        raw = scratch.take(self, end - first)
+        buffer = raw.numpy().data
+        pieces = self._pieces.get(name)
+        is_aligned = first % WORD == 0 and (end % WORD == 0 or end == spec.nbytes)
+        checksum = Checksum() if pieces is not None and is_aligned else None
+        count = 0
         with reading(path), open(path, "rb") as file:
             state = state_of(file.fileno())
-            file.seek(offset + start * size)
-            count = file.readinto(raw.numpy().data)
-        if state != self._headers[path].state or count < len(raw):
+            file.seek(offset + first)
+            for at in range(0, len(raw), PIECE):
+                part = buffer[at : at + PIECE]
+                count += file.readinto(part)
+                if checksum is not None:
+                    checksum.add(part, first + at)
+        if state != self.headers[path].state or count < len(raw):
             raise StorageError(f"{str(path)!r} was changed while it was being read.")
+        if pieces is not None and checksum is not None:
+            if len(raw) == spec.nbytes:
+                is_whole = checksum.hexdigest() == pieces.wanted
+            else:
+                is_whole = pieces.add(checksum, first, end)
+            if not is_whole:
+                raise StorageError(damaged(path))
         return raw.view(spec.dtype)
 
 

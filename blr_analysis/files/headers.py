@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from blr_analysis.checks import some
 from blr_analysis.errors import StorageError, told_as
+from blr_analysis.files.checksums import DIGITS, ZEROS, is_stamped, stamped
 from blr_analysis.files.source import Spec
 
 DTYPES = {
@@ -31,32 +32,46 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA = "__metadata__"
+CHECKSUM = "checksum"  # of the text that it stands in
+CHECKSUMS = "checksums"  # in a header: of the tensors, in the order of their names
+FILES = "files"  # in a record: the checksums of the files beside it
 PIECES = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in files with parts of tensors
 AGAIN = "copy or save it again"
 
 
 class Header(NamedTuple):
-    """A file's tensors and the bytes at which they begin, in that order; its metadata; and its size
-    and time of change."""
+    """What stands at the head of a file.
+
+    Attributes:
+        tensors: shape, dtype and first byte of each tensor, in the order of the file.
+        metadata: texts by name.
+        state: the file's size and time of change.
+        checksum: of the header itself; "" where another program wrote the file.
+        checksums: of the tensors, by name; none where another program wrote the file.
+    """
 
     tensors: dict[str, tuple[Spec, int]]
     metadata: dict[str, str]
     state: tuple[int, int]
+    checksum: str = ""
+    checksums: dict[str, str] = {}  # noqa: RUF012 - nothing is ever written into it
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file.
+    """The header of one file, which is compared with its own checksum.
 
     Raises:
-        StorageError: not there, truncated, malformed, of a dtype that torch lacks, or a part of
-            what several processes wrote.
+        StorageError: not there, truncated, malformed, damaged, of a dtype that torch lacks, or a
+            part of what several processes wrote.
     """
     with reading(path), open(path, "rb") as file:
         state = state_of(file.fileno())
         with safe_open(path, "np") as checked:
             metadata = checked.metadata() or {}
-        first = 8 + int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(first - 8))
+        length = file.read(8)
+        first = 8 + int.from_bytes(length, "little")
+        text = file.read(first - 8)
+        entries = json.loads(text)
     entries.pop(METADATA, None)
     if PIECES in metadata:
         raise StorageError(
@@ -64,11 +79,27 @@ def read_header(path: Path) -> Header:
         )
     if odd := {entry["dtype"] for entry in entries.values()} - DTYPES.keys():
         raise StorageError(f"{str(path)!r} holds numbers of dtype {some(sorted(odd))}: cast them.")
-    tensors = {
-        name: (Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]), first + begin)
-        for begin, name, entry in sorted((e["data_offsets"][0], n, e) for n, e in entries.items())
-    }
-    return Header(tensors, metadata, state)
+    by_offset = sorted((entry["data_offsets"][0], name) for name, entry in entries.items())
+    tensors = {}
+    for begin, name in by_offset:
+        entry = entries[name]
+        spec = Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        tensors[name] = (spec, first + begin)
+    checksum = metadata.pop(CHECKSUM, "")
+    listed = metadata.pop(CHECKSUMS, None)
+    if checksum or listed is not None:
+        if listed is None or not is_stamped(length + text):
+            raise StorageError(damaged(path))
+        digests = [listed[k : k + DIGITS] for k in range(0, len(listed), DIGITS)]
+        checksums = dict(zip(sorted(tensors), digests, strict=True))
+    else:
+        checksums = {}
+    return Header(tensors, metadata, state, checksum, checksums)
+
+
+def damaged(path: Path) -> str:
+    """The words of an error where a file is not what was written."""
+    return f"{str(path)!r} is damaged: it is not what was saved; {AGAIN}."
 
 
 def state_of(file: int) -> tuple[int, int]:
@@ -78,30 +109,78 @@ def state_of(file: int) -> tuple[int, int]:
 
 
 def write_header(
-    specs: Mapping[str, Spec], metadata: Mapping[str, str]
+    specs: Mapping[str, Spec],
+    metadata: Mapping[str, str],
+    checksums: Mapping[str, str] | None = None,
 ) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of these tensors, and the byte at which each begins; wide numbers first,
-    so that each begins where its dtype may."""
-    entries, end = {}, 0
+    """The header of a file of these tensors, and the byte at which each begins.
+
+    Wide numbers come first, so that each tensor begins where its dtype may. With the ``checksums``
+    of the tensors, they and the header's own stand in it.
+    """
+    entries: dict[str, Any] = {}
+    end = 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        offsets = [end, end := end + spec.nbytes]
-        entry = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        entries[name] = entry
-    text = json.dumps({METADATA: metadata, **entries}, separators=(",", ":"), ensure_ascii=False)
-    said = text.encode()
-    said += b" " * (-len(said) % 8)  # so that the numbers begin where processors like it
-    head = len(said).to_bytes(8, "little") + said
-    return head, {name: len(head) + entry["data_offsets"][0] for name, entry in entries.items()}
+        begin = end
+        end = begin + spec.nbytes
+        entries[name] = {
+            "dtype": CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    texts = dict(metadata)
+    if checksums is not None:
+        texts[CHECKSUMS] = "".join(checksums[name] for name in sorted(checksums))
+        texts[CHECKSUM] = ZEROS
+    document = {METADATA: texts, **entries}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers begin where processors like it
+    head = len(text).to_bytes(8, "little") + text
+    if checksums is not None:
+        head = stamped(head)
+    starts = {name: len(head) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return head, starts
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """The JSON object in a file; one with a checksum is compared with it.
 
     Raises:
-        StorageError: not there, or no JSON object.
+        StorageError: not there, no JSON object, or damaged.
     """
     with reading(path):
-        return parse_json(path.read_bytes(), path)
+        text = path.read_bytes()
+    document = parse_json(text, path)
+    if (CHECKSUM in document or FILES in document) and not is_whole(document, text):
+        raise StorageError(damaged(path))
+    return document
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What :func:`record_text` was given, without the checksums.
+
+    Raises:
+        StorageError: as :func:`read_json`.
+    """
+    return plain_record(read_json(path))
+
+
+def plain_record(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without its checksums."""
+    return {key: value for key, value in document.items() if key not in (FILES, CHECKSUM)}
+
+
+def is_whole(document: Mapping[str, Any], text: bytes) -> bool:
+    """Whether a record of this package is the one that was written."""
+    has_all = CHECKSUM in document and isinstance(document.get(FILES), dict)
+    return has_all and is_stamped(text)
+
+
+def record_text(document: Mapping[str, Any], files: Mapping[str, str] | None = None) -> str:
+    """A record as JSON, with the checksums of the ``files`` beside it and its own."""
+    content = {**document, FILES: dict(files or {}), CHECKSUM: ZEROS}
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    return stamped(text.encode()).decode()
 
 
 def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.files.headers import write_header
+from blr_analysis.files.checksums import checksum_of, checksum_of_file
+from blr_analysis.files.headers import read_header, write_header
 from blr_analysis.files.source import Spec, bytes_of, specs_of
 
 
@@ -37,21 +38,55 @@ def shard_name(stem: str, k: int, count: int) -> str:
     return f"{stem}-{k:05d}-of-{count:05d}.safetensors"
 
 
-def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """One safetensors file."""
-    head, starts = write_header(specs_of(tensors), metadata)
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> str:
+    """One safetensors file with its checksums; the header's comes back."""
+    specs = specs_of(tensors)
+    dense = {name: tensor.detach().cpu().resolve_neg() for name, tensor in tensors.items()}
+    checksums = {name: checksum_of(bytes_of(tensor)) for name, tensor in dense.items()}
+    head, starts = write_header(specs, metadata, checksums)
     with open(path, "wb") as file:
         file.write(head)
         for name in starts:
-            file.write(bytes_of(tensors[name].detach().cpu().resolve_neg()))
+            file.write(bytes_of(dense[name]))
+    return read_header(path).checksum
+
+
+def save_folder(
+    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int, *, stem: str
+) -> dict[str, str]:
+    """Numbered safetensors files and their index, in a folder that is there.
+
+    Returns:
+        The checksum of each file by its name.
+    """
+    positive_int("max_shard_bytes", max_shard_bytes)
+    sizes = {name: spec.nbytes for name, spec in specs_of(tensors).items()}
+    runs = split(sizes, max_shard_bytes)
+    files = {}
+    weight_map = {}
+    for k, names in enumerate(runs, start=1):
+        file = shard_name(stem, k, len(runs))
+        files[file] = save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = write_index(folder, stem, weight_map, sum(sizes.values()))
+    files[index.name] = checksum_of_file(index)
+    return files
+
+
+def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total_size: int) -> Path:
+    """The file that says which tensor is in which shard."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
+    path = folder / f"{stem}.safetensors.index.json"
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 class Shards:
     """Files whose every tensor is placed before the first is written, piece by piece.
 
     They are made at once, headers written and space reserved; then ``put`` may be called by
-    several threads, never twice for one entry. ``names`` are the files': numbered, unless it is one
-    and ``numbered`` is not said.
+    several threads, never twice for one entry. ``names`` are the files': numbered, unless it is
+    one. They carry no checksums, which nobody knows before the last piece.
 
     >>> import tempfile, torch
     >>> from blr_analysis.files import Folder
@@ -63,13 +98,12 @@ class Shards:
     """
 
     def __init__(
-        self, folder: Path, specs: Mapping[str, Spec], max_shard_bytes: int, *,
-        stem: str = "model", numbered: bool = False,
-    ) -> None:  # fmt: skip
+        self, folder: Path, specs: Mapping[str, Spec], max_shard_bytes: int, *, stem: str = "model"
+    ) -> None:
         positive_int("max_shard_bytes", max_shard_bytes)
         sizes, self._specs = {n: s.nbytes for n, s in specs.items()}, specs
         runs = split(sizes, max_shard_bytes)
-        numbered = numbered or len(runs) > 1
+        numbered = len(runs) > 1
         self._places: dict[str, tuple[Path, int]] = {}
         for k, names in enumerate(runs, start=1):
             file = shard_name(stem, k, len(runs)) if numbered else f"{stem}.safetensors"
@@ -81,9 +115,7 @@ class Shards:
         held = {name: path.name for name, (path, _) in self._places.items()}
         self.names = list(dict.fromkeys(held.values()))
         if numbered:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": held}
-            text = json.dumps(index, indent=2) + "\n"
-            (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+            write_index(folder, stem, held, sum(sizes.values()))
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""

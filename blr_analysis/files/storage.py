@@ -8,9 +8,10 @@ Two layouts, chosen by the path:
   ``precision.safetensors.index.json`` (``weight_map`` and ``metadata`` as Hugging Face writes
   them) and the record, ``precision_config.json``.
 
-The record holds a checksum of the tensors, their names, dtypes and shapes, which is verified when
-they are read whole. Both are written beside the target and renamed into place. What a long sweep
-has summed so far lies there too, as :class:`Unfinished`.
+Checksums of all tensors and of itself stand in the header of each file. The record of a folder
+holds those of its files, and its own (:mod:`~blr_analysis.files.checksums`). They are compared when
+tensors are read whole. Both layouts are written beside the target and renamed into place. What a
+long sweep has summed so far lies there too, as :class:`Unfinished`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -37,10 +38,21 @@ from torch import Tensor
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, StorageError, told_as
 from blr_analysis.files import shards
+from blr_analysis.files.checksums import checksum_of_file
 from blr_analysis.files.folder import PICKLES, Folder
-from blr_analysis.files.headers import METADATA, parse_json, read_header, read_json
+from blr_analysis.files.headers import (
+    FILES,
+    METADATA,
+    damaged,
+    parse_json,
+    plain_record,
+    read_header,
+    read_json,
+    reading,
+    record_text,
+)
 from blr_analysis.files.placing import check_file, drafted
-from blr_analysis.files.source import Loaded, fingerprint, specs_of
+from blr_analysis.files.source import Loaded, specs_of
 from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = {"format": "blr_analysis.precision", "version": 1}
@@ -54,7 +66,6 @@ STEM = "precision"
 CONFIG_FILE = "precision_config.json"
 OURS = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
 RECORD_KEY = "blr_analysis"
-CHECKSUM = "checksum"
 EVERY = 60.0  # seconds
 SHARE = 20  # and no sooner than so many times what the last writing took
 
@@ -104,28 +115,24 @@ def write(
         raise InputError(f"{some(odd)} cannot be stored: complex, or no name in such a file.")
     sharded = any(map(is_sharded, tensors.values()))
     leads = not sharded or dist.get_rank() == 0
-    held = {}
+    dense = {}
     for name, tensor in given.items():
         full = whole(tensor)
         if leads:
-            held[name] = full.cpu().resolve_neg().contiguous()
+            dense[name] = full.cpu().resolve_neg().contiguous()
     if leads:
-        checksum = fingerprint(Loaded("", held), progress=False)
+        document = {**record, **FORMAT}
         with told_as(InputError, "the record is no JSON", "use plain, finite values"):
-            document = {**record, **FORMAT, CHECKSUM: checksum}
             text = json.dumps(document, indent=2, allow_nan=False)
         with drafted(target) as draft:
             _check_free(target, single)
             if single:
-                shards.save_file(held, draft, {"format": "pt", RECORD_KEY: text})
+                shards.save_file(dense, draft, {"format": "pt", RECORD_KEY: text})
             else:
                 draft.mkdir()
-                made = shards.Shards(
-                    draft, specs_of(held), max_shard_bytes, stem=STEM, numbered=True
-                )
-                for name, tensor in held.items():
-                    made.put(name, 0, tensor)
-                (draft / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+                files = shards.save_folder(dense, draft, max_shard_bytes, stem=STEM)
+                text = record_text(document, files)
+                (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
     if sharded:
         dist.barrier()
 
@@ -153,10 +160,11 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             file, or a folder whose index and shards do not agree.
     """
     record = read_record(path)
-    tensors = Folder.open(_target(path)[0], stem=STEM).tensors()
-    if record.pop(CHECKSUM, None) not in (None, fingerprint(Loaded("", tensors), progress=False)):
-        raise StorageError(f"{str(path)!r} is damaged: its numbers are not those that were saved.")
-    return tensors, record
+    target, single = _target(path)
+    source = Folder.open(target, stem=STEM)
+    if not single:
+        check_files(target / CONFIG_FILE)
+    return source.tensors(), record
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -194,7 +202,36 @@ def find_record(path: Path) -> dict[str, Any] | None:
         raise StorageError(
             f"{str(path)!r} is of {odd[0]} {record.get(odd[0])!r}: save it again with this release."
         )
-    return record
+    return plain_record(record)
+
+
+def check_files(config: Path) -> None:
+    """Compare the files beside a record with the checksums in it, but for their tensors, which
+    their own headers know.
+
+    Raises:
+        StorageError: one is missing, or another than the record says.
+    """
+    record = read_json(config) if config.is_file() else {}
+    for name, checksum in record.get(FILES, {}).items():
+        check_file_beside(config.parent / name, checksum)
+
+
+def check_file_beside(file: Path, checksum: str) -> None:
+    """Raise :class:`StorageError` where a file is missing, or not the one of this checksum."""
+    if not file.is_file():
+        raise StorageError(f"{str(file.parent)!r} lacks {file.name!r}: copy the whole folder.")
+    if file_checksum(file) != checksum:
+        raise StorageError(damaged(file))
+
+
+def file_checksum(path: Path) -> str:
+    """What a record says of a file: its header's checksum, which holds those of the tensors; of
+    any other file, that of its bytes."""
+    if path.suffix == ".safetensors":
+        return read_header(path).checksum
+    with reading(path):
+        return checksum_of_file(path)
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
@@ -274,13 +311,16 @@ class Unfinished:
     def take_up(self, sums: Mapping[str, Tensor]) -> None:
         """Put what is in the file into these sums; they stay as they are where there is none."""
         try:
-            kept = Folder.open(self.path)
+            source = Folder.open(self.path)
+            if source.metadata.get("key") != self.key or source.specs != specs_of(sums):
+                return
+            for name in sums:
+                source.tensor(name)  # none is copied before all are known to be whole
         except StorageError:  # none, or damaged
             return
-        if kept.metadata.get("key") == self.key and kept.specs == specs_of(sums):
-            for name, total in sums.items():
-                total.copy_(kept.tensor(name))
-            self.done = int(kept.metadata["passes"])
+        for name, total in sums.items():
+            total.copy_(source.tensor(name))
+        self.done = int(source.metadata["passes"])
 
     def follow(self, sums: Mapping[str, Tensor]) -> None:
         """After each pass: the first takes up what is there, the others write the sums if the last

@@ -16,7 +16,7 @@ from torch import nn
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder
-from blr_analysis.files.headers import read_json
+from blr_analysis.files.headers import read_record
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.capture import unwrap
 from blr_analysis.ranks import is_sharded
@@ -121,7 +121,7 @@ def training_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if told is not None:
         first = home / RUN / "step-00000000.safetensors"
         initial = Folder.open(first).tensors() if first.is_file() else None
-        found["recipe"] = Recipe(**read_json(told), initial=initial)
+        found["recipe"] = Recipe(**read_record(told), initial=initial)
     return found
 
 

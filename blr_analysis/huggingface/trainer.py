@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
+from blr_analysis.files.headers import record_text
 from blr_analysis.huggingface.questions import IGNORED
 from blr_analysis.huggingface.recording import RUN, TOLD, Kept, Watching, length_of, recipe_of
 from blr_analysis.learning_rule.optim import BSAM, IVON
@@ -115,9 +116,10 @@ class CheckpointsCallback(Kept, TrainerCallback):
 
 
 def _tell(recipe: Recipe | None, folder: Path) -> None:
-    if recipe is not None:
+    record = None if recipe is None else recipe.record
+    if record is not None:
         with drafted(folder / TOLD) as draft:
-            draft.write_text(json.dumps(recipe.record), encoding="utf-8")
+            draft.write_text(record_text(record), encoding="utf-8")
 
 
 def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:

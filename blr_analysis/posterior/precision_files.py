@@ -47,6 +47,12 @@ Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
 Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
 DTYPES = (None, torch.float32, torch.bfloat16)
+ENTRIES = {  # of a posterior's record, where it has them, and what stands in each
+    "stationarity": ("pull", "decrement", "residual", "n_data"),
+    "fingerprint": ("outputs", "targets", "losses"),
+    "prior_choice": ("delta", "rule"),
+    "calibration": ("temperature",),
+}
 OWN_KEYS = {"structure", "prior_precision", "prior_outside", "n_data", "parameters"}
 OWN_KEYS |= {"format", "version", "rounded"}
 
@@ -80,6 +86,7 @@ def parts_of(
         StorageError: a tensor or an entry of the record that a posterior needs is missing.
         PosteriorError: as :meth:`Posterior.load`.
     """
+    _check_entries(record, path)
     try:
         names: list[str] = list(record["parameters"])
         bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
@@ -100,6 +107,19 @@ def parts_of(
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
     rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
     return mean, form, prior, n_data, rest
+
+
+def _check_entries(record: Mapping[str, Any], path: str) -> None:
+    """Raise :class:`StorageError` where an entry of a record lacks what an analysis reads of it."""
+    for entry, keys in ENTRIES.items():
+        content = record.get(entry)
+        if content is None:
+            continue
+        missing = [key for key in keys if not isinstance(content, Mapping) or key not in content]
+        if missing:
+            raise StorageError(
+                f"the record of {path!r} has no {missing[0]!r} in {entry!r}: save it again."
+            )
 
 
 def _beside(s: Tensor, mean: Tensor, wide: bool) -> Tensor:

@@ -4,7 +4,6 @@ weights, precisions for merging, a folder that becomes a task, a script with two
 from __future__ import annotations
 
 import difflib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.files import Folder, fingerprint, storage
+from blr_analysis.files.headers import read_record
 from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, MonitorCallback
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
@@ -127,7 +127,8 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(
     prepared(tmp_path, model, *callbacks, **how).train()
     expected = {"optimizer": "adamw", "lr": 0.1, "epochs": 8, "batch_size": 6}
     expected |= {"schedule": "cosine", "weight_decay": 0.1}
-    assert json.loads((tmp_path / "_run" / "recipe.json").read_text()) == expected
+    recipe = read_record(tmp_path / "_run" / "recipe.json")
+    assert {key: recipe[key] for key in expected} == expected
     names = {p.name for p in (tmp_path / "_run").iterdir()}
     assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
     kept, again = callbacks[0].checkpoints.posterior(n_data=N).run, bert()  # type: ignore[union-attr]
@@ -138,7 +139,7 @@ def test_a_trainers_folder_has_checkpoints_and_recipe(
     assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
     task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
-    assert task.recipe is not None and task.recipe.record == expected
+    assert task.recipe is not None and task.recipe.record == recipe
     assert task.recipe.initial is not None
     beside = blr.Task(model, DATA, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
     torch.testing.assert_close([*task.checkpoints], [*beside.checkpoints], rtol=0, atol=0)

@@ -18,6 +18,7 @@ from models import Graph
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InitialPrecisionWarning, OptimizerError, PosteriorError
 from blr_analysis.learning_rule.optim import (
     BSAM,
@@ -283,19 +284,85 @@ def test_a_second_moment_that_did_not_start_at_zero_is_taken_as_it_is() -> None:
         torch.testing.assert_close(q.precision(name), truth)
 
 
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "one group": lambda m: m.parameters(),
+    "two groups": lambda m: two_groups(m, hess_init=0.7, weight_decay=2 * DECAY),
+}
+
+
+def of_ivon_opt(groups: Any, **how: Any) -> Any:
+    return ivon.IVON(groups, lr=0.1, ess=N, weight_decay=DECAY, beta2=0.9, hess_init=0.5, **how)
+
+
+@pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
 @pytest.mark.parametrize("saved", [False, True])
-def test_an_optimizer_that_keeps_its_curvature_elsewhere_is_refused(
-    saved: bool, tmp_path: Path
+@pytest.mark.parametrize("groups", PLAIN)
+def test_ivon_opts_own_vector_is_read_in_the_order_of_its_groups(
+    groups: str, saved: bool, tmp_path: Path
 ) -> None:
-    """ivon-opt's h is one vector of a group, and its steps are not in its state."""
+    """S = ess (h + weight_decay), as the vectors stand in ``param_groups``."""
+    torch.manual_seed(0)
     model = net()
-    optimizer = ivon.IVON(model.parameters(), lr=0.1, ess=N)
+    model.norm.bias.requires_grad_(False)
+    optimizer = of_ivon_opt(PLAIN[groups](model))
     learn(optimizer, model)
+    if saved:
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        names = {id(p): n for n, p in model.named_parameters()}
+        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        q = Posterior.from_checkpoint(tmp_path / "state.pt", model, names=order)
+    else:
+        q = Posterior.from_optimizer(optimizer, model)
+    assert q.n_data == N and q.record["kind"] == "ivon"
+    assert q.record["step"] == (None if saved else STEPS)  # which its state does not count
+    for group in optimizer.param_groups:
+        vector = N * (group["hess"] + group["weight_decay"])
+        for p in group["params"]:
+            name = next(n for n, own in model.named_parameters() if own is p)
+            part, vector = vector[: p.numel()], vector[p.numel() :]
+            if p.requires_grad:
+                torch.testing.assert_close(q.precision(name), part.view_as(p))
+        assert not len(vector)
+    assert "norm.bias" not in q.mean
+    q.save(tmp_path / "q.safetensors")
+
+
+def test_ivon_opt_without_a_step_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = of_ivon_opt(model.parameters())
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    with pytest.raises(OptimizerError, match="holds no"):
-        if saved:
-            Posterior.from_checkpoint(tmp_path / "state.pt", model)
+    for ask in (
+        lambda: Posterior.from_optimizer(optimizer, model),
+        lambda: Posterior.from_checkpoint(tmp_path / "state.pt", model),
+    ):
+        with pytest.raises(OptimizerError, match="has not stepped"):
+            ask()
+    learn(optimizer, model)
+    optimizer.param_groups[0]["hess"] = optimizer.param_groups[0]["hess"][1:]
+    with pytest.raises(OptimizerError, match="33 numbers, its parameters 34"):
         Posterior.from_optimizer(optimizer, model)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    with pytest.raises(OptimizerError, match="does not fit this model"):
+        Posterior.from_checkpoint(tmp_path / "state.pt", model)
+
+
+@pytest.mark.filterwarnings("ignore::blr_analysis.errors.InitialPrecisionWarning")
+def test_checkpoints_keep_what_ivon_opt_had_learned_by_then(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = net()
+    optimizer = of_ivon_opt(model.parameters())
+    checkpoints = Checkpoints(model, steps=8, folder=tmp_path, optimizer=optimizer)
+    vectors = {}
+    for t in range(1, 9):
+        learn(optimizer, model, 1)
+        checkpoints.step()
+        vectors[t] = optimizer.param_groups[0]["hess"].clone()
+    q = checkpoints.posterior(n_data=N)
+    steps_kept = [earlier.record["step"] for earlier in q.earlier]
+    assert steps_kept == [1, 2, 4] and q.record["step"] == optimizer.current_step == 8
+    for posterior, t in zip((*q.earlier, q), (1, 2, 4, 8), strict=True):
+        flat = torch.cat([posterior.precision(n).flatten() for n in posterior.mean])
+        torch.testing.assert_close(flat, N * (vectors[t] + DECAY))
 
 
 def test_parameters_with_different_numbers_of_steps_are_each_corrected() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from blr_analysis.errors import (
     PosteriorError,
     StorageError,
 )
+from blr_analysis.files.headers import read_record, record_text
 from blr_analysis.learning_rule.optim import Newton, RowOptimizer
 from blr_analysis.posterior import KroneckerRecorder, read_precision_record, write_precision
 
@@ -94,6 +94,15 @@ def live(make: Callable[..., Any] = torch.optim.Adam, how: Any = None, **told: A
     return blr.Posterior.from_optimizer(optimizer, model, **{**TOLD, **told})
 
 
+def muon() -> tuple[Callable[[], Any], Any]:
+    """Which has SGD's ``nesterov``, and takes matrices alone."""
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return lambda: blr.Posterior.from_optimizer(optimizer, model, **TOLD), optimizer
+
+
 def sampled() -> Any:
     model = mlp()
     optimizer = blr.IVON(model.parameters(), lr=0.1, ess=N)
@@ -154,7 +163,7 @@ def precision(path: Path, tensors: Any = None, **changes: Any) -> Any:
 def record(path: Path, **changes: Any) -> Any:
     write_precision(path / "p", FLAT, **ABOUT)
     config = path / "p" / "precision_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    config.write_text(record_text({**read_record(config), **changes}))
     return read_precision_record(path / "p")
 
 
@@ -206,6 +215,8 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     (lambda p: blr.Posterior.from_optimizer(Newton(mlp().parameters()), mlp()),
      OptimizerError, "Newton keeps no"),
     (lambda p: live(torch.optim.Rprop), OptimizerError, "can be read from Rprop"),
+    (lambda p: muon()[0](), OptimizerError, "can be read from Muon"),
+    (lambda p: saved(p, muon()[1].state_dict()), OptimizerError, "can be read from the saved"),
     (lambda p: live(n_data=None), OptimizerError, "n_data"),
     (lambda p: live(scaling="ess"), InputError, "scaling"),
     (lambda p: live(scaling="squared"), InputError, "batch_size"),

@@ -24,7 +24,7 @@ from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
 from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
-from blr_analysis.posterior.capture.readers import reader_of
+from blr_analysis.posterior.capture.readers import is_flat, reader_of, split_flat
 from blr_analysis.posterior.prior import Prior, n_data_of
 from blr_analysis.posterior.prior_choice import by_evidence
 from blr_analysis.posterior.recorder import KroneckerRecorder
@@ -49,8 +49,9 @@ def from_optimizer(
 
     Args:
         optimizer: IVON (what is said of it here holds for VOGN, OGN, Vadam, Vprop and BSAM as
-            well), or torch's Adam, AdamW (with ``amsgrad`` too: v̂ counts, not its maximum), NAdam,
-            RAdam, RMSprop (``centered`` too: E[g²] counts) or Adagrad, after training.
+            well, and for the IVON of ivon-opt), or torch's Adam, AdamW (with ``amsgrad`` too: v̂
+            counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts) or
+            Adagrad, after training.
         model: the model whose parameters it trained.
         n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
             number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on
@@ -105,15 +106,24 @@ def from_optimizer(
     taken = whole if gather else torch.Tensor.detach
     slots = []
     for g, names in zip(optimizer.param_groups, order, strict=True):
-        for p, name in zip(g["params"], names, strict=True):
+        states = _states(optimizer, g)
+        for p, name, state in zip(g["params"], names, states, strict=True):
             if p.requires_grad:
-                state = dict(optimizer.state.get(p, {}))
                 if reader.key in state:
                     state[reader.key] = taken(state[reader.key])
                 slots.append(Slot(name, taken(p.detach()), state, g))
     kind = type(optimizer)
     about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
     return assemble(slots, reader, model, told, about)
+
+
+def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the optimizer holds of each parameter of a group."""
+    parameters = group["params"]
+    if is_flat(group):
+        shapes = [p.shape for p in parameters]
+        return split_flat(group, shapes, getattr(optimizer, "current_step", None))
+    return [dict(optimizer.state.get(p, {})) for p in parameters]
 
 
 def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) -> Captured:

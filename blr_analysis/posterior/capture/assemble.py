@@ -83,7 +83,7 @@ def assemble(
     learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
     if not learned:
         said = f"the optimizer holds no {reader.key!r} of a parameter"
-        raise OptimizerError(f"{said}: it has not stepped, all are frozen, or it is not of blr")
+        raise OptimizerError(f"{said}: it has not stepped, or trained another model")
     if half := [n for n in given if n in learned and given[n].state[reader.key].dtype in HALF]:
         said = f"the optimizer's second moment of {half[0]!r}: {HALF_REASON}"
         if record["source"] != "optimizer":
@@ -98,9 +98,11 @@ def assemble(
         else torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
         for slot in slots
     }
+    taken_steps = max(steps(s.state, s.group) for s in slots if s.name in learned)
+    counted = not math.isnan(taken_steps)  # a state that ivon-opt saved does not say
     more: dict[str, Any] = {}
     if reader.scaled:
-        more["initial_share"] = initial_share(slots, data)
+        more["initial_share"] = initial_share(slots, data) if counted else None
     if told.bare and not reader.scaled:  # H alone; δ stands beside
         prior = dict.fromkeys(data, 0.0)
         more["definition"] = scale.definition.replace("S = ", "H = ").removesuffix(" + delta")
@@ -117,7 +119,7 @@ def assemble(
         **scale.record,
         **record,
         **more,
-        "step": max(steps(s.state, s.group) for s in slots if s.name in learned),
+        "step": taken_steps if counted else None,
         "beta2": beta2(slots[0].group),
         "never_updated": [s.name for s in slots if s.name not in learned],
         "not_in_optimizer": [n for n, p in own.items() if p.requires_grad and n not in groups],

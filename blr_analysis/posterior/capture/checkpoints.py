@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
-from blr_analysis.files.headers import read_json
+from blr_analysis.files.headers import read_record
 from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
-from blr_analysis.posterior.capture.readers import State, reader_of_saved
+from blr_analysis.posterior.capture.readers import State, is_flat, reader_of_saved, split_flat
 from blr_analysis.posterior.prior import differences
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -117,15 +117,19 @@ def from_checkpoint(
     values = parameters if saved.weights is None else _values(saved.weights, model)
     slots = []
     for group, run in zip(groups, order.groups, strict=True):
-        for number, name in zip(group["params"], run, strict=True):
+        if is_flat(group):
+            group_states = split_flat(group, [parameters[name].shape for name in run], None)
+        else:
+            group_states = [states.get(number, {}) for number in group["params"]]
+        for name, state in zip(run, group_states, strict=True):
             if parameters[name].requires_grad:
-                slots.append(Slot(name, values[name].detach(), states.get(number, {}), group))
+                slots.append(Slot(name, values[name].detach(), state, group))
     about = {
         "source": saved.source,
         "path": os.fspath(path),
         "order": order.rule,
         "mean_from": "model" if saved.weights is None else "checkpoint",
-        **({"recipe": read_json(told_of)} if told_of.is_file() else {}),
+        **({"recipe": read_record(told_of)} if told_of.is_file() else {}),
     }
     return assemble(slots, reader, model, told or Told(**options), about)
 
@@ -313,6 +317,9 @@ def _fits(
         return False
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
         return False
+    for group, names in zip(groups, order.groups, strict=True):
+        if is_flat(group) and len(group[key]) != sum(shapes[name].numel() for name in names):
+            return False
     held = [saved["state"].get(number, {}).get(key) for number in numbers]
     alike = (
         not isinstance(state, Tensor) or state.shape == shapes[name]

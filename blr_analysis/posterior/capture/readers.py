@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,6 +37,42 @@ def beta2(group: State) -> float | None:
     """How slowly the second moment forgets."""
     held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
     return None if held is None else float(held)
+
+
+def is_flat(group: State) -> bool:
+    """Whether a group holds one vector of all its parameters' h, as ivon-opt's IVON does."""
+    vector = group.get("hess")
+    return isinstance(vector, Tensor) and vector.ndim == 1
+
+
+def split_flat(
+    group: State, shapes: Sequence[torch.Size], taken_steps: float | None
+) -> list[dict[str, Any]]:
+    """The state of each parameter of a flat group, which has them in the group's order.
+
+    Args:
+        group: for which :func:`is_flat` holds.
+        shapes: of the parameters.
+        taken_steps: how many steps were taken; None: nobody counted (a saved state).
+
+    Raises:
+        OptimizerError: the vector is longer or shorter than the parameters.
+    """
+    vector = group["hess"]
+    sizes = [shape.numel() for shape in shapes]
+    if len(vector) != sum(sizes):
+        raise OptimizerError(
+            f"the optimizer's 'hess' has {len(vector)} numbers, its parameters {sum(sizes)}: "
+            "pass the model that it trained"
+        )
+    if taken_steps is None:
+        is_as_it_began = bool((vector == float(group["hess_init"])).all())
+        taken_steps = 0.0 if is_as_it_began else nan
+    parts = vector.split(sizes)
+    return [
+        {"hess": part.view(shape), "step": taken_steps}
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def _mean(key: str) -> Callable[[State, State], Tensor]:
@@ -118,6 +156,8 @@ def reader_of_saved(
         OptimizerError: the state is empty, or its entries are of no known optimizer.
     """
     entries = {key for state in states if isinstance(state, Mapping) for key in state}
+    if any(map(is_flat, groups)):
+        entries.add("hess")
     options = {key for group in groups for key in group}
     if (entries or kind) and (reader := _of_row(groups)) is not None:
         return reader
@@ -126,10 +166,11 @@ def reader_of_saved(
         known = bases & set(reader.classes) if kind else reader.option in options
         if known and (reader.key in entries or (kind and not entries)):
             return reader
-    if not entries and not kind and "nesterov" not in options:
-        raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    if "nesterov" in options:
+    is_sgd = "SGD" in bases if kind else "dampening" in options
+    if is_sgd:
         raise OptimizerError(f"SGD keeps no precision: {ADVICE}")
+    if not entries and not kind:
+        raise OptimizerError("the saved optimizer holds no state: save it after training.")
     said = f"{kind.__name__ if kind else 'the saved optimizer'} (state: {sorted(entries)})"
     raise OptimizerError(f"no precision can be read from {said}: {ADVICE}")
 

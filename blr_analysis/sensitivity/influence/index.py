@@ -7,7 +7,6 @@ influence of i on j is w_iᵀ w_j. What is kept of each w: ``compressed.py``.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,9 +30,13 @@ from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, slices
 from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.files.headers import read_json
+from blr_analysis.files import Folder
+from blr_analysis.files.checksums import checksum_of
+from blr_analysis.files.headers import CHECKSUM, FILES, damaged, read_json, record_text
 from blr_analysis.files.placing import check_free, check_room, drafted, held
 from blr_analysis.files.shards import save_file, shard_name
+from blr_analysis.files.source import bytes_of
+from blr_analysis.files.storage import file_checksum
 from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.stationarity import differs
@@ -73,7 +76,7 @@ from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
-FORMAT, VERSION = "blr_analysis.index", 6
+FORMAT, VERSION = "blr_analysis.index", 7
 CONFIG, PLAN = "index_config.json", "index_plan.json"
 NAMES = {"n_data": "number of examples", "last_loss": "model"}  # of what a plan says
 EXAMPLES, POSTERIOR, STEM = "examples.parquet", "posterior.safetensors", "gradients"
@@ -85,6 +88,8 @@ SHARD = 256  # examples per file: what a killed run loses at most
 FEW = 8  # questions that are looked for together
 MORE = 8  # times as many blocks of a question as of what is stored
 TRIED = 16  # examples whose blocks tell how many are kept
+
+Unread = dict[str, dict[str, str]]  # checksums of tensors that nobody read yet, by file and name
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ class Index:
     signs: bool
     _sums: int = field(repr=False)
     _blocks: int = field(repr=False)
+    _files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _unread: Unread = field(default_factory=dict, repr=False)
     _task: Task | None = field(default=None, repr=False)
 
     @classmethod
@@ -204,7 +211,9 @@ class Index:
                 sizes = {"numbers": compression.size, "signs": compression.signs}
                 sizes |= {n: begun[n] for n in ("half", "blocks")} | {"sums": compression.sums}
                 more = {"error": [error.relative_rms, error.spearman, error.pairs]}
-                _write_json(place / CONFIG, described | more | sizes)
+                names = [*files, POSTERIOR, EXAMPLES]
+                checksums = {name: file_checksum(place / name) for name in names}
+                _write_json(place / CONFIG, described | more | sizes, checksums)
         ranks.wait()
         return cls._opened(place, task, q)
 
@@ -232,11 +241,13 @@ class Index:
             what = "an index that is not complete: build it again, and it goes on"
             raise StorageError(f"{str(place)!r} holds {what if begun else 'no index: build one'}.")
         about = _read_json(place / CONFIG)
+        files = about[FILES]
         absent = [n for n in _files(about["n_data"]) if not (place / n).is_file()]
         if absent:
             raise StorageError(f"{str(place)!r} lacks {absent[0]}: copy the whole folder.")
+        unread = {}
         for name, rows in _files(about["n_data"]).items():
-            _check_shard(place / name, rows)
+            unread[name] = _check_shard(place / name, rows, files.get(name))
         q = Posterior.load(place / POSTERIOR)
         if fingerprint(q) != about["posterior"]:
             raise StorageError(f"{str(place)!r} holds a posterior that is not its index's.")
@@ -250,7 +261,7 @@ class Index:
             q = fitted(task, q)
         error = ProjectionError(*about["error"])
         kept = [about[n] for n in ("n_data", "numbers", "signs", "sums", "blocks")]
-        return cls(place, q, error, *kept, _task=task)
+        return cls(place, q, error, *kept, _files=files, _unread=unread, _task=task)
 
     @torch.inference_mode(False)
     def influence(self, test_task: Task, *, normalize: Normalize = False) -> Tensor:
@@ -332,6 +343,8 @@ class Index:
         import pyarrow.parquet as parquet
 
         file = self.path / EXAMPLES
+        if file_checksum(file) != self._files.get(EXAMPLES):
+            raise StorageError(f"{damaged(file)[:-1]}, or delete it and build again.")
         try:
             return parquet.read_table(file).to_pydict()
         except (OSError, ValueError) as error:  # ArrowInvalid is one
@@ -368,7 +381,8 @@ class Index:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows and what is computed from what is kept of them, file by file."""
         own = self._own(normalize)
-        for chosen, values in _read(self.path, self.n_data, compute, rows, threads=threads):
+        how = {"threads": threads, "unread": self._unread}
+        for chosen, values in _read(self.path, self.n_data, compute, rows, **how):
             lengths = own[chosen].to(values)
             yield chosen, values / lengths.view(-1, *[1] * (values.ndim - 1))
 
@@ -475,9 +489,13 @@ def _read(
     rows: Tensor | None = None,
     *,
     threads: int = 1,
+    unread: Unread | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows, all or these, which rise, and what is computed from what is kept of them: file by file,
-    read by memory map, or a file on each of so many threads."""
+    read by memory map, or a file on each of so many threads.
+
+    A tensor of which most is used is compared with its checksum, if it is ``unread``.
+    """
     parts = [(name, of_file, of_file) for name, of_file in _files(n_data).items()]
     if rows is not None:
         counts = torch.bincount(rows // SHARD, minlength=len(parts)).tolist()
@@ -488,7 +506,8 @@ def _read(
         name, of_file, own = part
         kept, chosen = _loaded(place / name), own - of_file[0]
         if 2 * len(own) > len(of_file):  # of most, no copies
-            return own, compute(kept)[chosen]
+            checked = Checked(place / name, kept, {} if unread is None else unread[name])
+            return own, compute(checked)[chosen]
         return own, compute({n: t[chosen] for n, t in kept.items()})
 
     if threads == 1 or len(parts) == 1:
@@ -501,6 +520,39 @@ def _read(
     finally:
         torch.set_num_threads(before)
     yield from found
+
+
+class Checked(Mapping[str, Tensor]):
+    """The tensors of one file, each compared with its checksum when it is first asked for.
+
+    Args:
+        file: where they are from.
+        tensors: the same, mapped into memory.
+        unread: the checksums of those that nobody asked for yet; they leave it.
+    """
+
+    def __init__(self, file: Path, tensors: Kept, unread: dict[str, str]) -> None:
+        self._file = file
+        self._tensors = tensors
+        self._unread = unread
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        wanted = self._unread.get(name)
+        if wanted is not None:
+            if checksum_of(bytes_of(tensor)) != wanted:
+                raise StorageError(f"{damaged(self._file)[:-1]}, or delete it and build again.")
+            self._unread.pop(name, None)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _loaded(file: Path) -> Kept:
@@ -671,16 +723,22 @@ def _write_shard(kept: dict[str, Tensor], file: Path, rows: Tensor) -> None:
         save_file(kept, draft, {"format": "pt", "first": str(int(rows[0]))})
 
 
-def _check_shard(file: Path, rows: Tensor) -> None:
-    """Raise :class:`StorageError` where a file is not of these examples."""
+def _check_shard(file: Path, rows: Tensor, checksum: str | None) -> dict[str, str]:
+    """The checksums of a file's tensors that were not read yet: all but the self-influences.
+
+    Raises:
+        StorageError: a damaged file, or one of other examples or of another index.
+    """
     try:
-        with safe_open(file, "pt") as held:
-            first = (held.metadata() or {}).get("first", str(int(rows[0])))
-            count = held.get_slice("self_influence").get_shape()[0]
-    except (OSError, SafetensorError) as error:
+        source = Folder.open(file)
+        squares = source.tensor("self_influence")
+    except (KeyError, StorageError) as error:
         raise StorageError(f"{str(file)!r} is damaged: delete it and build again.") from error
-    if (first, count) != (str(int(rows[0])), len(rows)):
+    header = source.headers[file]
+    begins = source.metadata.get("first") == str(int(rows[0]))
+    if not begins or len(squares) != len(rows) or header.checksum != checksum:
         raise StorageError(f"{str(file)!r} is another file of an index: copy the whole folder.")
+    return {name: c for name, c in header.checksums.items() if name != "self_influence"}
 
 
 def _write_examples(place: Path, task: Task, files: list[str]) -> None:
@@ -727,9 +785,11 @@ def _measured(
     return ProjectionError.between(*values)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(
+    file: Path, content: dict[str, Any], files: Mapping[str, str] | None = None
+) -> None:
     with drafted(file) as draft:
-        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        draft.write_text(record_text(content, files), encoding="utf-8")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -740,4 +800,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise StorageError(
             f"{str(file)!r} is of another version than {VERSION}: delete the folder, build again."
         )
+    if CHECKSUM not in content:
+        raise StorageError(damaged(file))
     return content

@@ -1,0 +1,49 @@
+"""``blr-analysis verify``: everything at a path, read whole and compared with its checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blr_analysis.cli.options import Shared
+from blr_analysis.terminal import pairs
+
+SHOWN = 5  # files without a checksum that are named
+
+
+def verify(
+    shared: Shared,
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A file or folder, with all below it."),
+    ],
+) -> None:
+    """Is everything at PATH still what was saved, to the bit?
+
+    Posteriors, precisions for a merge, indexes, the checkpoints of a training and its record carry
+    checksums. They are compared when they are read whole; this command reads everything:
+
+      blr-analysis verify posterior.safetensors
+      blr-analysis verify INDEX
+      blr-analysis verify RUN
+
+    A damaged or missing file is named, and the exit code is 2. Files of other programs have no
+    checksum; they are counted, and nothing is said of them.
+    """
+    from blr_analysis.checks import some
+    from blr_analysis.files.verify import files_at
+    from blr_analysis.files.verify import verify as verified
+
+    if shared.dry_run:
+        files = files_at(path)
+        size = sum(file.stat().st_size for file in files)
+        pairs({"reads": f"{len(files):,} files, {size / 2**20:,.1f} MiB"})
+        return
+    found = verified(path, progress=shared.progress)
+    rows = {"whole": f"{len(found.whole):,} files, {found.nbytes / 2**20:,.1f} MiB"}
+    if found.unknown:
+        names = some([file.name for file in found.unknown], SHOWN)
+        rows["without a checksum"] = f"{len(found.unknown):,} files of other programs: {names}"
+    pairs(rows)
