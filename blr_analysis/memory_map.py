@@ -31,6 +31,7 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of, share
 from blr_analysis.errors import DataError, InputError
+from blr_analysis.sensitivity.sizes import error_size, variance_size
 from blr_analysis.views import Plottable, Tabular
 
 REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
@@ -125,13 +126,18 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
         ['regular', 'uncertain', 'unpredictable', 'memorable']
     """
     if not isinstance(getattr(scores, "error", None), Tensor):
-        raise InputError("memory_map expects the scores of a network; others have their plot()")
+        raise InputError(
+            "memory_map needs a prediction error and variance, which these scores lack; scores of "
+            "any kind have .top(k) and .plot()"
+        )
     if quantile != 0:
         share("quantile", quantile)
     error, kind = error_size(scores.error), "along_error"
-    tokens: Any = getattr(scores, "tokens", 1)  # long texts are no other kind
-    if getattr(scores, "variance", None) is not None:
-        variance, kind = variance_size(scores.variance) / tokens, "trace"
+    tokens: Any = getattr(scores, "tokens", None)  # long texts are no other kind
+    tokens = 1 if tokens is None else tokens
+    trace = variance_size(getattr(scores, "variance", None))
+    if trace is not None:
+        variance, kind = trace / tokens, "trace"
     else:
         variance = variance_along_error(scores.error, scores.self_influence)
     error, variance = error / tokens**0.5, variance.clamp(min=0)  # which rounding led below
@@ -141,18 +147,6 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
     code = 2 * (error > high_error).long() + (variance > high_variance).long()
     region = np.array(REGIONS)[code.numpy()]
     return MemoryMap(error, variance, region, high_error, high_variance, kind, scores)
-
-
-def error_size(error: Tensor) -> Tensor:
-    """[N] ‖e_i‖₂ in float64, from e [N, C], or their own."""
-    error = error.detach().cpu().double()
-    return torch.linalg.vector_norm(error.unsqueeze(-1) if error.ndim == 1 else error, dim=-1)
-
-
-def variance_size(variance: Tensor) -> Tensor:
-    """[N] tr V_i in float64, from V [N, C, C]; V_i itself if C = 1."""
-    trace = variance.detach().cpu()
-    return trace.double() if trace.ndim == 1 else trace.diagonal(dim1=-2, dim2=-1).double().sum(-1)
 
 
 def variance_along_error(error: Tensor, self_influence: Tensor) -> Tensor:

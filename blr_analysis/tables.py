@@ -1,8 +1,7 @@
 """Results as pandas DataFrames, and DataFrames as files.
 
-Where a result has one row per example, its columns are its attributes, by name in :data:`COLUMNS`;
-else one function makes its rows. Both are found by the name of the result's class or of a base of
-it, so that nothing is imported for a table but what it shows. The columns of examples:
+A result with one row per example names its columns itself (``table_columns()``); else one function makes
+its rows. It is found by the name of the result's class or of a base of it. The columns of examples:
 
 ================= ============================================================= ==============
 column            what                                                          more is
@@ -37,8 +36,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,51 +47,17 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
-from blr_analysis.memory_map import REGIONS, error_size, variance_size
+from blr_analysis.memory_map import REGIONS
+from blr_analysis.sensitivity.results import FAULTS, NO_FAULT
 
 # One row per example
 
-ANSWERED = "target=targets prediction=predictions"
-COLUMNS = {  # by the class of the result; one with a question mark is not there where it is None
-    "Scores": f"{ANSWERED} loss=losses error variance deviation self_influence leverage",
-    "LeaveOneOut": f"{ANSWERED} prediction_before=predictions_before loss=losses "
-    "loss_before=losses_before deviation leverage correction",
-    "Predictions": "loss=losses target?=targets mean?",
-    "SequenceScores": "tokens loss=losses loss_per_token=losses/tokens error self_influence "
-    "variance? variance_error?",
-    "SequenceLeaveOneOut": "tokens loss=losses loss_before=losses_before "
-    "loss_per_token=losses/tokens loss_per_token_before=losses_before/tokens correction",
-    "TokenScores": "sequence position target loss=losses change loss_without=losses_without",
-    "SiteLeaveOneOut": "loss=losses loss_before=losses_before",
-    "SiteScores": "loss=losses deviation",
-    "Suspicions": "kind target?=targets prediction?=predictions proposed wrong? loss=losses "
-    "training_loss=training left_out_loss=left_out unfamiliarity closeness twin",
-}
-SIZES = {"error": error_size, "variance": variance_size}
 
-
-def example_table(result: Any, columns: str) -> pd.DataFrame:
-    """One row per example in the order of the dataset: index, the columns, the user's metadata."""
-    values: dict[str, Any] = {"index": np.arange(len(result.losses))}
-    for column, where in _named(columns):
-        name, (attribute, _, per) = column.removesuffix("?"), where.partition("/")
-        value = getattr(result, attribute.removesuffix("?"))
-        if value is not None and (per or name in SIZES):
-            value = value / getattr(result, per) if per else SIZES[name](value)
-        if value is not None or name == column:
-            values[name] = value
-    return _frame(values, getattr(result, "metadata", None))
-
-
-def _parts(parts: Iterable[Any], columns: str) -> pd.DataFrame:
-    """One row for each part."""
-    rows = [[attrgetter(where)(part) for _, where in _named(columns)] for part in parts]
-    return pd.DataFrame(rows, columns=[name for name, _ in _named(columns)])
-
-
-def _named(columns: str) -> list[tuple[str, str]]:
-    """The names of the columns, and where they stand in a result."""
-    return [(name, where or name) for name, _, where in (c.partition("=") for c in columns.split())]
+def example_table(result: Any) -> pd.DataFrame:
+    """One row per example in the order of the dataset: index, the result's columns, the user's
+    metadata."""
+    columns = {"index": np.arange(len(result)), **result.table_columns()}
+    return _frame(columns, getattr(result, "metadata", None))
 
 
 def _array(values: Any) -> Any:
@@ -163,11 +126,8 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     …             the user's metadata; a name taken above gets the suffix ``_metadata``
     ============= ========================================================== ===============
     """
-    table = example_table(suspicions, COLUMNS["Suspicions"])
-    table = table.assign(
-        kind=pd.Categorical(suspicions.kind, ["label", "unfamiliar", "duplicate", "none"]),
-        twin=-1 if suspicions.twin is None else table["twin"],
-    )
+    table = example_table(suspicions)
+    table = table.assign(kind=pd.Categorical(suspicions.kind, [*FAULTS, NO_FAULT]))
     return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
 
 
@@ -384,11 +344,22 @@ def rule_table(table: Any) -> pd.DataFrame:
     runs           the module that runs it
     ============== ===========================================================================
     """
-    columns = "algorithm family loss=look.name hessian=curvature.name departures=move.departures "
-    columns += "approximations section analysable through=analysable runs"
-    table = _parts(table.rows, columns)
-    departures = table["departures"].map(", ".join)
-    return table.assign(departures=departures, analysable=table["analysable"].astype(bool))
+    rows = [
+        {
+            "algorithm": row.algorithm,
+            "family": row.family,
+            "loss": row.look.name,
+            "hessian": row.curvature.name,
+            "departures": ", ".join(row.move.departures),
+            "approximations": row.approximations,
+            "section": row.section,
+            "analysable": bool(row.analysable),
+            "through": row.analysable,
+            "runs": row.runs,
+        }
+        for row in table.rows
+    ]
+    return pd.DataFrame(rows)
 
 
 def _topics(topics: Any) -> pd.DataFrame:
@@ -401,7 +372,8 @@ def _topics(topics: Any) -> pd.DataFrame:
 
 
 TABLES = {
-    **{name: partial(example_table, columns=columns) for name, columns in COLUMNS.items()},
+    "PerExample": example_table,
+    "Predictions": example_table,
     "MemoryMap": _memory_map,
     "Suspicions": _suspicions,
     "Fitted": _fitted,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import blr_analysis as blr
-from blr_analysis.sensitivity.tokens import token_sensitivity
+from blr_analysis.sensitivity.token_scores import token_sensitivity
 
 pytestmark = [
     pytest.mark.cuda,

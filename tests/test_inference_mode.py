@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.learning_rule.families import Beta
 from blr_analysis.learning_rule.inference import Conjugate, bernoulli
-from blr_analysis.sensitivity.tokens import token_sensitivity
+from blr_analysis.sensitivity.token_scores import token_sensitivity
 
 # Made outside of inference mode.
 X, MODEL = normal(12, 4), mlp()

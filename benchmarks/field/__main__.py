@@ -46,7 +46,7 @@ from benchmarks.field.truth import Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
 from blr_analysis.sensitivity.calibrate import _left_out
-from blr_analysis.sensitivity.what_if import WIDENED
+from blr_analysis.sensitivity.solvers import WIDENED
 
 
 class Field:

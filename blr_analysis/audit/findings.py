@@ -19,16 +19,14 @@ from blr_analysis.posterior.stationarity import stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
-    SequenceLeaveOneOut,
-    SequenceScores,
     Suspicions,
-    leave_one_out,
-    sensitivity,
     what_if_each,
 )
+from blr_analysis.sensitivity.door import check_test
 from blr_analysis.sensitivity.other_units import unlike_training
-from blr_analysis.sensitivity.scores import check_test
-from blr_analysis.sensitivity.suspicious import NONE, suspicions_of
+from blr_analysis.sensitivity.results import NO_FAULT
+from blr_analysis.sensitivity.subjects import subject_of
+from blr_analysis.sensitivity.suspicious import suspicions_of
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
@@ -53,8 +51,8 @@ class Findings(Tabular):
 
     task: Task
     posterior: Posterior
-    scores: Scores | SequenceScores
-    loo: LeaveOneOut | SequenceLeaveOneOut
+    scores: Scores
+    loo: LeaveOneOut
     memory: MemoryMap
     suspicions: Suspicions
     test: Task | None = None
@@ -70,10 +68,11 @@ class Findings(Tabular):
         model says without the example: ``left_out_prediction``, ``left_out_loss``, and ``kind``,
         the fault that is suspected."""
         columns: dict[str, Any] = {}
-        if isinstance(self.loo, LeaveOneOut):
-            said = self.loo.predictions.reshape(len(self.loo), -1)
-            for c, column in enumerate(said.unbind(1)):
-                name = f"left_out_prediction_{c}" if said.shape[1] > 1 else "left_out_prediction"
+        if self.loo.predictions is not None:
+            predictions = self.loo.predictions.reshape(len(self.loo), -1)
+            several = predictions.shape[1] > 1
+            for c, column in enumerate(predictions.unbind(1)):
+                name = f"left_out_prediction_{c}" if several else "left_out_prediction"
                 columns[name] = column.numpy()
         columns["left_out_loss"] = self.loo.losses.numpy()
         columns["kind"] = self.suspicions.kind
@@ -87,7 +86,7 @@ class Findings(Tabular):
     def suspects(self) -> pd.DataFrame:
         """The rows of ``suspicious(task, posterior).table`` that are suspected of a fault."""
         table = self.suspicions.table
-        return table[table["kind"] != NONE]
+        return table[table["kind"] != NO_FAULT]
 
     @property
     def influence(self) -> str:
@@ -130,12 +129,13 @@ def investigate(
         test = check_test(test, task)
     stationarity(task, posterior)  # first: it decides on the temperature that all are told in
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
-    scores = sensitivity(task, posterior, variance=task.likelihood.is_sequence or None)
+    subject = subject_of(task, posterior)
+    scores = subject.scores(variance=task.likelihood.is_sequence or None)
     memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
-    loo = leave_one_out(task, posterior)
+    loo = subject.left_out()
     say("wrong labels, strangers and duplicates")
-    suspicions = suspicions_of(task, posterior, loo, duplicates=task.n_data >= TWINS)
+    suspicions = suspicions_of(subject, loo, duplicates=task.n_data >= TWINS)
     tested: tuple[Any, ...] = (None, None, "")
     if test is not None:
         say(f"test data: {test.n_data:,} examples")

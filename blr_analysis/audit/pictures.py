@@ -14,7 +14,6 @@ from blr_analysis import plots
 from blr_analysis.audit.findings import Findings
 from blr_analysis.files import drafted
 from blr_analysis.plots._canvas import name_of, whole_figure
-from blr_analysis.sensitivity import LeaveOneOut
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
 
@@ -61,7 +60,7 @@ def _against_test(findings: Findings) -> Axes:
     assert on_test is not None and there is not None
     labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
     classifies = findings.task.likelihood.is_classification
-    if classifies and isinstance(loo, LeaveOneOut) and loo.targets.ndim == 1:
+    if classifies and loo.targets is not None and loo.targets.ndim == 1:
         classes = loo.targets.unique().tolist()
         for c in classes if len(classes) <= MOST_CLASSES else ():
             labels.append(name_of(c))

@@ -17,7 +17,7 @@ from blr_analysis.plots.what_if import whole
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.predictive import measure_of
 from blr_analysis.posterior.stationarity import stationarity
-from blr_analysis.sensitivity import SequenceScores, WhatIf
+from blr_analysis.sensitivity import WhatIf
 from blr_analysis.task import Task
 
 SHOWN = 8  # examples in each list
@@ -149,17 +149,18 @@ def generalisation(findings: Findings) -> Section:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
     scores, on_test = findings.scores, findings.on_test
     lead = "From the training data alone: the mean loss, in nats, of each example when left out."
-    estimated = not getattr(findings.loo, "is_below_chance", False)
+    estimated = not findings.loo.is_below_chance
     estimate = ESTIMATE if estimated else "left out, no estimate"
     names = ("training data", estimate, "test data")
-    if isinstance(scores, SequenceScores):
+    if scores.tokens is not None:
         rows: list[Any] = [r for r in (scores, findings.loo, on_test) if r is not None]
         columns = {"": names[: len(rows)], "NLL": [f"{r.nll_per_token:.4f}" for r in rows]}
         columns["perplexity"] = [f"{r.perplexity:.4g}" for r in rows]
         lead = "From the training data alone: the mean loss of a token, its text left out, in nats."
     else:
-        right = scores.likelihood.correct(scores.outputs, scores.targets)
-        before = Evaluation(scores.losses, right)
+        assert scores.outputs is not None and scores.targets is not None
+        hits = findings.task.likelihood.correct(scores.outputs, scores.targets)
+        before = Evaluation(scores.losses, hits)
         rows = [r for r in (before, findings.loo, on_test) if r is not None]
         columns = {"": names[: len(rows)], measured(findings): [f"{r.nll:.4f}" for r in rows]}
         if before.accuracy is not None:
@@ -173,7 +174,9 @@ def generalisation(findings: Findings) -> Section:
 def measured(findings: Findings) -> str:
     """What the losses of single targets are."""
     measure = measure_of(findings.task.likelihood.kind)
-    outputs = findings.scores.error.shape[-1]
+    error = findings.scores.error
+    assert error is not None
+    outputs = error.shape[-1]
     several = f", summed over {outputs} outputs" if outputs > 1 else ""
     return "NLL" if measure == "nll" else measure + several
 

@@ -164,7 +164,8 @@ def audit_forecast(
     """What the analyses of an audit cost, of groups those of short trainings."""
     from blr_analysis.audit.findings import groups_of
     from blr_analysis.posterior import Forecast
-    from blr_analysis.sensitivity.what_if import training_epochs, what_if
+    from blr_analysis.sensitivity.solvers import training_epochs
+    from blr_analysis.sensitivity.what_if import what_if
 
     n = task.n_data
     swept = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity

@@ -164,6 +164,7 @@ def query(
     from blr_analysis.files.headers import read_record
     from blr_analysis.sensitivity import Index, TopInfluence
     from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
+    from blr_analysis.sensitivity.subjects import subject_of
     from blr_analysis.tables import write_table
 
     say = Teller()
@@ -196,7 +197,8 @@ def query(
         exactly = min(max(refine, count), opened.n_data) if refine else 0
         matches: Any = opened.top(asked, count, refine=exactly, normalize=normalize, harmful=False)
         if trained is not None and not asked.likelihood.is_sequence:  # labels come with the pairs
-            pairs_of = Pairs(trained, opened.posterior, asked, quantity=quantity)
+            subject = subject_of(trained, opened.posterior)
+            pairs_of = Pairs(subject, asked, quantity=quantity)
             matches = TopInfluence(**vars(matches), pairs=pairs_of)
         table = matches.table.query("effect == 'helpful'").drop(columns="effect")
         table = table.rename(columns={"test": "question", "train": "example"})
@@ -256,7 +258,7 @@ def _token_shares(trained: Task, opened: Index, asked: Task, helpful: Any) -> An
     """How many nats each token of these texts makes up."""
     import pandas as pd
 
-    from blr_analysis.sensitivity.tokens import token_influence
+    from blr_analysis.sensitivity.token_scores import token_influence
 
     shares = token_influence(trained, opened.posterior, asked, helpful)
     names = trained.dataset.tokenizer.convert_ids_to_tokens(shares["target"].tolist())

@@ -44,14 +44,15 @@ def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, 
     Raises:
         InputError: no colon, or a query that cannot be answered.
     """
-    from blr_analysis.sensitivity.selection import select
+    from blr_analysis.sensitivity.subjects import subject_of
 
+    subject = subject_of(task, posterior)
     labels: dict[int, Any] = {}
     for query, word in map(query_and_label, texts):
         label: Any = word
         with suppress(ValueError):
             label = int(word) if word.lstrip("-").isdigit() else float(word)
-        labels |= dict.fromkeys(select(query, task, posterior, name="relabel").tolist(), label)
+        labels |= dict.fromkeys(subject.select(query, "relabel").tolist(), label)
     return labels
 
 

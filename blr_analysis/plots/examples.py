@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 
 from blr_analysis.errors import InputError
 from blr_analysis.plots import _canvas as canvas
-from blr_analysis.sensitivity.suspicious import KINDS, NONE
+from blr_analysis.sensitivity.results import FAULTS, NO_FAULT
 
 __all__ = ["image_of", "plot_deviations", "plot_examples", "plot_suspicious"]
 
-COLOURS = dict(zip((NONE, *KINDS), canvas.FOUR, strict=True))
-MARKERS = dict(zip((NONE, *KINDS), ".^sx", strict=True))
+COLOURS = dict(zip((NO_FAULT, *FAULTS), canvas.FOUR, strict=True))
+MARKERS = dict(zip((NO_FAULT, *FAULTS), ".^sx", strict=True))
 LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": canvas.VERMILLION, "mec": "black", "zorder": 3}
 RISE = "rise of its own loss without it [nats]  (→ shapes more)"
 
@@ -48,7 +48,7 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    index = np.asarray(scores["index"]) if hasattr(scores, "columns") else np.arange(len(values))
+    index = np.asarray(scores["index"]) if hasattr(scores, "iloc") else np.arange(len(values))
     order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
     height, few = values[order], len(order) <= 100
     points = np.column_stack([np.arange(1, len(order) + 1), height])
@@ -108,8 +108,8 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
     kinds = np.array(suspicions.kind)
     for kind, colour in COLOURS.items():
         chosen = kinds == kind
-        size, alpha = (8, 0.4) if kind == NONE else (26, 0.9)
-        label = f"{'nothing suspected' if kind == NONE else kind} ({int(chosen.sum()):,})"
+        size, alpha = (8, 0.4) if kind == NO_FAULT else (26, 0.9)
+        label = f"{'nothing suspected' if kind == NO_FAULT else kind} ({int(chosen.sum()):,})"
         if chosen.any():
             ax.scatter(unfamiliarity[chosen], losses[chosen], s=size, c=colour,
                        marker=MARKERS[kind], alpha=alpha, label=label)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,18 @@ class Predictions(Tabular):
     targets: Tensor | None
     draws: int
     likelihood: Likelihood
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def table_columns(self) -> dict[str, Any]:
+        """Columns of the table in order."""
+        columns: dict[str, Any] = {"loss": self.losses}
+        if self.targets is not None:
+            columns["target"] = self.targets
+        if self.mean is not None:
+            columns["mean"] = self.mean
+        return columns
 
     def __repr__(self) -> str:
         said = {"accuracy": self.accuracy, "calibration_error": self.calibration_error}

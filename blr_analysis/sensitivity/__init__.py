@@ -1,24 +1,23 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
 from blr_analysis.sensitivity.calibrate import calibrate
-from blr_analysis.sensitivity.influence import (
+from blr_analysis.sensitivity.influence.index import Index
+from blr_analysis.sensitivity.influence.influence import influence
+from blr_analysis.sensitivity.influence.results import (
     GroupInfluence,
-    Index,
     Influence,
     ProjectionError,
     TopInfluence,
-    influence,
 )
-from blr_analysis.sensitivity.leave_one_out import LeaveOneOut, leave_one_out
+from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.monitor import Monitor
 from blr_analysis.sensitivity.prior_selection import PriorSelection, select_prior_precision
-from blr_analysis.sensitivity.scores import Scores, sensitivity
-from blr_analysis.sensitivity.sequences import SequenceLeaveOneOut, SequenceScores
-from blr_analysis.sensitivity.sites import SiteLeaveOneOut, SiteScores
-from blr_analysis.sensitivity.suspicious import Suspicions, suspicious
-from blr_analysis.sensitivity.tokens import TokenScores, token_sensitivity
+from blr_analysis.sensitivity.results import LeaveOneOut, Scores, Suspicions, WhatIf
+from blr_analysis.sensitivity.scores import sensitivity
+from blr_analysis.sensitivity.suspicious import suspicious
+from blr_analysis.sensitivity.token_scores import TokenScores, token_sensitivity
 from blr_analysis.sensitivity.training import rerun
-from blr_analysis.sensitivity.what_if import WhatIf, what_if, what_if_each
+from blr_analysis.sensitivity.what_if import what_if, what_if_each
 
 __all__ = [
     "GroupInfluence",
@@ -29,10 +28,6 @@ __all__ = [
     "PriorSelection",
     "ProjectionError",
     "Scores",
-    "SequenceLeaveOneOut",
-    "SequenceScores",
-    "SiteLeaveOneOut",
-    "SiteScores",
     "Suspicions",
     "TokenScores",
     "TopInfluence",

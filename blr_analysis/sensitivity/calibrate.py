@@ -35,7 +35,7 @@ from blr_analysis.sensitivity.corrections import (
 from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.removal import UNTIL_REST, descended_removals
 from blr_analysis.sensitivity.run import losses_at, mean_errors, widest
-from blr_analysis.sensitivity.scores import all_fitted
+from blr_analysis.sensitivity.door import checked_runs
 from blr_analysis.sensitivity.training import recipe_of, trained
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
@@ -82,7 +82,7 @@ def calibrate(
         True
     """
     positive_int("probe", probe)
-    several = all_fitted(task, posterior)
+    several = checked_runs(task, posterior)
     given: Any = posterior if isinstance(posterior, list | tuple) else [posterior]
     pairs = zip(several, given, strict=True)
     found = [_calibrated(where, q, own, probe, seed) for (where, q), own in pairs]

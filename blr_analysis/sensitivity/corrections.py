@@ -32,7 +32,7 @@ FITTED_LEVERAGE = 1 - 1e-6  # the same for a fit of the whole Gauss–Newton mat
 OVERSTATED = 0.9  # the same for structures whose V_i may be overstated
 EXACT = 1e-6  # of tr(ΛV), that a sketch of all of it may leave out
 HIGH = 0.5  # a leverage from which on first order is off by a third and more
-WORDS = ("first_order", "cavity", "bounded", "descent")
+CORRECTION_NAMES = ("first_order", "cavity", "bounded", "descent")
 
 
 def bears_cavity(q: Posterior) -> bool:
@@ -63,7 +63,8 @@ def bound_of(q: Posterior) -> float:
 def left_out_by(
     word: str, f: Tensor, y: Tensor, e: Tensor, v: Tensor, likelihood: Likelihood, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f_i^{\\i} − f_i ``[B, C]``, the leverage ``[B]``, and the place in WORDS of what was used."""
+    """f_i^{\\i} − f_i ``[B, C]``, the leverage ``[B]``, and the place in
+    CORRECTION_NAMES of what was used."""
     levers = leverage(v, f, y, likelihood)
     move = torch.bmm(v, e.unsqueeze(-1))
     if word == "first_order":

@@ -21,7 +21,7 @@ ERRORS = 3.0  # standard errors over the examples
 
 
 def ending_note(
-    own: Tensor,
+    model_losses: Tensor,
     trainings: Sequence[Tensor],
     *,
     changed: float = 0.0,
@@ -30,7 +30,7 @@ def ending_note(
     """One line where the recipe's trainings end at another loss than the model's; "" elsewhere.
 
     Args:
-        own: losses ``[M]`` of training examples at the model's weights.
+        model_losses: losses ``[M]`` of training examples at the model's weights.
         trainings: their losses where each training ended.
         changed: the share of the data that was not the same in these trainings.
         another: a training of one more seed, asked where a single one ended elsewhere.
@@ -41,30 +41,30 @@ def ending_note(
     >>> ending_note(own, [own + 0.3, own - 0.1])
     ''
     """
-    losses = [losses.double() for losses in (own, *trainings)]
-    usable = torch.stack(losses).isfinite().all(0)
+    losses = torch.stack([losses.double() for losses in (model_losses, *trainings)])
+    usable = losses.isfinite().all(0)
     if not bool(usable.any()):
         return ""
-    mine, *theirs = (each[usable] for each in losses)
-    if _alike(mine, theirs, changed):
+    at_model, *at_endings = losses[:, usable]
+    if _alike(at_model, at_endings, changed):
         return ""
-    if len(theirs) == 1 and another is not None:
-        theirs.append(another().double()[usable])
-        if _alike(mine, theirs, changed):
+    if len(at_endings) == 1 and another is not None:
+        at_endings.append(another().double()[usable])
+        if _alike(at_model, at_endings, changed):
             return ""
-    there = float(torch.stack(theirs).mean())
+    mean_ending = float(torch.stack(at_endings).mean())
     return (
-        f"the recipe's trainings end at a training loss of {there:.3g}, "
-        f"the model's at {float(mine.mean()):.3g}: another training"
+        f"the recipe's trainings end at a training loss of {mean_ending:.3g}, "
+        f"the model's at {float(at_model.mean()):.3g}: another training"
     )
 
 
-def _alike(own: Tensor, trainings: list[Tensor], changed: float) -> bool:
+def _alike(model_losses: Tensor, trainings: list[Tensor], changed: float) -> bool:
     """Whether the model's own training may be one more of these."""
     means = torch.stack([losses.mean() for losses in trainings])
-    differences = torch.stack(trainings).mean(0) - own
+    differences = torch.stack(trainings).mean(0) - model_losses
     gap = abs(float(differences.mean()))
-    error = float(differences.std(correction=0)) / len(own) ** 0.5
-    size = max(abs(float(means.mean())), abs(float(own.mean())))
+    error = float(differences.std(correction=0)) / len(model_losses) ** 0.5
+    size = max(abs(float(means.mean())), abs(float(model_losses.mean())))
     spread = float(means.max() - means.min())
     return gap <= max(SEEDS * spread, ERRORS * error, (ROUGH + changed) * size)

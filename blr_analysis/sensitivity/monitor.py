@@ -25,14 +25,16 @@ from torch import Tensor, nn
 from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
+from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
-from blr_analysis.sensitivity.leave_one_out import CORRECTIONS, left_out
+from blr_analysis.sensitivity.door import check_test, checked_posterior
+from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
 from blr_analysis.sensitivity.run import mean_errors
-from blr_analysis.sensitivity.scores import MOST_OUTPUTS, check_test, fitted
-from blr_analysis.sensitivity.selection import select
-from blr_analysis.sensitivity.sequences import sequence_scores
+from blr_analysis.sensitivity.selection import each_once
+from blr_analysis.sensitivity.subjects.network import MOST_OUTPUTS, moves_at
+from blr_analysis.sensitivity.subjects.tokens import sequence_scores
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, make_table
 
@@ -184,7 +186,7 @@ class Monitor(Plottable):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
             made = source() if callable(source) else source
-        q = fitted(self.task, made)
+        q = checked_posterior(self.task, made)
         self._note = f"; {q.note}" if q.note else ""
         if odd := [name for name, m in q.mean.items() if not bool(torch.isfinite(m).all())]:
             raise PosteriorError(f"the mean of {odd[0]!r} holds NaN or inf; is training stable?")
@@ -306,6 +308,7 @@ def observed(
     if task.likelihood.is_sequence:
         scores = sequence_scores(task, q, indices=indices)
         before, influence = Evaluation(scores.losses, None), scores.self_influence
+        assert influence is not None
     elif n_outputs(task, q.mean) > MOST_OUTPUTS:
         before, influence = _first_order(task, q, indices)
     else:
@@ -318,11 +321,13 @@ def observed(
 def _with_variance(
     task: Task, q: Posterior, indices: Tensor, correction: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    f, y, move, levers, _, _, influence = left_out(task, q, correction, indices)
+    moves = moves_at(task, q, correction, indices)
+    f, y = moves.outputs, moves.targets
     likelihood = task.likelihood.at(indices)
-    after = likelihood.moved(f, move)
+    after = likelihood.moved(f, moves.move)
     before, left = (Evaluation(likelihood.nll(g, y), likelihood.correct(g, y)) for g in (f, after))
-    return _said(before, left, likelihood.distance(f, after), influence, levers)
+    deviation = likelihood.distance(f, after)
+    return _said(before, left, deviation, moves.self_influence, moves.leverage)
 
 
 def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation, Tensor]:
@@ -367,7 +372,7 @@ def _watched(examples: Any, task: Task, seed: int) -> Tensor:
             raise InputError(f"examples={count}, but the task has only {n_data}; None takes all")
         order = torch.randperm(n_data, generator=torch.Generator().manual_seed(seed))
         return order[:count].sort().values
-    return select(examples, task, None, name="examples")
+    return each_once(chosen_indices(examples, n_data, "examples"), n_data, "examples")
 
 
 def _test_task(test: Any, task: Task) -> Task:

@@ -23,9 +23,9 @@ from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import HIGH
+from blr_analysis.sensitivity.door import check_outputs, check_test
 from blr_analysis.sensitivity.leave_one_out import leave_one_out
 from blr_analysis.sensitivity.minimise import on_a_copy, train
-from blr_analysis.sensitivity.scores import check_outputs, check_test
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
@@ -214,6 +214,7 @@ def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
     tested = {"test_nll": math.nan, "test_accuracy": math.nan}
     if test is not None:
         tested = evaluated(test.with_model(under), mean)[0].row("test")
+    assert loo.leverage is not None
     return {
         **evaluated(under, mean)[0].row("train"),
         "loo_nll": loo.nll,

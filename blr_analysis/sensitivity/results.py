@@ -1,26 +1,43 @@
-"""What results have in common, whatever they are about: one row per example, losses in nats."""
+"""What the analyses give, one class each, whatever the model and its data are.
+
+A result has one row per example (or sequence), losses in nats, and tensors on the CPU in the order
+of the dataset. An attribute is None where the kind of model has no such thing: a sequence has no
+matrix of prediction variances, a mixture model no outputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from blr_analysis.likelihoods import Likelihood
-from blr_analysis.views import Plottable, Tabular
+from blr_analysis.backprop.loss import Evaluation
+from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.likelihoods import Gaussian, Likelihood
+from blr_analysis.sensitivity.corrections import CORRECTION_NAMES, leverage
+from blr_analysis.sensitivity.sizes import error_size, variance_size
+from blr_analysis.task import unwrapped
+from blr_analysis.views import Plottable, Tabular, make_table
+
+FAULTS = ("label", "unfamiliar", "duplicate")
+NO_FAULT = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """A result whose ``note`` says in a line why not to trust it; "" where nothing speaks against
+    """A result whose ``note`` says in one line why not to trust it; "" where nothing speaks against
     it. The line stands in its repr."""
 
     note: str = ""
 
     @property
-    def _noted(self) -> str:
+    def _note_in_repr(self) -> str:
         return f"; {self.note}" if self.note else ""
 
 
@@ -29,31 +46,562 @@ class PerExample(Noted, Tabular):
     """One row per example (or sequence), in the order of the dataset; tensors on the CPU."""
 
     losses: Tensor
+    tokens: Tensor | None = None
     metadata: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.losses)
 
+    @property
+    def nll_per_token(self) -> float:
+        """Σ losses / Σ tokens in nats, of sequences.
 
-@dataclass(frozen=True, kw_only=True)
-class NetworkScores(PerExample, Plottable):
-    """How much each example shapes a network, whatever its outputs: ``self_influence``."""
-
-    self_influence: Tensor
-    likelihood: Likelihood
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut(PerExample):
-    """Each example's loss without it, ``losses``, and with it, ``losses_before``."""
-
-    losses_before: Tensor
+        Raises:
+            InputError: the examples are no sequences.
+        """
+        return per_token(self.losses, self.tokens)
 
     @property
-    def _counted(self) -> Tensor:
-        return self.losses
+    def perplexity(self) -> float:
+        """exp(Σ losses / Σ tokens), of sequences."""
+        return exponential(self.nll_per_token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(PerExample, Plottable):
+    """What :func:`blr_analysis.sensitivity` gives.
+
+    =============== ================== ======================== ================================
+    attribute       of a network       of sequences             of a sum of sites
+    =============== ================== ======================== ================================
+    losses          ℓ_i ``[N]``        Σ over tokens ``[N]``    −log p(y_i | λ) ``[N]``
+    error           e_i ``[N, C]``     ‖e_i‖₂ ``[N]``           E_q[∂ℓ_i/∂f] ``[N, 1]`` of latent
+                                                                models, else None
+    variance        V_i ``[N, C, C]``  tr V_i, estimated        Var_q[f_i] ``[N, 1, 1]`` of latent
+                                       ``[N]``                  models, else None
+    variance_error  None               its standard error       None
+    deviation       ``[N]``            None                     log p(y_i|λ) − log p(y_i|λ − λ̃_i)
+    self_influence  g_iᵀΣg_i ``[N]``   g_iᵀΣg_i ``[N]``         None
+    outputs         f_i ``[N, C]``     None                     None
+    targets         y_i                None                     y_i where there are targets
+    predictions     what it answers    None                     None
+    tokens          None               that count ``[N]``       None
+    =============== ================== ======================== ================================
+
+    Attributes:
+        losses: in nats; of sequences the SUM over the tokens that count.
+        error: its direction is from the target to the prediction.
+        variance: example i included in the posterior; None for large C, or where not asked for.
+        deviation: how far the prediction would move without the example; larger is more
+            influential. ‖softmax(f_i + V_i e_i) − softmax(f_i)‖₁ for classification (between 0
+            and 2), ‖V_i e_i‖₂ in units of f for regression; of a sum of sites the fall of the
+            example's own log-predictive in nats. NaN where nothing was observed.
+        self_influence: g_iᵀ Σ g_i = e_iᵀ V_i e_i, the first-order rise of the example's own loss,
+            in nats, when it is left out. Of sequences it grows with the length, as ℓ_i does.
+        table: all of it as a DataFrame, one row per example, with the task's metadata columns.
+    """
+
+    error: Tensor | None = None
+    variance: Tensor | None = None
+    variance_error: Tensor | None = None
+    deviation: Tensor | None = None
+    self_influence: Tensor | None = None
+    outputs: Tensor | None = None
+    targets: Tensor | None = None
+    predictions: Tensor | None = None
+    likelihood: Likelihood | None = None
+
+    @cached_property
+    @torch.inference_mode(False)
+    def leverage(self) -> Tensor | None:
+        """The largest eigenvalue of V_i Λ_i, ``[N]``; at 1 and above, removal is undefined."""
+        if self.variance is None or self.outputs is None or self.targets is None:
+            return None
+        assert self.likelihood is not None
+        return leverage(self.variance, self.outputs, self.targets, self.likelihood)
+
+    @property
+    def loss_per_token(self) -> float:
+        """Σ losses / Σ tokens in nats, of sequences."""
+        return self.nll_per_token
+
+    def table_columns(self) -> dict[str, Any]:
+        """Columns of the table in order; None becomes NaN."""
+        columns: dict[str, Any] = {}
+        if self.targets is not None:
+            columns["target"] = self.targets
+        if self.outputs is not None:
+            columns["prediction"] = self.predictions
+        columns |= columns_of_losses(self.losses, self.tokens)
+        if self.error is not None:
+            columns["error"] = error_size(self.error)
+        is_network = self.outputs is not None
+        if is_network or self.variance is not None:
+            columns["variance"] = variance_size(self.variance)
+        if self.variance_error is not None:
+            columns["variance_error"] = self.variance_error
+        if is_network or self.deviation is not None:
+            columns["deviation"] = self.deviation
+        if self.self_influence is not None:
+            columns["self_influence"] = self.self_influence
+        if is_network:
+            columns["leverage"] = self.leverage
+        return columns
+
+    def top(self, k: int = 10) -> Tensor:
+        """The k examples that shape the model most, by index, the first of them most: by their
+        deviation, or by their self-influence where there is none.
+
+        Raises:
+            InputError: k below 1, or more than there are examples with a deviation.
+        """
+        measure = self.self_influence if self.deviation is None else self.deviation
+        assert measure is not None
+        observed = int(measure.isfinite().sum())
+        if positive_int("k", k) > observed:
+            raise InputError(
+                f"k must be at most {observed}, the examples with a deviation, got {k}"
+            )
+        ranked = measure.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return ranked.argsort(descending=True, stable=True)[:k]
+
+    def __repr__(self) -> str:
+        facts = [f"N={len(self):,}"]
+        if self.error is not None and self.error.ndim == 2:
+            facts.append(f"C={self.error.shape[1]}")
+        if self.likelihood is not None:
+            facts.append(self.likelihood.name)
+        if self.tokens is not None:
+            facts.append(f"{int(self.tokens.sum()):,} tokens")
+            facts.append(f"perplexity={self.perplexity:.4g}")
+        elif self.outputs is not None and self.variance is None:
+            facts.append("without V")
+        elif self.outputs is None and self.deviation is not None:
+            facts.append(f"mean deviation {float(self.deviation.nanmean()):.4g} nats")
+        return f"Scores({', '.join(facts)}; see .table, .plot(){self._note_in_repr})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(PerExample, Plottable):
+    """What :func:`blr_analysis.leave_one_out` gives.
+
+    Of sequences, and of sums of sites, there are ``losses`` and ``losses_before`` alone; what a
+    kind does not have is None. Sums of sites are exact for conjugate models; elsewhere the sites
+    of the other examples stay as they are.
+
+    Attributes:
+        losses: ℓ(y_i, f_i^{\\i}) in nats, ``[N]``; larger is worse. Of sequences the SUM over
+            their tokens, to first order; of a sum of sites −log p(y_i | λ − λ̃_i), NaN where
+            nothing was observed.
+        losses_before: the same with the example, ``[N]``.
+        nll: the mean of ``losses`` over the examples that count, the estimate of the loss on new
+            data; of sequences in nats per SEQUENCE. With class weights or weights of examples
+            that of w_i ℓ_i, divided by their number and not by Σ w_i as torch does.
+        accuracy: of the left-out predictions; None for regression.
+        logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
+        deviation: how far each prediction moves, as in :class:`Scores`.
+        leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
+            structure overstates V_i and no cavity exists.
+        unfamiliarity: tr(Λ_i V_i), ``[N]``, of the model's freedom what the example takes up.
+        correction: one word for each example: "first_order", "cavity", "bounded" where the cavity
+            was asked for and the leverage is too close to 1 or above it, "descent" where the
+            example was refined, or "subtraction" of a site.
+        mse: mean squared left-out error (Gaussian likelihood only, else None).
+        nll_per_token, perplexity: of sequences, Σ losses / Σ tokens and exp of it; the same with
+            ``_before``.
+    """
+
+    losses_before: Tensor
+    correction: list[str]
+    logits: Tensor | None = None
+    predictions: Tensor | None = None
+    predictions_before: Tensor | None = None
+    targets: Tensor | None = None
+    deviation: Tensor | None = None
+    leverage: Tensor | None = None
+    unfamiliarity: Tensor | None = None
+    likelihood: Likelihood | None = None
 
     @property
     def nll(self) -> float:
         """The mean loss of the examples that count: the estimate of the loss on new data."""
-        return float(self._counted.double().mean())
+        counted = self._evaluation.counted
+        if self.likelihood is None:  # of a sum of sites: NaN where nothing was observed
+            counted = counted[~counted.isnan()]
+        return float(counted.double().mean())
+
+    @property
+    def accuracy(self) -> float | None:
+        """The fraction of left-out predictions that are right; None where there are no classes."""
+        return self._evaluation.accuracy
+
+    @property
+    def _evaluation(self) -> Evaluation:
+        if self.logits is None or self.targets is None:
+            return Evaluation(self.losses, None)
+        assert self.likelihood is not None
+        return Evaluation(self.losses, self.likelihood.correct(self.logits, self.targets))
+
+    @property
+    def is_below_chance(self) -> bool:
+        """Whether the left-out predictions suit their own targets less than those of other
+        examples do, with leverages of 1 or more: moves that are too long, and no estimate."""
+        if self.leverage is None or not bool((self.leverage >= 1).any()):
+            return False
+        assert self.predictions is not None and self.targets is not None
+        return agreement_beyond_chance(self._evaluation, self.predictions, self.targets) < 0
+
+    @property
+    def mse(self) -> float | None:
+        """The mean squared left-out error of a regression."""
+        if self.likelihood is None or not isinstance(self.likelihood.kind, Gaussian):
+            return None
+        assert self.logits is not None and self.targets is not None
+        return float((self.logits - self.targets).double().square().mean())
+
+    @property
+    def nll_per_token_before(self) -> float:
+        """Σ losses_before / Σ tokens in nats, of sequences."""
+        return per_token(self.losses_before, self.tokens)
+
+    @property
+    def perplexity_before(self) -> float:
+        """exp of :attr:`nll_per_token_before`."""
+        return exponential(self.nll_per_token_before)
+
+    def table_columns(self) -> dict[str, Any]:
+        """Columns of the table in order; None becomes NaN."""
+        columns: dict[str, Any] = {}
+        if self.targets is not None:
+            columns["target"] = self.targets
+        if self.logits is not None:
+            columns["prediction"] = self.predictions
+            columns["prediction_before"] = self.predictions_before
+        columns |= columns_of_losses(self.losses, self.tokens)
+        columns |= columns_of_losses(self.losses_before, self.tokens, "_before")
+        if self.logits is not None:
+            columns["deviation"] = self.deviation
+            columns["leverage"] = self.leverage
+        columns["correction"] = self.correction
+        return columns
+
+    def __repr__(self) -> str:
+        if self.tokens is not None:
+            facts = [
+                f"perplexity {self.perplexity_before:.4g} -> {self.perplexity:.4g}",
+                f"N={len(self):,}",
+                f"{int(self.tokens.sum()):,} tokens",
+            ]
+        elif self.is_below_chance:
+            facts = ["no estimate", f"N={len(self):,}"]
+        else:
+            facts = [f"nll={self.nll:.4f}"]
+            if self.accuracy is not None:
+                facts.append(f"accuracy={self.accuracy:.4f}")
+            facts.append(f"N={len(self):,}")
+        if self.leverage is not None:
+            facts += self._corrections_in_words()
+        return f"LeaveOneOut({', '.join(facts)}{self._note_in_repr})"
+
+    def _corrections_in_words(self) -> list[str]:
+        assert self.leverage is not None
+        counts = {name: self.correction.count(name) for name in CORRECTION_NAMES}
+        words = [f"cavity for {counts['cavity']} of {len(self)}"]
+        words += [f"{name} for {counts[name]}" for name in ("bounded", "descent") if counts[name]]
+        words.append(f"leverage of 1 or more for {int((self.leverage >= 1).sum())}")
+        return words
+
+
+def agreement_beyond_chance(
+    evaluation: Evaluation, predictions: Tensor, targets: Tensor
+) -> float:
+    """How much more often predictions agree with their own targets than with those of others;
+    of regression their covariance with the targets, which is 0 of shuffled ones."""
+    if evaluation.correct is None:
+        return _covariance(predictions, targets)
+    has_shares = targets.ndim == 2 and targets.shape[1] > 1 and predictions.ndim == 1
+    classes = targets.argmax(1) if has_shares else targets
+    counts = ~evaluation.correct.isnan()
+    answers = predictions.long().reshape(len(predictions), -1)[counts]
+    truth = classes.long().reshape(len(classes), -1)[counts]
+    size = int(max(answers.max(), truth.max())) + 1
+    chances = []
+    for answer, true in zip(answers.unbind(1), truth.unbind(1), strict=True):
+        answer_shares = torch.bincount(answer, minlength=size) / len(answer)
+        true_shares = torch.bincount(true, minlength=size) / len(true)
+        chances.append((answer_shares * true_shares).sum())
+    agreement = (answers == truth).double().mean()
+    return float(agreement - torch.stack(chances).mean())
+
+
+def _covariance(predictions: Tensor, targets: Tensor) -> float:
+    """Σ_i of the products of their distances from their means; 0 where shapes differ."""
+    predictions = predictions.double().reshape(len(predictions), -1)
+    targets = targets.double().reshape(len(targets), -1)
+    if predictions.shape != targets.shape:
+        return 0.0
+    return float(((predictions - predictions.mean(0)) * (targets - targets.mean(0))).sum())
+
+
+def per_token(losses: Tensor, tokens: Tensor | None) -> float:
+    """Σ losses / Σ tokens in nats."""
+    if tokens is None:
+        raise InputError("only sequences have a loss per token; use nll or losses")
+    return float(losses.double().sum() / tokens.sum())
+
+
+def columns_of_losses(losses: Tensor, tokens: Tensor | None, suffix: str = "") -> dict[str, Any]:
+    """Columns ``loss`` and, of sequences, ``tokens`` and ``loss_per_token``."""
+    if tokens is None:
+        return {f"loss{suffix}": losses}
+    return {
+        "tokens": tokens,
+        f"loss{suffix}": losses,
+        f"loss_per_token{suffix}": losses / tokens,
+    }
+
+
+def exponential(value: float) -> float:
+    """exp(value); inf where that is beyond float64."""
+    return float(torch.tensor(value, dtype=torch.float64).exp())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Noted, Plottable):
+    """What :func:`blr_analysis.what_if` gives.
+
+    Attributes:
+        before, after: losses and hits on ``evaluate`` without and with the change.
+        solver: what was used: "posterior", "cg", "replay", "retrain", or "subtraction" of sites.
+        posterior: of the changed model and data: removals chain, and training goes on from it. Of
+            short trainings and whole ones its precision is the old one without what left (with
+            what came), its mean the first training's weights.
+        interval: (low, high), where the nll after retraining lies in four of five cases, by the
+            spread over seeds; None of a single answer.
+        error: of steps of the rule on a sum of sites, an estimate in nats of how far ``nll`` is
+            from fitting again (no bound; with few ``passes=`` it misses what is slow to begin): 0
+            for conjugate models, infinite where steps do not shrink, None where the model has no
+            step to repeat, and of networks.
+        parameters, buffers: of the changed model by name; of several trainings the first one's;
+            empty for a sum of sites.
+        applied_nll: the loss of that model on ``evaluate``; None for a sum of sites.
+        passes: over the data, in forward-and-backward passes; of a sum of sites steps of the rule
+            after the subtraction.
+        converged: of "cg" and of steps, whether nothing was left to gain.
+        targets: of ``evaluate``; None for a sum of sites.
+        removed, added, relabelled: how many examples.
+    """
+
+    before: Evaluation
+    after: Evaluation
+    solver: str
+    posterior_after: Callable[[], Any] = field(repr=False)
+    removed: int
+    added: int
+    relabelled: int = 0
+    interval: tuple[float, float] | None = None
+    error: float | None = None
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    applied_nll: float | None = None
+    passes: float = 0.0
+    converged: bool = True
+    targets: Tensor | None = None
+
+    @cached_property
+    @torch.inference_mode(False)
+    def posterior(self) -> Any:
+        """The posterior of the changed model and data, made when it is first asked for."""
+        return self.posterior_after()
+
+    @property
+    def nll(self) -> float:
+        """Mean loss on ``evaluate`` after the change, in nats, of the examples that count."""
+        return self.after.nll
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on ``evaluate`` after the change; None where there are no classes."""
+        return self.after.accuracy
+
+    @property
+    def losses(self) -> Tensor:
+        """The losses on ``evaluate`` after the change, ``[M]``."""
+        return self.after.losses
+
+    @property
+    def change(self) -> float:
+        """What the nll rises by."""
+        return self.after.nll - self.before.nll
+
+    @property
+    def by_class(self) -> Any:
+        """DataFrame: one row per class of ``evaluate``, before and after.
+
+        Raises:
+            InputError: a sum of sites, or targets that are no classes.
+        """
+        if self.targets is None:
+            raise InputError("a sum of sites has no classes to divide the answer by")
+        return make_table(ByClass(self.targets, self.before, self.after))
+
+    def row(self, group: Any) -> dict[str, Any]:
+        """In the table of groups."""
+        low, high = (math.nan, math.nan) if self.interval is None else self.interval
+        return {
+            "group": group,
+            "n": self.removed,
+            "nll_before": self.before.nll,
+            "nll_after": self.nll,
+            "nll_low": low,
+            "nll_high": high,
+            "accuracy_before": self.before.accuracy,
+            "accuracy_after": self.accuracy,
+            "solver": self.solver,
+            "passes": self.passes,
+            "converged": self.converged,
+            "note": self.note,
+        }
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Write :attr:`parameters` and :attr:`buffers` into ``model`` (in place) and return it.
+
+        Raises:
+            InputError: a sum of sites, which has no weights.
+            ModelError: the model lacks one or has another shape; nothing is written.
+        """
+        instance("model", model, nn.Module, "a torch.nn.Module")
+        if not self.parameters:
+            raise InputError("a sum of sites has no weights to apply; take .posterior")
+        bare = unwrapped(model)
+        places = dict(bare.named_parameters()) | dict(bare.named_buffers())
+        values = {**self.parameters, **self.buffers}
+        for name, value in values.items():
+            place = places.get(name)
+            if place is None or place.shape != value.shape:
+                found = "no such parameter" if place is None else tuple(place.shape)
+                shape = tuple(value.shape)
+                raise ModelError(f"cannot apply {name!r} of shape {shape}: the model has {found}")
+        with torch.no_grad():
+            for name, value in values.items():
+                places[name].copy_(value)
+        return model
+
+    def __repr__(self) -> str:
+        counts = {"removed": self.removed, "added": self.added, "relabelled": self.relabelled}
+        change = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        facts = [f"nll {self.before.nll:.4f} -> {self.nll:.4f}"]
+        if self.interval is not None:
+            low, high = self.interval
+            facts[0] += f" ({low:.2f} to {high:.2f})"
+        if self.error is not None:
+            facts[0] += f" ± {self.error:.2g}"
+        if self.accuracy is not None:
+            facts.append(f"accuracy {self.before.accuracy:.4f} -> {self.accuracy:.4f}")
+        solver = "one step" if self.solver == "posterior" else self.solver
+        passes = f", {self.passes:.0f} passes" if self.passes else ""
+        return f"WhatIf({change}: {', '.join(facts)}; {solver}{passes}{self._note_in_repr})"
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Losses and hits by target, for a table."""
+
+    targets: Tensor
+    before: Evaluation
+    after: Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicions(PerExample, Plottable):
+    """What :func:`blr_analysis.suspicious` gives.
+
+    Of every score, larger is more suspicious.
+
+    Attributes:
+        losses: the mean unweighted loss over the run, ``[N]`` in nats; of sequences of a token.
+        training: the unweighted loss at the end of the run, ``[N]``.
+        left_out: the unweighted left-out loss, ``[N]``.
+        wrong: P(y_i is wrong), ``[N]``, from the left-out predictions; where nothing measured their
+            scale, from the mean of their logits and those of the checkpoints, which calls fewer.
+            None for regression, sequences and sums of sites.
+        proposed: the best other label of the left-out prediction among those that occur in the
+            data, as the targets; None for regression, sequences and sums of sites.
+        unfamiliarity: tr(Λ_i V_i), ``[N]``, how much of the model's freedom the example takes up
+            (in parameters), whatever its label: the rise of its own loss without it that one
+            expects of a label drawn from the model's own prediction. Of sequences estimated with
+            four such draws; None for sums of sites without latent numbers.
+        closeness: how much nearer its twin is than its tenth neighbour, ``[N]`` in 0 … 1; 1 is a
+            copy. None where twins were not asked for, and of sums of sites.
+        twin: index of the nearest other example, ``[N]``, or None.
+        kind: "label" (more likely wrong than right), "unfamiliar", "duplicate" or "none": the fault
+            that is suspected.
+        order: indices: what most of the run or the left-out prediction contradicts, by its loss,
+            then strangers, duplicates, and the rest.
+        targets, predictions: None of sequences; a sum of sites has no predictions.
+        table: one row per example, the most suspicious first.
+    """
+
+    training: Tensor
+    left_out: Tensor
+    kind: list[str]
+    order: Tensor
+    wrong: Tensor | None = None
+    proposed: Tensor | None = None
+    unfamiliarity: Tensor | None = None
+    closeness: Tensor | None = None
+    twin: Tensor | None = None
+    targets: Tensor | None = None
+    predictions: Tensor | None = None
+    likelihood: Likelihood | None = None
+
+    def table_columns(self) -> dict[str, Any]:
+        """Columns of the table in order; None becomes NaN."""
+        columns: dict[str, Any] = {"kind": self.kind}
+        if self.targets is not None:
+            columns["target"] = self.targets
+        if self.predictions is not None:
+            columns["prediction"] = self.predictions
+        columns["proposed"] = self.proposed
+        if self.wrong is not None:
+            columns["wrong"] = self.wrong
+        columns["loss"] = self.losses
+        columns["training_loss"] = self.training
+        columns["left_out_loss"] = self.left_out
+        columns["unfamiliarity"] = self.unfamiliarity
+        columns["closeness"] = self.closeness
+        columns["twin"] = -torch.ones(len(self)).long() if self.twin is None else self.twin
+        return columns
+
+    def score(self, kind: str) -> Tensor:
+        """The score behind a kind of fault, ``[N]``.
+
+        Raises:
+            InputError: an unknown kind, twins that were not asked for, or a kind of fault that
+                this kind of model cannot show.
+        """
+        one_of("kind", kind, FAULTS)
+        if kind == "label":
+            return self.losses
+        score = self.unfamiliarity if kind == "unfamiliar" else self.closeness
+        if score is None and kind == "duplicate":
+            raise InputError("no twins were looked for; call suspicious(..., duplicates=True)")
+        if score is None:
+            raise InputError("this kind of model has no unfamiliarity")
+        return score
+
+    @property
+    def precision(self) -> float | None:
+        """The share that is expected to be wrong of the labels that are called so, the mean of
+        ``wrong``; None where none is, and without ``wrong``."""
+        called = torch.tensor([kind == "label" for kind in self.kind])
+        if self.wrong is None or not bool(called.any()):
+            return None
+        return float(self.wrong[called].mean())
+
+    def __repr__(self) -> str:
+        counts = [f"{self.kind.count(kind)} {kind}" for kind in FAULTS]
+        if self.precision is not None:
+            counts[0] += f" ({self.precision:.0%} of them wrong)"
+        text = ", ".join(counts)
+        return f"Suspicions(N={len(self):,}: {text}; see .table, .plot(){self._note_in_repr})"

@@ -13,12 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import predict
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, told_as
-from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.scores import sensitivity
-from blr_analysis.task import Task
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
 CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
@@ -30,44 +26,46 @@ ASSIGNMENT = re.compile(r"(?<![=!<>])=(?!=)")  # outside of a call, which a quer
 
 
 class Columns:
-    """The columns of the scores' table, by their names there, computed when first asked for."""
+    """The columns of a subject's table, by their names there, computed when first asked for."""
 
-    def __init__(self, task: Task, posterior: Posterior) -> None:
-        self._task, self._posterior = task, posterior
-        clash = any(n in RESERVED or n.startswith(SEVERAL) for n in task.metadata)  # renamed there
-        self._plain: Mapping[str, Sequence[Any]] = {} if clash else task.metadata
+    def __init__(self, subject: Any) -> None:
+        self._subject = subject
+        metadata = subject.metadata
+        is_renamed = any(n in RESERVED or n.startswith(SEVERAL) for n in metadata)
+        self._metadata: Mapping[str, Sequence[Any]] = {} if is_renamed else metadata
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        if name in self._plain:
-            return self._plain[name]
-        if name in CHEAP and not self._task.likelihood.is_sequence and name in self._cheap:
+        if name in self._metadata:
+            return self._metadata[name]
+        if name in CHEAP and name in self._cheap:
             return self._cheap[name]
-        if name not in self._whole:
+        if name not in self._all:
             raise InputError(f"the table has no column {name!r}; it has {self.names()}")
-        return self._whole[name]
+        return self._all[name]
 
     def names(self) -> list[str]:
         """Every column of the table."""
-        return list(self._whole)
+        return list(self._all)
 
     @cached_property
     def table(self) -> Any:
         """The scores' own."""
-        return sensitivity(self._task.quiet, self._posterior).table
+        return self._subject.scores().table
 
     @cached_property
-    def _whole(self) -> dict[str, Sequence[Any]]:
+    def _all(self) -> dict[str, Sequence[Any]]:
         return {str(name): self.table[name].tolist() for name in self.table}
 
     @cached_property
     def _cheap(self) -> dict[str, Sequence[Any]]:
         """What forward passes tell; several numbers per example have names of their own."""
-        likelihood = self._task.likelihood
-        outputs, targets = predict(self._task, self._posterior.mean)
-        index, predictions = torch.arange(self._task.n_data), likelihood.prediction(outputs)
-        columns = index, targets, predictions, likelihood.nll(outputs, targets)
-        flat = [v.squeeze(-1) if v.ndim == 2 and v.shape[-1] == 1 else v for v in columns]
-        return {n: v.tolist() for n, v in zip(CHEAP, flat, strict=True) if v.ndim == 1}
+        columns: dict[str, Sequence[Any]] = {}
+        for name, values in self._subject.cheap_columns().items():
+            is_one_number = values.ndim == 2 and values.shape[-1] == 1
+            flat = values.squeeze(-1) if is_one_number else values
+            if flat.ndim == 1:
+                columns[name] = flat.tolist()
+        return columns
 
 
 class ExampleRow(Mapping[str, Any]):
@@ -91,26 +89,42 @@ class ExampleRow(Mapping[str, Any]):
         return len(self._columns.names())
 
 
-def select(selection: Selection, task: Task, posterior: Any, *, name: str = "remove") -> Tensor:
+def select(
+    selection: Selection, subject: Any, *, name: str = "remove", labels: Any = None
+) -> Tensor:
     """The indices that are meant, sorted, ``[M]`` long.
+
+    Args:
+        subject: whose examples are meant.
+        labels: names of rows, which a pandas Index may use.
 
     Raises:
         InputError: a mask of another length, indices that repeat or lie outside the data,
             something that is neither, a function that does not answer true or false, or a
             selection of nothing.
     """
-    n = task.n_data
+    n = subject.n
     if isinstance(selection, str):
-        chosen = _queried(selection, Columns(task, posterior), name)
+        chosen = _queried(selection, Columns(subject), name)
     elif callable(selection):
-        chosen = _asked(selection, Columns(task, posterior), n, name)
+        chosen = _asked(selection, Columns(subject), n, name)
     else:
-        chosen = chosen_indices(selection, n, name, task.examples.labels)
+        chosen = chosen_indices(selection, n, name, labels)
+    return each_once(chosen, n, name)
+
+
+def each_once(chosen: Sequence[int], n: int, name: str) -> Tensor:
+    """These indices as a sorted tensor.
+
+    Raises:
+        InputError: none, or one that repeats.
+    """
     if not chosen:
         raise InputError(f"{name} selects none of the {n} examples")
     indices = torch.tensor(sorted(chosen))
-    if bool((indices.diff() == 0).any()):
-        twice = int(indices[1:][indices.diff() == 0][0])
+    repeated = indices[1:][indices.diff() == 0]
+    if len(repeated):
+        twice = int(repeated[0])
         raise InputError(f"{name} names example {twice} more than once; name each example once")
     return indices
 
@@ -149,7 +163,7 @@ def _yes(answer: Any, index: int, name: str) -> bool:
     )
 
 
-def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
+def groups_by(by: str, subject: Any) -> dict[Any, Tensor]:
     """Indices of the examples that share a value of a column, by value in sorted order.
 
     Missing values (NaN) make one group, the last.
@@ -161,13 +175,14 @@ def groups_by(by: str, task: Task, posterior: Posterior) -> dict[Any, Tensor]:
         raise InputError(f"by must be the name of a column, got {by!r}")
     members: dict[Any, list[int]] = {}
     missing: list[int] = []
-    for i, value in enumerate(Columns(task, posterior)[by]):
+    for i, value in enumerate(subject.column(by)):
         try:
             value = value.item() if hasattr(value, "item") else value
             hash(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"column {by!r} holds several values per example") from error
-        (missing if _is_missing(value) else members.setdefault(value, [])).append(i)
+        group = missing if _is_missing(value) else members.setdefault(value, [])
+        group.append(i)
     try:
         keys = sorted(members)
     except TypeError:

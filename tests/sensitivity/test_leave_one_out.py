@@ -340,7 +340,8 @@ def test_the_few_that_matter_make_leave_one_out_agree_with_retraining(
     fine = blr.leave_one_out(cancer.task, q, correction="cavity", refine=20)
     assert fine.correction.count("descent") == 20
     assert "descent for 20" in repr(fine)
-    assert f"{int((rough.leverage > 0.5).sum())} losses are rough, of leverage" in repr(rough)
+    steep = int((rough.leverage > 0.5).sum())
+    assert f"{steep} left-out losses are rough estimates (leverage above 0.5)" in repr(rough)
     assert (fine.table["correction"] == "descent").sum() == 20
     kept = torch.tensor([word != "descent" for word in fine.correction])
     assert torch.equal(fine.logits[kept], rough.logits[kept])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ from models import mlp
 import blr_analysis as blr
 from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.selection import Columns, groups_by, select
+from blr_analysis.sensitivity.subjects import subject_of
 
 N = 9
 
@@ -56,7 +57,7 @@ MASK = [i in (1, 4, 8) for i in range(N)]
     ],
 )
 def test_every_way_of_saying_one_four_eight(audit, selection: Any) -> None:
-    assert select(selection, *audit).tolist() == [1, 4, 8]
+    assert subject_of(*audit).select(selection).tolist() == [1, 4, 8]
 
 
 SHUFFLED = pd.DataFrame({"source": list("aabbccaab")}).sample(frac=1, random_state=0)
@@ -87,19 +88,21 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_labels_select_the_rows_that_they_name(way: str, frame: pd.DataFrame) -> None:
     x, y = torch.randn(N, 4), torch.arange(N) % 3
-    task, q = WAYS[way](frame, x, y), cast(Any, None)
+    task = WAYS[way](frame, x, y)
+    q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+    subject = subject_of(task, q)
     mask = frame.source == "b"
     places = np.flatnonzero(mask).tolist()
-    assert select(mask, task, q).tolist() == places
-    assert select(mask.astype("boolean"), task, q).tolist() == places
-    assert select(frame.index[mask], task, q).tolist() == places
+    assert subject.select(mask).tolist() == places
+    assert subject.select(mask.astype("boolean")).tolist() == places
+    assert subject.select(frame.index[mask]).tolist() == places
     assert task.subset(frame.index[mask][::-1]).n_data == len(places)
     assert task.subset(frame.index[mask][::-1]).examples.labels == tuple(frame.index[mask][::-1])
     if frame is STRANGE:
-        assert select(mask.sort_index(), task, q).tolist() == places
+        assert subject.select(mask.sort_index()).tolist() == places
     else:  # of rows, or of places?
         with pytest.raises(InputError, match="to_numpy"):
-            select(mask.sort_index(), task, q)
+            subject.select(mask.sort_index())
 
 
 @pytest.mark.parametrize("metadata", [None, {"source": list(SHUFFLED.source)}])
@@ -152,13 +155,13 @@ def test_a_series_relabels_the_rows_that_it_names() -> None:
 def test_rows_hold_what_the_table_holds(audit) -> None:
     task, q = audit
     table = blr.sensitivity(task, q).table
-    columns = Columns(task, q)
+    columns = Columns(subject_of(task, q))
     assert columns["target"] == table.target.tolist()  # before the whole table is made
     for name in table:
         pd.testing.assert_series_equal(pd.Series(columns[name], name=name), table[name])
     assert columns.names() == list(table)
     seen = {}
-    select(lambda row: bool(seen.update({row["index"]: dict(row)})) or True, task, q)
+    subject_of(task, q).select(lambda row: bool(seen.update({row["index"]: dict(row)})) or True)
     assert list(seen[0]) == list(seen[5]) == list(table)
     assert seen[5]["source"] == "c"
 
@@ -169,9 +172,9 @@ def test_several_outputs_have_the_tables_names() -> None:
     task = blr.Task(mlp(), (x, x[:, :3]), likelihood="gaussian")
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     above = x[:, 1] > 0
-    assert select(lambda row: row.target_1 > 0, task, q).tolist() == above.nonzero()[:, 0].tolist()
+    assert subject_of(task, q).select(lambda row: row.target_1 > 0).tolist() == above.nonzero()[:, 0].tolist()
     with pytest.raises(InputError, match="target_0"):
-        select(lambda row: row.target > 0, task, q)
+        subject_of(task, q).select(lambda row: row.target > 0)
 
 
 @pytest.mark.parametrize(
@@ -198,34 +201,41 @@ def test_several_outputs_have_the_tables_names() -> None:
 )
 def test_bad_selections(audit, selection: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        select(selection, *audit)
+        subject_of(*audit).select(selection)
     with pytest.raises(InputError, match=message):
         blr.what_if(*audit, remove=selection)
 
 
 def test_groups_are_sorted_and_cover_everything(audit) -> None:
-    groups = groups_by("source", *audit)
+    groups = groups_by("source", subject_of(*audit))
     assert {k: v.tolist() for k, v in groups.items()} == {
         "a": [0, 1, 6, 7],
         "b": [2, 3, 8],
         "c": [4, 5],
     }
-    assert list(groups_by("target", *audit)) == [0, 1, 2]
+    assert list(groups_by("target", subject_of(*audit))) == [0, 1, 2]
 
 
 def test_missing_values_make_one_group_at_the_end(audit) -> None:
-    groups = groups_by("score", *audit)
+    groups = groups_by("score", subject_of(*audit))
     keys = list(groups)
     assert keys[:2] == [0.5, 1.5] and keys[2] != keys[2] and len(keys) == 3
     assert groups[keys[2]].tolist() == [1, 4]
 
 
-def test_questions_of_metadata_and_targets_need_no_posterior() -> None:
-    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
-    task = blr.Task(mlp(), (x, y), metadata={"source": list("abcab")})
-    q: Any = None  # whoever asks it for more fails
-    assert select(lambda r: r.source == "a", task, q).tolist() == [0, 3]
-    assert list(groups_by("source", task, q)) == ["a", "b", "c"]
+class Questioned:
+    """A subject that knows its columns and fails where its scores are asked for."""
+
+    n = 5
+    metadata: ClassVar = {"source": list("abcab")}
+
+    def cheap_columns(self) -> dict[str, torch.Tensor]:
+        return {"target": torch.tensor([0, 1, 2, 0, 1])}
+
+
+def test_questions_of_metadata_and_targets_need_no_scores() -> None:
+    assert select(lambda r: r.source == "a", Questioned()).tolist() == [0, 3]
+    assert select(lambda r: r.target == 1, Questioned()).tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(

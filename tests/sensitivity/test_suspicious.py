@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import blr_analysis as blr
-from blr_analysis.sensitivity.suspicious import (
-    CLOSE,
-    nearest,
-    relabelling,
-    responses,
-    twins,
-)
+from blr_analysis.sensitivity.labels import relabelling_gains
+from blr_analysis.sensitivity.suspicious import CLOSE
+from blr_analysis.sensitivity.twins import nearest, responses_of
 from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 
 DELTA = 1.0
@@ -41,7 +37,7 @@ def test_gain_is_the_difference_of_two_losses() -> None:
     g = torch.Generator().manual_seed(0)
     f, y = torch.randn(7, 4, generator=g), torch.randint(4, (7,), generator=g)
     categorical = blr.Categorical()
-    found = relabelling(categorical, f, y)
+    found = relabelling_gains(categorical, f, y)
     for c in range(4):
         other = torch.full_like(y, c)
         wanted = categorical.nll(f, y) - categorical.nll(f, other)
@@ -53,14 +49,14 @@ def test_gain_is_the_difference_of_two_losses() -> None:
         flipped = t.clone()
         flipped[:, c] = 1 - t[:, c]
         wanted = bernoulli.nll(f, t) - bernoulli.nll(f, flipped)
-        torch.testing.assert_close(relabelling(bernoulli, f, t)[:, c], wanted)
+        torch.testing.assert_close(relabelling_gains(bernoulli, f, t)[:, c], wanted)
 
 
 @pytest.mark.slow
 def test_responses_have_the_posterior_covariance_of_the_outputs() -> None:
     x, y = blobs(12)
     task, q = laplace(trained("categorical", x, y, DELTA, 3), x, y)
-    drawn = [responses(task, q, samples=128, seed=seed)[0] for seed in range(25)]
+    drawn = [responses_of(task, q, samples=128, seed=seed)[0] for seed in range(25)]
     moves = torch.cat(drawn, 1)
     assert moves.shape == (12, 25 * 128 * 3)
     found = moves @ moves.T / (25 * 128)
@@ -118,7 +114,7 @@ def test_gaussian_rows_have_no_twins_but_those_planted(
     def suspected(x: Tensor) -> list[int]:
         task = blr.Task(model, (x, y))
         q = blr.fit_laplace(task, prior_precision=1.0)
-        closeness, _, told = twins(task, q, samples=32)
+        closeness, _, told = nearest(*responses_of(task, q, samples=32))
         return (told & (closeness > CLOSE)).nonzero().flatten().tolist()
 
     assert suspected(x) == []

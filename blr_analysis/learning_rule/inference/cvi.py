@@ -484,6 +484,15 @@ class LatentFitted(Fitted[FullGaussian]):
         """
         return expected_mean(self.model.likelihood, self.latent(x))
 
+    def perturbation(self) -> tuple[Tensor, Tensor, Tensor]:
+        """e_i, Λ_i and V_i, ``[N]`` each: −∂/∂m_i and −∂²/∂m_i² of the site of f_i at its mean m_i
+        under q, and Var_q[f_i]. At a fixed point e_i = E_q[∂ℓ_i/∂f_i] and Λ_i = E_q[∂²ℓ_i/∂f_i²]
+        (K&R 60)."""
+        marginals = latent(self.q, self.model.design)
+        curvature = -2 * self.messages["square"]
+        error = curvature * marginals.mean - self.messages["linear"]
+        return error, curvature, 1 / marginals.precision
+
     def cavities(self) -> DiagonalGaussian:
         """f_i under the posterior without example i, λ − λ̃_i: ``[N]`` Gaussian numbers."""
         marginals = latent(self.q, self.model.design)

@@ -43,6 +43,7 @@ from blr_analysis.posterior.stationarity import differs
 from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.door import checked_posterior
 from blr_analysis.sensitivity.influence.blocks import (
     Cotangent,
     loss_gradient,
@@ -73,7 +74,6 @@ from blr_analysis.sensitivity.influence.results import (
 )
 from blr_analysis.sensitivity.influence.search import best
 from blr_analysis.sensitivity.run import mean_errors
-from blr_analysis.sensitivity.scores import fitted
 from blr_analysis.task import Task
 
 FORMAT, VERSION = "blr_analysis.index", 7
@@ -162,7 +162,7 @@ class Index:
             ...     index.influence(task).shape, index.top(task, 2).helpful.shape
             (torch.Size([30, 30]), torch.Size([30, 2]))
         """
-        q = fitted(task, posterior)
+        q = checked_posterior(task, posterior)
         q = q.earlier[-1] if q.earlier else q
         task = task.holding(q.buffers).quiet
         if not isinstance(q.form, Spectral):
@@ -258,7 +258,7 @@ class Index:
             seen = fingerprint_of(task, q.on(task).mean) if known else {}
             if known and (said := differs(known, seen)):
                 raise PosteriorError(said)
-            q = fitted(task, q)
+            q = checked_posterior(task, q)
         error = ProjectionError(*about["error"])
         kept = [about[n] for n in ("n_data", "numbers", "signs", "sums", "blocks")]
         return cls(place, q, error, *kept, _files=files, _unread=unread, _task=task)

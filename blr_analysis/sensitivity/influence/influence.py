@@ -14,50 +14,22 @@ move the model most, and with it every test loss; normalized, they no longer lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from blr_analysis import ranks
-from blr_analysis.backprop.engine import Chunk, chunks
-from blr_analysis.backprop.record import shared
-from blr_analysis.errors import InputError
 from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.corrections import self_influence
-from blr_analysis.sensitivity.influence.blocks import (
-    Cotangent,
-    Piece,
-    loss_gradient,
-    physical_memory,
-    pieces,
-)
-from blr_analysis.sensitivity.influence.results import (
-    Best,
-    Influence,
-    Normalize,
-    Pairs,
-    TopInfluence,
-    check_k,
-    joined,
-    quantity_of,
-    rooted,
-)
-from blr_analysis.sensitivity.other_units import unlike_training
-from blr_analysis.sensitivity.run import mean_errors
-from blr_analysis.sensitivity.scores import all_fitted, check_test
-from blr_analysis.sensitivity.sites import site_influence, sum_of_sites
+from blr_analysis.sensitivity.influence.between import Measure
+from blr_analysis.sensitivity.influence.results import Influence, Normalize, TopInfluence
+from blr_analysis.sensitivity.subjects import subject_of
 from blr_analysis.task import Task
-
-Measure = str | Callable[[Tensor, Tensor], Tensor]
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
 def influence(
     task: Task,
-    posterior: Posterior | Sequence[Posterior] = None,  # type: ignore[assignment]
-    test_task: Task = None,  # type: ignore[assignment]
+    posterior: Posterior | Sequence[Posterior] | None = None,
+    test_task: Task | None = None,
     *,
     measure: Measure = "loss",
     normalize: Normalize = False,
@@ -74,8 +46,9 @@ def influence(
         task: the model and the data it was trained on.
         posterior: learned on those data; or a list of those of several runs
             (:func:`blr_analysis.rerun`), over which the answer is a mean. A fitted probabilistic
-            model stands alone, ``influence(fitted, None, data)``: ``.matrix`` is by subtraction of
-            sites, ``.error`` how much a further step of the rule changes it.
+            model stands alone, ``influence(fitted, None, data)``: the matrix is by
+            subtraction of sites, exact for conjugate models; elsewhere ``what_if`` takes an
+            example out by steps of the rule.
         test_task: the examples whose loss is asked about, under the same model and likelihood.
         measure: "loss", or a function of outputs ``[B, C]`` and targets giving one number per
             test example, whose rise is computed instead (``lambda f, y: f.softmax(-1)[:, 3]``).
@@ -115,114 +88,5 @@ def influence(
         >>> influence(task, q, test, k=2).helpful.shape
         torch.Size([4, 2])
     """
-    if (sites := sum_of_sites(task, posterior)) is not None:
-        return site_influence(sites, test_task, {"normalize": normalize or None, "k": k})  # type: ignore[return-value]
-    quantity, cotangent = quantity_of(normalize), cotangent_of(measure)
-    several = all_fitted(task, posterior)
-    count = sum(len(q.run) for _, q in several)
-    works, where = [], test_task
-    for _, q in several:
-        for p in q.run:
-            at = task.holding(p.buffers)
-            at, where = at.quiet if works else at, check_test(test_task, at, "test_task")
-            own = loss_gradient if q.earlier else mean_errors(at, p)
-            share = (1.0 if normalize else q.temperature) / (len(q.run) * len(several))
-            works.append(_share(at, p, where, cotangent, own, normalize, count, share))
-    q, words = several[-1][1], measure if isinstance(measure, str) else measure.__name__
-    unlike = unlike_training(task.holding(q.buffers), where, q.mean)
-    about = Pairs(task, q, where, words, quantity, count, unlike)
-    if k is not None:
-        check_k(k, task.n_data)
-        blocks: dict[int, Best] = {}
-        for piece in _summed(works):
-            blocks.setdefault(int(piece.test[0]), Best(k)).add(piece.train, piece.values)
-        for best in blocks.values():
-            best.shared(task.n_data)
-        return joined(list(blocks.values()), about)
-    n_test = where.n_data
-    _check_room(task.n_data, n_test, next(iter(q.mean.values())).element_size())
-    matrix: Tensor | None = None
-    for piece in _summed(works):
-        if matrix is None:
-            matrix = piece.values.new_zeros((task.n_data, n_test), device="cpu")
-        columns = slice(int(piece.test[0]), int(piece.test[-1]) + 1)
-        matrix[ranks.rows(piece.train), columns] = piece.values.cpu()
-    assert matrix is not None
-    ranks.total([matrix])
-    return Influence.of(matrix, about)
-
-
-def _summed(works: Sequence[Iterator[Piece]]) -> Iterator[Piece]:
-    """Piece by piece the sum over the posteriors: all cut the matrix at the same places."""
-    for first, *others in zip(*works, strict=True):
-        for other in others:
-            first.values.add_(other.values)
-        yield first
-
-
-def _share(
-    task: Task,
-    q: Posterior,
-    test_task: Task,
-    cotangent: Cotangent,
-    own: Cotangent,
-    normalize: Normalize,
-    sharers: int,
-    share: float,
-) -> Iterator[Piece]:
-    """The share of one posterior in the answer, piece by piece; ``own``: the training examples'
-    cotangents."""
-    others: Tensor | None = None
-    if normalize == "cosine":
-        swept = chunks(test_task.quiet, q.mean, columns=1)
-        squares = [self_influence(q, c, cotangent(test_task, c)).cpu() for c in swept]
-        others = rooted(torch.cat(squares))
-    how: dict[str, Any] = {"cotangent": cotangent, "train_cotangent": own, "sharers": sharers}
-    how |= {"squares": bool(normalize), "indices": shared(task, q.mean)}
-    for piece in pieces(task, q, test_task, **how):
-        piece.values.mul_(share)
-        if normalize:
-            piece.values.div_(rooted(piece.squares).unsqueeze(1).to(piece.values))
-        if others is not None:
-            piece.values.div_(others[piece.test].to(piece.values))
-        yield piece
-
-
-def _check_room(n_train: int, n_test: int, itemsize: int) -> None:
-    """Raise unless this machine's memory could hold the answer."""
-    size, memory = n_train * n_test * itemsize, physical_memory()
-    if size > memory:
-        raise InputError(
-            f"influence [{n_train:,}, {n_test:,}] takes {size / 2**30:,.0f} of "
-            f"{memory / 2**30:,.0f} GiB; use k="
-        )
-
-
-def cotangent_of(measure: Measure) -> Cotangent:
-    """∂(measure)/∂f of every example of a chunk.
-
-    Raises:
-        InputError: an unknown word, or a function that does not give one number per example, or
-            none that has a gradient.
-    """
-    if isinstance(measure, str) and measure == "loss":
-        return loss_gradient
-    if not callable(measure):
-        raise InputError(f'measure must be "loss" or (outputs, targets) -> [B], got {measure!r}')
-
-    def gradient(task: Task, chunk: Chunk) -> Tensor:
-        with torch.enable_grad():
-            outputs = chunk.outputs.detach().clone().requires_grad_()
-            values: Any = measure(outputs, chunk.targets)
-            if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
-                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise InputError(f"measure must give one number per example; got {got}")
-            if not values.requires_grad:
-                raise InputError(
-                    "measure has no gradient in the outputs (a count, or detached): use a smooth "
-                    "one, as the loss or a probability"
-                )
-            (slope,) = torch.autograd.grad(values.sum(), outputs)
-        return slope.detach()
-
-    return gradient
+    subject = subject_of(task, posterior)
+    return subject.influence_on(test_task, measure, normalize, k)

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.engine import predict
 from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.gaussian import Posterior
-from blr_analysis.sensitivity.selection import Selection, groups_by, select
-from blr_analysis.task import Task
+from blr_analysis.sensitivity.selection import Selection, groups_by
 from blr_analysis.views import Tabular, make_plot
 
 Normalize = bool | str
@@ -71,17 +68,19 @@ def rooted(squares: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The two tasks that an influence is between, and how it was computed.
+    """The training and test examples that an influence is between, and how it was computed.
 
     Attributes:
+        subject: the posterior and its training data
+            (:class:`~blr_analysis.sensitivity.subjects.Subject`).
+        test: the test examples, as the model takes them.
         quantity: "influence", "normalized_influence" or "cosine".
-        checkpoints: of how many posteriors it is the mean; ``posterior`` is the last.
+        checkpoints: of how many posteriors it is the mean.
         unlike: how the test data differ from the training data, in one line; "".
     """
 
-    task: Task = field(repr=False)
-    posterior: Posterior = field(repr=False)
-    test_task: Task = field(repr=False)
+    subject: Any = field(repr=False)
+    test: Any = field(repr=False)
     measure: str = "loss"
     quantity: str = "influence"
     checkpoints: int = 1
@@ -90,26 +89,20 @@ class Pairs:
     @property
     def note(self) -> str:
         """Why not to trust it, in one line; "" where nothing speaks against it."""
-        return "; ".join(filter(None, [self.unlike, self.posterior.note]))
+        return "; ".join(filter(None, [self.unlike, self.subject.note]))
 
     def __str__(self) -> str:
         """What sets it apart from the plain influence of one posterior; usually nothing."""
         words = [] if self.quantity == "influence" else [self.quantity]
         if self.checkpoints > 1:
             words.append(f"mean of {self.checkpoints} checkpoints")
-        return ", ".join([*words, *filter(None, [self.note])])
+        if self.note:
+            words.append(self.note)
+        return ", ".join(words)
 
     def described(self, indices: Tensor, *, test: bool = False) -> dict[str, Tensor]:
-        """Target and prediction of these examples, by forward passes; empty for sequences."""
-        task = self.test_task if test else self.task
-        if task.likelihood.is_sequence or not len(indices):
-            return {}
-        unique, places = indices.unique(return_inverse=True)
-        outputs, targets = predict(task.subset(unique), self.posterior.mean)
-        return {
-            "target": targets[places],
-            "prediction": task.likelihood.prediction(outputs)[places],
-        }
+        """Target and prediction of these examples, by forward passes; empty without outputs."""
+        return self.subject.described(indices, self.test if test else None)
 
 
 class BetweenTasks:
@@ -186,11 +179,11 @@ class Influence(BetweenTasks, Tensor, Tabular):
             raise InputError("only plain influences add up to a group's; leave normalize= out")
         if selection is not None and by is not None:
             raise InputError("give a selection or by=, not both")
-        about = self.pairs.task, self.pairs.posterior
+        subject = self.pairs.subject
         if selection is not None:
-            groups: dict[Any, Tensor] = {"selection": select(selection, *about, name="selection")}
+            groups: dict[Any, Tensor] = {"selection": subject.select(selection, "selection")}
         else:
-            groups = groups_by("target" if by is None else by, *about)
+            groups = groups_by("target" if by is None else by, subject)
         values = torch.stack([self.matrix[rows].sum(0) for rows in groups.values()])
         sizes = torch.tensor([len(rows) for rows in groups.values()])
         return GroupInfluence(tuple(groups), sizes, values)
@@ -358,8 +351,8 @@ def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
         for part in (0, 1)
     )
     sides = (helpful, high, harmful, low)
-    said = {"quantity": pairs.quantity, "note": pairs.note}
-    return TopInfluence(*sides, pairs.task.metadata, pairs, **said)
+    metadata = pairs.subject.metadata
+    return TopInfluence(*sides, metadata, pairs, quantity=pairs.quantity, note=pairs.note)
 
 
 def check_k(k: Any, n: int) -> int:

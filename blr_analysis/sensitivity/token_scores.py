@@ -27,11 +27,12 @@ from blr_analysis.posterior.gaussian import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite
+from blr_analysis.sensitivity.door import checked_posterior
 from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, preconditioned
 from blr_analysis.sensitivity.results import PerExample
 from blr_analysis.sensitivity.run import PART, stands_alone
-from blr_analysis.sensitivity.scores import fitted
-from blr_analysis.sensitivity.selection import Selection, select
+from blr_analysis.sensitivity.selection import Selection
+from blr_analysis.sensitivity.subjects import subject_of
 from blr_analysis.task import Task
 
 
@@ -59,6 +60,17 @@ class TokenScores(PerExample):
     @property
     def losses_without(self) -> Tensor:
         return self.losses + self.change
+
+    def table_columns(self) -> dict[str, Any]:
+        """Columns of the table in order."""
+        return {
+            "sequence": self.sequence,
+            "position": self.position,
+            "target": self.target,
+            "loss": self.losses,
+            "change": self.change,
+            "loss_without": self.losses_without,
+        }
 
     def __repr__(self) -> str:
         sequences = len(self.sequence.unique())
@@ -105,10 +117,10 @@ def token_sensitivity(
     instance("task", task, Task, "a blr_analysis.Task")
     if not isinstance(task.likelihood, TokenCategorical):
         raise InputError(f'{task.likelihood} has no target per token: "tokens" or "causal_lm"')
-    q = fitted(task, posterior)
+    q = checked_posterior(task, posterior)
     order = torch.arange(task.n_data)
     if sequences is not None:
-        order = select(sequences, task, q, name="sequences")
+        order = subject_of(task, q).select(sequences, "sequences")
     parts = []
     for i in track(order, total=len(order), label="tokens", show=task.progress):
         tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
@@ -140,7 +152,7 @@ def token_influence(
     Returns:
         Columns: question, example, position, target (token id), influence (nats).
     """
-    q = fitted(task, posterior)
+    q = checked_posterior(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
     parts: list[tuple[Tensor, ...]] = []
     for j, row in enumerate(sources):

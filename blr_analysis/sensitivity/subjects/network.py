@@ -1,0 +1,391 @@
+"""A network with one output vector an example, and what it is without some of its data.
+
+    V_i = J_i Σ J_iᵀ,    ē_i = mean_t ∂ℓ_i/∂f (t)
+
+prediction variance and prediction error, the error averaged over the posterior's run. Without
+example i its output would move by τ V_i ē_i, τ the posterior's temperature (Nickl et al., NeurIPS
+2023); of several runs the means of their moves are taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis import ranks
+from blr_analysis.backprop.engine import Chunk, chunks, n_outputs, predict
+from blr_analysis.backprop.record import shared
+from blr_analysis.errors import InputError
+from blr_analysis.likelihoods import Gaussian, Likelihood
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.predictive import scored_by
+from blr_analysis.sensitivity.corrections import (
+    CORRECTION_NAMES,
+    HIGH,
+    bound_of,
+    left_out_by,
+    prediction_variances,
+    self_influence,
+    taken,
+)
+from blr_analysis.sensitivity.door import (
+    checked_addition,
+    checked_evaluation,
+    checked_labels,
+    checked_runs,
+)
+from blr_analysis.sensitivity.influence.between import influence_between
+from blr_analysis.sensitivity.labels import best_label
+from blr_analysis.sensitivity.removal import PASSES, descended_removals
+from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
+from blr_analysis.sensitivity.run import losses_at, mean_errors, mean_losses
+from blr_analysis.sensitivity.selection import Columns, select
+from blr_analysis.sensitivity.solvers import Change, Settings, Solvers
+from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
+from blr_analysis.sensitivity.twins import responses_of
+from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
+from blr_analysis.task import Task
+
+BELOW_CHANCE = "below chance with leverages of 1 or more, no estimate: calibrate, or refine="
+AVERAGED = ("error", "variance", "deviation", "self_influence")  # over several posteriors
+MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
+MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
+
+
+class Network(Subject):
+    """A network and its data under the posteriors of one or several runs.
+
+    Attributes:
+        runs: each posterior with the task that has its buffers, the last one last.
+        task, posterior: the last of them.
+    """
+
+    kind = "a network"
+    likelihood: Likelihood
+
+    def __init__(self, task: Task, posterior: Any) -> None:
+        self.runs = checked_runs(task, posterior)
+        self.task, self.posterior = self.runs[-1]
+        self.n = self.task.n_data
+        self.metadata = self.task.metadata
+        self.likelihood = self.task.likelihood
+
+        self.progress = self.task.progress
+        self.note = self.posterior.note
+
+    def scores(self, variance: bool | None = None) -> Scores:
+        scores, totals = None, dict[str, Tensor]()
+        for task, posterior in self.runs:
+            scores = self._scores_at(task, posterior, variance)
+            for name in AVERAGED:
+                values = getattr(scores, name)
+                if values is not None:
+                    totals[name] = totals[name].add_(values) if name in totals else values.clone()
+        assert scores is not None
+        if len(self.runs) == 1:
+            return scores
+        means = {name: total.div_(len(self.runs)) for name, total in totals.items()}
+        return replace(scores, **means)
+
+    def _scores_at(self, task: Task, posterior: Posterior, variance: bool | None) -> Scores:
+        """Those under one posterior: τ V at its mean, errors averaged over its run."""
+        if variance is None:
+            outputs = n_outputs(task, posterior.mean)
+            affordable = task.n_data * outputs**2 <= MOST_NUMBERS
+            variance = outputs <= MOST_OUTPUTS and affordable
+        columns = scores_by_chunk(task, posterior, variance)
+        outputs, move = columns.pop("outputs"), columns.pop("move", None)
+        deviation = None
+        if move is not None:
+            deviation = task.likelihood.distance(outputs, outputs + move)
+        return Scores(
+            **columns,
+            deviation=deviation,
+            outputs=outputs,
+            losses=task.likelihood.nll(outputs, columns["targets"]),
+            predictions=task.likelihood.prediction(outputs),
+            likelihood=task.likelihood,
+            metadata=task.metadata,
+            note=posterior.note,
+        )
+
+    def left_out(self, correction: str = "auto", refine: int = 0) -> LeaveOneOut:
+        if refine and len(self.runs) > 1:
+            raise InputError("refine= takes one posterior; use refine=0")
+        moves = [moves_at(task, posterior, correction) for task, posterior in self.runs]
+        last = moves[-1]
+        likelihood = self.likelihood
+        mean_move = torch.stack([each.move for each in moves]).mean(0)
+        after = likelihood.moved(last.outputs, mean_move)
+        if refine:
+            self._refine(after, last, refine)
+        result = LeaveOneOut(
+            logits=after,
+            losses=likelihood.nll(after, last.targets),
+            losses_before=likelihood.nll(last.outputs, last.targets),
+            predictions=likelihood.prediction(after),
+            predictions_before=likelihood.prediction(last.outputs),
+            targets=last.targets,
+            deviation=likelihood.distance(last.outputs, after),
+            leverage=last.leverage,
+            unfamiliarity=last.unfamiliarity,
+            correction=[CORRECTION_NAMES[k] for k in last.correction.tolist()],
+            likelihood=likelihood,
+            metadata=self.metadata,
+            note=self._left_out_note(last),
+        )
+        if not result.is_below_chance:
+            return result
+        return replace(result, note="; ".join(filter(None, [BELOW_CHANCE, self.note])))
+
+    def _refine(self, after: Tensor, moves: Moves, count: int) -> None:
+        """Leave those whose loss is estimated to change most out by a descent, in place."""
+        likelihood = self.likelihood
+        before = likelihood.nll(moves.outputs, moves.targets)
+        change = (likelihood.nll(after, moves.targets) - before).abs()
+        rows = change.argsort(descending=True, stable=True)[:count].sort().values
+        removals = descended_removals(self.task, self.posterior, rows, passes=PASSES)
+        solved = rows[~removals.lost]
+        after[solved] = torch.cat(removals.outputs)[~removals.lost]
+        moves.correction[solved] = CORRECTION_NAMES.index("descent")
+        if len(solved) < count:
+            warnings.warn(
+                f"{count - len(solved)} of {count} examples keep their estimate: each pulls at the "
+                "model less than the training that is left to do; train on to the minimum",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _left_out_note(self, moves: Moves) -> str:
+        estimated = moves.correction != CORRECTION_NAMES.index("descent")
+        steep = int(((moves.leverage > HIGH) & estimated).sum())
+        is_curved = not isinstance(self.likelihood.kind, Gaussian)
+        notes = [self.note] if self.note else []
+        if steep and is_curved and self.posterior.at_minimum:
+            number = "1 left-out loss is a rough estimate"
+            if steep > 1:
+                number = f"{steep} left-out losses are rough estimates"
+            notes.append(f"{number} (leverage above {HIGH}); refine={steep} solves them exactly")
+        return "; ".join(notes)
+
+    def influence_on(self, test: Any, measure: Any, normalize: Any, k: int | None) -> Any:
+        return influence_between(self, test, measure=measure, normalize=normalize, k=k)
+
+    def change(self, remove: Any, add: Any, relabel: Any) -> Change:
+        leaving = torch.empty(0, dtype=torch.long)
+        if remove is not None:
+            leaving = self.select(remove)
+        if len(leaving) == self.n and add is None:
+            raise InputError(
+                f"remove selects all {self.n} examples; leave at least one, or add others"
+            )
+        new = None if add is None else checked_addition(add, self.task)
+        change = Change(leaving, new, checked_labels(relabel, self.task, leaving))
+        if not change.count:
+            raise InputError("nothing to change: give remove=, add= or relabel=")
+        return change
+
+    def answering(self, settings: Settings) -> Callable[[Change], WhatIf]:
+        where = self.task
+        if settings.evaluate is not None:
+            where = checked_evaluation(settings.evaluate, self.task, self.posterior)
+        return Solvers(self.runs, where, settings)
+
+    def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
+        assert left_out.logits is not None and left_out.targets is not None
+        losses = torch.stack([mean_losses(self.task, q) for _, q in self.runs]).mean(0)
+        contradicted = first_by(losses, share)
+        wrong = None
+        if self.likelihood.is_classification:
+            contradicted, wrong = self._against_the_label(left_out.logits, left_out.targets)
+        _, proposed = best_label(self.likelihood.plain, left_out.logits, left_out.targets)
+        return Suspects(
+            losses=losses,
+            training=self._last_losses(),
+            left_out=scored_by(self.likelihood).nll(left_out.logits, left_out.targets),
+            contradicted=contradicted,
+            wrong=wrong,
+            unfamiliarity=left_out.unfamiliarity,
+            proposed=proposed,
+            targets=left_out.targets,
+            predictions=left_out.predictions_before,
+        )
+
+    def _last_losses(self) -> Tensor:
+        """The unweighted losses at the end of the run."""
+        return losses_at(self.task, {**self.posterior.mean, **self.posterior.buffers})
+
+    def _against_the_label(self, left_out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the left-out prediction, or those of most of the run, have another label; and
+        P(y_i is wrong)."""
+        plain = self.likelihood.plain
+        run = [
+            predict(self.task.holding(q.buffers), q.mean)[0] for q in self.posterior.run
+        ]
+        votes = torch.stack([best_label(plain, outputs, targets)[0] > 0 for outputs in run])
+        contradicted_in_the_run = votes.double().mean(0) > 0.5
+        contradicted_without = best_label(plain, left_out, targets)[0] > 0
+        scale_is_measured = self.posterior.at_minimum or "calibration" in self.posterior.record
+        outputs = left_out
+        if not scale_is_measured:
+            outputs = torch.stack([*run[:-1], left_out]).mean(0)
+        wrong = chance_of_wrong_labels(plain, outputs, targets)
+        return contradicted_in_the_run | contradicted_without, wrong
+
+    def responses(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        return responses_of(self.task, self.posterior, samples=samples, seed=seed)
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return Columns(self)
+
+    def column(self, name: str) -> Sequence[Any]:
+        return self._columns[name]
+
+    def cheap_columns(self) -> dict[str, Tensor]:
+        """Columns of the table that need forward passes alone."""
+        outputs, targets = predict(self.task, self.posterior.mean)
+        return {
+            "index": torch.arange(self.n),
+            "target": targets,
+            "prediction": self.likelihood.prediction(outputs),
+            "loss": self.likelihood.nll(outputs, targets),
+        }
+
+    def described(self, indices: Tensor, test: Any = None) -> dict[str, Tensor]:
+        task = self.task if test is None else test
+        if not len(indices):
+            return {}
+        unique, places = indices.unique(return_inverse=True)
+        outputs, targets = predict(task.subset(unique), self.posterior.mean)
+        predictions = task.likelihood.prediction(outputs)
+        return {"target": targets[places], "prediction": predictions[places]}
+
+    def select(self, selection: Any, name: str = "remove") -> Tensor:
+        return select(selection, self, name=name, labels=self.task.examples.labels)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Every example's output, and how far it moves without the example; ``[N, …]``, on the CPU.
+
+    Attributes:
+        outputs, targets: f_i and y_i.
+        move: f_i^{\\i} − f_i.
+        leverage: the largest eigenvalue of τ V_i Λ_i.
+        correction: places in CORRECTION_NAMES.
+        unfamiliarity: tr Λ_i V_i.
+        self_influence: ē_iᵀ τ V_i ē_i.
+    """
+
+    outputs: Tensor
+    targets: Tensor
+    move: Tensor
+    leverage: Tensor
+    correction: Tensor
+    unfamiliarity: Tensor
+    self_influence: Tensor
+
+
+def moves_at(
+    task: Task, posterior: Posterior, correction: str, indices: Tensor | None = None
+) -> Moves:
+    """How far the outputs of all examples, or of these, move without them."""
+    order = shared(task, posterior.mean) if indices is None else indices
+    errors = mean_errors(task, posterior)
+    method = taken(posterior, correction)
+    bound = bound_of(posterior)
+    parts: list[Moves] = []
+    for chunk in chunks(task, posterior.mean, by_parts=True, indices=order, label="leave one out"):
+        error = errors(task, chunk)
+        for rows, v in prediction_variances(posterior, chunk):
+            likelihood = task.likelihood.at(chunk.indices[rows])
+            f, y, e = chunk.outputs[rows], chunk.targets[rows], error[rows]
+            unfamiliarity = (likelihood.hessian(f, y) * v).sum((1, 2))
+            v.mul_(posterior.temperature)
+            move, leverage, used = left_out_by(method, f, y, e, v, likelihood, bound)
+            influence = torch.einsum("nc,ncd,nd->n", e, v, e)
+            columns = (f, y, move, leverage, used, unfamiliarity, influence)
+            parts.append(Moves(*(t.cpu() for t in columns)))
+    moves = _joined(parts)
+    if indices is not None or len(order) == task.n_data:
+        return moves
+    gathered = {
+        f.name: ranks.gathered(getattr(moves, f.name), order, task.n_data) for f in fields(Moves)
+    }
+    return Moves(**gathered)
+
+
+def _joined(parts: Sequence[Moves]) -> Moves:
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Moves)}
+    return Moves(**{name: torch.cat(tensors) for name, tensors in columns.items()})
+
+
+def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[str, Tensor]:
+    """Columns ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
+    ``variance`` and ``move`` = τV ē of all examples, filled chunk by chunk: nothing is held
+    twice."""
+    own_rows = shared(task, posterior.mean)
+    errors = mean_errors(task, posterior)
+    # Where other ranks fill rows, too, the others' rows start as zeros and are summed.
+    allocate = torch.empty if len(own_rows) == task.n_data else torch.zeros
+    columns: dict[str, Tensor] = {}
+    sweep = chunks(
+        task,
+        posterior.mean,
+        columns=None if variance else 1,
+        by_parts=variance,
+        indices=own_rows,
+        label="sensitivity",
+    )
+    for chunk in sweep:
+        for indices, values in _chunk_scores(posterior, chunk, errors(task, chunk), variance):
+            if not columns:
+                columns = {
+                    name: allocate(task.n_data, *t.shape[1:], dtype=t.dtype)
+                    for name, t in values.items()
+                }
+            rows = ranks.rows(indices)
+            for name, value in values.items():
+                columns[name][rows] = value
+    ranks.total(list(columns.values()))
+    return columns
+
+
+def _chunk_scores(
+    posterior: Posterior, chunk: Chunk, error: Tensor, variance: bool
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The columns of some examples at a time, and which they are."""
+    tau = posterior.temperature
+    if not variance:
+        yield (
+            chunk.indices,
+            {
+                "error": error,
+                "outputs": chunk.outputs,
+                "targets": chunk.targets,
+                "self_influence": tau * self_influence(posterior, chunk, error, last=True),
+            },
+        )
+        return
+    for rows, v in prediction_variances(posterior, chunk):
+        v.mul_(tau)
+        e = error[rows]
+        move = torch.bmm(v, e.unsqueeze(-1)).squeeze(-1)
+        yield (
+            chunk.indices[rows],
+            {
+                "error": e,
+                "outputs": chunk.outputs[rows],
+                "targets": chunk.targets[rows],
+                "self_influence": (move * e).sum(-1),
+                "variance": v,
+                "move": move,
+            },
+        )

@@ -1,0 +1,163 @@
+"""A network of sequences; a language model's T·C outputs are never held.
+
+For a sequence i with loss ℓ_i = Σ_t ℓ_it and gradient g_i = Σ_t ∇ℓ_it,
+
+    self-influence      g_iᵀ Σ g_i             the first-order rise of ℓ_i without the sequence
+    leave-one-out loss  ℓ_i + g_iᵀ Σ g_i
+
+from one backward pass per sequence. Nothing of size T·C outlives its chunk: what is kept is a few
+numbers per sequence. The trace of the prediction variance is estimated with random signs z_k at the
+outputs of the tokens that count (Hutchinson, 1990), one backward pass each:
+
+    tr V_i ≈ 1/K Σ_k z_kᵀ V_i z_k,    V_i = J_i Σ J_iᵀ
+
+its standard error by the spread of the K terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr_analysis import ranks
+from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.record import shared
+from blr_analysis.errors import InputError
+from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.sensitivity.corrections import self_influence
+from blr_analysis.sensitivity.results import LeaveOneOut, Scores
+from blr_analysis.sensitivity.run import mean_errors, mean_losses
+from blr_analysis.sensitivity.subjects.contract import Suspects, first_by
+from blr_analysis.sensitivity.subjects.network import Network
+from blr_analysis.task import Task
+
+DRAWS = 4  # random cotangents of a sequence
+
+Draw = Callable[[Chunk, torch.Generator], Tensor]
+
+
+class Sequences(Network):
+    """A network of sequences: one number an example where :class:`Network` has a vector."""
+
+    kind = "a network of sequences"
+
+    def _scores_at(self, task: Task, posterior: Posterior, variance: bool | None) -> Scores:
+        return sequence_scores(task, posterior, variance=bool(variance))
+
+    def left_out(self, correction: str = "auto", refine: int = 0) -> LeaveOneOut:
+        if correction == "cavity":
+            raise InputError('correction="cavity" needs one output per example; use "first_order"')
+        if refine:
+            raise InputError("refine= takes no sequences; use refine=0")
+        scores = self.scores()
+        assert scores.self_influence is not None
+        return LeaveOneOut(
+            losses=scores.losses + scores.self_influence,
+            losses_before=scores.losses,
+            tokens=scores.tokens,
+            correction=["first_order"] * len(scores),
+            likelihood=self.likelihood,
+            metadata=self.metadata,
+            note=self.note,
+        )
+
+    def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
+        assert left_out.tokens is not None
+        losses = torch.stack([mean_losses(self.task, q) for _, q in self.runs]).mean(0)
+        losses = losses / left_out.tokens
+        return Suspects(
+            losses=losses,
+            training=self._last_losses() / left_out.tokens,
+            left_out=left_out.losses / left_out.tokens,
+            contradicted=first_by(losses, share),
+            unfamiliarity=self._unfamiliarity(),
+        )
+
+    def described(self, indices: Tensor, test: Any = None) -> dict[str, Tensor]:
+        return {}
+
+    def cheap_columns(self) -> dict[str, Tensor]:
+        return {}
+
+    def _unfamiliarity(self) -> Tensor:
+        """tr(Λ_i V_i), estimated by labels that the model draws itself."""
+        sweep = chunks(self.task, self.posterior.mean, columns=1, label="unfamiliarity")
+        traces = [trace(self.posterior, chunk, drawn_errors)[0].cpu() for chunk in sweep]
+        return torch.cat(traces)
+
+
+def sequence_scores(
+    task: Task, posterior: Posterior, *, variance: bool = False, indices: Tensor | None = None
+) -> Scores:
+    """Losses, self-influences and token counts of a task's sequences, chunk by chunk.
+
+    Args:
+        variance: whether tr V_i is estimated.
+        indices: the sequences; None: all.
+
+    Raises:
+        ModelError, DataError: as :func:`blr_analysis.sensitivity`; also a sequence without a
+            single token that counts.
+    """
+    divided = indices is None and not variance  # random signs are drawn chunk by chunk
+    own_rows = shared(task, posterior.mean) if divided else indices
+    errors = mean_errors(task, posterior)
+    parts: list[dict[str, Tensor]] = []
+    for chunk in chunks(task, posterior.mean, columns=1, indices=own_rows, label="sequences"):
+        error = errors(task, chunk)
+        influence = self_influence(posterior, chunk, error, last=not variance)
+        values = {
+            "losses": chunk.likelihood.nll(chunk.outputs, chunk.targets),
+            "self_influence": posterior.temperature * influence,
+            "tokens": counted_tokens(chunk).sum(-1),
+            "error": torch.linalg.vector_norm(error.flatten(1), dim=1),
+        }
+        if variance:
+            values["variance"], values["variance_error"] = trace(posterior, chunk, signs)
+        parts.append({name: t.cpu() for name, t in values.items()})
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if divided and own_rows is not None:
+        columns = {n: ranks.gathered(t, own_rows, task.n_data) for n, t in columns.items()}
+    return Scores(
+        **columns,
+        likelihood=task.likelihood,
+        metadata=task.metadata,
+        note=posterior.note,
+    )
+
+
+def counted_tokens(chunk: Chunk) -> Tensor:
+    """Which tokens count, ``[B, T]``."""
+    counted = chunk.likelihood.counted(chunk.targets)
+    assert counted is not None
+    return counted
+
+
+def trace(posterior: Posterior, chunk: Chunk, draw: Draw) -> tuple[Tensor, Tensor]:
+    """1/K Σ_k z_kᵀ V_i z_k for z_k that ``draw`` gives, and its standard error, ``[B]`` each."""
+    first = int(chunk.indices[0])
+    estimates = []
+    for k in range(DRAWS):
+        generator = torch.Generator().manual_seed(DRAWS * first + k)
+        estimates.append(self_influence(posterior, chunk, draw(chunk, generator)))
+    stacked = torch.stack(estimates)
+    return stacked.mean(0), stacked.std(0) / DRAWS**0.5
+
+
+def signs(chunk: Chunk, generator: torch.Generator) -> Tensor:
+    """±1 at every output of the tokens that count, whose mean square is the identity."""
+    counted = counted_tokens(chunk)
+    bits = torch.empty(chunk.outputs.shape, dtype=torch.int8).random_(2, generator=generator)
+    plus_minus = bits.to(chunk.outputs).mul_(2).sub_(1)
+    return plus_minus.mul_(counted.unsqueeze(-1))
+
+
+def drawn_errors(chunk: Chunk, generator: torch.Generator) -> Tensor:
+    """The errors of labels that the model itself draws, whose mean square is Λ."""
+    outputs = chunk.outputs.cpu()
+    targets = chunk.targets.cpu()
+    labels = chunk.likelihood.resample(outputs, targets, generator).to(chunk.targets)
+    return chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, labels)
