@@ -1,7 +1,8 @@
 """Results as pandas DataFrames, and DataFrames as files.
 
-A result with one row per example names its columns itself (``table_columns()``); else one function makes
-its rows. It is found by the name of the result's class or of a base of it. The columns of examples:
+A result with one row per example names its columns itself (``table_columns()``); else one function
+makes its rows. It is found by the name of the result's class or of a base of it. The columns of
+examples:
 
 ================= ============================================================= ==============
 column            what                                                          more is

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, InputError, ModelError, PosteriorWarning
-from blr_analysis.sensitivity.training import trained, whole_data
 from blr_analysis.sensitivity.solvers import WIDENED
+from blr_analysis.sensitivity.training import trained, whole_data
 from blr_analysis.snapshots import read, state_of, thinned
 
 N, EPOCHS, BATCH = 120, 16, 20

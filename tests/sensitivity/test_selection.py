@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -172,7 +172,10 @@ def test_several_outputs_have_the_tables_names() -> None:
     task = blr.Task(mlp(), (x, x[:, :3]), likelihood="gaussian")
     q = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
     above = x[:, 1] > 0
-    assert subject_of(task, q).select(lambda row: row.target_1 > 0).tolist() == above.nonzero()[:, 0].tolist()
+    assert (
+        subject_of(task, q).select(lambda row: row.target_1 > 0).tolist()
+        == above.nonzero()[:, 0].tolist()
+    )
     with pytest.raises(InputError, match="target_0"):
         subject_of(task, q).select(lambda row: row.target > 0)
 
