@@ -194,7 +194,7 @@ ONE = scores_of([0.1], [0.1])
         (lambda: blr.memory_map(scores_of([0.1, 0.2], [float("inf"), 1.0])), "finite"),
         (lambda: blr.memory_map(scores_of([], [])), "one example or more"),
         (lambda: blr.memory_map(ONE, quantile=float("nan")), "quantile must be"),
-        (lambda: blr.memory_map([1.0, 2.0]), "scores of a network"),
+        (lambda: blr.memory_map([1.0, 2.0]), "prediction error and variance"),
         (lambda: blr.memory_map(ONE).indices("memorised"), "'memorable', got"),
         (lambda: classes_of(torch.tensor([0.5, 1.0])), "whole-number target"),
         (lambda: classes_of(torch.zeros(2, 2)), "whole-number target"),

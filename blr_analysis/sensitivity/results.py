@@ -312,9 +312,7 @@ class LeaveOneOut(PerExample, Plottable):
         return words
 
 
-def agreement_beyond_chance(
-    evaluation: Evaluation, predictions: Tensor, targets: Tensor
-) -> float:
+def agreement_beyond_chance(evaluation: Evaluation, predictions: Tensor, targets: Tensor) -> float:
     """How much more often predictions agree with their own targets than with those of others;
     of regression their covariance with the targets, which is 0 of shuffled ones."""
     if evaluation.correct is None:

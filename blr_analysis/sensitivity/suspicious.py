@@ -134,9 +134,7 @@ def suspicions_of(
     )
 
 
-def judged(
-    suspects: Suspects, closeness: Tensor | None, share: float
-) -> tuple[list[str], Tensor]:
+def judged(suspects: Suspects, closeness: Tensor | None, share: float) -> tuple[list[str], Tensor]:
     """The kind of every example, and all of them in order: the contradicted by their loss, then
     strangers, then duplicates, each the first ``share`` of its ranking, then the rest by loss.
 

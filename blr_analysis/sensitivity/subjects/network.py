@@ -225,9 +225,7 @@ class Network(Subject):
         """Where the left-out prediction, or those of most of the run, have another label; and
         P(y_i is wrong)."""
         plain = self.likelihood.plain
-        run = [
-            predict(self.task.holding(q.buffers), q.mean)[0] for q in self.posterior.run
-        ]
+        run = [predict(self.task.holding(q.buffers), q.mean)[0] for q in self.posterior.run]
         votes = torch.stack([best_label(plain, outputs, targets)[0] > 0 for outputs in run])
         contradicted_in_the_run = votes.double().mean(0) > 0.5
         contradicted_without = best_label(plain, left_out, targets)[0] > 0
