@@ -171,14 +171,15 @@ class TestWhatIf(CommandContract):
         assert cells(said, "all")[:4] == row and result.interval is not None
         words, (low, high) = " ".join(said.split()), result.interval
         assert f"{result.removed} of 60 training examples" in words
-        assert f"between {low:.3f} and {high:.3f}" in words and "by short trainings" in words
+        assert f"between {low:.3f} and {high:.3f}" in words
+        assert result.solver == "retrain" and "by whole trainings" in words
         pd.testing.assert_frame_equal(pd.read_parquet(out / "by_class.parquet"), result.by_class)
         left = load_file(out / "without.safetensors")
         assert torch.equal(left["1.weight"], result.parameters["1.weight"])
 
     def test_solvers_are_named(self, here: Path, capsys: Any) -> None:
         task, _, q = inputs()
-        named = {"posterior": "in one step", "cg": "a descent of", "retrain": "by whole trainings"}
+        named = {"posterior": "in one step", "cg": "a descent of", "replay": "by short trainings"}
         for solver, said in named.items():
             argv = ("what-if", TASK, *Q, "--decisions", "d.csv", "--solver", solver)
             code, out, err = run(capsys, *argv)
