@@ -1,7 +1,7 @@
 """Written beside its target, then renamed into place, by one run at a time.
 
-A run that is killed leaves the old file or folder, or none, and never a half; what it left of its
-draft is removed when the target is written next.
+A run that is killed leaves the old file or folder, or none, and never a half. The next run that
+writes the target removes the draft of the killed one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from blr_analysis.checks import path_of
 from blr_analysis.errors import StorageError
 
-_HELD: set[tuple[Path, int]] = set()  # what each thread of this process writes just now
+_WRITTEN_NOW: set[tuple[Path, int]] = set()  # targets and the threads that write them
 
 
 @contextmanager
 def drafted(target: Path) -> Iterator[Path]:
     """A name to write a file or a folder to, which takes ``target``'s place if all goes well.
 
-    A file is replaced in one step. A folder takes two (the old one away, the new one in): a run
-    killed between them leaves none, and one that fails there puts the old one back. Missing
+    A file is replaced in one step. A folder takes two: the old one away, the new one in. A run that
+    is killed between them leaves none, and a run that fails there puts the old one back. Missing
     parents of ``target`` are made.
 
     Raises:
@@ -43,11 +43,13 @@ def drafted(target: Path) -> Iterator[Path]:
         _worded(target),
         tempfile.TemporaryDirectory(dir=beside, ignore_cleanup_errors=True) as folder,
     ):
-        draft, old = Path(folder, "new"), Path(folder, "old")
+        draft = Path(folder, "new")
+        old = Path(folder, "old")
         yield draft
-        for file in (p for p in (draft, *draft.rglob("*")) if p.is_file()):
-            with open(file, "rb+") as written:
-                os.fsync(written.fileno())
+        for path in (draft, *draft.rglob("*")):
+            if path.is_file():
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
         if draft.is_dir() and target.exists():
             os.rename(target, old)
         elif not draft.is_dir():
@@ -62,9 +64,10 @@ def drafted(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(target: Path) -> Iterator[Path]:
-    """Until the block ends no other run writes ``target``: for work that is long before it writes.
+    """No other run writes ``target`` until the block ends: for long work before the writing.
 
-    What comes back is a hidden folder beside ``target``, gone afterwards.
+    Yields:
+        A hidden folder beside ``target``, which is removed at the end.
 
     Raises:
         StorageError: another run writes it, or the place cannot be written.
@@ -72,52 +75,55 @@ def held(target: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(target))
     beside = target.parent / f".{target.name[:100]}.unfinished"
     key = (target, threading.get_ident())
-    if key in _HELD:
+    if key in _WRITTEN_NOW:
         yield beside
         return
-    with ExitStack() as held:
+    with ExitStack() as at_the_end:
         with _worded(target):
             beside.mkdir(parents=True, exist_ok=True)
-            if not _locked(beside, held):
+            if not _locked(beside, at_the_end):
                 raise StorageError(
                     f"another run is writing {str(target)!r} just now: wait, or name another place."
                 )
-            held.callback(shutil.rmtree, beside, ignore_errors=True)
-            for left in beside.iterdir():  # by a run that was killed
-                shutil.rmtree(left)
-        _HELD.add(key)
-        held.callback(_HELD.remove, key)
+            at_the_end.callback(shutil.rmtree, beside, ignore_errors=True)
+            for leftover in beside.iterdir():  # of a run that was killed
+                shutil.rmtree(leftover)
+        _WRITTEN_NOW.add(key)
+        at_the_end.callback(_WRITTEN_NOW.remove, key)
         yield beside
 
 
 @contextmanager
 def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder for several files, made if need be, and ours until the block ends.
+    """A folder for several files, made if need be, which no other run writes until the block ends.
 
-    It is known to be writable before anything long begins. A folder made here, into which nothing
-    was written, is removed again.
+    Whether it can be written shows before anything long begins. A folder that was made here is
+    removed again if nothing was written into it.
 
     Raises:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
     """
     folder = Path(path_of(path)).expanduser()
-    there = folder.exists()
+    existed = folder.exists()
     try:
         with held(folder / "files"):
             yield folder
     finally:
-        with suppress(OSError):
-            if not there:
+        if not existed:
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
 def check_free(out: Path) -> None:
     """Raise :class:`StorageError` unless ``out`` is new, or an empty folder."""
     with _worded(out):
-        inside = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
-        if inside or (os.path.lexists(out) and not out.is_dir()):
-            what = f"is not empty (it holds {inside[0]!r})" if inside else "is there already"
-            raise StorageError(f"{str(out)!r} {what}: name a new one.")
+        if not out.is_dir():
+            if os.path.lexists(out):
+                raise StorageError(f"{str(out)!r} is there already: name a new one.")
+            return
+        names = sorted(path.name for path in out.iterdir())
+    if names:
+        raise StorageError(f"{str(out)!r} is not empty (it holds {names[0]!r}): name a new one.")
 
 
 def check_file(target: Path) -> None:
@@ -128,23 +134,27 @@ def check_file(target: Path) -> None:
 
 def check_room(out: Path, needed: int) -> None:
     """Raise :class:`StorageError` unless the disk of ``out`` has ``needed`` bytes free."""
-    place = next(p for p in out.absolute().parents if p.exists())
-    free = shutil.disk_usage(place).free
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
             f"the disk of {str(out)!r} has {free:,} of {needed:,} bytes free: make room."
         )
 
 
-def _locked(folder: Path, held: ExitStack) -> bool:
-    """Whether no other run has the folder, until ``held`` ends; as far as system and disk know."""
+def _locked(folder: Path, at_the_end: ExitStack) -> bool:
+    """Whether this run alone has the folder, as far as system and disk tell.
+
+    The lock is given back when ``at_the_end`` closes.
+    """
     try:
         import fcntl
 
         lock = os.open(folder, os.O_RDONLY)
-        held.callback(os.close, lock)
+        at_the_end.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), os.stat(folder))  # its last holder removes it
+        # The run that had the lock before removes the folder: then another stands there now.
+        return os.path.samestat(os.fstat(lock), os.stat(folder))
     except (ImportError, OSError) as error:
         return not isinstance(error, BlockingIOError)
 
