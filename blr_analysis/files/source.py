@@ -47,7 +47,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
 
 
 class Scratch:
-    """Buffers that one worker uses again and again: one per key, grown to what was asked for.
+    """Buffers that one worker uses again and again: one per key, as large as the largest use.
 
     >>> scratch = Scratch()
     >>> first = scratch.take("a", 16)
@@ -56,15 +56,16 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self.held: dict[Hashable, Tensor] = {}
+        self.buffers: dict[Hashable, Tensor] = {}
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
         """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
-        held = self.held.get(key)
-        if held is None or held.numel() < nbytes:
-            self.held.pop(key, None)
-            held = self.held[key] = torch.empty(nbytes, dtype=torch.uint8)
-        return held[:nbytes]
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.numel() < nbytes:
+            self.buffers.pop(key, None)  # before the larger one is made
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self.buffers[key] = buffer
+        return buffer[:nbytes]
 
     def array(
         self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device = CPU
@@ -76,14 +77,15 @@ class Scratch:
 
 
 class Owned(Scratch):
-    """Part of a caller's scratch: what the caller read from the same source is left alone."""
+    """Part of a caller's scratch, with keys of its own: the caller's buffers stay as they are."""
 
     def __init__(self, outer: Scratch, owner: Hashable) -> None:
         super().__init__()
-        self._outer, self._owner = outer, owner
+        self._outer = outer
+        self._owner = owner
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
-        """As of the caller's, under keys of the owner's own."""
+        """A buffer of the caller's, which no key of the caller's names."""
         return self._outer.take((self._owner, key), nbytes)
 
 
@@ -142,11 +144,10 @@ class Loaded(Source):
         if not isinstance(tensors, Mapping) or not tensors:
             raise InputError(f"{name} must be a state dict with at least one tensor")
         for key, value in tensors.items():
-            dense = isinstance(key, str) and isinstance(value, Tensor) and not value.is_meta
-            if not dense or value.is_sparse or value.is_quantized:
+            if not isinstance(key, str) or not _is_dense(value):
                 raise InputError(f"{name}: {key!r} is no dense tensor that holds numbers")
         self.name = name
-        self.held: dict[str, Tensor] = {k: v.detach() for k, v in tensors.items()}
+        self.held: dict[str, Tensor] = {key: value.detach() for key, value in tensors.items()}
         self.specs = specs_of(self.held)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
@@ -154,18 +155,25 @@ class Loaded(Source):
 
 
 def fingerprint(source: Source, *, most: int | None = None, progress: bool | None = None) -> str:
-    """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name;
-    with ``most``, of its first so many numbers alone, which tells models apart in little time.
+    """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name.
 
     Two folders that hold the same tensors agree, whatever their shards and metadata.
+
+    Args:
+        source: the tensors.
+        most: how many numbers of each tensor are read, which tells models apart in little time;
+            None: all.
+        progress: a bar; None: on a terminal when it takes long.
 
     Raises:
         StorageError: a file cannot be read.
     """
-    digest, scratch = hashlib.sha256(), Scratch()
+    digest = hashlib.sha256()
+    scratch = Scratch()
     for name in track(sorted(source.specs), label="sha256", show=progress):
         spec = source.specs[name]
-        digest.update(f"{name}\0{str(spec.dtype)[6:]}\0{list(spec.shape)}\0".encode())
+        dtype = str(spec.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
         step = max(1, PIECE // spec.dtype.itemsize)
         end = spec.numel if most is None else min(most, spec.numel)
         for start in range(0, end, step):
@@ -175,6 +183,15 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The numbers of a tensor as they lie, without a copy where they lie together."""
-    own = values.contiguous()  # whose stride may still be odd where it has one entry or none
-    return own.as_strided((own.numel(),), (1,)).view(torch.uint8).numpy().data
+    """The bytes of a tensor's numbers, without a copy where they lie together."""
+    dense = values.contiguous()
+    # The stride of a tensor with one entry or none may be anything, also after this.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether this is a tensor whose numbers lie in memory, entry by entry."""
+    if not isinstance(value, Tensor):
+        return False
+    return not (value.is_meta or value.is_sparse or value.is_quantized)

@@ -222,7 +222,7 @@ def test_memory_is_bounded_by_the_matrices_and_the_piece(tmp_path: Path) -> None
     piece = source.read("w.weight", start, start + 3 * cols, scratch)
     there = (1 + 1.5 * left[1_234_567:1_234_571] @ right).view(-1)[89 : 89 + 3 * cols]
     torch.testing.assert_close(piece, there.to(torch.bfloat16))
-    assert sum(t.nbytes for t in scratch.held.values()) < 2**20
+    assert sum(t.nbytes for t in scratch.buffers.values()) < 2**20
 
 
 def test_a_bfloat16_base_is_rounded_once_or_not_at_all(folders: Callable[..., Folders]) -> None:
