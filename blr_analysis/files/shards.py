@@ -101,21 +101,25 @@ class Shards:
         self, folder: Path, specs: Mapping[str, Spec], max_shard_bytes: int, *, stem: str = "model"
     ) -> None:
         positive_int("max_shard_bytes", max_shard_bytes)
-        sizes, self._specs = {n: s.nbytes for n, s in specs.items()}, specs
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
         runs = split(sizes, max_shard_bytes)
-        numbered = len(runs) > 1
+        is_numbered = len(runs) > 1
+        self.names: list[str] = []
+        self._specs = specs
         self._places: dict[str, tuple[Path, int]] = {}
+        weight_map: dict[str, str] = {}
         for k, names in enumerate(runs, start=1):
-            file = shard_name(stem, k, len(runs)) if numbered else f"{stem}.safetensors"
+            file_name = shard_name(stem, k, len(runs)) if is_numbered else f"{stem}.safetensors"
+            path = folder / file_name
             head, starts = write_header({n: specs[n] for n in names}, {"format": "pt"})
-            with open(folder / file, "xb", buffering=0) as made:
-                _reserve(made.fileno(), len(head) + sum(sizes[n] for n in names))
-                made.write(head)
-            self._places |= {n: (folder / file, starts[n]) for n in names}
-        held = {name: path.name for name, (path, _) in self._places.items()}
-        self.names = list(dict.fromkeys(held.values()))
-        if numbered:
-            write_index(folder, stem, held, sum(sizes.values()))
+            with open(path, "xb", buffering=0) as file:
+                _reserve(file.fileno(), len(head) + sum(sizes[n] for n in names))
+                file.write(head)
+            self.names.append(file_name)
+            self._places |= {name: (path, starts[name]) for name in names}
+            weight_map |= dict.fromkeys(names, file_name)
+        if is_numbered:
+            write_index(folder, stem, weight_map, sum(sizes.values()))
 
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
