@@ -77,10 +77,11 @@ class Folder(Source):
             raise StorageError(
                 f"{str(path)!r} holds both {single.name} and {index.name}: remove one."
             )
-        if not single.is_file() and not index.is_file():
-            raise StorageError(_nothing(place, stem))
-        headers = _sharded(index) if index.is_file() else {single: read_header(single)}
-        return cls(str(path), headers)
+        if index.is_file():
+            return cls(str(path), _headers_of_shards(index))
+        if single.is_file():
+            return cls(str(path), {single: read_header(single)})
+        raise StorageError(_words_for_nothing(place, stem))
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         path, spec, offset = self._places[name]
@@ -119,7 +120,9 @@ def read_config(model: Path) -> dict[str, Any]:
         StorageError: it is no JSON object.
     """
     file = model / "config.json"
-    return read_json(file) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return read_json(file)
 
 
 def read_index(index: Path) -> dict[str, set[str]]:
@@ -132,21 +135,23 @@ def read_index(index: Path) -> dict[str, set[str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise StorageError(f"{str(index)!r} is no index of weights: {AGAIN}.")
     suffix = Path(index.name.removesuffix(".index.json")).suffix
-    placed: dict[str, set[str]] = {}
+    tensors_by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file, suffix):
             raise StorageError(
                 f"{str(index)!r} places {name!r} in {file!r}, no {suffix} file of the same folder."
             )
-        placed.setdefault(file, set()).add(name)
-    return placed
+        tensors_by_file.setdefault(file, set()).add(name)
+    return tensors_by_file
 
 
-def _sharded(index: Path) -> dict[Path, Header]:
-    placed = {index.parent / file: named for file, named in read_index(index).items()}
-    headers = {path: read_header(path) for path in placed}
-    for path, named in placed.items():
-        if odd := named ^ headers[path].tensors.keys():
+def _headers_of_shards(index: Path) -> dict[Path, Header]:
+    """The header of every shard that an index names, which must hold what the index says."""
+    headers = {}
+    for file, names in read_index(index).items():
+        path = index.parent / file
+        headers[path] = read_header(path)
+        if odd := names ^ headers[path].tensors.keys():
             raise StorageError(
                 f"{str(path)!r} and {index.name!r} disagree on {some(sorted(odd))}: {AGAIN}."
             )
@@ -154,21 +159,24 @@ def _sharded(index: Path) -> dict[Path, Header]:
 
 
 def _is_plain(file: str, suffix: str) -> bool:
-    """A file name of this kind without a folder, under any system's rules."""
-    plain = PurePath(file).name == file and not set(file) & set("/\\\0:")
-    return plain and file.endswith(suffix) and not file.startswith(".")
+    """Whether this is a file name of that kind without a folder, under any system's rules."""
+    has_no_folder = PurePath(file).name == file and not set(file) & set("/\\\0:")
+    return has_no_folder and file.endswith(suffix) and not file.startswith(".")
 
 
-def _nothing(folder: Path, stem: str) -> str:
+def _words_for_nothing(folder: Path, stem: str) -> str:
+    """What an error says of a place without tensors."""
     if not folder.is_dir():
         return (
             f"{str(folder)!r} is no folder or .safetensors file on this machine "
             "(`huggingface-cli download` makes one)"
         )
-    found = sorted(p.name for p in folder.iterdir())
-    pickled = [name for name in found if name.endswith((*PICKLES, ".distcp"))]
-    remedy = "; a pickle can run code: load it where you trust it, and save it as safetensors"
-    return (
+    names = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in names if name.endswith((*PICKLES, ".distcp"))]
+    text = (
         f"{str(folder)!r} holds no {stem}.safetensors and no {stem}.safetensors.index.json, but "
-        f"{some(pickled or found)}{remedy if pickled else ''}."
+        f"{some(pickles or names)}"
     )
+    if pickles:
+        text += "; a pickle can run code: load it where you trust it, and save it as safetensors"
+    return f"{text}."
