@@ -1,9 +1,9 @@
 """The header of a safetensors file: what lies where, believed once the library has checked it.
 
 A file is 8 bytes (the length n of the header, little-endian), n bytes of JSON (tensor name →
-dtype, shape, data_offsets) and the numbers, without holes. The offsets are needed to read and
-write pieces of tensors without mapping the file into memory, of which a mapping would count as
-used whatever was read.
+dtype, shape, data_offsets) and the numbers, without holes. With the offsets, pieces of tensors are
+read and written in place. A mapping of the file into memory would do too, but systems count its
+pages as memory in use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,22 @@ from blr_analysis.files.checksums import DIGITS, ZEROS, is_stamped, stamped
 from blr_analysis.files.source import Spec
 
 DTYPES = {
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)},
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (64, 32, 16, 8)},
-    **{"BF16": torch.bfloat16, "BOOL": torch.bool, "C64": torch.complex64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA = "__metadata__"
@@ -53,8 +64,8 @@ class Header(NamedTuple):
     tensors: dict[str, tuple[Spec, int]]
     metadata: dict[str, str]
     state: tuple[int, int]
-    checksum: str = ""
-    checksums: dict[str, str] = {}  # noqa: RUF012 - nothing is ever written into it
+    checksum: str
+    checksums: dict[str, str]
 
 
 def read_header(path: Path) -> Header:
@@ -66,11 +77,10 @@ def read_header(path: Path) -> Header:
     """
     with reading(path), open(path, "rb") as file:
         state = state_of(file.fileno())
-        with safe_open(path, "np") as checked:
-            metadata = checked.metadata() or {}
+        with safe_open(path, "np") as checked_file:
+            metadata = checked_file.metadata() or {}
         length = file.read(8)
-        first = 8 + int.from_bytes(length, "little")
-        text = file.read(first - 8)
+        text = file.read(int.from_bytes(length, "little"))
         entries = json.loads(text)
     entries.pop(METADATA, None)
     if PIECES in metadata:
@@ -79,22 +89,28 @@ def read_header(path: Path) -> Header:
         )
     if odd := {entry["dtype"] for entry in entries.values()} - DTYPES.keys():
         raise StorageError(f"{str(path)!r} holds numbers of dtype {some(sorted(odd))}: cast them.")
+    tensors = _placed(entries, first_byte=len(length) + len(text))
+    checksum = metadata.pop(CHECKSUM, "")
+    digests = metadata.pop(CHECKSUMS, None)
+    if not checksum and digests is None:
+        return Header(tensors, metadata, state, "", {})
+    if digests is None or not is_stamped(length + text):
+        raise StorageError(damaged(path))
+    checksums = {}
+    for k, name in enumerate(sorted(tensors)):
+        checksums[name] = digests[k * DIGITS : (k + 1) * DIGITS]
+    return Header(tensors, metadata, state, checksum, checksums)
+
+
+def _placed(entries: Mapping[str, Any], first_byte: int) -> dict[str, tuple[Spec, int]]:
+    """Each tensor's spec and its first byte in the file, in the order in which they lie there."""
     by_offset = sorted((entry["data_offsets"][0], name) for name, entry in entries.items())
     tensors = {}
-    for begin, name in by_offset:
+    for offset, name in by_offset:
         entry = entries[name]
         spec = Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        tensors[name] = (spec, first + begin)
-    checksum = metadata.pop(CHECKSUM, "")
-    listed = metadata.pop(CHECKSUMS, None)
-    if checksum or listed is not None:
-        if listed is None or not is_stamped(length + text):
-            raise StorageError(damaged(path))
-        digests = [listed[k : k + DIGITS] for k in range(0, len(listed), DIGITS)]
-        checksums = dict(zip(sorted(tensors), digests, strict=True))
-    else:
-        checksums = {}
-    return Header(tensors, metadata, state, checksum, checksums)
+        tensors[name] = (spec, first_byte + offset)
+    return tensors
 
 
 def damaged(path: Path) -> str:
@@ -120,7 +136,9 @@ def write_header(
     """
     entries: dict[str, Any] = {}
     end = 0
-    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+    widest_first = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+    for name in widest_first:
+        spec = specs[name]
         begin = end
         end = begin + spec.nbytes
         entries[name] = {
@@ -190,5 +208,5 @@ def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
 
 
 def reading(path: Path) -> AbstractContextManager[None]:
-    """Around what fails where a file is not as it should be: an error of ours."""
+    """A context that turns every failure to read a file into an error of this package."""
     return told_as(StorageError, f"cannot read {str(path)!r} (truncated or damaged?)", AGAIN)
