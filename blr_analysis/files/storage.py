@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -57,8 +57,18 @@ from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = {"format": "blr_analysis.precision", "version": 1}
 FIELDS = (  # what every precision beside a model says of itself; None where it does not apply
-    *("kind", "definition", "n_data", "optimizer", "batch_size", "beta2", "step"),
-    *("bias_corrected", "tied", "frozen", "model_sha256", "sample_sha256"),
+    "kind",
+    "definition",
+    "n_data",
+    "optimizer",
+    "batch_size",
+    "beta2",
+    "step",
+    "bias_corrected",
+    "tied",
+    "frozen",
+    "model_sha256",
+    "sample_sha256",
 )
 STRUCTURES = ("diag", "gram", "kron")
 SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
@@ -66,8 +76,8 @@ STEM = "precision"
 CONFIG_FILE = "precision_config.json"
 OURS = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
 RECORD_KEY = "blr_analysis"
-EVERY = 60.0  # seconds
-SHARE = 20  # and no sooner than so many times what the last writing took
+EVERY = 60.0  # seconds between two writings of unfinished sums, at least
+SHARE = 20  # times the seconds that the last writing took, at least
 
 
 def write(
@@ -108,33 +118,45 @@ def write(
         precision.safetensors.index.json
         precision_config.json
     """
-    target, single = _target(path)
-    given = Loaded("tensors", tensors).held
-    sayable = {n for n in given if n.encode(errors="replace").decode() == n} - {METADATA}
-    if odd := [n for n, t in given.items() if t.is_complex() or n not in sayable]:
+    target, is_file = _target(path)
+    detached = Loaded("tensors", tensors).held
+    if odd := [name for name, t in detached.items() if t.is_complex() or not _is_storable(name)]:
         raise InputError(f"{some(odd)} cannot be stored: complex, or no name in such a file.")
-    sharded = any(map(is_sharded, tensors.values()))
-    leads = not sharded or dist.get_rank() == 0
+    is_divided = any(map(is_sharded, tensors.values()))
+    writes = not is_divided or dist.get_rank() == 0
     dense = {}
-    for name, tensor in given.items():
-        full = whole(tensor)
-        if leads:
+    for name, tensor in detached.items():
+        full = whole(tensor)  # every process takes part in gathering it
+        if writes:
             dense[name] = full.cpu().resolve_neg().contiguous()
-    if leads:
-        document = {**record, **FORMAT}
-        with told_as(InputError, "the record is no JSON", "use plain, finite values"):
-            text = json.dumps(document, indent=2, allow_nan=False)
+    if writes:
         with drafted(target) as draft:
-            _check_free(target, single)
-            if single:
-                shards.save_file(dense, draft, {"format": "pt", RECORD_KEY: text})
-            else:
-                draft.mkdir()
-                files = shards.save_folder(dense, draft, max_shard_bytes, stem=STEM)
-                text = record_text(document, files)
-                (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
-    if sharded:
+            _check_free(target, is_file)
+            _write_draft(draft, is_file, dense, {**record, **FORMAT}, max_shard_bytes)
+    if is_divided:
         dist.barrier()
+
+
+def _is_storable(name: str) -> bool:
+    """Whether the header of a safetensors file can hold this name."""
+    return name != METADATA and name.encode(errors="replace").decode() == name
+
+
+def _write_draft(
+    draft: Path,
+    is_file: bool,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    max_shard_bytes: int,
+) -> None:
+    with told_as(InputError, "the record is no JSON", "use plain, finite values"):
+        text = json.dumps(record, indent=2, allow_nan=False)
+    if is_file:
+        shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
+        return
+    draft.mkdir()
+    checksums = shards.save_folder(tensors, draft, max_shard_bytes, stem=STEM)
+    (draft / CONFIG_FILE).write_text(record_text(record, checksums), encoding="utf-8")
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
@@ -143,12 +165,12 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
     Raises:
         StorageError: something is there and ``force`` is not given, or could not be replaced.
     """
-    target, single = _target(path)
+    target, is_file = _target(path)
     if target.exists() and not force:
         raise StorageError(
             f"{str(target)!r} is already there: name another place, or pass force=True (--force)."
         )
-    _check_free(target, single)
+    _check_free(target, is_file)
     return target
 
 
@@ -160,9 +182,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             file, or a folder whose index and shards do not agree.
     """
     record = read_record(path)
-    target, single = _target(path)
+    target, is_file = _target(path)
     source = Folder.open(target, stem=STEM)
-    if not single:
+    if not is_file:
         check_files(target / CONFIG_FILE)
     return source.tensors(), record
 
@@ -176,9 +198,9 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     target, _ = _target(path)
     record = find_record(target)
     if record is None:
-        what = "holds no record of a posterior" if target.exists() else "is not there"
+        reason = "holds no record of a posterior" if target.exists() else "is not there"
         raise StorageError(
-            f"nothing is stored at {str(target)!r}, which {what}: name what Posterior.save wrote."
+            f"nothing is stored at {str(target)!r}, which {reason}: name what Posterior.save wrote."
         )
     return record
 
@@ -189,20 +211,32 @@ def find_record(path: Path) -> dict[str, Any] | None:
     Raises:
         StorageError: a file that is damaged, or of another format or version.
     """
-    config = path / CONFIG_FILE
-    if config.is_file():
-        record = read_json(config)
-    else:
-        file = path / f"{STEM}.safetensors" if path.is_dir() else path
-        held = read_header(file).metadata if file.is_file() else {}
-        if RECORD_KEY not in held:
-            return None
-        record = parse_json(held[RECORD_KEY], path)
-    if odd := [key for key, known in FORMAT.items() if record.get(key) != known]:
-        raise StorageError(
-            f"{str(path)!r} is of {odd[0]} {record.get(odd[0])!r}: save it again with this release."
-        )
+    record = _record_beside(path)
+    if record is None:
+        record = _record_in_header(path)
+    if record is None:
+        return None
+    for key, ours in FORMAT.items():
+        if record.get(key) != ours:
+            raise StorageError(
+                f"{str(path)!r} is of {key} {record.get(key)!r}: save it again with this release."
+            )
     return plain_record(record)
+
+
+def _record_beside(folder: Path) -> dict[str, Any] | None:
+    """The record of a folder; None where it has none."""
+    config = folder / CONFIG_FILE
+    return read_json(config) if config.is_file() else None
+
+
+def _record_in_header(path: Path) -> dict[str, Any] | None:
+    """The record of one file, also where that is the only one of its folder; None: it has none."""
+    file = path / f"{STEM}.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        return None
+    text = read_header(file).metadata.get(RECORD_KEY)
+    return None if text is None else parse_json(text, path)
 
 
 def check_files(config: Path) -> None:
@@ -212,8 +246,9 @@ def check_files(config: Path) -> None:
     Raises:
         StorageError: one is missing, or another than the record says.
     """
-    record = read_json(config) if config.is_file() else {}
-    for name, checksum in record.get(FILES, {}).items():
+    if not config.is_file():
+        return
+    for name, checksum in read_json(config).get(FILES, {}).items():
         check_file_beside(config.parent / name, checksum)
 
 
@@ -245,16 +280,17 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
     return Path(os.path.realpath(Path(path).expanduser())), suffix == ".safetensors"
 
 
-def _check_free(target: Path, single: bool) -> None:
-    """Only a file gives way to a file, and only a folder of ours to a folder."""
-    if single:
+def _check_free(target: Path, is_file: bool) -> None:
+    """Only a file may be replaced by a file, and by a folder only one that this module wrote."""
+    if is_file:
         check_file(target)
-    elif target.exists() and not target.is_dir():
+        return
+    if target.exists() and not target.is_dir():
         raise StorageError(f"{str(target)!r} is a file: name a folder, or a .safetensors file.")
-    elif foreign := {*target.glob("*")}.difference(*map(target.glob, OURS)):
-        raise StorageError(
-            f"{str(target)!r} holds other files: {some(sorted(p.name for p in foreign))}."
-        )
+    foreign = set(target.glob("*")).difference(*map(target.glob, OURS))
+    if foreign:
+        names = sorted(path.name for path in foreign)
+        raise StorageError(f"{str(target)!r} holds other files: {some(names)}.")
 
 
 def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -265,42 +301,54 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
             entry per weight.
     """
     names: Any = record.get("parameters")
-    prior: Any = record.get("prior_precision")
-    n, tied = record.get("n_data"), record.get("tied") or {}
-    each = prior if isinstance(prior, dict) else {"": prior}
+    tied = record.get("tied") or {}
+    n_data = record.get("n_data")
+    prior = record.get("prior_precision")
     fits = {
         "structure": record.get("structure") in STRUCTURES,
         "parameters": bool(names) and _is_names(names),
         "tied": isinstance(tied, dict) and all(map(_is_names, tied.values())),
         "frozen": _is_names(record.get("frozen") or []),
-        "n_data": type(n) is int and n >= 1,
-        "prior_precision": all(
-            type(delta) in (int, float) and 0 <= delta < math.inf for delta in each.values()
-        ),
+        "n_data": type(n_data) is int and n_data >= 1,
     }
-    fits["prior_precision"] &= each is not prior or (fits["parameters"] and {*each} == {*names})
-    if odd := [key for key, fitting in fits.items() if not fitting]:
-        raise StorageError(
-            f"the record of {where!r} has {odd[0]}={record.get(odd[0])!r:.80}: save it again."
-        )
-    floats = {key: float(delta) for key, delta in each.items()}
-    return {**record, "prior_precision": floats if each is prior else floats[""]}
+    fits["prior_precision"] = not fits["parameters"] or _is_prior(prior, names)
+    for key, is_fit in fits.items():
+        if not is_fit:
+            raise StorageError(
+                f"the record of {where!r} has {key}={record.get(key)!r:.80}: save it again."
+            )
+    if isinstance(prior, dict):
+        floats: Any = {name: float(delta) for name, delta in prior.items()}
+    else:
+        floats = float(cast(float, prior))
+    return {**record, "prior_precision": floats}
 
 
 def _is_names(names: Any) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
+def _is_prior(prior: Any, names: list[str]) -> bool:
+    """Whether this is δ: one number, or one for each name."""
+    if isinstance(prior, dict):
+        return set(prior) == set(names) and all(map(_is_precision, prior.values()))
+    return _is_precision(prior)
+
+
+def _is_precision(delta: Any) -> bool:
+    return type(delta) in (int, float) and 0 <= delta < math.inf
+
+
 @dataclass
 class Unfinished:
-    """Sums and where they stopped: ``TARGET.unfinished``, one safetensors file.
+    """Sums of a long sweep and where it stopped: ``TARGET.unfinished``, one safetensors file.
 
-    They are added to in the same order again, so that a run that goes on ends with the same bits.
+    A run that goes on adds in the same order as before, so that it ends with the same bits.
 
     Attributes:
-        path: of the file.
-        key: of all that the sums depend on; a file with another key is not read.
-        done: passes that the sums hold.
+        path: the file.
+        key: a digest of all that the sums depend on; a file with another key is not read.
+        done: how many passes the sums hold.
     """
 
     path: Path
@@ -309,7 +357,7 @@ class Unfinished:
     _due: float = field(default_factory=lambda: time.monotonic() + EVERY)
 
     def take_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Put what is in the file into these sums; they stay as they are where there is none."""
+        """Copy the sums in the file into these; without such a file they stay as they are."""
         try:
             source = Folder.open(self.path)
             if source.metadata.get("key") != self.key or source.specs != specs_of(sums):
@@ -323,10 +371,13 @@ class Unfinished:
         self.done = int(source.metadata["passes"])
 
     def follow(self, sums: Mapping[str, Tensor]) -> None:
-        """After each pass: the first takes up what is there, the others write the sums if the last
-        time is a while ago. Passes whose numbers, from 0, are below ``done`` are to be left out.
+        """To be called after each pass.
+
+        The first call takes up what the file holds. The later ones write the sums, if the last
+        writing is a while ago. The caller leaves out the passes 0 … ``done`` − 1.
         """
-        self.done, started = self.done + 1, time.monotonic()
+        self.done += 1
+        started = time.monotonic()
         if self.done == 1:
             self.take_up(sums)
         elif started >= self._due:
@@ -336,5 +387,5 @@ class Unfinished:
             self._due = now + max(EVERY, SHARE * (now - started))
 
     def remove(self) -> None:
-        """Once the target is whole."""
+        """Remove the file, once the target is whole."""
         self.path.unlink(missing_ok=True)
