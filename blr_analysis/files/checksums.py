@@ -69,10 +69,10 @@ class Checksum:
         self._sums += np.roll(sums, column) if column else sums
         self._length = max(self._length, first + size)
 
-    def join(self, other: Checksum) -> None:
-        """Add what another was made of."""
-        self._sums += other._sums
-        self._length = max(self._length, other._length)
+    def join(self, part: Checksum) -> None:
+        """Add the bytes that another was made of."""
+        self._sums += part._sums
+        self._length = max(self._length, part._length)
 
     def hexdigest(self) -> str:
         """Sixteen hexadecimal digits."""
@@ -137,17 +137,17 @@ def stamped(text: bytes) -> bytes:
 
 def is_stamped(text: bytes) -> bool:
     """Whether a text is the one that :func:`stamped` made."""
-    found = _last(text)
-    if found is None:
+    place = _last(text)
+    if place is None:
         return False
     plain = _with_digest(text, ZEROS)
-    return hashlib.sha256(plain).hexdigest() == found[1].decode()
+    return hashlib.sha256(plain).hexdigest() == place[1].decode()
 
 
 def _with_digest(text: bytes, digest: str) -> bytes:
-    found = _last(text)
-    assert found is not None, "the text has a place for its checksum"
-    return text[: found.start(1)] + digest.encode() + text[found.end(1) :]
+    place = _last(text)
+    assert place is not None, "the text has a place for its checksum"
+    return text[: place.start(1)] + digest.encode() + text[place.end(1) :]
 
 
 def _last(text: bytes) -> re.Match[bytes] | None:

@@ -88,7 +88,9 @@ def files_at(path: Path) -> list[Path]:
         StorageError: there are none.
     """
     place = path.expanduser()
-    files = [place] if place.is_file() else []
+    files = []
+    if place.is_file():
+        files.append(place)
     for file in sorted(place.rglob("*")):
         is_draft = any(part.endswith(DRAFTS) for part in file.relative_to(place).parts)
         if file.is_file() and not is_draft:
@@ -113,8 +115,8 @@ def _check_record(file: Path) -> set[Path]:
     if CHECKSUM not in record:
         return set()
     beside = {file.parent / name: checksum for name, checksum in record[FILES].items()}
-    for other, checksum in beside.items():
-        check_file_beside(other, checksum)
+    for neighbour, checksum in beside.items():
+        check_file_beside(neighbour, checksum)
     return {file, *beside}
 
 
