@@ -18,7 +18,7 @@ import pytest
 import tiny_transformers as tiny
 import torch
 from commands import CommandContract, refused, run
-from merging.models_on_disk import family_in_memory, write_family
+from models_on_disk import family_in_memory, write_family
 from safetensors.torch import load_file, save_file
 
 import blr_analysis as blr

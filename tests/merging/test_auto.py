@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import write_model
 from models import mlp, normal
+from models_on_disk import write_model
 from oracles import relative
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from merging.models_on_disk import SHAPES, State, curved, near, state, write_model
+from models_on_disk import SHAPES, State, curved, near, state, write_model
 from torch import Tensor, nn
 
 import blr_analysis as blr

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import (
+from models import Words, randomised
+from models_on_disk import (
     SHAPES,
     curved,
     family_in_memory,
@@ -21,7 +22,6 @@ from merging.models_on_disk import (
     write_model,
     write_precision,
 )
-from models import Words, randomised
 from ruamel.yaml import YAML
 from torch import nn
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import State, copied, examples, write_model
 from models import mlp
+from models_on_disk import State, copied, examples, write_model
 from tiny_lm import tiny_lm
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import State, copied, examples
 from models import mlp
+from models_on_disk import State, copied, examples
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging.models_on_disk import near, state, write_family, write_model
+from models_on_disk import near, state, write_family, write_model
 from torch import Tensor
 
 import blr_analysis as blr

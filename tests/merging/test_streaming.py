@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import (
+from models_on_disk import (
     curved,
     family_in_memory,
     near,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import copied, write_model
 from models import HFConv1D, Images, Words, mlp, normal, randomised, seeded
+from models_on_disk import copied, write_model
 from oracles import dense_precision, flatten, relative, unflatten
 from tiny_lm import TinyLM
 from torch import Tensor, nn

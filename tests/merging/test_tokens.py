@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from merging.models_on_disk import write_model, write_precision
+from models_on_disk import write_model, write_precision
 from torch import Tensor
 
 import blr_analysis as blr

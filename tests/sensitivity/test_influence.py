@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from backprop.test_memory import MB, peak_bytes
 from models import example_models, mlp
 from oracles import dense_jacobian, dense_precision, fit_at_rest, relative
 from oracles_retraining import leave_one_out_weights, linear, retrained, trained
+from snapshots import peak_bytes
 from tiny_lm import sequences, task_of, tiny_lm, token_gradients, with_prompts
 from torch import Tensor, nn
 
@@ -323,7 +323,7 @@ def test_the_error_of_two_tensors() -> None:
 @pytest.mark.slow
 def test_the_top_stays_within_the_budget() -> None:
     """The matrix alone would take three times the budget."""
-    n, m, budget = 1000, 800, 7 * MB // 8
+    n, m, budget = 1000, 800, 7 * 2**20 // 8
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     x, y = normal(n, 30).float(), labels(n)
     task, test = blr.Task(model, (x, y), memory_budget=budget), blr.Task(model, (x[:m], y[:m]))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, M, draws, normal
+from inference_problems import F64, M, draws, normal
 from scipy import stats
 from sklearn.linear_model import Ridge
 from torch import Tensor

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, draws, normal
+from inference_problems import F64, draws, normal
 from numpy.polynomial.hermite import hermgauss
 from scipy import optimize, stats
 from scipy.special import expit, gammaln, logsumexp

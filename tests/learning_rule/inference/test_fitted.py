@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, ONE, WEIGHTS, WISHART, M, draws, normal
+from inference_problems import F64, ONE, WEIGHTS, WISHART, M, draws, normal
 from torch import Tensor
 from torch.nn.functional import one_hot
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_rule.inference.problems import F64, draws, normal
+from inference_problems import F64, draws, normal
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, IRIS, ONE, draws
+from inference_problems import F64, IRIS, ONE, draws
 from scipy.stats import multivariate_normal, multivariate_t
 from sklearn.datasets import load_wine
 from sklearn.decomposition import PCA

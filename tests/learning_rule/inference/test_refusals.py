@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_rule.inference.problems import F64, ONE, WEIGHTS, WISHART, M, draws, normal
+from inference_problems import F64, ONE, WEIGHTS, WISHART, M, draws, normal
 from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError

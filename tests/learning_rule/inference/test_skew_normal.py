@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learning_rule.inference.problems import normal
+from inference_problems import normal
 from scipy import integrate, optimize, stats
 from sklearn.datasets import load_iris
 from torch import Tensor

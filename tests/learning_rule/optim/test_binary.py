@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learning_rule.optim.makers import N, advance, draw, flat, loss_of, network, trained
+from optimizer_makers import N, advance, draw, flat, loss_of, network, trained
 from optimizers import distance, values
 
 from blr_analysis import Posterior

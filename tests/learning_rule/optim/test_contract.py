@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_rule.optim.makers import (
+from optimizer_makers import (
     ALONE,
     BINARY,
     MAKERS,
@@ -26,9 +26,7 @@ from learning_rule.optim.makers import (
     step,
     trained,
 )
-from learning_rule.optim.papers import START, STEPS, Run
-from oracles import rows as rows_of
-from oracles import unflatten
+from optimizer_papers import START, STEPS, Run, learned
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -42,19 +40,9 @@ def but(*names: str) -> list[str]:
     return [name for name in MAKERS if name not in names]
 
 
-def learned(model: nn.Module, optimizer: Any) -> Tensor:
-    """The precision or Hessian, dense where it is not diagonal."""
-    states = [optimizer.state[p] for p in model.parameters()]
-    if hasattr(optimizer, "form"):
-        like = {n: torch.empty(shape) for n, shape in optimizer.form.shapes.items()}
-        eye = torch.eye(len(START)).double()
-        return rows_of(optimizer.form.times(unflatten(eye, like)))
-    return states[0]["precision"] if len(states[-1]) == 0 else flat(s["hess"] for s in states)
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_takes_the_steps_of_its_paper(name: str) -> None:
-    """Weights, and the precision or Hessian that it learns; see papers.py."""
+    """Weights, and the precision or Hessian that it learns; see tests/support/optimizer_papers.py."""
     make, paper, draws = STEPS[name]
     model, run = network(), Run()
     optimizer, wanted = make(model, torch.Generator().manual_seed(3)), paper(run)

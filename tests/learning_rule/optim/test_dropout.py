@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from learning_rule.optim.makers import N, advance, draw, dropout, loss_of, network
+from optimizer_makers import N, advance, draw, dropout, loss_of, network
 from optimizers import distance, values
 from torch import nn
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from learning_rule.optim.makers import draw, flat, held, loss_of, same, step, trained
+from optimizer_makers import draw, flat, held, loss_of, same, step, trained
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import IVON

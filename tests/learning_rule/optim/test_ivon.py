@@ -8,7 +8,7 @@ from typing import Any
 import ivon as ivon_opt
 import pytest
 import torch
-from learning_rule.optim.makers import flat, loss_of, network, step
+from optimizer_makers import flat, loss_of, network, step
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import IVON

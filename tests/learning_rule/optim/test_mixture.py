@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from learning_rule.optim.makers import flat
+from optimizer_makers import flat
 from torch import Tensor, nn
 
 import blr_analysis as blr

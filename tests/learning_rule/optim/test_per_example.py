@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from learning_rule.optim.makers import step
 from models import graph, mlp, normal
+from optimizer_makers import step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import CASES, LAYERS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from learning_rule.optim.makers import X, Y, held, make, network
+from optimizer_makers import X, Y, held, make, network
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule.optim import IVON

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from learning_rule.optim.makers import MAKERS, draw, held, make, network, same, trained
+from optimizer_makers import MAKERS, draw, held, make, network, same, trained
 from torch import Tensor, nn
 
 import blr_analysis as blr

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learning_rule.optim.makers import BATCH, N, advance, draw, flat, loss_of, network, whole
-from learning_rule.optim.papers import Run
-from learning_rule.optim.test_contract import learned
+from optimizer_makers import BATCH, N, advance, draw, flat, loss_of, network, whole
+from optimizer_papers import Run, learned
 
 from blr_analysis.learning_rule.optim import OGGN, SLANG, VOGGN, NoisyKFAC
 

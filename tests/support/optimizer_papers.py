@@ -12,7 +12,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from learning_rule.optim.makers import BATCH, N, X, Y, dropout, flat, network, of, row, whole
+from optimizer_makers import BATCH, N, X, Y, dropout, flat, network, of, row, whole
+from oracles import rows as rows_of
+from oracles import unflatten
 from torch import Tensor, nn
 
 from blr_analysis.learning_rule import optim
@@ -360,3 +362,13 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
     "NoisyKFAC": (whole(optim.NoisyKFAC), kronecker, 1),
 }
 # fmt: on
+
+
+def learned(model: nn.Module, optimizer: Any) -> Tensor:
+    """The precision or Hessian, dense where it is not diagonal."""
+    states = [optimizer.state[p] for p in model.parameters()]
+    if hasattr(optimizer, "form"):
+        like = {n: torch.empty(shape) for n, shape in optimizer.form.shapes.items()}
+        eye = torch.eye(len(START)).double()
+        return rows_of(optimizer.form.times(unflatten(eye, like)))
+    return states[0]["precision"] if len(states[-1]) == 0 else flat(s["hess"] for s in states)
