@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from likelihood_cases import (
+    BITS,
+    CLASSES,
+    KINDS,
+    MEMBERS,
+    NUMBERS,
+    SEQUENCES,
+    SOFT,
+    TOKENS,
+    W,
+    each,
+    focal,
+)
 from models import normal
 from oracles import relative
 from torch import Tensor, nn
-from torch import distributions as d
 
 import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError, ModelError
@@ -31,110 +42,6 @@ from blr_analysis.likelihoods import (
 )
 
 N, C, T = 8, 4, 5
-W = torch.tensor([0.5, 15.0, 1.0, 2.0], dtype=torch.float64)
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def focal(f: Tensor, y: Tensor) -> Tensor:
-    """Lin et al., 2017, with γ = 2."""
-    logp = f.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
-    return -((1 - logp.exp()) ** 2) * logp
-
-
-def whole(high: int, *shape: int, seed: int = 3) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-CLASSES, TOKENS = whole(C, N), whole(C, N, T)
-TOKENS[0, 2:], TOKENS[1, 0] = -100, -100
-SOFT, BITS = normal(N, C, seed=5).softmax(-1), (normal(N, C, seed=6) > 0).double()
-NUMBERS, COUNTS = normal(N, C, seed=7), whole(6, N, C, seed=8).double()
-
-
-def each(module: nn.Module) -> Loss:
-    """torch's own loss of every example, from what our likelihood takes for outputs."""
-    one = copy.copy(module)
-    one.reduction = "none"
-
-    def loss(f: Tensor, y: Tensor) -> Tensor:
-        if isinstance(module, nn.GaussianNLLLoss):
-            found = one(*f[:, : y.shape[1]].split(y.shape[1], 1), y, f[:, y.shape[1] :])
-        else:
-            found = one(f, y)
-        return found.flatten(1).sum(1) if found.ndim > 1 else found
-
-    return loss
-
-
-def of_tokens(likelihood: TokenCategorical) -> Loss:
-    """Each sequence's summed cross-entropy by torch, from raw outputs and labels."""
-    w = None if likelihood.weight is None else torch.tensor(likelihood.weight).double()
-    smoothing, ignored = likelihood.label_smoothing, likelihood.ignore_index
-    one = nn.CrossEntropyLoss(w, label_smoothing=smoothing, ignore_index=ignored, reduction="none")
-
-    def loss(f: Tensor, y: Tensor) -> Tensor:
-        if isinstance(likelihood, CausalLM):
-            f, y = f[:, :-1], y[:, 1:]
-        return one(f.mT, y).sum(1)
-
-    return loss
-
-
-def density(make: Callable[[Tensor], d.Distribution]) -> Loss:
-    return lambda f, y: -make(f).log_prob(y)
-
-
-# What torch.distributions calls p(y | f), and targets; then torch's own loss modules.
-KINDS: list[tuple[Likelihood, Callable[[Tensor], d.Distribution], Tensor]] = [
-    (Categorical(), lambda f: d.Categorical(logits=f), CLASSES),
-    (Bernoulli(), lambda f: d.Independent(d.Bernoulli(logits=f), 1), BITS),
-    (Gaussian(), lambda f: d.Independent(d.Normal(f, 1.0), 1), NUMBERS),
-    (Gaussian(0.3), lambda f: d.Independent(d.Normal(f, 0.3**0.5), 1), NUMBERS),
-    (Gaussian(W), lambda f: d.Independent(d.Normal(f, W.to(f).sqrt()), 1), NUMBERS),
-    (Poisson(), lambda f: d.Independent(d.Poisson(f.exp()), 1), COUNTS),
-]
-MODULES: list[tuple[nn.Module, Tensor]] = [
-    (nn.CrossEntropyLoss(weight=W, reduction="sum"), CLASSES),
-    (nn.CrossEntropyLoss(label_smoothing=0.2), CLASSES),
-    (nn.CrossEntropyLoss(ignore_index=2), CLASSES),
-    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.2, ignore_index=1), CLASSES),
-    (nn.CrossEntropyLoss(reduction="none"), SOFT),
-    (nn.CrossEntropyLoss(weight=W, label_smoothing=0.1), SOFT),
-    (nn.NLLLoss(weight=W, ignore_index=2), CLASSES),
-    (nn.BCEWithLogitsLoss(weight=W, pos_weight=W.flip(0)), BITS),
-    (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0).double()), SOFT),
-    (nn.MSELoss(), NUMBERS),
-    (nn.PoissonNLLLoss(), COUNTS),
-    (nn.PoissonNLLLoss(full=True), COUNTS),
-    (nn.HuberLoss(delta=0.7), NUMBERS),
-    (nn.BCELoss(), BITS),
-    (nn.PoissonNLLLoss(log_input=False), COUNTS),
-    (nn.GaussianNLLLoss(full=True, eps=1e-3), NUMBERS),
-]
-SEQUENCES = [
-    *(TokenCategorical(), CausalLM(), TokenCategorical(ignore_index=0)),
-    *(TokenCategorical(weight=W, label_smoothing=0.2), CausalLM(label_smoothing=0.1)),
-]
-
-
-def members() -> dict[str, tuple[Likelihood, Tensor, Tensor, Loss]]:
-    """Likelihood, outputs, targets and its loss of every example by torch."""
-    f = 2 * normal(N, C)
-    spread = torch.cat((f, normal(N, C, seed=2).exp()), -1)
-    spread[0, C] = 1e-9  # below eps
-    own = {"NLLLoss": f.log_softmax(-1), "BCELoss": f.sigmoid(), "GaussianNLLLoss": spread}
-    found = {repr(one): (one, f, y, density(make)) for one, make, y in KINDS}
-    for k, (module, y) in enumerate(MODULES):  # whose names do not tell their settings
-        rates = isinstance(module, nn.PoissonNLLLoss) and not module.log_input
-        outputs = f.exp() if rates else own.get(type(module).__name__, f)
-        found[f"{type(module).__name__} {k}"] = (resolve(module), outputs, y, each(module))
-    for one in SEQUENCES:
-        y = TOKENS.masked_fill(TOKENS == -100, one.ignore_index)
-        found[repr(one)] = (one, normal(N, T, C), y, of_tokens(one))
-    return found
-
-
-MEMBERS = members()
 
 
 @pytest.mark.parametrize("name", MEMBERS)

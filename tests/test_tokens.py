@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from likelihood_cases import MEMBERS, SEQUENCES
 from oracles import relative
-from test_likelihoods import MEMBERS, SEQUENCES
 from tiny_lm import IGNORED, sequences, task_of, tiny_lm
 from torch import Tensor, nn
 

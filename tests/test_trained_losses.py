@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from likelihood_cases import each, focal
 from models import normal
 from oracles import fit_at_rest, relative
 from oracles_retraining import (
@@ -19,7 +20,6 @@ from oracles_retraining import (
     with_ones,
 )
 from sklearn import datasets
-from test_likelihoods import each, focal
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 

@@ -42,7 +42,8 @@ def but(*names: str) -> list[str]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_takes_the_steps_of_its_paper(name: str) -> None:
-    """Weights, and the precision or Hessian that it learns; see tests/support/optimizer_papers.py."""
+    """Weights, and the precision or Hessian that it learns; see
+    tests/support/optimizer_papers.py."""
     make, paper, draws = STEPS[name]
     model, run = network(), Run()
     optimizer, wanted = make(model, torch.Generator().manual_seed(3)), paper(run)
