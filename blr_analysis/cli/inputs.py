@@ -136,7 +136,7 @@ class Source:
             q = fit_laplace(
                 task,
                 structure=self.structure,
-                curvature="mc_fisher" if task.likelihood.is_sequence else "ggn",
+                curvature="mc_fisher" if task.likelihood.is_sequence else None,
                 prior_precision=self.prior_precision,
             )
             if choice := q.record.get("prior_choice"):
