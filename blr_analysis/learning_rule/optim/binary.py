@@ -29,13 +29,8 @@ from blr_analysis.learning_rule.expectations import AT_SIGN, GAUSS_NEWTON
 from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
-from blr_analysis.learning_rule.optim.row_optimizer import (
-    Context,
-    Group,
-    RowOptimizer,
-    Seen,
-    check_setting,
-)
+from blr_analysis.learning_rule.optim.draws import Context, Group, Seen
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer, check_setting
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
@@ -105,8 +100,8 @@ class STE(BinaryOptimizer):
     ) -> None:
         self._set_up(self._accepted(row), params, lr=lr, clip=clip, **settings)
 
-    def _accepted(self, given: Row | str) -> Row:
-        accepted = super()._accepted(given)
+    def _accepted(self, row_or_name: Row | str) -> Row:
+        accepted = super()._accepted(row_or_name)
         if accepted.look.noisy or accepted.curvature == GAUSS_NEWTON:
             raise InputError(f"STE cannot move by {accepted.algorithm}: take SGD or Adam")
         name = "STE" if accepted.algorithm == "SGD" else f"STE with {accepted.algorithm}"

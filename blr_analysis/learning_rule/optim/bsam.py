@@ -10,8 +10,9 @@ from torch import Tensor
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.half import working
+from blr_analysis.learning_rule.optim.draws import Context, Draw, Group, Seen
 from blr_analysis.learning_rule.optim.per_example import NO_GRADIENT, NoGradient
-from blr_analysis.learning_rule.optim.row_optimizer import Context, Draw, Group, RowOptimizer, Seen
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 
 NO_ADVERSARY = "run the same minibatch once more inside `with optimizer.adversarial_params():`"
@@ -90,7 +91,7 @@ class BSAM(RowOptimizer):
             hess = self.state.get(mean, {}).get("hess", group["hess_init"])
             return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
-        return Draw(True, look=look, adoptable=adoptable, given=sizes)
+        return Draw(True, look=look, adoptable=adoptable, estimates=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import AT_DROPPED_OUT_MEAN, HessianEstimate, Tensors
 from blr_analysis.learning_rule.families.drawing import uniform
-from blr_analysis.learning_rule.optim.row_optimizer import Context, Group, RowOptimizer, Seen
+from blr_analysis.learning_rule.optim.draws import Context, Group, Seen
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS, Row
 
 
@@ -84,8 +85,8 @@ class Dropout(RowOptimizer):
         given = {"keep": keep, "ess": ess, "dim": 1, **settings}
         self._set_up(self._accepted(row), params, lr=lr, **given)
 
-    def _accepted(self, given: Row | str) -> Row:
-        accepted = super()._accepted(given)
+    def _accepted(self, row_or_name: Row | str) -> Row:
+        accepted = super()._accepted(row_or_name)
         curvature = accepted.curvature
         if curvature.method == "gradsq":  # (z g / π₁)², where Eq. 43 has z g² / π₁
             curvature = HessianEstimate(curvature.name, curvature.method, _times_keep)

@@ -11,9 +11,9 @@ import torch
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
+from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import (
     SETTINGS,
-    Group,
     Law,
     RowOptimizer,
     check_setting,

@@ -11,7 +11,9 @@ from torch import Tensor
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.half import HALF
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.optim.row_optimizer import Group, RowOptimizer, plain_tensors
+from blr_analysis.learning_rule.optim.blocks import plain_tensors
+from blr_analysis.learning_rule.optim.draws import Group
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS
 

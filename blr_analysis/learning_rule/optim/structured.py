@@ -22,8 +22,9 @@ from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
+from blr_analysis.learning_rule.optim.draws import Draw, Group
 from blr_analysis.learning_rule.optim.per_example import Listener, Pass
-from blr_analysis.learning_rule.optim.row_optimizer import Draw, Group, RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 from blr_analysis.likelihoods import Categorical, Likelihood, resolve
 from blr_analysis.posterior.gaussian import Posterior

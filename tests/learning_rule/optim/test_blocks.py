@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blr_analysis.learning_rule.optim import IVON
-from blr_analysis.learning_rule.optim.row_optimizer import BLOCK, PIECE, blocks
+from blr_analysis.learning_rule.optim.blocks import BLOCK, PIECE, blocks
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 30), st.integers(1, 30))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from blr_analysis.errors import InputError, OptimizerError
-from blr_analysis.learning_rule.optim.row_optimizer import Draw
+from blr_analysis.learning_rule.optim.draws import Draw
 
 UNSCALED = ("bSAM", *ALONE)  # whose gradients must have their own size
 

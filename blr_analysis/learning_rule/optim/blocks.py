@@ -1,0 +1,148 @@
+"""Elementwise arithmetic on many tensors, block by block, and large memory that is used again.
+
+A step of an optimizer is a dozen operations on every weight. On a CPU all of them run on one block,
+which stays in the cache, then on the next; an accelerator gets everything at once.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 15
+"""Elements of a tensor that torch works on without splitting them over threads, where it would
+wait for the slowest one some thousand times a step."""
+BLOCK = 1 << 17
+"""Elements per block on a CPU."""
+THREADS = 8
+"""At most so many: beyond it they wait for Python's lock."""
+
+Value = TypeVar("Value")
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors that are made inside have no graph and serve in training, also where the caller is
+    in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def group_by(values: Iterable[Value], key: Callable[[Value], Any]) -> dict[Any, list[Value]]:
+    """Values with equal ``key(value)`` together, in their order.
+
+    >>> group_by([1, 2, 3, 4], lambda number: number % 2)
+    {1: [1, 3], 0: [2, 4]}
+    """
+    groups: dict[Any, list[Value]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
+def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]]) -> None:
+    """Call ``rule(*block)`` for every block of ``columns``, on torch's number of threads.
+
+    ``columns[j][i]`` is the ``j``-th quantity (weight, gradient, …) of the ``i``-th parameter; all
+    tensors of one parameter have its shape and device. ``rule`` gets as many lists as there are
+    columns, and writes to their tensors elementwise and in place; call it without gradients.
+
+        >>> x = [torch.zeros(3), torch.ones(2)]
+        >>> for_blocks(lambda tensors: torch._foreach_add_(tensors, 1), [x])
+        >>> x
+        [tensor([1., 1., 1.]), tensor([2., 2.])]
+    """
+    waiting = list(blocks(columns))
+    threads = min(torch.get_num_threads(), THREADS, len(waiting))
+    if threads < 2:
+        for block in waiting:
+            rule(*block)
+        return
+    rule_without_graph = torch.no_grad()(rule)  # torch has this switch for each thread by itself
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda block: rule_without_graph(*block), waiting))
+
+
+def blocks(
+    columns: Sequence[Sequence[Tensor]], size: int = BLOCK, piece: int = PIECE
+) -> Iterator[list[list[Tensor]]]:
+    """Yield ``columns`` in blocks of about ``size`` elements, each of one device and dtype.
+
+    On a CPU, contiguous tensors are cut into views of at most ``piece`` elements; elsewhere the
+    columns come back as one block. Writing to a view writes to the tensor.
+
+        >>> x = [torch.zeros(5), torch.zeros(2), torch.zeros(1)]
+        >>> [[view.numel() for view in block[0]] for block in blocks([x], size=4, piece=3)]
+        [[3], [2, 2], [1]]
+    """
+    rows = zip(*columns, strict=True)
+    alike = group_by(rows, lambda row: (row[0].device, row[0].dtype))
+    for (device, _), group in alike.items():
+        on_cpu = device.type == "cpu"
+        block: list[tuple[Tensor, ...]] = []
+        elements = 0
+        for row in group:
+            for views in _cut(row, piece) if on_cpu else [row]:
+                if block and on_cpu and elements + views[0].numel() > size:
+                    yield _transposed(block)
+                    block = []
+                    elements = 0
+                block.append(views)
+                elements += views[0].numel()
+        yield _transposed(block)
+
+
+def _cut(row: tuple[Tensor, ...], piece: int) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors of one parameter as views of at most ``piece`` elements, where all of them lie in
+    one piece of memory."""
+    if row[0].numel() <= piece or not all(tensor.is_contiguous() for tensor in row):
+        return [row]
+    return zip(*(tensor.detach().view(-1).split(piece) for tensor in row), strict=True)
+
+
+def _transposed(block: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """One list for each quantity."""
+    return [list(column) for column in zip(*block, strict=True)]
+
+
+def scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
+    """Each times the factor; the same tensors where it is 1."""
+    if factor == 1 or not tensors:
+        return tensors
+    return list(torch._foreach_mul(tensors, factor))
+
+
+class Scratch(dict[Any, Tensor]):
+    """Large tensors that are used again at the next draw.
+
+    A fresh 40 MB tensor costs the operating system ten thousand page faults, more than the
+    arithmetic done in it. Only CPU memory is kept; accelerators have an allocator that does this.
+    """
+
+    def take(
+        self, use: str, like: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One flat tensor, and its views shaped as ``like`` (one device). It overwrites what was
+        taken before for the same ``use``.
+
+        >>> flat, views = Scratch().take("noise", [torch.zeros(2, 3), torch.zeros(4)], torch.half)
+        >>> flat.shape, [tuple(view.shape) for view in views]
+        (torch.Size([10]), [(2, 3), (4,)])
+        """
+        counts = [tensor.numel() for tensor in like]
+        device = like[0].device
+        is_kept = device.type == "cpu"
+        key = (use, like[0])
+        flat = self.get(key) if is_kept else None
+        if flat is None or len(flat) != sum(counts):
+            flat = torch.empty(sum(counts), dtype=dtype, device=device)
+            if is_kept:
+                self[key] = flat
+        pieces = flat.split(counts)
+        return flat, [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
