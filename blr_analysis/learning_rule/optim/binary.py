@@ -38,7 +38,7 @@ BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
 
 
 class BinaryOptimizer(RowOptimizer):
-    """What both share: real parameters θ, and a network of their signs."""
+    """Real parameters θ, and a network of their signs."""
 
     def mode_params(self) -> Context:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
@@ -115,7 +115,9 @@ class STE(BinaryOptimizer):
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
         super()._move_group(group, params, inverse_scale)
-        for param in params if group["clip"] < math.inf else ():
+        if group["clip"] == math.inf:
+            return
+        for param in params:
             param.clamp_(-group["clip"], group["clip"])
 
 
@@ -187,9 +189,10 @@ class BayesBiNN(BinaryOptimizer):
         prior: float | Sequence[Tensor] = 0.0,
         **settings: Any,
     ) -> None:
-        own = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0, **settings}
-        entropy = {"weight_decay": 1.0, "hess_init": 1.0}  # its share: of λ itself
-        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **{**own, **entropy})
+        defaults = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0}
+        of_entropy = {"weight_decay": 1.0, "hess_init": 1.0}  # the entropy's gradient is λ itself
+        every: dict[str, Any] = defaults | settings | of_entropy
+        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **every)
 
     def mean_params(self) -> Context:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
@@ -197,11 +200,13 @@ class BayesBiNN(BinaryOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        prior, tensors = group["prior"], group["params"]
+        prior = group["prior"]
         if not isinstance(prior, Sequence):
             check_setting("prior", prior, "(-inf, inf)")
-        elif [getattr(t, "shape", None) for t in prior] != [p.shape for p in tensors]:
-            sizes = [tuple(p.shape) for p in tensors]
+            return
+        shapes = [p.shape for p in group["params"]]
+        if [getattr(tensor, "shape", None) for tensor in prior] != shapes:
+            sizes = [tuple(shape) for shape in shapes]
             raise InputError(f"prior must hold tensors of the parameters' shapes, {sizes}")
 
     def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
@@ -214,11 +219,12 @@ class BayesBiNN(BinaryOptimizer):
         return draw_signs(theta, generator), None
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
-        """The prior's share −λ₀ joins the gradient, which is still scaled."""
+        """The prior's part −λ₀ joins the gradient, which is still scaled."""
         prior = group["prior"]
         priors = prior if isinstance(prior, Sequence) else [prior] * len(group["params"])
         for param, natural in zip(group["params"], priors, strict=True):
-            if param in self._gathered.grads and (isinstance(natural, Tensor) or natural):
+            is_zero = not isinstance(natural, Tensor) and natural == 0
+            if param in self._gathered.grads and not is_zero:
                 self._gathered.grads[param].sub_(natural / inverse_scale)
         super()._move_group(group, params, inverse_scale)
 
@@ -243,8 +249,8 @@ def draw_signs(half_logit: Tensor, generator: torch.Generator | None = None) -> 
 
 def logistic_noise(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """δ = ½ log(ε / (1 − ε)) for uniform ε, shaped as ``like``."""
-    drawn = uniform(like, generator)
-    return (drawn.log() - torch.log1p(-drawn)) / 2
+    draws = uniform(like, generator)
+    return (draws.log() - torch.log1p(-draws)) / 2
 
 
 def relax(half_logit: Tensor, noise: Tensor, temperature: float) -> Tensor:
@@ -266,10 +272,11 @@ def relaxed_slope(
     >>> relaxed_slope(torch.tensor([0.3]), torch.zeros(1), 1.0)
     tensor([1.])
     """
-    above, below = _log_sech2((half_logit + noise) / temperature), _log_sech2(half_logit)
+    numerator = _log_sech2((half_logit + noise) / temperature)
+    denominator = _log_sech2(half_logit)
     if floor == 0:
-        return (above - below).exp() / temperature
-    return (above.exp() + floor) / (temperature * (below.exp() + floor))
+        return (numerator - denominator).exp() / temperature
+    return (numerator.exp() + floor) / (temperature * (denominator.exp() + floor))
 
 
 def _log_sech2(x: Tensor) -> Tensor:

@@ -64,8 +64,13 @@ class BSAM(RowOptimizer):
     _unscales = False
 
     def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
-        own = {"hess_init": 1.0, "weight_decay": 1e-4, "radius": 0.05, "damping": 0.1}
-        self._set_up(ROWS["bSAM"], params, lr=lr, ess=ess, **{**own, **settings})
+        defaults: dict[str, Any] = {
+            "hess_init": 1.0,
+            "weight_decay": 1e-4,
+            "radius": 0.05,
+            "damping": 0.1,
+        }
+        self._set_up(ROWS["bSAM"], params, lr=lr, ess=ess, **defaults | settings)
 
     def adversarial_params(self, *, divided_by: float = 1.0) -> Context:
         """The model at the adversary of the sample before; its gradients move the mean.
@@ -82,7 +87,8 @@ class BSAM(RowOptimizer):
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
             raise OptimizerError("adversarial_params() without a sample: draw one before it")
-        gradients, self._sampled = self._sampled, None
+        gradients = self._sampled
+        self._sampled = None
         sizes: dict[Tensor, Tensor] = {}
 
         def look(mean: Tensor, group: Group, _: torch.Generator | None) -> Seen:
@@ -102,10 +108,10 @@ class BSAM(RowOptimizer):
         if draw.look is not None:  # the adversary
             super()._gather(draw)
             return
-        got = {p: p.grad.detach() for p in draw.groups if p.grad is not None}
-        if not got:
+        grads = {p: p.grad.detach() for p in draw.groups if p.grad is not None}
+        if not grads:
             raise NoGradient(NO_GRADIENT)
-        self._sampled = {p: g.to(working(p.dtype), copy=True) for p, g in got.items()}
+        self._sampled = {p: g.to(working(p.dtype), copy=True) for p, g in grads.items()}
         self._gathered.drop(draw)
 
     def _loss_at(self, draw: Draw, closure: Callable[[], Any]) -> Any:
@@ -113,10 +119,10 @@ class BSAM(RowOptimizer):
         super()._loss_at(self._adversary(adoptable=True), closure)
         return loss
 
-    def _refuse_sample(self, what: str) -> None:
+    def _refuse_sample(self, mistake: str) -> None:
         if self._sampled is not None:
             self._sampled = None
-            raise OptimizerError(f"{what}; it is dropped: {NO_ADVERSARY}")
+            raise OptimizerError(f"{mistake}; it is dropped: {NO_ADVERSARY}")
 
     def _check_draws(self) -> None:
         self._refuse_sample("step() after a sample without its adversary")

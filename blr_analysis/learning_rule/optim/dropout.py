@@ -82,18 +82,22 @@ class Dropout(RowOptimizer):
         ess: float = 1.0,
         **settings: Any,
     ) -> None:
-        given = {"keep": keep, "ess": ess, "dim": 1, **settings}
-        self._set_up(self._accepted(row), params, lr=lr, **given)
+        settings.setdefault("dim", 1)
+        self._set_up(self._accepted(row), params, lr=lr, keep=keep, ess=ess, **settings)
 
     def _accepted(self, row_or_name: Row | str) -> Row:
         accepted = super()._accepted(row_or_name)
         curvature = accepted.curvature
         if curvature.method == "gradsq":  # (z g / π₁)², where Eq. 43 has z g² / π₁
             curvature = HessianEstimate(curvature.name, curvature.method, _times_keep)
-        name, look = accepted.algorithm, replace(AT_DROPPED_OUT_MEAN, noisy=accepted.look.noisy)
-        name = "dropout" if name == "SGD" else f"dropout with {name}"
-        own = {"family": ROWS["dropout"].family, "look": look, "curvature": curvature}
-        return replace(accepted, algorithm=name, **own)
+        is_plain = accepted.algorithm == "SGD"
+        return replace(
+            accepted,
+            algorithm="dropout" if is_plain else f"dropout with {accepted.algorithm}",
+            family=ROWS["dropout"].family,
+            look=replace(AT_DROPPED_OUT_MEAN, noisy=accepted.look.noisy),
+            curvature=curvature,
+        )
 
     def mean_params(self) -> Context:
         """The model with the weights π₁ m, the mean of q; m again after it."""
@@ -105,16 +109,19 @@ class Dropout(RowOptimizer):
             return
         for param in group["params"]:
             if param.ndim < 2 or not -param.ndim <= group["dim"] < param.ndim:
-                said = f"no units along dim = {group['dim']} of {tuple(param.shape)}"
-                raise InputError(f"{said}: give biases a group with keep = 1")
+                raise InputError(
+                    f"no units along dim = {group['dim']} of {tuple(param.shape)}: give biases a "
+                    "group with keep = 1"
+                )
 
     def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
         if group["keep"] == 1:
             return theta, None
         shape = [1] * theta.ndim
         shape[group["dim"]] = theta.shape[group["dim"]]
-        kept = (uniform(theta.new_empty(shape), generator) < group["keep"]).to(theta.dtype)
-        return theta * kept, kept / group["keep"]
+        draws = uniform(theta.new_empty(shape), generator)
+        mask = (draws < group["keep"]).to(theta.dtype)
+        return theta * mask, mask / group["keep"]
 
     _sample = _look
 

@@ -27,7 +27,6 @@ BROAD = 0.05
 NARROW, WIDEST = 0.05, 0.15
 """With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
 where the data say nothing."""
-UNGROUPED = ("self", "params", "steps", "__class__")
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
 
 
@@ -208,21 +207,41 @@ class IVON(RowOptimizer):
         foreach: bool | None = None,
         steps: int | None = None,
     ) -> None:
-        given, broad = {k: v for k, v in locals().items() if k not in UNGROUPED}, BROAD
-        for name in ("lr", "ess", "weight_decay"):
-            check_setting(name, given[name], SETTINGS[name])
+        check_setting("lr", lr, SETTINGS["lr"])
+        check_setting("ess", ess, SETTINGS["ess"])
+        check_setting("weight_decay", weight_decay, SETTINGS["weight_decay"])
+        broad = BROAD
         if hess_init == "weights":
             params = groups_of(params)
-            broad = WIDEST * (size := size_of(params))
-            hess_init = given["hess_init"] = max(1.0, 1 / (ess * (NARROW * size) ** 2))
+            size = size_of(params)
+            broad = WIDEST * size
+            hess_init = max(1.0, 1 / (ess * (NARROW * size) ** 2))
         check_setting("hess_init", hess_init, self._ranges["hess_init"])
         if beta2 == BETA2:
-            given["beta2"] = beta2_for(steps, ess, hess_init, broad)
-        if clip_radius == math.inf:
-            scale = (hess_init, weight_decay) if rescale_lr else ()
-            given["clip_radius"] = radius_for(steps, lr, *scale)
-        self.steps = steps  # what recipes read
-        self._set_up(ROWS["IVON"], params, **given)
+            beta2 = beta2_for(steps, ess, hess_init, broad)
+        if clip_radius == math.inf and rescale_lr:
+            clip_radius = radius_for(steps, lr, hess_init, weight_decay)
+        elif clip_radius == math.inf:
+            clip_radius = radius_for(steps, lr)
+        self.steps = steps  # recipes read it
+        self._set_up(
+            ROWS["IVON"],
+            params,
+            lr=lr,
+            ess=ess,
+            hess_init=hess_init,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            mc_samples=mc_samples,
+            hess_approx=hess_approx,
+            clip_radius=clip_radius,
+            sync=sync,
+            debias=debias,
+            rescale_lr=rescale_lr,
+            generator=generator,
+            foreach=foreach,
+        )
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

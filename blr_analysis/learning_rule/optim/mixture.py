@@ -23,6 +23,7 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.half import working
+from blr_analysis.learning_rule.optim.draws import Tensors
 from blr_analysis.learning_rule.optim.ivon import IVON
 
 
@@ -60,13 +61,17 @@ class Mixture:
         self.optimizers = list(optimizers)
         if len(self.optimizers) < 2:
             raise InputError("a mixture has two or more optimizers")
-        prices = [isinstance(o, IVON) and o.param_groups[0]["hess_approx"] for o in self.optimizers]
-        if {*prices} != {"price"}:
+        if not all(_takes_price(optimizer) for optimizer in self.optimizers):
             raise InputError('the components of a mixture are IVON with hess_approx="price"')
-        held = [[*o._trained().items()] for o in self.optimizers]
-        if len({tuple((p.shape, float(g["ess"])) for p, g in own) for own in held}) > 1:
+        networks = [optimizer._trained() for optimizer in self.optimizers]
+        kinds = {
+            tuple((p.shape, float(group["ess"])) for p, group in network.items())
+            for network in networks
+        }
+        if len(kinds) > 1:
             raise InputError("the networks of a mixture need the same shapes and the same ess")
-        if len({p for own in held for p, _ in own}) < sum(map(len, held)):
+        parameters = [p for network in networks for p in network]
+        if len({*parameters}) < len(parameters):
             raise InputError("two optimizers hold the same parameter: copy the network")
 
     def overlap(self, k: int) -> Tensor:
@@ -75,21 +80,31 @@ class Mixture:
         Inside ``optimizers[k].sampled_params(train=True)`` these are a draw of q_k. It is log 1/K
         over ess, and its gradient 0, where the other components are far.
         """
-        weights, terms = self.optimizers[k]._trained(), []
-        for optimizer in self.optimizers:
-            logs = [
-                0.5 * (s.log() - s * (theta.to(s) - m.to(s)).square()).sum()
-                for theta, (m, s) in zip(weights, _gaussians(optimizer), strict=True)
-            ]
-            terms.append(torch.stack([log.to(logs[0]) for log in logs]).sum())
-        stacked = torch.stack(terms)
-        log_q = torch.logsumexp(stacked, 0) - math.log(len(terms))
-        return (log_q - stacked[k]) / float(self.optimizers[k].param_groups[0]["ess"])
+        weights = [*self.optimizers[k]._trained()]
+        densities = torch.stack([_log_density(o, weights) for o in self.optimizers])
+        log_q = torch.logsumexp(densities, 0) - math.log(len(densities))
+        return (log_q - densities[k]) / float(self.optimizers[k].param_groups[0]["ess"])
+
+
+def _takes_price(optimizer: object) -> bool:
+    """Whether this is an IVON whose Hessian is Price's."""
+    return isinstance(optimizer, IVON) and optimizer.param_groups[0]["hess_approx"] == "price"
+
+
+def _log_density(optimizer: IVON, weights: list[Tensor]) -> Tensor:
+    """log q_j at these weights, up to a constant that all components have."""
+    logs = [
+        0.5 * (s.log() - s * (theta.to(s) - m.to(s)).square()).sum()
+        for theta, (m, s) in zip(weights, _gaussians(optimizer), strict=True)
+    ]
+    return torch.stack([log.to(logs[0]) for log in logs]).sum()
 
 
 def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     """Mean and precision of every parameter, also while a draw stands in the mean's place."""
-    means = {} if optimizer._open is None else optimizer._open.means
+    means: Tensors = {}
+    if optimizer._open is not None:
+        means = optimizer._open.means
     gaussians = []
     for p, group in optimizer._trained().items():
         start = torch.full_like(p, group["hess_init"], dtype=working(p.dtype)).detach()

@@ -64,8 +64,15 @@ class Newton(RowOptimizer):
         weight_decay: float = 0.0,
         hess_init: float = 1.0,
     ) -> None:
-        given = {"weight_decay": weight_decay, "hess_init": hess_init, "hess_approx": "none"}
-        self._set_up(ROWS["Newton"], params, lr=lr, ess=ess, **given)
+        self._set_up(
+            ROWS["Newton"],
+            params,
+            lr=lr,
+            ess=ess,
+            weight_decay=weight_decay,
+            hess_init=hess_init,
+            hess_approx="none",
+        )
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -74,7 +81,8 @@ class Newton(RowOptimizer):
             raise InputError("Newton takes one group of parameters, of one device and dtype")
         if {dtype for _, dtype in kinds} & {*HALF}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
-        if (count := self._shape(group["params"][0])[0]) > MOST:
+        count = self._shape(group["params"][0])[0]
+        if count > MOST:
             raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
 
     def _shape(self, param: Tensor) -> torch.Size:
@@ -87,7 +95,8 @@ class Newton(RowOptimizer):
         if not callable(closure):
             raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
         self._check_groups()
-        if not (params := [*self._trained()]):
+        params = [*self._trained()]
+        if not params:
             raise OptimizerError("every parameter is frozen: set requires_grad")
         with torch.inference_mode(False), torch.enable_grad():
             loss = closure()
@@ -100,19 +109,24 @@ class Newton(RowOptimizer):
 
     def _advance(self, params: list[Tensor], gradient: Tensor, hessian: Tensor) -> None:
         (group,) = self.param_groups
-        ess, decay, state = group["ess"], group["weight_decay"], self.state[group["params"][0]]
-        mean, eye = _flat(params), torch.eye(len(_flat(group["params"]))).to(gradient)
-        precision = state.get("precision", ess * (group["hess_init"] + decay) * eye)
-        moved = _flat([torch.full(p.shape, p.requires_grad) for p in group["params"]])
-        own = moved.nonzero().squeeze(1).to(mean.device)
-        q = FullGaussian(mean, precision[own[:, None], own])
-        eye = torch.eye(len(mean)).to(mean)
-        pulled = q.pull_back(ess * (gradient + decay * mean), ess * (hessian + decay * eye))
-        new = blr_step(q, pulled, float(group["lr"]))
+        ess = group["ess"]
+        decay = group["weight_decay"]
+        state = self.state[group["params"][0]]
+        mean = _flat(params)
+        precision = state.get("precision")
+        if precision is None:
+            size = sum(p.numel() for p in group["params"])
+            precision = ess * (group["hess_init"] + decay) * torch.eye(size).to(gradient)
+        is_trained = _flat([torch.full(p.shape, p.requires_grad) for p in group["params"]])
+        trained = is_trained.nonzero().squeeze(1).to(mean.device)
+        q = FullGaussian(mean, precision[trained[:, None], trained])
+        identity = torch.eye(len(mean)).to(mean)
+        natural = q.pull_back(ess * (gradient + decay * mean), ess * (hessian + decay * identity))
+        new = blr_step(q, natural, float(group["lr"]))
         for param, part in zip(params, new.mean.split([p.numel() for p in params]), strict=True):
             param.copy_(part.view_as(param))
-        precision = precision.index_put((own[:, None], own), new.precision)
-        state.update(step=state.get("step", 0) + 1, precision=precision)
+        state["step"] = state.get("step", 0) + 1
+        state["precision"] = precision.index_put((trained[:, None], trained), new.precision)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
@@ -121,12 +135,17 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
     """∇ℓ ``[P]`` and ∇²ℓ ``[P, P]``, row by row."""
-    given: Any = {"allow_unused": True, "materialize_grads": True}
     try:
-        flat = _flat([*torch.autograd.grad(loss, params, create_graph=True, **given)])
+        gradient = _gradient(loss, params, create_graph=True)
     except RuntimeError as error:
         raise OptimizerError("return the loss, without backward") from error
-    if not flat.requires_grad:  # a linear loss
-        return flat.detach(), flat.new_zeros(len(flat), len(flat))
-    rows = [_flat([*torch.autograd.grad(g, params, retain_graph=True, **given)]) for g in flat]
-    return flat.detach(), torch.stack(rows)
+    if not gradient.requires_grad:  # a linear loss
+        return gradient.detach(), gradient.new_zeros(len(gradient), len(gradient))
+    rows = [_gradient(entry, params, retain_graph=True) for entry in gradient]
+    return gradient.detach(), torch.stack(rows)
+
+
+def _gradient(value: Tensor, params: list[Tensor], **graph: Any) -> Tensor:
+    """∇ of a number, ``[P]``; 0 where it does not depend on a parameter."""
+    how: Any = {"allow_unused": True, "materialize_grads": True}
+    return _flat([*torch.autograd.grad(value, params, **graph, **how)])

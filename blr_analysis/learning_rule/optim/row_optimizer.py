@@ -191,7 +191,8 @@ class RowOptimizer(torch.optim.Optimizer):
         return accepted
 
     def _reader(self, model: Any, reduction: str) -> Any:
-        """The reader of the examples' gradients in the passes of a draw; None: the row needs none."""
+        """The reader of the examples' gradients in the passes of a draw; None where the row needs
+        none of them."""
         if self.row.curvature == GAUSS_NEWTON:
             instance(f"{self.algorithm}'s model", model, nn.Module, "the module that is trained")
             return PerExampleSquares(model, self.algorithm, reduction)

@@ -34,7 +34,7 @@ from blr_analysis.posterior.structures.contract import Structure
 
 
 class StructuredOptimizer(RowOptimizer):
-    """What all of them share: draws from S, and steps by it.
+    """Draws from S, and steps by it.
 
     Args:
         model: what is trained, all that is trainable in it.
@@ -57,14 +57,15 @@ class StructuredOptimizer(RowOptimizer):
     _row: ClassVar[str]
     _kept: Any = ("momentum",)
     _unscales = False
-    recorder: Any  # of what the passes show: recorded, structure, state_dict, load_state_dict
+    recorder: Any  # reads the passes: recorded, structure, state_dict, load_state_dict
 
     def __init__(self, model: nn.Module, lr: float, ess: float, **settings: Any) -> None:
-        self.model, self._form = model, None
+        self.model = model
+        self._form: Structure | None = None
         self.names = {n: p for n, p in model.named_parameters() if p.requires_grad}
         defaults = {"weight_decay": 1e-4, "beta2": 0.99, "hess_init": 1.0, "damping": 1e-3}
-        own = {**defaults, **settings, "hess_approx": "none"}
-        self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **own)
+        every: dict[str, Any] = defaults | settings | {"hess_approx": "none"}
+        self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **every)
         self._listen(self.param_groups[0])
 
     def _listen(self, group: Group) -> None:
@@ -75,13 +76,16 @@ class StructuredOptimizer(RowOptimizer):
         """S + δ, as the last step left it."""
         if self._form is None:
             (group,) = self.param_groups
-            if self.recorder.recorded:
-                data = self.recorder.structure(self.model, round(group["ess"]))
-            else:
-                start = group["ess"] * group["hess_init"]
-                data = Diagonal({n: torch.full_like(p, start) for n, p in self.names.items()})
+            data = self._form_of_data(group)
             self._form = data.plus_prior(group["ess"] * group["weight_decay"])
         return self._form
+
+    def _form_of_data(self, group: Group) -> Structure:
+        """S, without δ."""
+        if self.recorder.recorded:
+            return self.recorder.structure(self.model, round(group["ess"]))
+        start = group["ess"] * group["hess_init"]
+        return Diagonal({n: torch.full_like(p, start) for n, p in self.names.items()})
 
     def posterior(self) -> Posterior:
         """q(θ), for every analysis.
@@ -92,10 +96,13 @@ class StructuredOptimizer(RowOptimizer):
         if self._open is not None or not self.state:
             raise OptimizerError("take the posterior after a step, outside of sampled_params()")
         (group,) = self.param_groups
-        mean = {n: p.detach().clone() for n, p in self.names.items()}
-        n_data, prior = round(group["ess"]), group["ess"] * group["weight_decay"]
-        record = {"kind": type(self).__name__.lower(), "source": "optimizer"}
-        return Posterior(mean, self.form, prior_precision=prior, n_data=n_data, record=record)
+        return Posterior(
+            {n: p.detach().clone() for n, p in self.names.items()},
+            self.form,
+            prior_precision=group["ess"] * group["weight_decay"],
+            n_data=round(group["ess"]),
+            record={"kind": type(self).__name__.lower(), "source": "optimizer"},
+        )
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._gathered.count:
@@ -108,20 +115,24 @@ class StructuredOptimizer(RowOptimizer):
 
     def _update(self, inverse_scale: float) -> None:
         (group,) = self.param_groups
-        self._form, direction = None, Tree()
-        for name, p in self.names.items():
-            state = self._counted(p, group)
-            momentum, grad = state["momentum"], self._gathered.grads.get(p, torch.zeros_like(p))
-            momentum.lerp_(grad.detach().to(momentum), 1 - group["beta1"])
-            u = momentum / (1 - group["beta1"] ** state["step"])
-            direction[name] = (group["ess"] * (u + group["weight_decay"] * p)).to(p)
+        self._form = None
+        direction = {name: self._direction(p, group) for name, p in self.names.items()}
         damping = group["ess"] * group["damping"]
         damped = self.form.plus_prior(damping) if damping else self.form
         for name, move in damped.solve(direction).items():
             self.names[name].add_(move, alpha=-float(group["lr"]))
 
+    def _direction(self, param: Tensor, group: Group) -> Tensor:
+        """N u + δ m of a parameter, u the momentum without its start at 0."""
+        state = self._counted(param, group)
+        momentum = state["momentum"]
+        grad = self._gathered.grads.get(param, torch.zeros_like(param))
+        momentum.lerp_(grad.detach().to(momentum), 1 - group["beta1"])
+        mean_gradient = momentum / (1 - group["beta1"] ** state["step"])
+        return (group["ess"] * (mean_gradient + group["weight_decay"] * param)).to(param)
+
     def state_dict(self) -> dict[str, Any]:
-        """As the other rows', with what was learned of the precision."""
+        """As the other rows', with the precision that was learned."""
         return {**super().state_dict(), "curvature": self.recorder.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,7 +284,8 @@ class GradientRows(Listener):
 
     def begin(self, names: Tree, rank: int, start: float) -> None:
         """D = start · I."""
-        self.shapes, self.rank = {n: p.shape for n, p in names.items()}, rank
+        self.shapes = {n: p.shape for n, p in names.items()}
+        self.rank = rank
         like = torch.cat([p.detach().reshape(-1) for p in names.values()])
         if rank >= len(like):
             raise InputError(f"rank must be below the number of parameters, {len(like):,}")
@@ -298,9 +310,10 @@ class GradientRows(Listener):
     def structure(self, model: nn.Module, n_data: int) -> LowRank:
         """U Uᵀ + D, without a prior."""
         sizes = self.columns.square().sum(1)
-        held = sizes > sizes.max() * torch.finfo(sizes.dtype).eps
-        directions = self.columns[held] / sizes[held].sqrt().unsqueeze(1)
-        return LowRank(self._split(self.rest), self._split(directions), sizes[held].diag())
+        is_nonzero = sizes > sizes.max() * torch.finfo(sizes.dtype).eps
+        sizes = sizes[is_nonzero]
+        directions = self.columns[is_nonzero] / sizes.sqrt().unsqueeze(1)
+        return LowRank(self._split(self.rest), self._split(directions), sizes.diag())
 
     def _split(self, flat: Tensor) -> Tree:
         pieces = flat.split([shape.numel() for shape in self.shapes.values()], -1)
@@ -313,7 +326,8 @@ class GradientRows(Listener):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The reverse."""
-        self.columns, self.rest = (state[n].to(self.rest) for n in ("columns", "rest"))
+        self.columns = state["columns"].to(self.rest)
+        self.rest = state["rest"].to(self.rest)
 
     def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
         terms, self.n = self._read(passed, got)
@@ -322,8 +336,9 @@ class GradientRows(Listener):
 
     def _flat(self, terms: Sequence[Term]) -> Tensor:
         gradients: Tree = {}
-        for name, each in (entry for term in terms for entry in term.jacobian().items()):
-            gradients[name] = gradients.get(name, 0) + each.sum(1).flatten(1)
+        for term in terms:
+            for name, columns in term.jacobian().items():
+                gradients[name] = gradients.get(name, 0) + columns.sum(1).flatten(1)
         return torch.cat([gradients[name] for name in self._params], 1)
 
 
@@ -339,14 +354,16 @@ class JacobianRows(GradientRows):
         if not outputs:
             return
         f = outputs[0].reshape(passed.batch, -1)
-        labels = f.new_zeros(len(f), dtype=torch.long)  # Λ is that of any
-        y = labels if isinstance(self.likelihood, Categorical) else torch.zeros_like(f)
+        labels = torch.zeros_like(f)  # Λ does not depend on them
+        if isinstance(self.likelihood, Categorical):
+            labels = f.new_zeros(len(f), dtype=torch.long)
         blocks = []
-        for column in self.likelihood.hessian_root(f.detach(), y).unbind(-1):
-            at = passed.gradients(f, column)
+        for column in self.likelihood.hessian_root(f.detach(), labels).unbind(-1):
+            gradients = passed.gradients(f, column)
             with torch.no_grad():
-                blocks.append(self._flat(self._terms(passed, at)))
-        self.rows, self.n = torch.cat(blocks), passed.batch
+                blocks.append(self._flat(self._terms(passed, gradients)))
+        self.rows = torch.cat(blocks)
+        self.n = passed.batch
 
     def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
         self._read(passed, got)
