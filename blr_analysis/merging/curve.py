@@ -242,21 +242,45 @@ def merge_curve(
         arguments["precisions"] = in_order(precisions, names)
     methods = _methods(method, options)
     evaluations(judges, start, "base")  # so that what fails below is the merge's fault
+    trials = _Trials(start, list(states.values()), judges, arguments, progress)
     points: list[MergePoint] = []
     for name, row in methods.items():
-        row_arguments = {key: value for key, value in arguments.items() if row.takes(key)}
-        alphas_tried = rows
-        if weights is None:
-            alphas_tried = sorted({*rows, tuple(default_weights(name, len(names)))})
-        label = f"merges: {name}"
-        for alphas in track(alphas_tried, total=len(alphas_tried), label=label, show=progress):
-            job = job_of(start, list(states.values()), name, weights=list(alphas), **row_arguments)
-            points.append(_tried(job, alphas, judges))
+        default = tuple(default_weights(name, len(names)))
+        points += trials.points(row, sorted({*rows, default}) if weights is None else rows)
     if all(point.failure for point in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
     return MergeCurve(tuple(points), names, tuple(judges), shape)
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """Merges that differ in their method and weights alone.
+
+    Attributes:
+        base: θ_0.
+        models: θ_t.
+        judges: the validation tasks, by name.
+        arguments: all others of :func:`blr_analysis.merge`; a method gets those that it takes.
+        progress: whether a bar is shown.
+    """
+
+    base: State
+    models: list[State]
+    judges: Mapping[str, Task]
+    arguments: Mapping[str, Any]
+    progress: bool | None
+
+    def points(self, row: Method, rows: Sequence[Weights]) -> list[MergePoint]:
+        """What one method comes to with each of these weights."""
+        arguments = {key: value for key, value in self.arguments.items() if row.takes(key)}
+        label = f"merges: {row.name}"
+        points = []
+        for weights in track(rows, total=len(rows), label=label, show=self.progress):
+            job = job_of(self.base, self.models, row.name, weights=list(weights), **arguments)
+            points.append(_tried(job, weights, self.judges))
+        return points
 
 
 def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
