@@ -26,7 +26,7 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
     {"likelihoods", "files", "half", "modes"},
-    {"recipe", "snapshots", "padding"},
+    {"adapters", "recipe", "snapshots", "padding"},
     {"terminal"},
     {"data", "estimators"},
     {"task"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blr_analysis.files.comparing import same_bytes
 from blr_analysis.files.folder import Folder, read_config
 from blr_analysis.files.placing import drafted, held
 from blr_analysis.files.shards import Shards
@@ -23,5 +24,6 @@ __all__ = [
     "fingerprint",
     "held",
     "read_config",
+    "same_bytes",
     "verify",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from blr_analysis import ranks
+from blr_analysis.adapters import TENSORS, is_adapter
 from blr_analysis.backprop.engine import n_outputs
 from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
@@ -22,7 +23,6 @@ from blr_analysis.huggingface.data import class_indices, label_column, places_of
 from blr_analysis.huggingface.file_layout import file_layout
 from blr_analysis.huggingface.models import Pretrained, load_model, load_tuned
 from blr_analysis.huggingface.questions import Tokens, read_length, read_tokens
-from blr_analysis.merging.lora import TENSORS, is_adapter
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from blr_analysis.adapters import CONFIG, is_adapter, open_adapter
 from blr_analysis.checks import install, one_of, path_of, some
 from blr_analysis.errors import InputError, ModelError, StorageError, told_as
 from blr_analysis.files import Folder, Spec
 from blr_analysis.files.headers import read_json
 from blr_analysis.huggingface.file_layout import file_layout
-from blr_analysis.merging.lora import CONFIG, is_adapter, open_adapter
 from blr_analysis.task import find_device
 
 AUTO = {"classification": "AutoModelForSequenceClassification", "causal_lm": "AutoModelForCausalLM"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blr_analysis.checks import instance, some
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.merging.lora import open_model
+from blr_analysis.merging.sources import open_model
 from blr_analysis.task import Task
 
 State = Mapping[str, Tensor]

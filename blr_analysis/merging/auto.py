@@ -29,9 +29,9 @@ from blr_analysis.merging.at_weights import named_tasks
 from blr_analysis.merging.curve import MergePoint, evaluations, point_of
 from blr_analysis.merging.folders import collect
 from blr_analysis.merging.job import Job
-from blr_analysis.merging.lora import open_model
 from blr_analysis.merging.plan import make_plan
 from blr_analysis.merging.precisions import open_precision
+from blr_analysis.merging.sources import open_model
 from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.posterior import FACTORED
 from blr_analysis.task import Task

@@ -18,8 +18,8 @@ from typing import Any
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.folders import MergeReport
 from blr_analysis.merging.job import Job
-from blr_analysis.merging.lora import is_place
 from blr_analysis.merging.merge_plan import AVERAGED, COPIED
+from blr_analysis.merging.sources import is_place
 
 CARD = "README.md"
 RECIPE = "merge_recipe.yml"

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis.adapters import is_adapter
 from blr_analysis.files import Loaded, Shards, drafted
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.placing import check_free, check_room
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
-from blr_analysis.merging.lora import is_adapter, is_place
 from blr_analysis.merging.merge_plan import MergePlan
 from blr_analysis.merging.propagation import stream_propagated
+from blr_analysis.merging.sources import is_place
 from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
 

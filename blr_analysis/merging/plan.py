@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from blr_analysis.adapters import is_adapter
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING, Job, Member
-from blr_analysis.merging.lora import is_adapter, is_place, open_model
 from blr_analysis.merging.merge_plan import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.precisions import (
     StoredPrecision,
@@ -28,7 +28,9 @@ from blr_analysis.merging.sources import (
     MERGEABLE,
     Lengthened,
     differs_somewhere,
+    is_place,
     match,
+    open_model,
     token_tensors,
 )
 from blr_analysis.merging.tensor_plans import plan_tensors

@@ -31,12 +31,12 @@ from pydantic import (
 )
 from ruamel.yaml import YAML
 
+from blr_analysis.adapters import is_adapter
 from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.merging.job import Job, Member, Weight
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
-from blr_analysis.merging.lora import is_adapter
 from blr_analysis.merging.methods import METHODS, default_weights, method_of, widest
 
 AUTO = "auto"

@@ -1,4 +1,4 @@
-"""Which tensor of one model is which of another: all of them, or an error that lists why.
+"""Models opened, and which tensor of one is which of another: all, or an error that lists why.
 
 Nothing is dropped: a tensor that only one model has is accepted if it is a tied copy (the same
 bytes as another tensor of that model, which the others have), and refused otherwise.
@@ -7,38 +7,41 @@ bytes as another tensor of that model, which the others have), and refused other
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from blr_analysis.adapters import is_adapter, open_adapter
 from blr_analysis.checks import some
-from blr_analysis.errors import ModelError
-from blr_analysis.files import Owned, Scratch, Source, Spec
+from blr_analysis.errors import InputError, ModelError
+from blr_analysis.files import Folder, Loaded, Owned, Scratch, Source, Spec, same_bytes
+from blr_analysis.files.names import TOKEN_TABLES, module_word
+from blr_analysis.task import unwrapped
 
-PIECE = 2**20  # entries compared at a time
 FIRST_LOOK = 4096  # entries of each tensor that are compared first
-# The modules whose weights have a row for each token.
-TABLES = {
-    "embed",
-    "embed_in",
-    "embed_tokens",
-    "embedding",
-    "embeddings",
-    "shared",
-    "wte",
-    "tok_embeddings",
-    "token_embedding",
-    "word_embedding",
-    "word_embeddings",
-    "decoder",
-    "embed_out",
-    "lm_head",
-    "output",
-    "output_projection",
-}
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Names = Mapping[str, str]
+
+
+def is_place(model: Any) -> bool:
+    """Whether a model or a precision is the name of a folder or file."""
+    return isinstance(model, str | os.PathLike)
+
+
+def open_model(model: Any, name: str, base: Source | None = None) -> Source:
+    """A folder's tensors, an adapter's added to ``base``, or those of a state dict or module."""
+    if isinstance(model, nn.Module):
+        return Loaded(name, unwrapped(model).state_dict())
+    if not is_place(model):
+        return Loaded(name, model)
+    if not is_adapter(model):
+        return Folder.open(model)
+    if base is None:
+        raise InputError(f"{str(model)!r} is an adapter: name its base model")
+    return open_adapter(model, base, dtype=torch.float32)
 
 
 def match(reference: Source, other: Source) -> dict[str, str]:
@@ -78,17 +81,12 @@ def match(reference: Source, other: Source) -> dict[str, str]:
 def _difference(name: str, expected: Spec, spec: Spec) -> str:
     """What makes one tensor another than is expected, in words; "" where nothing does."""
     if expected.shape != spec.shape:
-        is_table = expected.shape[1:] == spec.shape[1:] and layer_of(name) in TABLES
+        is_table = expected.shape[1:] == spec.shape[1:] and module_word(name) in TOKEN_TABLES
         hint = " (a vocabulary: set tokenizer_source)" if is_table else ""
         return f"{name!r} is {list(spec.shape)}, expected {list(expected.shape)}{hint}"
     if (expected.dtype in MERGEABLE) != (spec.dtype in MERGEABLE):
         return f"{name!r} is of {spec.dtype}, expected {expected.dtype}"
     return ""
-
-
-def layer_of(name: str) -> str:
-    """The last word of a tensor's module."""
-    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _twin(source: Source, name: str, fits: Callable[[str], bool]) -> str | None:
@@ -101,25 +99,6 @@ def _twin(source: Source, name: str, fits: Callable[[str], bool]) -> str | None:
         if is_candidate and same_bytes(source, name, source, twin):
             return twin
     return None
-
-
-def same_bytes(
-    one: Source, name: str, two: Source, other_name: str, limit: int | None = None
-) -> bool:
-    """Whether two tensors, or their first entries, agree to the bit, in dtype and shape too."""
-    spec = one.specs[name]
-    if spec != two.specs[other_name]:
-        return False
-    first_scratch = Scratch()
-    second_scratch = Scratch()
-    end = spec.numel if limit is None else min(limit, spec.numel)
-    for start in range(0, end, PIECE):
-        stop = min(start + PIECE, end)
-        first = one.read(name, start, stop, first_scratch).contiguous().view(torch.uint8)
-        second = two.read(other_name, start, stop, second_scratch).contiguous().view(torch.uint8)
-        if not torch.equal(first, second):
-            return False
-    return True
 
 
 def differs_somewhere(base: Source, other: Source, names: Names) -> bool:
@@ -139,7 +118,9 @@ Counted = tuple[Source, int]  # a model, and how many rows of its tables stand f
 def table_lengths(source: Source) -> frozenset[int]:
     """How many rows the tables of a model have, by the names of their modules."""
     specs = source.specs.items()
-    return frozenset(_length(s) for name, s in specs if s.shape and layer_of(name) in TABLES)
+    return frozenset(
+        _length(s) for name, s in specs if s.shape and module_word(name) in TOKEN_TABLES
+    )
 
 
 def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
@@ -156,7 +137,7 @@ def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
 
 def _is_table(name: str, models: Sequence[Counted]) -> bool:
     """Whether a tensor is named as a table, and long enough for the tokens."""
-    return layer_of(name) in TABLES and all(
+    return module_word(name) in TOKEN_TABLES and all(
         _length(source.specs[name]) >= min(count, max(table_lengths(source)))
         for source, count in models
         if name in source.specs

@@ -10,7 +10,7 @@ from typing import Any
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.files import Spec
+from blr_analysis.files import Spec, same_bytes
 from blr_analysis.merging.job import Weight
 from blr_analysis.merging.merge_plan import (
     AVERAGED,
@@ -23,7 +23,7 @@ from blr_analysis.merging.merge_plan import (
     OpenModel,
     TensorPlan,
 )
-from blr_analysis.merging.sources import MERGEABLE, same_bytes
+from blr_analysis.merging.sources import MERGEABLE
 
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blr_analysis.adapters import is_adapter
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, StorageError, told_as
 from blr_analysis.files import Source
-from blr_analysis.merging.lora import is_adapter, is_place
-from blr_analysis.merging.sources import table_lengths
+from blr_analysis.merging.sources import is_place, table_lengths
 
 READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 ADDED_FILE = "added_tokens.json"

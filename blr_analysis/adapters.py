@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr_analysis.checks import install, some
-from blr_analysis.errors import InputError, ModelError, StorageError, told_as
-from blr_analysis.files import Folder, Loaded, Owned, Scratch, Source, Spec
+from blr_analysis.errors import ModelError, StorageError, told_as
+from blr_analysis.files import Folder, Owned, Scratch, Source, Spec, same_bytes
 from blr_analysis.files.headers import read_json
-from blr_analysis.merging.sources import TABLES, same_bytes
-from blr_analysis.task import unwrapped
+from blr_analysis.files.names import TOKEN_TABLES
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -86,24 +85,6 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     return (Path(path).expanduser() / CONFIG).is_file()
 
 
-def is_place(model: Any) -> bool:
-    """Whether a model or a precision is the name of a folder or file."""
-    return isinstance(model, str | os.PathLike)
-
-
-def open_model(model: Any, name: str, base: Source | None = None) -> Source:
-    """A folder's tensors, an adapter's added to ``base``, or those of a state dict or module."""
-    if isinstance(model, nn.Module):
-        return Loaded(name, unwrapped(model).state_dict())
-    if not is_place(model):
-        return Loaded(name, model)
-    if not is_adapter(model):
-        return Folder.open(model)
-    if base is None:
-        raise InputError(f"{str(model)!r} is an adapter: name its base model")
-    return open_adapter(model, base, dtype=torch.float32)
-
-
 def open_adapter(
     path: str | os.PathLike[str], base: Source, *, dtype: torch.dtype | None = None
 ) -> Adapted:
@@ -127,6 +108,7 @@ def open_adapter(
 
     Example:
         >>> import json
+        >>> from blr_analysis.files import Loaded
         >>> from safetensors.torch import save_file
         >>> pair = {"A": torch.tensor([[1.0, 0.0, 2.0]]), "B": torch.tensor([[1.0], [3.0]])}
         >>> config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["fc"]}
@@ -223,7 +205,7 @@ def _pairs(file: Source) -> dict[str, dict[str, str]] | None:
     pairs: dict[str, dict[str, str]] = {}
     for key in file.specs:
         match = PAIR.fullmatch(key)
-        if match is None or match["module"].rpartition(".")[2] in TABLES:
+        if match is None or match["module"].rpartition(".")[2] in TOKEN_TABLES:
             return None
         pairs.setdefault(match["module"].removeprefix(PREFIX), {})[match["letter"]] = key
     return pairs if all(len(pair) == 2 for pair in pairs.values()) else None

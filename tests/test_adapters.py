@@ -18,10 +18,10 @@ from tiny_transformers import build
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis import adapters
+from blr_analysis.adapters import is_adapter, open_adapter
 from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder, Scratch, Source, Spec
-from blr_analysis.merging import lora as adapter_source
-from blr_analysis.merging.lora import is_adapter, open_adapter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -181,7 +181,7 @@ def test_the_bits_do_not_depend_on_the_pieces(
 ) -> None:
     kind, settings = CASES[case]
     pair = folders(kind, dtype, **settings)
-    monkeypatch.setattr(adapter_source, "BLOCK", 50)  # six rows of 8
+    monkeypatch.setattr(adapters, "BLOCK", 50)  # six rows of 8
     source, scratch = open_adapter(pair.adapter, Folder.open(pair.base)), Scratch()
     for name in source.changes:
         whole, size = source.tensor(name).view(-1), source.specs[name].numel

@@ -1,0 +1,28 @@
+"""What the names of tensors say."""
+
+from __future__ import annotations
+
+# The modules whose weights have a row for each token.
+TOKEN_TABLES = {
+    "embed",
+    "embed_in",
+    "embed_tokens",
+    "embedding",
+    "embeddings",
+    "shared",
+    "wte",
+    "tok_embeddings",
+    "token_embedding",
+    "word_embedding",
+    "word_embeddings",
+    "decoder",
+    "embed_out",
+    "lm_head",
+    "output",
+    "output_projection",
+}
+
+
+def module_word(name: str) -> str:
+    """The last word of a tensor's module."""
+    return name.rpartition(".")[0].rpartition(".")[2]
