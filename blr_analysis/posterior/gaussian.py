@@ -231,8 +231,8 @@ class Posterior:
         See :func:`blr_analysis.posterior.capture.from_optimizer` for the optimizers, the
         formulas, the arguments and the errors.
         """
-        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
-        return cls._captured(capture.from_optimizer, optimizer, model, told)
+        facts = capture.Facts(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        return cls._captured(capture.from_optimizer, optimizer, model, facts)
 
     @classmethod
     def from_checkpoint(
@@ -252,8 +252,8 @@ class Posterior:
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
-        told = capture.Told(n_data, prior_precision, initial, scaling, batch_size, tokens)
-        return cls._captured(capture.from_checkpoint, path_of(path), model, told, names=names)
+        facts = capture.Facts(n_data, prior_precision, initial, scaling, batch_size, tokens)
+        return cls._captured(capture.from_checkpoint, path_of(path), model, facts, names=names)
 
     @classmethod
     def from_recorder(
@@ -285,17 +285,17 @@ class Posterior:
         Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
         instance("recorder", recorder, KroneckerRecorder, "a blr_analysis.KroneckerRecorder")
-        told = capture.Told(n_data, prior_precision, initial)
-        return cls._captured(capture.from_recorder, recorder, model, told)
+        facts = capture.Facts(n_data, prior_precision, initial)
+        return cls._captured(capture.from_recorder, recorder, model, facts)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
     def _captured(
-        cls, read: Any, source: Any, model: nn.Module, told: capture.Told, **more: Any
+        cls, read: Any, source: Any, model: nn.Module, facts: capture.Facts, **more: Any
     ) -> Posterior:
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
-        captured = read(source, model, told=told, **more)
+        captured = read(source, model, facts=facts, **more)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if (captured.record.get("initial_share") or 0.0) > 0.5:
             said = f"{STILL_INITIAL} (record['initial_share'])"
@@ -306,7 +306,7 @@ class Posterior:
             prior_precision=captured.prior_precision,
             n_data=captured.n_data,
             record={**captured.record, "fixed": fixed},
-            initial=told.initial,
+            initial=facts.initial,
             buffers=buffers_of(model),
         )
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
-from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
+from blr_analysis.posterior.capture.assemble import Captured, Facts, Slot, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
 from blr_analysis.posterior.capture.readers import is_flat, reader_of, split_flat
 from blr_analysis.posterior.prior import Prior, n_data_of
@@ -35,7 +35,7 @@ def from_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     *,
-    told: Told | None = None,
+    facts: Facts | None = None,
     gather: bool = True,
     **options: Any,
 ) -> Captured:
@@ -76,7 +76,7 @@ def from_optimizer(
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
             models with: S is the data's part and may be 0. A ``prior_precision`` is optional
             then, and only recorded.
-        told: all of these together, in their place.
+        facts: all of these together, in their place.
         gather: of a model that ``fully_shard`` divides, whole tensors on every process; False: each
             process has its rows, for :func:`blr_analysis.posterior.write_captured`.
 
@@ -96,25 +96,25 @@ def from_optimizer(
         >>> captured.precision["weight"].round()
         tensor([[103., 103.]])
     """
-    told = told or Told(**options)
+    facts = facts or Facts(**options)
     optimizer = unwrap(optimizer)
     reader = reader_of(optimizer)
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
     divided(model)
     order = parameter_order(optimizer, model)
-    taken = whole if gather else torch.Tensor.detach
+    gathered = whole if gather else torch.Tensor.detach
     slots = []
-    for g, names in zip(optimizer.param_groups, order, strict=True):
-        states = _states(optimizer, g)
-        for p, name, state in zip(g["params"], names, states, strict=True):
+    for group, names in zip(optimizer.param_groups, order, strict=True):
+        states = _states(optimizer, group)
+        for p, name, state in zip(group["params"], names, states, strict=True):
             if p.requires_grad:
                 if reader.key in state:
-                    state[reader.key] = taken(state[reader.key])
-                slots.append(Slot(name, taken(p.detach()), state, g))
+                    state[reader.key] = gathered(state[reader.key])
+                slots.append(Slot(name, gathered(p.detach()), state, group))
     kind = type(optimizer)
-    about = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
-    return assemble(slots, reader, model, told, about)
+    record = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
+    return assemble(slots, reader, model, facts, record)
 
 
 def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,15 +126,17 @@ def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dic
     return [dict(optimizer.state.get(p, {})) for p in parameters]
 
 
-def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) -> Captured:
+def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts) -> Captured:
     """The factors that were recorded while a model trained; see
     :meth:`blr_analysis.Posterior.from_recorder`."""
-    n = n_data_of(told.n_data)
-    form = recorder.structure(model, n)
-    mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    delta, choice = told.prior_precision, dict[str, Any]()
+    n_data = n_data_of(facts.n_data)
+    form = recorder.structure(model, n_data)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    mean = {name: p.detach().clone() for name, p in trainable.items()}
+    delta = facts.prior_precision
+    choice: dict[str, Any] = {}
     if delta is None:
-        delta, choice = by_evidence(form, mean, told.initial)
+        delta, choice = by_evidence(form, mean, facts.initial)
     prior = Prior.read(delta, form.shapes, positive=True)
     record = {
         "kind": "kron_recorded",
@@ -147,7 +149,7 @@ def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, told: Told) 
         "tied": tied_names(model),
         **choice,
     }
-    return Captured(mean, form.plus_prior(prior), prior, n, record)
+    return Captured(mean, form.plus_prior(prior), prior, n_data, record)
 
 
 def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
@@ -158,11 +160,13 @@ def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     """
     names = {id(p): name for name, p in model.named_parameters()}
     groups = unwrap(optimizer).param_groups
-    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
-    foreign = [shape for key, shape in held.items() if key not in names]
+    shapes = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
+    foreign = [shape for key, shape in shapes.items() if key not in names]
     if foreign:
-        said = f"{len(foreign)} of the optimizer's {len(held)} parameters are not the model's"
-        raise OptimizerError(f"{said}, of shapes {foreign[:8]}: pass the model that it trained")
+        raise OptimizerError(
+            f"{len(foreign)} of the optimizer's {len(shapes)} parameters are not the model's, of "
+            f"shapes {foreign[:8]}: pass the model that it trained"
+        )
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
@@ -171,6 +175,6 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        got = type(optimizer).__name__
-        raise OptimizerError(f"expected an optimizer that has trained, not {got}: train first")
+        kind = type(optimizer).__name__
+        raise OptimizerError(f"expected an optimizer that has trained, not {kind}: train first")
     return optimizer

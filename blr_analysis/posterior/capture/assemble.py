@@ -26,7 +26,7 @@ HALF_REASON = "in half precision a running mean cannot fall, and small squares v
 
 
 @dataclass(frozen=True)
-class Told:
+class Facts:
     """What the caller says of a training: see :func:`.from_optimizer`."""
 
     n_data: int | None = None
@@ -69,84 +69,127 @@ class Slot:
 
 
 def assemble(
-    slots: Sequence[Slot], reader: Reader, model: nn.Module, told: Told, record: dict[str, Any]
+    slots: Sequence[Slot], reader: Reader, model: nn.Module, facts: Facts, record: dict[str, Any]
 ) -> Captured:
     """From one slot per trainable parameter to the captured posterior, in the model's order.
 
-    Told ``bare``, the prior of an optimizer that does not know its own may be missing and is left
-    out of S, which may then be 0 where no gradient ever came; a given one is recorded as
-    ``prior_outside``.
+    With ``facts.bare``, the prior of an optimizer that does not know its own may be missing, and is
+    left out of S, which may then be 0 where no gradient ever came. A prior that the caller gives is
+    recorded as ``prior_outside``.
     """
-    own = dict(model.named_parameters())
-    given = {slot.name: slot for slot in slots}
-    slots = [given[name] for name in own if name in given]
-    learned = {s.name for s in slots if reader.has_learned(s.state, s.group)}
+    parameters = dict(model.named_parameters())
+    by_name = {slot.name: slot for slot in slots}
+    slots = [by_name[name] for name in parameters if name in by_name]
+    learned = [slot for slot in slots if reader.has_learned(slot.state, slot.group)]
     if not learned:
-        said = f"the optimizer holds no {reader.key!r} of a parameter"
-        raise OptimizerError(f"{said}: it has not stepped, or trained another model")
-    if half := [n for n in given if n in learned and given[n].state[reader.key].dtype in HALF]:
-        said = f"the optimizer's second moment of {half[0]!r}: {HALF_REASON}"
-        if record["source"] != "optimizer":
-            raise OptimizerError(f"{said}; use fit_laplace")
-        warnings.warn(f"{said}; train with parameters in float32 (autocast)", stacklevel=6)
-    groups = {s.name: s.group for s in slots}
-    scale = (own_scale if reader.scaled else given_scale)(groups, told)
+        raise OptimizerError(
+            f"the optimizer holds no {reader.key!r} of a parameter: it has not stepped, or trained "
+            "another model"
+        )
+    _check_half(learned, reader, record)
+    groups = {slot.name: slot.group for slot in slots}
+    scale = own_scale(groups, facts) if reader.scaled else given_scale(groups, facts)
     mean = {slot.name: _mean(slot) for slot in slots}
-    data = {
-        slot.name: scale.data_part(_estimate(slot, reader), slot.group)
-        if slot.name in learned
-        else torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
-        for slot in slots
-    }
-    taken_steps = max(steps(s.state, s.group) for s in slots if s.name in learned)
-    counted = not math.isnan(taken_steps)  # a state that ivon-opt saved does not say
-    more: dict[str, Any] = {}
+    data_part = {slot.name: _data_part(slot, reader, scale) for slot in slots}
+    n_steps = _largest_count(learned)
+    choices: dict[str, Any] = {}
     if reader.scaled:
-        more["initial_share"] = initial_share(slots, data) if counted else None
-    if told.bare and not reader.scaled:  # H alone; δ stands beside
-        prior = dict.fromkeys(data, 0.0)
-        more["definition"] = scale.definition.replace("S = ", "H = ").removesuffix(" + delta")
-        if told.prior_precision is not None:
-            more["prior_outside"] = Prior.of_any(told.prior_precision).given
+        choices["initial_share"] = None if n_steps is None else initial_share(slots, data_part)
+    if facts.bare and not reader.scaled:
+        precision = data_part
+        prior = dict.fromkeys(data_part, 0.0)
+        choices |= _bare_record(scale, facts)
     else:
-        prior, choice = _prior(scale, data, mean, told)
-        more |= choice
-        data = {n: h + prior[n] for n, h in data.items()}
-    about = {
+        prior, choice = _prior(scale, data_part, mean, facts)
+        precision = {name: part + prior[name] for name, part in data_part.items()}
+        choices |= choice
+    captured_record = {
         "kind": reader.kind,
         "definition": scale.definition,
         "n_data": scale.n_data,
         **scale.record,
         **record,
-        **more,
-        "step": taken_steps if counted else None,
+        **choices,
+        "step": n_steps,
         "beta2": beta2(slots[0].group),
-        "never_updated": [s.name for s in slots if s.name not in learned],
-        "not_in_optimizer": [n for n, p in own.items() if p.requires_grad and n not in groups],
-        "frozen": [name for name, p in own.items() if not p.requires_grad],
+        **_record_of_names(parameters, slots, learned),
         "tied": tied_names(model),
     }
-    return Captured(mean, data, _alike(prior), scale.n_data, about)
+    return Captured(mean, precision, _as_one_number(prior), scale.n_data, captured_record)
 
 
-def _alike(prior: Mapping[str, float]) -> float | dict[str, float]:
-    """One number where they are the same for all."""
-    return dict(prior) if len(set(prior.values())) > 1 else next(iter(prior.values()))
+def _check_half(learned: Sequence[Slot], reader: Reader, record: Mapping[str, Any]) -> None:
+    """Warn of a second moment in half precision; refuse it in a file.
+
+    Raises:
+        OptimizerError: a saved state has one.
+    """
+    in_half = [slot.name for slot in learned if slot.state[reader.key].dtype in HALF]
+    if not in_half:
+        return
+    text = f"the optimizer's second moment of {in_half[0]!r}: {HALF_REASON}"
+    if record["source"] != "optimizer":
+        raise OptimizerError(f"{text}; use fit_laplace")
+    warnings.warn(f"{text}; train with parameters in float32 (autocast)", stacklevel=7)
+
+
+def _data_part(slot: Slot, reader: Reader, scale: Scale) -> Tensor:
+    """S − δ of one parameter: 0 where no gradient ever came."""
+    if not reader.has_learned(slot.state, slot.group):
+        return torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
+    return scale.data_part(_estimate(slot, reader), slot.group)
+
+
+def _largest_count(learned: Sequence[Slot]) -> float | None:
+    """The number of steps taken; None where nothing counted them (a state that ivon-opt saved)."""
+    count = max(steps(slot.state, slot.group) for slot in learned)
+    return None if math.isnan(count) else count
+
+
+def _bare_record(scale: Scale, facts: Facts) -> dict[str, Any]:
+    """What the record says of tensors that hold H alone, while δ stands beside them."""
+    record = {"definition": scale.definition.replace("S = ", "H = ").removesuffix(" + delta")}
+    if facts.prior_precision is not None:
+        record["prior_outside"] = Prior.of_any(facts.prior_precision).given
+    return record
+
+
+def _record_of_names(
+    parameters: Mapping[str, nn.Parameter], slots: Sequence[Slot], learned: Sequence[Slot]
+) -> dict[str, list[str]]:
+    """Which parameters had no gradient, no place in the optimizer, or were frozen."""
+    in_optimizer = {slot.name for slot in slots}
+    with_gradients = {slot.name for slot in learned}
+    trainable = [name for name, p in parameters.items() if p.requires_grad]
+    return {
+        "never_updated": [slot.name for slot in slots if slot.name not in with_gradients],
+        "not_in_optimizer": [name for name in trainable if name not in in_optimizer],
+        "frozen": [name for name, p in parameters.items() if not p.requires_grad],
+    }
+
+
+def _as_one_number(prior: Mapping[str, float]) -> float | dict[str, float]:
+    """One number where all are the same."""
+    distinct = set(prior.values())
+    return dict(prior) if len(distinct) > 1 else next(iter(distinct))
 
 
 def _prior(
-    scale: Scale, data: Mapping[str, Tensor], mean: Mapping[str, Tensor], told: Told
+    scale: Scale, data_part: Mapping[str, Tensor], mean: Mapping[str, Tensor], facts: Facts
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """δ by name, and how it was chosen where nobody gave it.
+    """δ by name, and how it was chosen where the caller gave none.
 
-    The L2 penalty of the training, where there was one around 0; else by the evidence.
+    The L2 penalty of the training, where it pulls to 0 as the prior does; else by the evidence.
     """
-    known = told.prior_precision is not None or "ess" in scale.record
-    if scale.prior is None or (told.initial is not None and not known):
-        delta, choice = by_evidence(Diagonal(dict(data)), mean, told.initial)
-        return dict.fromkeys(data, delta), choice
-    choice = {"delta": _alike(scale.prior), "rule": "weight_decay"}
-    return scale.prior, {} if known else {"prior_choice": choice}
+    is_stated = facts.prior_precision is not None or "ess" in scale.record
+    penalty_fits = is_stated or facts.initial is None
+    if scale.prior is None or not penalty_fits:
+        delta, choice = by_evidence(Diagonal(dict(data_part)), mean, facts.initial)
+        return dict.fromkeys(data_part, delta), choice
+    if is_stated:
+        return scale.prior, {}
+    choice = {"delta": _as_one_number(scale.prior), "rule": "weight_decay"}
+    return scale.prior, {"prior_choice": choice}
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -168,20 +211,34 @@ def _mean(slot: Slot) -> Tensor:
 
 
 def _estimate(slot: Slot, reader: Reader) -> Tensor:
-    held, what = slot.state[reader.key], f"the optimizer's {reader.key!r} for {slot.name!r}"
-    if held.shape != slot.value.shape:
-        sizes = f"{tuple(held.shape)}, the parameter {tuple(slot.value.shape)}"
-        raise OptimizerError(f"{what} is {sizes}: it was saved for another model.")
-    wide = {**slot.state, reader.key: held.detach().to(slot.value.device, working(held.dtype))}
-    estimate = reader.estimate(wide, slot.group)
-    bad = int((~(estimate.isfinite() & ((estimate >= 0) | reader.scaled))).sum())
+    """h or v̂ of one parameter, in float32 at least.
+
+    Raises:
+        OptimizerError: it is of another shape.
+        PosteriorError: it is not finite, or a second moment is negative.
+    """
+    moment = slot.state[reader.key]
+    title = f"the optimizer's {reader.key!r} for {slot.name!r}"
+    if moment.shape != slot.value.shape:
+        raise OptimizerError(
+            f"{title} is {tuple(moment.shape)}, the parameter {tuple(slot.value.shape)}: it was "
+            "saved for another model."
+        )
+    wide = moment.detach().to(slot.value.device, working(moment.dtype))
+    estimate = reader.estimate({**slot.state, reader.key: wide}, slot.group)
+    is_good = estimate.isfinite()
+    if not reader.scaled:
+        is_good &= estimate >= 0
+    bad = int((~is_good).sum())
     if bad:
-        said = f"{what} is negative or not finite in {bad} of {held.numel()} entries"
-        raise PosteriorError(f"{said}: use an earlier checkpoint")
+        raise PosteriorError(
+            f"{title} is negative or not finite in {bad} of {moment.numel()} entries: use an "
+            "earlier checkpoint"
+        )
     return estimate
 
 
-def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float:
+def initial_share(slots: Sequence[Slot], data_part: Mapping[str, Tensor]) -> float:
     """How much of h is its start, 0 … 1: what is left of it after t steps in what is there,
 
         Σ β₂ᵗ hess_init / Σ h  over all weights,
@@ -190,17 +247,23 @@ def initial_share(slots: Sequence[Slot], data: Mapping[str, Tensor]) -> float:
     Without a step, h is all start.
 
     Args:
-        data: ess · h by name.
+        slots: the parameters.
+        data_part: ess · h by name.
     """
-    kept = left = there = 0.0
+    total_weight = 0.0
+    total_start = 0.0
+    total_h = 0.0
     for slot in slots:
         count = steps(slot.state, slot.group) if slot.state else 0.0
         weight = float(slot.group["beta2"]) ** count * slot.value.numel()
         start = weight * float(slot.group["ess"]) * float(slot.group.get("hess_init", 0.0))
-        kept, left = kept + weight, left + start
-        there += float(data[slot.name].sum()) if count else start
-    share = min(left / there, 1.0) if there > 0 else float(left > 0)
-    return max(share, kept / sum(slot.value.numel() for slot in slots))
+        total_weight += weight
+        total_start += start
+        total_h += float(data_part[slot.name].sum()) if count else start
+    mean_weight = total_weight / sum(slot.value.numel() for slot in slots)
+    if total_h > 0:
+        return max(min(total_start / total_h, 1.0), mean_weight)
+    return max(float(total_start > 0), mean_weight)
 
 
 @dataclass(frozen=True)
@@ -222,69 +285,118 @@ class Scale:
     record: dict[str, Any]
 
 
-def own_scale(groups: Mapping[str, State], told: Told) -> Scale:
+def own_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
     """For optimizers that learn a posterior: ess and weight_decay are in the groups.
 
     Args:
         groups: the optimizer's group by parameter name.
+        facts: what the caller says, which must agree.
     """
-    one_of("scaling", told.scaling, ("sqrt", "ess"))
-    if told.initial is not None:
+    one_of("scaling", facts.scaling, ("sqrt", "ess"))
+    if facts.initial is not None:
         raise OptimizerError("this optimizer learned with its prior around 0: leave initial out")
     sizes = sorted({float(group["ess"]) for group in groups.values()})
     if not all(math.isfinite(ess) and ess > 0 for ess in sizes):
         raise OptimizerError(f"the optimizer's ess must be positive and finite, not {sizes}.")
     prior = {name: float(g["ess"]) * float(g["weight_decay"]) for name, g in groups.items()}
-    for name, given in ({} if told.prior_precision is None else _by_name(told, groups)).items():
-        if not math.isclose(given, prior[name], rel_tol=1e-6):
-            said = f"prior_precision={given:g} contradicts the optimizer's {prior[name]:g}"
-            raise OptimizerError(f"{said} for {name!r}: leave it out")
-    n, counted = max(1, round(sizes[0])), _counted(told)
-    n = n if told.n_data is None else n_data_of(told.n_data)
-    if told.scaling != "ess":  # set apart from N on purpose
-        terms = counted.get("tokens", n)
-        if told.n_data is None and (counted or len(sizes) > 1):
-            said = f"n_data is missing: the optimizer's ess={sizes} is no number of examples"
-            raise OptimizerError(f"{said}; pass it beside tokens=, or with scaling='ess'")
-        if not all(math.isclose(ess, terms, rel_tol=1e-6) for ess in sizes):
-            said = f"{terms} is inconsistent with the optimizer's ess={sizes}: leave n_data out"
-            raise OptimizerError(f"{said}, pass tokens={sizes[0]:.0f}, or scaling='ess' (tempered)")
+    _check_prior(prior, facts)
+    counts = _token_count(facts)
+    if facts.n_data is None:
+        n_data = max(1, round(sizes[0]))
+    else:
+        n_data = n_data_of(facts.n_data)
+    if facts.scaling != "ess":  # which says that ess was set apart from N on purpose
+        _check_sizes(sizes, n_data, counts, facts)
     return Scale(
-        n,
+        n_data,
         prior,
         lambda hess, group: hess * float(group["ess"]),
         "S = ess*(h + weight_decay)",
-        {"scaling": "ess", "ess": sizes, **counted},
+        {"scaling": "ess", "ess": sizes, **counts},
     )
 
 
-def given_scale(groups: Mapping[str, State], told: Told) -> Scale:
+def _check_prior(prior: Mapping[str, float], facts: Facts) -> None:
+    """Raise :class:`OptimizerError` where the caller's δ is not the optimizer's."""
+    if facts.prior_precision is None:
+        return
+    for name, delta in _by_name(facts, prior).items():
+        if not math.isclose(delta, prior[name], rel_tol=1e-6):
+            raise OptimizerError(
+                f"prior_precision={delta:g} contradicts the optimizer's {prior[name]:g} for "
+                f"{name!r}: leave it out"
+            )
+
+
+def _check_sizes(
+    sizes: Sequence[float], n_data: int, counts: Mapping[str, int], facts: Facts
+) -> None:
+    """Raise :class:`OptimizerError` where ``ess`` is not the number of terms of the loss."""
+    terms = counts.get("tokens", n_data)
+    if facts.n_data is None and (counts or len(sizes) > 1):
+        raise OptimizerError(
+            f"n_data is missing: the optimizer's ess={sizes} is no number of examples; pass it "
+            "beside tokens=, or with scaling='ess'"
+        )
+    if not all(math.isclose(ess, terms, rel_tol=1e-6) for ess in sizes):
+        raise OptimizerError(
+            f"{terms} is inconsistent with the optimizer's ess={sizes}: leave n_data out, pass "
+            f"tokens={sizes[0]:.0f}, or scaling='ess' (tempered)"
+        )
+
+
+def given_scale(groups: Mapping[str, State], facts: Facts) -> Scale:
     """For second moments: N and the choice of the formula are the caller's, δ where it is known.
 
     An L2 penalty ``weight_decay`` on the mean loss is δ = N · weight_decay.
     """
-    root = one_of("scaling", told.scaling, ("sqrt", "squared")) == "sqrt"
-    if root and told.batch_size is not None:
+    takes_root = one_of("scaling", facts.scaling, ("sqrt", "squared")) == "sqrt"
+    if takes_root and facts.batch_size is not None:
         raise InputError("batch_size is used with scaling='squared' only: leave it out")
-    if told.n_data is None:
+    if facts.n_data is None:
         raise OptimizerError("n_data is missing: pass n_data=len(dataset)")
-    n, counted = n_data_of(told.n_data), _counted(told)
-    terms = float(counted.get("tokens", n))  # of the loss, which is their mean
-    factor = terms if root else terms * positive_int("batch_size", told.batch_size)
-    penalty = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
-    known = all(penalty.values()) and all(map(is_penalty, groups.values()))
-    about = {"scaling": told.scaling, "batch_size": told.batch_size, "bias_corrected": True}
+    n_data = n_data_of(facts.n_data)
+    counts = _token_count(facts)
+    terms = float(counts.get("tokens", n_data))  # the loss is a mean over so many
+
+    def root(v: Tensor, group: State) -> Tensor:
+        return terms * v.sqrt()
+
+    def squared(v: Tensor, group: State) -> Tensor:
+        return terms * positive_int("batch_size", facts.batch_size) * v
+
+    if not takes_root:
+        positive_int("batch_size", facts.batch_size)
     return Scale(
-        n,
-        (penalty if known else None) if told.prior_precision is None else _by_name(told, groups),
-        lambda v, _: factor * (v.sqrt() if root else v),
-        f"S = {'N*sqrt(v_hat)' if root else 'N*B*v_hat'} + delta",
-        {**about, **counted},
+        n_data,
+        _prior_of_groups(groups, terms, facts),
+        root if takes_root else squared,
+        "S = N*sqrt(v_hat) + delta" if takes_root else "S = N*B*v_hat + delta",
+        {
+            "scaling": facts.scaling,
+            "batch_size": facts.batch_size,
+            "bias_corrected": True,
+            **counts,
+        },
     )
 
 
-def _counted(told: Told) -> dict[str, int]:
-    return {} if told.tokens is None else {"tokens": positive_int("tokens", told.tokens)}
+def _prior_of_groups(
+    groups: Mapping[str, State], terms: float, facts: Facts
+) -> dict[str, float] | None:
+    """δ by name: the caller's, or the penalty of the training; None where there was none."""
+    if facts.prior_precision is not None:
+        return _by_name(facts, groups)
+    penalty = {name: terms * float(g.get("weight_decay", 0.0)) for name, g in groups.items()}
+    has_penalty = all(penalty.values()) and all(map(is_penalty, groups.values()))
+    return penalty if has_penalty else None
+
+
+def _token_count(facts: Facts) -> dict[str, int]:
+    """T, where the caller gave it."""
+    if facts.tokens is None:
+        return {}
+    return {"tokens": positive_int("tokens", facts.tokens)}
 
 
 def is_penalty(group: State) -> bool:
@@ -295,14 +407,15 @@ def is_penalty(group: State) -> bool:
     return not group.get("decoupled_weight_decay", "betas" in group)
 
 
-def _by_name(told: Told, names: Mapping[str, Any]) -> dict[str, float]:
-    return Prior.read(told.prior_precision, dict.fromkeys(names, ())).numbers(names)
+def _by_name(facts: Facts, names: Mapping[str, Any]) -> dict[str, float]:
+    return Prior.read(facts.prior_precision, dict.fromkeys(names, ())).numbers(names)
 
 
-def write_captured(path: str | os.PathLike[str], captured: Captured, **about: Any) -> None:
+def write_captured(path: str | os.PathLike[str], captured: Captured, **record: Any) -> None:
     """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
     assert isinstance(captured.precision, dict)
-    about = captured.record | about
-    about |= {"n_data": captured.n_data, "prior_precision": captured.prior_precision}
-    about.pop("path", None)  # a place on this machine; the file is made to be published
-    write_precision(path, captured.precision, **about)
+    record = captured.record | record
+    record.pop("path", None)  # a place on this machine; the file is made to be published
+    record["n_data"] = captured.n_data
+    record["prior_precision"] = captured.prior_precision
+    write_precision(path, captured.precision, **record)

@@ -27,7 +27,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import ModelError, OptimizerError, StorageError, told_as
 from blr_analysis.files import Folder
 from blr_analysis.files.headers import read_record
-from blr_analysis.posterior.capture.assemble import Captured, Slot, Told, assemble, tied_names
+from blr_analysis.posterior.capture.assemble import Captured, Facts, Slot, assemble, tied_names
 from blr_analysis.posterior.capture.readers import State, is_flat, reader_of_saved, split_flat
 from blr_analysis.posterior.prior import differences
 
@@ -58,7 +58,7 @@ def from_checkpoint(
     model: nn.Module,
     *,
     names: Sequence[str] | None = None,
-    told: Told | None = None,
+    facts: Facts | None = None,
     **options: Any,
 ) -> Captured:
     """The posterior that a training run saved: as :func:`from_optimizer`, from disk.
@@ -84,7 +84,7 @@ def from_checkpoint(
         model: the model that was trained (it is read for names and shapes, not changed), with
             the same parameters frozen.
         names: every parameter's name, in the order in which the optimizer got them.
-        told, options: ``n_data`` and so on, as in :func:`from_optimizer`.
+        facts, options: ``n_data`` and so on, as in :func:`from_optimizer`.
 
     Raises:
         StorageError: files are missing, truncated, or hold more than tensors and containers.
@@ -108,58 +108,96 @@ def from_checkpoint(
         tensor([[103., 103.]])
     """
     place = Path(path).expanduser()
-    saved, told_of = load_saved(place), place / RECIPE
-    groups, states = saved.optimizer["param_groups"], saved.optimizer["state"]
-    reader = reader_of_saved(states.values(), groups)
-    how: Any = {"key": reader.key, "names": names, "trainer": saved.source == "trainer"}
-    order = name_states(model, saved.optimizer, **how)
-    parameters = dict(model.named_parameters())
-    values = parameters if saved.weights is None else _values(saved.weights, model)
-    slots = []
-    for group, run in zip(groups, order.groups, strict=True):
-        if is_flat(group):
-            group_states = split_flat(group, [parameters[name].shape for name in run], None)
-        else:
-            group_states = [states.get(number, {}) for number in group["params"]]
-        for name, state in zip(run, group_states, strict=True):
-            if parameters[name].requires_grad:
-                slots.append(Slot(name, values[name].detach(), state, group))
-    about = {
+    saved = load_saved(place)
+    reader = reader_of_saved(saved.optimizer["state"].values(), saved.optimizer["param_groups"])
+    is_trainers = saved.source == "trainer"
+    order = name_states(model, saved.optimizer, key=reader.key, names=names, trainer=is_trainers)
+    record: dict[str, Any] = {
         "source": saved.source,
         "path": os.fspath(path),
         "order": order.rule,
         "mean_from": "model" if saved.weights is None else "checkpoint",
-        **({"recipe": read_record(told_of)} if told_of.is_file() else {}),
     }
-    return assemble(slots, reader, model, told or Told(**options), about)
+    recipe = place / RECIPE
+    if recipe.is_file():
+        record["recipe"] = read_record(recipe)
+    return assemble(_slots(saved, order, model), reader, model, facts or Facts(**options), record)
+
+
+def _slots(saved: Saved, order: Order, model: nn.Module) -> list[Slot]:
+    """What was saved of each trainable parameter."""
+    parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+    values = parameters if saved.weights is None else _values(saved.weights, model)
+    slots = []
+    for group, names in zip(saved.optimizer["param_groups"], order.groups, strict=True):
+        states = _states(group, saved.optimizer["state"], [parameters[n].shape for n in names])
+        for name, state in zip(names, states, strict=True):
+            if parameters[name].requires_grad:
+                slots.append(Slot(name, values[name].detach(), state, group))
+    return slots
+
+
+def _states(group: State, states: State, shapes: Sequence[torch.Size]) -> list[State]:
+    """The state of each parameter of a group, by its number or as a part of the group's vector."""
+    if is_flat(group):
+        return [*split_flat(group, shapes, None)]
+    return [states.get(number, {}) for number in group["params"]]
 
 
 def _values(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The mean by parameter name: from the weights saved, under any of a tied tensor's names, after
-    what the checkpoint puts before all (``model.``, ``_orig_mod.``); of several such networks that
-    with nothing before its names."""
-    parameters, tied = dict(model.named_parameters()), tied_names(model)
+    """The mean by parameter name, from the weights that were saved.
+
+    A tied tensor may be there under any of its names. Names may have a prefix (``model.``,
+    ``_orig_mod.``). Of several networks that fit, the one without a prefix is taken.
+
+    Raises:
+        ModelError: no network fits, or several and each has a prefix.
+    """
+    parameters = dict(model.named_parameters())
+    tied = tied_names(model)
     aliases = {name: [name, *tied.get(name, [])] for name in parameters}
-    first = next(iter(aliases.values()))
-    heads = {key.removesuffix(a) for a in first for key in weights if f".{key}".endswith(f".{a}")}
+    prefixes = _prefixes(weights, next(iter(aliases.values())))
 
-    def named(head: str) -> dict[str, Tensor]:
-        keys = {n: [head + a for a in own if head + a in weights] for n, own in aliases.items()}
-        return {n: weights[found[0]] for n, found in keys.items() if found}
+    def misfit(network: Mapping[str, Tensor]) -> str:
+        return differences(network, parameters, ("checkpoint", "model"))
 
-    def wrong(held: Mapping[str, Tensor]) -> str:
-        return differences(held, parameters, ("checkpoint", "model"))
+    candidates = {prefix: _network(weights, prefix, aliases) for prefix in prefixes or [""]}
+    fitting = {prefix: net for prefix, net in candidates.items() if not misfit(net)}
+    if not fitting:
+        nearest = max(candidates.values(), key=len)
+        raise ModelError(
+            f"the checkpoint's weights are not this model's: {misfit(nearest)}. Its tensors are "
+            f"called {some(list(weights))}."
+        )
+    if len(fitting) > 1 and "" not in fitting:
+        raise ModelError(
+            f"the checkpoint holds several such networks, {some([*fitting])}: load the trained "
+            "one, and name the optimizer's state alone"
+        )
+    network = fitting.get("") or next(iter(fitting.values()))
+    return {n: network[n] if p.is_meta else network[n].to(p.device) for n, p in parameters.items()}
 
-    networks = {head: held for head in sorted(heads) if not wrong(held := named(head))}
-    if not networks:
-        best = max(map(named, sorted(heads) or [""]), key=len)
-        said = f"the checkpoint's weights are not this model's: {wrong(best)}"
-        raise ModelError(f"{said}. Its tensors are called {some(list(weights))}.")
-    if len(networks) > 1 and "" not in networks:
-        said = f"the checkpoint holds several such networks, {some([*networks])}"
-        raise ModelError(f"{said}: load the trained one, and name the optimizer's state alone")
-    held = networks.get("") or next(iter(networks.values()))
-    return {n: held[n] if p.is_meta else held[n].to(p.device) for n, p in parameters.items()}
+
+def _prefixes(weights: Mapping[str, Tensor], aliases: Sequence[str]) -> list[str]:
+    """What may stand before the names of a network, by those of one parameter."""
+    prefixes = set()
+    for alias in aliases:
+        for key in weights:
+            if key == alias or key.endswith(f".{alias}"):
+                prefixes.add(key.removesuffix(alias))
+    return sorted(prefixes)
+
+
+def _network(
+    weights: Mapping[str, Tensor], prefix: str, aliases: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
+    """The parameters that are there with this prefix, by their first names."""
+    network = {}
+    for name, names in aliases.items():
+        key = next((prefix + alias for alias in names if prefix + alias in weights), None)
+        if key is not None:
+            network[name] = weights[key]
+    return network
 
 
 @dataclass(frozen=True)
@@ -181,8 +219,11 @@ def load_saved(path: Path) -> Saved:
     if path.is_dir():
         file = next((path / name for name in OPTIMIZERS if (path / name).is_file()), None)
         if file is None:
-            said = f"{str(path)!r} holds no {OPTIMIZERS[0]}: {some(sorted(os.listdir(path)), 8)}"
-            raise StorageError(f"{said}; name a checkpoint that holds its optimizer, by torch.save")
+            names = some(sorted(os.listdir(path)), 8)
+            raise StorageError(
+                f"{str(path)!r} holds no {OPTIMIZERS[0]}: {names}; name a checkpoint that holds "
+                "its optimizer, by torch.save"
+            )
         return Saved("trainer", _checked(_torch_load(file), file), Folder.open(path).tensors())
     if not path.exists():
         raise StorageError(f"nothing is stored at {str(path)!r}.")
@@ -192,8 +233,10 @@ def load_saved(path: Path) -> Saved:
             states = content[optimizer]
             states = states if isinstance(states, list | tuple) else [states]
             if len(states) != 1:
-                said = f"{str(path)!r} holds {len(states)} optimizers"
-                raise OptimizerError(f"{said}: save the one that trained the model alone")
+                raise OptimizerError(
+                    f"{str(path)!r} holds {len(states)} optimizers: save the one that trained the "
+                    "model alone"
+                )
             return Saved(source, _checked(states[0], path), _tensors(content[weights], path))
     return Saved("optimizer state", _checked(content, path), None)
 
@@ -211,13 +254,17 @@ def _tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _checked(optimizer: Any, path: Path) -> Mapping[str, Any]:
-    held: Any = optimizer if isinstance(optimizer, Mapping) else {}
-    groups = held.get("param_groups") if isinstance(held.get("state"), Mapping) else None
-    named = [isinstance(g, Mapping) and g.get("params") for g in groups or ()]
-    if not named or not all(isinstance(numbers, list) for numbers in named):
-        said = sorted(map(str, held)) or type(optimizer)
-        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {said}")
-    return held
+    """The optimizer's state dict, or :class:`StorageError` where it is none."""
+    if not isinstance(optimizer, Mapping):
+        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {type(optimizer)}")
+    groups = optimizer.get("param_groups")
+    has_groups = bool(groups) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not has_groups or not isinstance(optimizer.get("state"), Mapping):
+        keys = sorted(map(str, optimizer)) or type(optimizer)
+        raise StorageError(f"{str(path)!r} holds no optimizer's state_dict but {keys}")
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -230,7 +277,7 @@ class Order:
     @property
     def names(self) -> list[str]:
         """All names, in the order of the numbers."""
-        return [name for run in self.groups for name in run]
+        return [name for group in self.groups for name in group]
 
 
 def name_states(
@@ -255,17 +302,20 @@ def name_states(
     groups = saved["param_groups"]
     shapes = {name: p.shape for name, p in model.named_parameters()}
     orders = _candidates(model, groups, names, trainer)
-    fitting = {
-        tuple(order.names): order for order in reversed(orders) if _fits(order, saved, key, shapes)
-    }
+    fitting: dict[tuple[str, ...], Order] = {}
+    for order in reversed(orders):  # the first rule stands for all that name alike
+        if _fits(order, saved, key, shapes):
+            fitting[tuple(order.names)] = order
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     if fitting:
-        one, two, *_ = fitting.values()
-        a, b = next(pair for pair in zip(one.names, two.names, strict=True) if len({*pair}) > 1)
-        said = f"a parameter is {a!r} by {one.rule!r} and {b!r} by {two.rule!r}"
-        ways = f"the saved optimizer's parameters can be named in {len(fitting)} ways"
-        raise OptimizerError(f"{ways}: {said}. {BY_NAME}")
+        first, second, *_ = fitting.values()
+        pairs = zip(first.names, second.names, strict=True)
+        name, other_name = next(pair for pair in pairs if pair[0] != pair[1])
+        raise OptimizerError(
+            f"the saved optimizer's parameters can be named in {len(fitting)} ways: a parameter is "
+            f"{name!r} by {first.rule!r} and {other_name!r} by {second.rule!r}. {BY_NAME}"
+        )
     sizes = [len(group["params"]) for group in groups]
     raise OptimizerError(
         f"the saved optimizer (groups of {sizes} parameters) does not fit this model "
@@ -276,10 +326,12 @@ def name_states(
 def _candidates(
     model: nn.Module, groups: Sequence[State], names: Sequence[str] | None, trainer: bool
 ) -> list[Order]:
+    """The orders in which the optimizer may have been given its parameters."""
     ends = list(accumulate(len(group["params"]) for group in groups))
 
-    def cut(names: Sequence[str]) -> list[list[str]]:  # what is too many shows in the last run
-        return [list(names[a:b]) for a, b in pairwise([0, *ends[:-1], None])]
+    def cut(names: Sequence[str]) -> list[list[str]]:
+        """One list a group; names that are too many stand in the last."""
+        return [list(names[start:end]) for start, end in pairwise([0, *ends[:-1], None])]
 
     if names is not None:
         return [Order("names as given", cut(names))]
@@ -288,22 +340,39 @@ def _candidates(
     if all("param_names" in group for group in groups):
         return [Order("param_names in the file", [list(group["param_names"]) for group in groups])]
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    has_two_groups = len(ends) == 2
     orders = []
-    if not (trainer and len(ends) == 2):
-        every = [name for name, _ in model.named_parameters()]
-        orders.append(Order("the model's parameters in turn", cut(every)))
+    if not (trainer and has_two_groups):
+        everything = [name for name, _ in model.named_parameters()]
+        orders.append(Order("the model's parameters in turn", cut(everything)))
         orders.append(Order("the model's trainable parameters in turn", cut(trainable)))
-    for rule, pattern in SPARED.items() if len(ends) == 2 else ():
-        apart = tuple(f"{path}." for path, m in model.named_modules() if path and _norm(m, rule))
-        spared = {n: bool(re.search(pattern, n)) or n.startswith(apart) for n in trainable}
-        runs = [[name for name in trainable if spared[name] is rest] for rest in (False, True)]
-        orders.append(Order(f"{TRAINER} ({rule} apart)", runs))
+    if has_two_groups:
+        for rule, pattern in SPARED.items():
+            groups_of_names = _decayed_and_spared(model, trainable, rule, pattern)
+            orders.append(Order(f"{TRAINER} ({rule} apart)", groups_of_names))
     return orders
 
 
-def _norm(layer: nn.Module, rule: str) -> bool:
-    called = type(layer).__name__.endswith("Norm")
-    return called if rule.startswith("classes") else isinstance(layer, nn.LayerNorm)
+def _decayed_and_spared(
+    model: nn.Module, trainable: Sequence[str], rule: str, pattern: str
+) -> list[list[str]]:
+    """Trainer's two groups under one of its rules: with weight decay, and without."""
+    norms = [path for path, layer in model.named_modules() if path and _is_norm(layer, rule)]
+    inside_a_norm = tuple(f"{path}." for path in norms)
+    decayed = []
+    spared = []
+    for name in trainable:
+        if re.search(pattern, name) or name.startswith(inside_a_norm):
+            spared.append(name)
+        else:
+            decayed.append(name)
+    return [decayed, spared]
+
+
+def _is_norm(layer: nn.Module, rule: str) -> bool:
+    if rule.startswith("classes"):
+        return type(layer).__name__.endswith("Norm")
+    return isinstance(layer, nn.LayerNorm)
 
 
 def _fits(
@@ -311,18 +380,19 @@ def _fits(
 ) -> bool:
     """Whether names, group sizes, weight decays and shapes all agree with an order."""
     groups = saved["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
-    sizes = [len(group["params"]) for group in groups]
-    if [*map(len, order.groups)] != sizes or not shapes.keys() >= {*order.names}:
+    names = set(order.names)
+    has_the_sizes = [len(g) for g in order.groups] == [len(g["params"]) for g in groups]
+    is_of_the_model = names <= shapes.keys() and len(names) == len(order.names)
+    if not has_the_sizes or not is_of_the_model:
         return False
     if order.rule.startswith(TRAINER) and float(groups[1].get("weight_decay", 0.0)) != 0:
         return False
-    for group, names in zip(groups, order.groups, strict=True):
-        if is_flat(group) and len(group[key]) != sum(shapes[name].numel() for name in names):
+    for group, group_names in zip(groups, order.groups, strict=True):
+        sizes = [shapes[name].numel() for name in group_names]
+        if is_flat(group) and len(group[key]) != sum(sizes):
             return False
-    held = [saved["state"].get(number, {}).get(key) for number in numbers]
-    alike = (
-        not isinstance(state, Tensor) or state.shape == shapes[name]
-        for name, state in zip(order.names, held, strict=True)
-    )
-    return len({*order.names}) == len(numbers) and all(alike)
+        for name, number in zip(group_names, group["params"], strict=True):
+            moment = saved["state"].get(number, {}).get(key)
+            if isinstance(moment, Tensor) and moment.shape != shapes[name]:
+                return False
+    return True

@@ -28,15 +28,15 @@ def steps(state: State, group: State) -> float:
     """The number of steps taken, counted per parameter or per group."""
     count = state.get("step", group.get("step"))
     if count is None:
-        said = f"the optimizer's state (entries {sorted(state)}) counts no steps"
-        raise OptimizerError(f"{said}: {ADVICE}")
+        entries = sorted(state)
+        raise OptimizerError(f"the optimizer's state (entries {entries}) counts no steps: {ADVICE}")
     return float(count)
 
 
 def beta2(group: State) -> float | None:
     """How slowly the second moment forgets."""
-    held = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
-    return None if held is None else float(held)
+    factor = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
+    return None if factor is None else float(factor)
 
 
 def is_flat(group: State) -> bool:
