@@ -53,14 +53,22 @@ ENTRIES = {  # of a posterior's record, where it has them, and what stands in ea
     "prior_choice": ("delta", "rule"),
     "calibration": ("temperature",),
 }
-OWN_KEYS = {"structure", "prior_precision", "prior_outside", "n_data", "parameters"}
-OWN_KEYS |= {"format", "version", "rounded"}
+OWN_KEYS = {
+    "structure",
+    "prior_precision",
+    "prior_outside",
+    "n_data",
+    "parameters",
+    "format",
+    "version",
+    "rounded",
+}
 
 
 def check_dtype(dtype: Any) -> torch.dtype | None:
-    """None, float32 or bfloat16, or :class:`InputError`.
+    """Raise :class:`InputError` unless this is None, float32 or bfloat16.
 
-    Float16 ends at 65,504 and at 6e-8, which precisions pass on both sides.
+    Float16 ends at 65,504 and at 6e-8, and precisions are larger and smaller than that.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be torch.float32, torch.bfloat16 or None, got {dtype!r}")
@@ -69,8 +77,8 @@ def check_dtype(dtype: Any) -> torch.dtype | None:
 
 def encode(form: Structure, prior: Prior) -> Encoded:
     """Tensors by name and suffix, and the record that :func:`parts_of` needs."""
-    known = {"structure": form.kind, "prior_precision": prior.given}
-    return form.tensors(), known | form.record()
+    record = {"structure": form.kind, "prior_precision": prior.given, **form.record()}
+    return form.tensors(), record
 
 
 def parts_of(
@@ -89,24 +97,26 @@ def parts_of(
     _check_entries(record, path)
     try:
         names: list[str] = list(record["parameters"])
-        bare = not any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
+        has_mean = any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
         form = STRUCTURES[record["structure"]].read(tensors, record, names)
-        mean = {} if bare else {n: tensors[f"{n}.mean"] for n in names}
+        mean = {n: tensors[f"{n}.mean"] for n in names} if has_mean else None
         initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
         prior = Prior(Prior.of_any(record["prior_precision"]).entries, initial or None)
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
-    if bare:
+    if mean is None:
         mean = _mean_of(model, form.shapes, record, path)
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if form.per_weight is not None:
-        wide = bare or record.get("prior_outside") is not None or bool(record.get("rounded"))
-        form = Diagonal({n: _beside(s, mean[n], wide) for n, s in form.per_weight.items()})
+        has_all_inside = has_mean and record.get("prior_outside") is None
+        widens = not has_all_inside or bool(record.get("rounded"))
+        form = Diagonal({n: _beside(s, mean[n], widens) for n, s in form.per_weight.items()})
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
-    rest = {k: v for k, v in record.items() if k not in {*OWN_KEYS, *form.record()}}
-    return mean, form, prior, n_data, rest
+    keys_of_the_parts = {*OWN_KEYS, *form.record()}
+    others = {key: value for key, value in record.items() if key not in keys_of_the_parts}
+    return mean, form, prior, n_data, others
 
 
 def _check_entries(record: Mapping[str, Any], path: str) -> None:
@@ -122,36 +132,51 @@ def _check_entries(record: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _beside(s: Tensor, mean: Tensor, wide: bool) -> Tensor:
-    """On the mean's device; ``wide``: in float32, or in the mean's dtype where that is wider."""
-    return s.to(mean.device, torch.promote_types(torch.float32, mean.dtype) if wide else s.dtype)
+def _beside(s: Tensor, mean: Tensor, widens: bool) -> Tensor:
+    """The precision on the mean's device; ``widens``: in float32, or the mean's dtype if wider."""
+    dtype = torch.promote_types(torch.float32, mean.dtype) if widens else s.dtype
+    return s.to(mean.device, dtype)
 
 
 def _with_prior(
     form: Structure, inside: Prior, outside: Any, given: Given | None, path: str
 ) -> tuple[Structure, Prior]:
-    """S with the prior that stands outside of what was stored, or that is given for it."""
-    bare = form.per_weight is not None and not any(inside.entries.values())
+    """S with the prior that stands outside of the stored tensors, or that the caller gives.
+
+    Raises:
+        PosteriorError: the caller's δ contradicts the stored one, or S is 0 somewhere.
+    """
+    is_data_part = form.per_weight is not None and not any(inside.entries.values())
     if given is not None:
-        told = Prior.read(given, form.shapes)
-        if bare:
-            outside = told.entries
-        elif told.numbers(form.shapes) != inside.numbers(form.shapes):
+        callers = Prior.read(given, form.shapes)
+        if is_data_part:
+            outside = callers.entries
+        elif callers.numbers(form.shapes) != inside.numbers(form.shapes):
             raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
+    prior = inside
     if outside is not None:
-        inside = Prior(Prior.of_any(outside).entries, inside.mean)
-        form = form.plus_prior(inside)
-    for name, s in (form.per_weight or {}).items() if not any(inside.entries.values()) else ():
-        if empty := int((s == 0).sum()):
-            said = f"{path!r} holds a precision without prior, 0 in {empty} of {s.numel()} entries"
-            raise PosteriorError(f"{said} of {name!r}: pass prior_precision=")
-    return form, inside
+        prior = Prior(Prior.of_any(outside).entries, inside.mean)
+        form = form.plus_prior(prior)
+    if form.per_weight is not None and not any(prior.entries.values()):
+        _check_positive(form.per_weight, path)
+    return form, prior
+
+
+def _check_positive(precisions: Mapping[str, Tensor], path: str) -> None:
+    """Raise :class:`PosteriorError` where a precision without a prior is 0 in some entries."""
+    for name, precision in precisions.items():
+        zeros = int((precision == 0).sum())
+        if zeros:
+            raise PosteriorError(
+                f"{path!r} holds a precision without prior, 0 in {zeros} of {precision.numel()} "
+                f"entries of {name!r}: pass prior_precision="
+            )
 
 
 def _mean_of(
     model: Model | None, shapes: Shapes, record: Mapping[str, Any], path: str
 ) -> dict[str, Tensor]:
-    """One tensor per name of ``shapes``; tied tensors may have any of their names in the model.
+    """One tensor per name of ``shapes``. Tied tensors may have any of their names in the model.
 
     Raises:
         InputError: ``model`` is none, or holds no numbers.
@@ -161,12 +186,17 @@ def _mean_of(
     """
     source = _opened(model, record.get("model_sha256"), path)
     tied = record.get("tied") or {}
-    keys = {n: next((k for k in (n, *tied.get(n, ())) if k in source.specs), n) for n in shapes}
-    held = {n: source.specs[k].shape for n, k in keys.items() if k in source.specs}
-    if wrong := differences(held, shapes, ("model", "file")):
-        said = f"the model is not the one whose precision {path!r} holds: {wrong}"
-        raise PosteriorError(f"{said}; its tensors are called {some(list(source.specs))}")
-    return {n: source.tensor(key).clone() for n, key in keys.items()}
+    keys = {}
+    for name in shapes:
+        aliases = (name, *tied.get(name, ()))
+        keys[name] = next((alias for alias in aliases if alias in source.specs), name)
+    in_model = {n: source.specs[key].shape for n, key in keys.items() if key in source.specs}
+    if misfit := differences(in_model, shapes, ("model", "file")):
+        raise PosteriorError(
+            f"the model is not the one whose precision {path!r} holds: {misfit}; its tensors are "
+            f"called {some(list(source.specs))}"
+        )
+    return {name: source.tensor(key).clone() for name, key in keys.items()}
 
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
@@ -177,31 +207,37 @@ def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
     if isinstance(model, Mapping):
         return Loaded("model", {n: t for n, t in model.items() if isinstance(t, Tensor)})
     if not isinstance(model, (str, os.PathLike)):
-        got = type(model).__name__
-        raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {got}")
+        kind = type(model).__name__
+        raise InputError(f"model must be a torch.nn.Module, a state dict, or a folder, got {kind}")
     source = Folder.open(model)
     if sha256 is not None and fingerprint(source, progress=False) != sha256:
-        said = f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256)"
-        raise PosteriorError(f"{said}: name the right folder, or pass the module")
+        raise PosteriorError(
+            f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256): name "
+            "the right folder, or pass the module"
+        )
     return source
 
 
 def renamed(tensors: Mapping[str, Tensor], record: Any, names: Mapping[str, str]) -> Encoded:
-    """The same with other names for the parameters."""
-    longest = sorted(names, key=len, reverse=True)
+    """The same tensors and record with other names for the parameters."""
+    longest_first = sorted(names, key=len, reverse=True)
 
-    def place(stored: str) -> str:
-        own = next((n for n in longest if stored == n or stored.startswith(f"{n}.")), None)
-        return stored if own is None else names[own] + stored.removeprefix(own)
+    def new_key(key: str) -> str:
+        for name in longest_first:
+            if key == name or key.startswith(f"{name}."):
+                return names[name] + key.removeprefix(name)
+        return key
 
-    def entry(said: Any) -> Any:
-        if isinstance(said, Mapping):
-            return {names.get(k, k): entry(v) for k, v in said.items()}
-        if isinstance(said, list | tuple):
-            return [entry(v) for v in said]
-        return names.get(said, said) if isinstance(said, str) else said
+    def new_entry(entry: Any) -> Any:
+        if isinstance(entry, Mapping):
+            return {names.get(key, key): new_entry(value) for key, value in entry.items()}
+        if isinstance(entry, list | tuple):
+            return [new_entry(value) for value in entry]
+        if isinstance(entry, str):
+            return names.get(entry, entry)
+        return entry
 
-    return {place(k): t for k, t in tensors.items()}, entry(record)
+    return {new_key(key): tensor for key, tensor in tensors.items()}, new_entry(record)
 
 
 def write_precision(
@@ -230,7 +266,7 @@ def write_precision(
         prior_outside: δ that belongs to the posterior and is not in ``tensors``.
         model: the model's folder, whose sha256 is recorded (``model_sha256``).
         dtype: float32, bfloat16 (of tensors with no prior inside), or None: as the tensors are.
-        record: what else is known, JSON-able: ``optimizer``, ``batch_size``, ``beta2``, ``step``,
+        record: further facts, JSON-able: ``optimizer``, ``batch_size``, ``beta2``, ``step``,
             ``bias_corrected``, ``tied``, ``frozen``, or words of your own.
 
     Raises:
@@ -247,30 +283,36 @@ def write_precision(
         >>> about["kind"], about["n_data"], about["prior_precision"], about["parameters"]
         ('fisher_emp', 10, 0.0, ['w'])
     """
-    place, n = path_of(path), n_data_of(n_data)
+    place = path_of(path)
+    n_examples = n_data_of(n_data)
     one_of("kind", kind, KINDS)
     if not isinstance(definition, str) or not definition:
         raise InputError(f"definition must say what the numbers are, in words, got {definition!r}")
-    held = real_tensors("precision", tensors)
-    _check_values(held)
-    shapes = {name: tuple(t.shape) for name, t in held.items()}
-    inside, outside = (Prior.read(p or 0.0, shapes) for p in (prior_precision, prior_outside))
-    if all(any(prior.entries.values()) for prior in (inside, outside)):
+    precisions = real_tensors("precision", tensors)
+    _check_values(precisions)
+    shapes = {name: tuple(t.shape) for name, t in precisions.items()}
+    inside = Prior.read(prior_precision or 0.0, shapes)
+    outside = Prior.read(prior_outside or 0.0, shapes)
+    has_prior = any(inside.entries.values())
+    if has_prior and any(outside.entries.values()):
         raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
-    if check_dtype(dtype) is torch.bfloat16 and any(inside.entries.values()):
+    if check_dtype(dtype) is torch.bfloat16 and has_prior:
         raise InputError("dtype=bfloat16 would lose the data beside the prior: give prior_outside")
-    stored, about = encode(Diagonal(held), inside)
-    stored = {name: t if dtype is None else t.to(dtype) for name, t in stored.items()}
+    stored, structure_record = encode(Diagonal(precisions), inside)
+    if dtype is not None:
+        stored = {name: t.to(dtype) for name, t in stored.items()}
     _check_values(stored)
+    document = {**dict.fromkeys(FIELDS), **record, **hashes(model)}
     if prior_outside is not None:
-        about = {"prior_outside": outside.given, **about}
-    more = {"kind": kind, "definition": definition, "n_data": n, "parameters": list(held)}
-    storage.write(
-        place, stored, {**dict.fromkeys(FIELDS), **record, **hashes(model), **about, **more}
-    )
+        document["prior_outside"] = outside.given
+    document |= structure_record
+    document |= {"kind": kind, "definition": definition}
+    document |= {"n_data": n_examples, "parameters": list(precisions)}
+    storage.write(place, stored, document)
 
 
 def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
+    """The two fingerprints of a model's folder, by their names in a record; none of no model."""
     if model is None:
         return {}
     weights = Folder.open(path_of(model))
@@ -287,8 +329,8 @@ def read_precision_record(path: str | os.PathLike[str]) -> dict[str, Any]:
         StorageError: nothing there, a foreign or damaged file, another structure than
             "diag", "gram" or "kron", a prior with an entry per weight, or no ``n_data``.
     """
-    where = os.fspath(path_of(path))
-    return checked_record(storage.read_record(where), where)
+    place = os.fspath(path_of(path))
+    return checked_record(storage.read_record(place), place)
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
