@@ -1,7 +1,7 @@
-"""What a run will take, before it: passes over the data counted, one chunk of them run to see the
-layers, a few examples run to time them, nothing written.
+"""What a run will take, before it begins; nothing is written.
 
-Peak memory is that of the process after the chunk, and what the posterior adds to it.
+Passes over the data are counted. One chunk is run to see the layers, and a few examples to time
+them. Peak memory is that of the process after the chunk, and what the posterior adds to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blr_analysis.backprop.engine import chunks
+from blr_analysis.backprop.engine import Chunk, chunks
+from blr_analysis.backprop.matrices import Joint
 from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import SAMPLE
@@ -45,32 +46,58 @@ class Forecast:
     def of(
         cls, task: Task, swept: int, *, trained: int = 0, disk: int = 0, structure: str = ""
     ) -> Forecast:
-        """For sweeps over so many examples in all.
+        """For sweeps and trainings together.
 
         Args:
+            task: the model and its data.
+            swept: examples that sweeps run, in all.
             trained: examples that trainings take, one after the other.
-            structure: with factors, which are written beside ``disk``.
+            disk: bytes that are written beside the factors of the posterior.
+            structure: of the posterior; the factors of "kron" and "gram" are counted.
         """
-        params, factors = task.parameters(), {False: 0, True: 0}
-        vocabulary, layers = vocabulary_of(task, params), {}
-        chunk = next(iter(chunks(task.quiet, params, columns=1)))
-        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        for term in chunk.terms(error.unsqueeze(1), last=True) if structure in FACTORED else ():
-            if (found := term.factors(vocabulary=vocabulary)) is not None:
-                layers[found[0].key] = found[0]
-        for joint in layers.values():  # numbers, of the inputs alone and with the outputs'
-            g, o, i = joint.layout.groups, joint.layout.rows, joint.layout.columns
-            i += joint.bias is not None
-            factors[False] += g * (i * i - i * (o - 1))  # rows of a "gram" are alike
-            factors[True] += g * (i * i + o * o)
+        params = task.parameters()
         itemsize = next(iter(params.values())).element_size()
+        chunk = next(iter(chunks(task.quiet, params, columns=1)))
+        numbers_in_memory = 2 * sum(p.numel() for p in params.values())
         if structure in FACTORED:
-            disk += itemsize * factors[structure == "kron"]
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        held = itemsize * (2 * sum(p.numel() for p in params.values()) + factors[True])
+            layers = _layers_with_factors(task, params, chunk)
+            numbers_in_memory += sum(map(_numbers_of_factors, layers))
+            count = _numbers_of_factors if structure == "kron" else _numbers_of_gram
+            disk += itemsize * sum(map(count, layers))
+        memory = _peak_memory() + itemsize * numbers_in_memory
         seconds = swept * sweep_seconds(task, params) + trained * step_seconds(task)
-        return cls((swept + trained) / task.n_data, peak + held, disk, seconds)
+        return cls((swept + trained) / task.n_data, memory, disk, seconds)
+
+
+def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
+    """The matrices of the model that get Kronecker factors, each once."""
+    vocabulary = vocabulary_of(task, params)
+    error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+    layers = {}
+    for term in chunk.terms(error.unsqueeze(1), last=True):
+        factors = term.factors(vocabulary=vocabulary)
+        if factors is not None:
+            joint = factors[0]
+            layers[joint.key] = joint
+    return list(layers.values())
+
+
+def _numbers_of_factors(joint: Joint) -> int:
+    """A and G of one matrix."""
+    inputs = joint.layout.columns + (joint.bias is not None)
+    return joint.layout.groups * (inputs**2 + joint.layout.rows**2)
+
+
+def _numbers_of_gram(joint: Joint) -> int:
+    """A of one matrix, less the rows of a diagonal precision that one row of "gram" stands for."""
+    inputs = joint.layout.columns + (joint.bias is not None)
+    return joint.layout.groups * (inputs**2 - inputs * (joint.layout.rows - 1))
+
+
+def _peak_memory() -> int:
+    """The most bytes that this process had so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
@@ -103,23 +130,32 @@ def step_seconds(task: Task) -> float:
 
 
 def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
-    """Seconds for an example, of examples from all over the data, the second time they are run."""
-    few = torch.linspace(0, task.n_data - 1, min(task.n_data, TIMED), dtype=torch.float64).long()
-    run(few)
-    if task.device.type == "cuda":
-        torch.cuda.synchronize(task.device)
+    """Seconds for an example: of examples from all over the data, run for the second time."""
+    n = task.n_data
+    indices = torch.linspace(0, n - 1, min(n, TIMED), dtype=torch.float64).long()
+    run(indices)
+    _wait_for(task.device)
     started = time.perf_counter()
-    run(few)
-    if task.device.type == "cuda":
-        torch.cuda.synchronize(task.device)
-    return (time.perf_counter() - started) / len(few)
+    run(indices)
+    _wait_for(task.device)
+    return (time.perf_counter() - started) / len(indices)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def fit_examples(task: Task, structure: str, *, found: bool = False) -> int:
     """The examples that :func:`blr_analysis.fit_laplace` runs; ``found``: where it finds δ."""
-    n, few = task.n_data, sampled_examples(task)
-    kron = n + (n if few is None else len(few))
-    own = kron if structure == "kron" else n
-    if not found:
-        return own
-    return own + (0 if structure == "kron" else kron) + n + min(n, SAMPLE)
+    n = task.n_data
+    sample = sampled_examples(task)
+    for_kron = n + (n if sample is None else len(sample))
+    if structure == "kron":
+        for_the_fit = for_kron
+        for_the_prior = n + min(n, SAMPLE)
+    else:
+        for_the_fit = n
+        for_the_prior = for_kron + n + min(n, SAMPLE)  # by a Kronecker fit
+    return for_the_fit + for_the_prior if found else for_the_fit

@@ -18,7 +18,8 @@ data after training; under AdamW's own diagonal the second scored .25.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,31 @@ from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """What one layer showed in a recorded pass.
+
+    Attributes:
+        unit: the layer.
+        x: its inputs a, examples first.
+        gradient: d, the gradient of the loss at its outputs.
+        n_examples: of the pass.
+    """
+
+    unit: Unit
+    x: Tensor
+    gradient: Tensor
+    n_examples: int
+
+    def of_examples(self, chosen: Tensor) -> LayerPass:
+        """The same of some examples."""
+
+        def rows(values: Tensor) -> Tensor:
+            return values.unflatten(0, (self.n_examples, -1))[chosen].flatten(0, 1)
+
+        return LayerPass(self.unit, rows(self.x), rows(self.gradient), len(chosen))
 
 
 class KroneckerRecorder:
@@ -94,31 +120,27 @@ class KroneckerRecorder:
         self.every = positive_int("every", every)
         if beta2 is not None and not (isinstance(beta2, float) and 0 < beta2 < 1):
             raise InputError(f"beta2 must be None or between 0 and 1, got {beta2!r}")
-        self.beta2, self.reduction = beta2, one_of("reduction", reduction, ("mean", "sum"))
+        self.beta2 = beta2
+        self.reduction = one_of("reduction", reduction, ("mean", "sum"))
         self.scale = positive_number("scale", scale)
-        self._model, self._parameters = model, _trainable(model)
+        self._model = model
+        self._parameters = _trainable(model)
         self._units = units_of(model, set(self._parameters))
-        if not self._parameters:
-            raise ModelError("the model has no trainable parameters to record")
-        if sharded := [n for n, p in self._parameters.items() if is_sharded(p)]:
-            said = f"{some(sharded)} are sharded over processes, where layers see no whole weights"
-            raise ModelError(f"{said}: record under DistributedDataParallel, or use fit_laplace")
-        if odd := [n for u in self._units if u.rule is None for n in u.names.values()]:
-            raise ModelError(f"no layer rule for {some(odd)}: freeze them, or use fit_laplace")
-        self.passes = 0  # in training mode, seen so far
-        self._recorded = 0  # of them
+        _check_recordable(self._parameters, self._units)
+        self.passes = 0  # in training mode, so far
+        self._recorded = 0  # passes that were recorded
         self._joints: dict[str, Joint] = {}
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
-        self._batch = 0  # examples of the pass that is recorded now; 0: none is
-        self._seen: list[tuple[Unit, Tensor, Tensor, int]] = []  # layer, a, d, examples
-        self._warned = False
+        self._batch = 0  # examples of the pass that is recorded now; 0: it is not recorded
+        self._visits: list[LayerPass] = []
+        self._has_warned = False
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
-        self._watched = False
-        hooks = [
-            u.module.register_forward_hook(self._visit(u), with_kwargs=True) for u in self._units
-        ]
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True), *hooks]
+        self._is_watched = False
+        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        for unit in self._units:
+            hook = self._hook_of(unit)
+            self._handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -131,112 +153,133 @@ class KroneckerRecorder:
             handle.remove()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A pass begins: the one before is over."""
+        """When a pass begins, the pass before it is over."""
         if not (model.training and torch.is_grad_enabled()):
             self._batch = 0
             return
-        after = bool(self._seen)  # a recorded pass was the one before
+        follows_a_recorded_pass = bool(self._visits)
         self._settle()
         self.passes += 1
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
-        record = (self.passes - 1) % self.every == 0 and bool(inputs)
-        self._batch = len(inputs[0]) if record else 0
-        self._watched = (record or after) and not self.accumulates
+        is_recorded = (self.passes - 1) % self.every == 0 and bool(inputs)
+        self._batch = len(inputs[0]) if is_recorded else 0
+        may_accumulate = is_recorded or follows_a_recorded_pass
+        self._is_watched = may_accumulate and not self.accumulates
 
-    def _visit(self, unit: Unit) -> Any:
+    def _hook_of(self, unit: Unit) -> Any:
+        """What runs after the forward pass of a layer."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
-            if self._watched:
-                self._watched = False
-                output.register_hook(lambda _: self._look(unit))
-            if not self._batch:
+            if self._is_watched:
+                self._is_watched = False
+                output.register_hook(lambda _: self._warn_of_accumulation(unit))
+            is_copy = module is not unit.module  # a copy of the model took the hooks along
+            if not self._batch or is_copy:
                 return
-            if module is not unit.module:  # of a copy of the model, which took the hooks along
-                return
-            batch = self._batch
+            n_examples = self._batch
             x = (args[0] if args else next(iter(kwargs.values()))).detach()
             version = x._version
 
-            def gradient(grad: Tensor) -> None:
+            def take(gradient: Tensor) -> None:
                 if x._version != version:
-                    said = f"layer {unit.path!r} has its input overwritten in place"
-                    raise ModelError(f"{said}; use inplace=False, or fit_laplace")
-                self._take(unit, x, grad.detach(), batch)
+                    raise ModelError(
+                        f"layer {unit.path!r} has its input overwritten in place; use "
+                        "inplace=False, or fit_laplace"
+                    )
+                self._take(unit, x, gradient.detach(), n_examples)
 
-            output.register_hook(gradient)
+            output.register_hook(take)
 
         return hook
 
-    def _look(self, unit: Unit) -> None:
-        """Warn, once, where the gradients of an earlier pass are still there: accumulation."""
-        held = [self._parameters[n].grad for n in unit.names.values()]
-        if not self.accumulates and any(g is not None and bool(g.any()) for g in held):
+    def _warn_of_accumulation(self, unit: Unit) -> None:
+        """Warn, once, where the gradients of an earlier pass are still there."""
+        gradients = [self._parameters[name].grad for name in unit.names.values()]
+        are_there = any(g is not None and bool(g.any()) for g in gradients)
+        if are_there and not self.accumulates:
             self.accumulates = True
-            said = "gradients of k passes add up: where the loss is divided by k, give scale=1/k"
-            warnings.warn(f"{said}, else factors are k² times too small", stacklevel=2)
+            warnings.warn(
+                "gradients of k passes add up: where the loss is divided by k, give scale=1/k, "
+                "else factors are k² times too small",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
-    def _take(self, unit: Unit, x: Tensor, grad: Tensor, batch: int) -> None:
-        like = self._parameters[next(iter(unit.names.values()))].detach()
+    def _take(self, unit: Unit, x: Tensor, gradient: Tensor, n_examples: int) -> None:
+        """Keep what a layer showed, until its pass is over."""
+        parameter = self._parameters[next(iter(unit.names.values()))].detach()
         if x.is_floating_point():
-            x = x.to(like)
-        grad = grad.to(like)
-        if len(grad) % batch or len(x) != len(grad):
-            seen = f"{len(x)} rows for {batch} examples"
-            raise ModelError(f"layer {unit.path!r} sees {seen}: put examples first")
-        self._seen.append((unit, x, grad, batch))
+            x = x.to(parameter)
+        gradient = gradient.to(parameter)
+        if len(gradient) % n_examples or len(x) != len(gradient):
+            raise ModelError(
+                f"layer {unit.path!r} sees {len(x)} rows for {n_examples} examples: put examples "
+                "first"
+            )
+        self._visits.append(LayerPass(unit, x, gradient, n_examples))
 
     @torch.no_grad()
     def _terms(self) -> list[Term]:
         """G_i of the examples of the pass that count in its loss, which is their mean."""
-        (seen, self._seen), terms = (self._seen, []), []
-        chosen = None
-        if self.reduction == "mean" and len({batch for *_, batch in seen}) == 1:
-            counts = counted([grad for _, _, grad, _ in seen], seen[0][-1])
-            if not bool(counts.all()):
-                chosen = counts.nonzero().flatten().to(seen[0][2].device)
-                self._warned = self._warned or warn_of_uncounted(counts)
-        for unit, x, grad, batch in seen:
-            axis = Axis(repeats=len(grad) // batch)
-            if chosen is not None:
-                x, grad = (v.unflatten(0, (batch, -1))[chosen].flatten(0, 1) for v in (x, grad))
-                batch = len(chosen)
-            grad = grad * ((batch if self.reduction == "mean" else 1) / self.scale)
-            own = {a: self._parameters[n].detach() for a, n in unit.names.items()}
-            call = Call(unit.module, (x,), {}, batch, axis, axis, unit.names, own)
+        visits = self._visits
+        self._visits = []
+        chosen = self._counted(visits)
+        terms: list[Term] = []
+        for visit in visits:
+            axis = Axis(repeats=len(visit.gradient) // visit.n_examples)
+            used = visit if chosen is None else visit.of_examples(chosen)
+            factor = used.n_examples if self.reduction == "mean" else 1
+            gradient = used.gradient * (factor / self.scale)
+            unit = used.unit
+            values = {a: self._parameters[name].detach() for a, name in unit.names.items()}
+            call = Call(unit.module, (used.x,), {}, used.n_examples, axis, axis, unit.names, values)
             assert unit.rule is not None
-            terms += unit.rule(call, [grad])
+            terms += unit.rule(call, [gradient])
         return merged(terms)
+
+    def _counted(self, visits: Sequence[LayerPass]) -> Tensor | None:
+        """The examples that count in a mean, where some do not; None: all do."""
+        sizes = {visit.n_examples for visit in visits}
+        if self.reduction != "mean" or len(sizes) != 1:
+            return None
+        counts = counted([visit.gradient for visit in visits], sizes.pop())
+        if bool(counts.all()):
+            return None
+        if not self._has_warned:
+            self._has_warned = warn_of_uncounted(counts)
+        return counts.nonzero().flatten().to(visits[0].gradient.device)
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Average in what the last recorded pass showed, once its backward pass is over."""
-        if not self._seen:
+        if not self._visits:
             return
         terms = self._terms()
         self._recorded += 1
         for term in terms:
             factors = term.factors()
-            b = term.n_examples
             if factors is None:
                 for name, squares in term.square_sum().items():
-                    self._average(name, squares.div_(b))
+                    self._average(name, squares.div_(term.n_examples))
                 continue
             joint, right, left = factors
             self._joints[joint.key] = joint
-            self._average(f"{joint.key}.input", right.div_(b))
-            self._average(f"{joint.key}.output", left.div_(b))
+            self._average(f"{joint.key}.input", right.div_(term.n_examples))
+            self._average(f"{joint.key}.output", left.div_(term.n_examples))
             self._positions[joint.key] = float(getattr(term, "positions", 1))
 
-    def _average(self, key: str, new: Tensor) -> None:
-        """The mean of all, or one that forgets, without the bias of its start."""
+    def _average(self, key: str, values: Tensor) -> None:
+        """The mean of all passes, or one that forgets, without the bias of its start."""
         if key not in self._means:
-            self._means[key] = new
+            self._means[key] = values
             return
-        k, b = self._recorded, self.beta2
-        weight = 1 / k if b is None else (1 - b) / (1 - b**k)
-        self._means[key].lerp_(new.to(self._means[key]), weight)
+        if self.beta2 is None:
+            weight = 1 / self._recorded
+        else:
+            weight = (1 - self.beta2) / (1 - self.beta2**self._recorded)
+        self._means[key].lerp_(values.to(self._means[key]), weight)
 
     @property
     def recorded(self) -> int:
@@ -258,33 +301,44 @@ class KroneckerRecorder:
             ModelError: the model is not the one that was recorded, as it was.
             PosteriorError: nothing was recorded, or not of all parameters, or it is not finite.
         """
-        own, factors = _trainable(model), self.factors
-        ours = [*map(id, self._parameters.values())]
-        shapes = {n: p.shape for n, p in own.items()}
-        now = [*map(id, _trainable(self._model).values())]
-        if shapes != {n: p.shape for n, p in self._parameters.items()} or now != ours:
+        parameters = _trainable(model)
+        factors = self.factors
+        self._check_model(parameters)
+        self._check_recorded(parameters)
+        joined = {key: (self._joints[key], *pair) for key, pair in factors.items()}
+        blocks = eigenbases(joined, parameters, n_data)
+        form = Kronecker.empty(blocks, parameters)
+        values = {n: n_data * self._means[n].to(parameters[n]) for n in form.plain}
+        for block in blocks:
+            assert block.left is not None
+            input_factor, output_factor = factors[block.key]
+            of_rows = _eigenvalues(output_factor, block.left)
+            of_columns = _eigenvalues(input_factor, block.right)
+            scale = n_data / self._positions[block.key]
+            values[block.key] = scale * of_rows.unsqueeze(-1) * of_columns.unsqueeze(-2)
+        return form.with_values(values)
+
+    def _check_model(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise :class:`ModelError` where the recorded model is another now, or not this one."""
+        shapes = {name: p.shape for name, p in parameters.items()}
+        recorded_shapes = {name: p.shape for name, p in self._parameters.items()}
+        tensors_now = [id(p) for p in _trainable(self._model).values()]
+        recorded_tensors = [id(p) for p in self._parameters.values()]
+        if shapes != recorded_shapes or tensors_now != recorded_tensors:
             raise ModelError("the model changed since its recorder was made: make a new one")
+
+    def _check_recorded(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise :class:`PosteriorError` unless every parameter has finite means."""
         if not self._recorded:
             raise PosteriorError("nothing was recorded: make the recorder before training")
-        names = {n for j in self._joints.values() for n in j.names} | set(self._means)
-        if missing := [n for n in own if n not in names]:
+        names = set(self._means)
+        for joint in self._joints.values():
+            names.update(joint.names)
+        if missing := [name for name in parameters if name not in names]:
             raise PosteriorError(f"{some(missing)} took no part in recorded passes: freeze them")
-        if odd := [k for k, m in self._means.items() if not bool(m.isfinite().all())]:
-            raise PosteriorError(f"the recorded {odd[0]!r} is not finite; was training stable?")
-        blocks = eigenbases(
-            {k: (self._joints[k], *pair) for k, pair in factors.items()}, own, n_data
-        )
-        form = Kronecker.empty(blocks, own)
-        values = {n: n_data * self._means[n].to(own[n]) for n in form.plain}
-        for b in blocks:
-            assert b.left is not None
-            down, across = (
-                (u.mT @ m.to(u) @ u).diagonal(0, -2, -1).clamp_min(0)
-                for u, m in zip((b.left, b.right), reversed(factors[b.key]), strict=True)
-            )
-            scale = n_data / self._positions[b.key]
-            values[b.key] = scale * down.unsqueeze(-1) * across.unsqueeze(-2)
-        return form.with_values(values)
+        for key, mean in self._means.items():
+            if not bool(mean.isfinite().all()):
+                raise PosteriorError(f"the recorded {key!r} is not finite; was training stable?")
 
     def state_dict(self) -> dict[str, Any]:
         """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""
@@ -307,15 +361,38 @@ class KroneckerRecorder:
         """
         if not isinstance(state, Mapping) or not state.keys() >= STATE:
             raise InputError("this is no state of a KroneckerRecorder; pass its state_dict()")
-        ours, theirs = {n: list(p.shape) for n, p in self._parameters.items()}, state["shapes"]
-        if odd := [n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)]:
+        shapes = {name: list(p.shape) for name, p in self._parameters.items()}
+        saved_shapes = state["shapes"]
+        names = shapes | saved_shapes
+        if odd := [name for name in names if shapes.get(name) != saved_shapes.get(name)]:
             raise ModelError(f"the state was recorded on another model: {some(sorted(odd))}")
-        self.passes, self._recorded = int(state["passes"]), int(state["recorded"])
+        device = next(iter(self._parameters.values())).device
+        self.passes = int(state["passes"])
+        self._recorded = int(state["recorded"])
         self._positions = dict(state["positions"])
-        like = next(iter(self._parameters.values()))
-        self._means = {k: m.to(like.device, copy=True) for k, m in state["means"].items()}
+        self._means = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
         self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
-        self._seen = []
+        self._visits = []
+
+
+def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:
+    """Raise :class:`ModelError` where hooks cannot see all that is trained."""
+    if not parameters:
+        raise ModelError("the model has no trainable parameters to record")
+    if sharded := [name for name, p in parameters.items() if is_sharded(p)]:
+        raise ModelError(
+            f"{some(sharded)} are sharded over processes, where layers see no whole weights: "
+            "record under DistributedDataParallel, or use fit_laplace"
+        )
+    without_rule = [name for u in units if u.rule is None for name in u.names.values()]
+    if without_rule:
+        raise ModelError(f"no layer rule for {some(without_rule)}: freeze them, or use fit_laplace")
+
+
+def _eigenvalues(factor: Tensor, basis: Tensor) -> Tensor:
+    """The diagonal of a factor in its eigenbasis."""
+    rotated = basis.mT @ factor.to(basis) @ basis
+    return rotated.diagonal(0, -2, -1).clamp_min(0)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
