@@ -293,11 +293,7 @@ def write_precision(
     shapes = {name: tuple(t.shape) for name, t in precisions.items()}
     inside = Prior.read(prior_precision or 0.0, shapes)
     outside = Prior.read(prior_outside or 0.0, shapes)
-    has_prior = any(inside.entries.values())
-    if has_prior and any(outside.entries.values()):
-        raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
-    if check_dtype(dtype) is torch.bfloat16 and has_prior:
-        raise InputError("dtype=bfloat16 would lose the data beside the prior: give prior_outside")
+    _check_priors(inside, outside, dtype)
     stored, structure_record = encode(Diagonal(precisions), inside)
     if dtype is not None:
         stored = {name: t.to(dtype) for name, t in stored.items()}
@@ -309,6 +305,15 @@ def write_precision(
     document |= {"kind": kind, "definition": definition}
     document |= {"n_data": n_examples, "parameters": list(precisions)}
     storage.write(place, stored, document)
+
+
+def _check_priors(inside: Prior, outside: Prior, dtype: torch.dtype | None) -> None:
+    """Raise :class:`InputError` where there are two priors, or one that bfloat16 cannot hold."""
+    has_prior = any(inside.entries.values())
+    if has_prior and any(outside.entries.values()):
+        raise InputError("give prior_precision (inside the tensors) or prior_outside, not both")
+    if check_dtype(dtype) is torch.bfloat16 and has_prior:
+        raise InputError("dtype=bfloat16 would lose the data beside the prior: give prior_outside")
 
 
 def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:

@@ -80,12 +80,7 @@ def assemble(
     parameters = dict(model.named_parameters())
     by_name = {slot.name: slot for slot in slots}
     slots = [by_name[name] for name in parameters if name in by_name]
-    learned = [slot for slot in slots if reader.has_learned(slot.state, slot.group)]
-    if not learned:
-        raise OptimizerError(
-            f"the optimizer holds no {reader.key!r} of a parameter: it has not stepped, or trained "
-            "another model"
-        )
+    learned = _with_gradients(slots, reader)
     _check_half(learned, reader, record)
     groups = {slot.name: slot.group for slot in slots}
     scale = own_scale(groups, facts) if reader.scaled else given_scale(groups, facts)
@@ -116,6 +111,21 @@ def assemble(
         "tied": tied_names(model),
     }
     return Captured(mean, precision, _as_one_number(prior), scale.n_data, captured_record)
+
+
+def _with_gradients(slots: Sequence[Slot], reader: Reader) -> list[Slot]:
+    """The parameters that were ever updated from a gradient.
+
+    Raises:
+        OptimizerError: there are none.
+    """
+    learned = [slot for slot in slots if reader.has_learned(slot.state, slot.group)]
+    if not learned:
+        raise OptimizerError(
+            f"the optimizer holds no {reader.key!r} of a parameter: it has not stepped, or trained "
+            "another model"
+        )
+    return learned
 
 
 def _check_half(learned: Sequence[Slot], reader: Reader, record: Mapping[str, Any]) -> None:

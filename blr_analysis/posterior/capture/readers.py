@@ -161,18 +161,21 @@ def reader_of_saved(
     options = {key for group in groups for key in group}
     if (entries or kind) and (reader := _of_row(groups)) is not None:
         return reader
-    bases = {base.__name__ for base in (kind.__mro__ if kind else ())}
+    bases = {base.__name__ for base in kind.__mro__} if kind else set[str]()
     for reader in READERS:
-        known = bases & set(reader.classes) if kind else reader.option in options
-        if known and (reader.key in entries or (kind and not entries)):
+        is_its_own = bool(bases & set(reader.classes)) if kind else reader.option in options
+        has_not_stepped = kind is not None and not entries
+        if is_its_own and (reader.key in entries or has_not_stepped):
             return reader
     is_sgd = "SGD" in bases if kind else "dampening" in options
     if is_sgd:
         raise OptimizerError(f"SGD keeps no precision: {ADVICE}")
     if not entries and not kind:
         raise OptimizerError("the saved optimizer holds no state: save it after training.")
-    said = f"{kind.__name__ if kind else 'the saved optimizer'} (state: {sorted(entries)})"
-    raise OptimizerError(f"no precision can be read from {said}: {ADVICE}")
+    name = kind.__name__ if kind else "the saved optimizer"
+    raise OptimizerError(
+        f"no precision can be read from {name} (state: {sorted(entries)}): {ADVICE}"
+    )
 
 
 def _of_row(groups: Sequence[State]) -> Reader | None:
@@ -181,6 +184,8 @@ def _of_row(groups: Sequence[State]) -> Reader | None:
     if len(names) == 1 and (reader := ROWS.get(next(iter(names)))) is not None:
         return reader
     if names:
-        said = f"{', '.join(sorted(names))} keeps no diagonal precision"
-        raise OptimizerError(f"{said}: draw from sampled_params(), or {ADVICE}")
+        raise OptimizerError(
+            f"{', '.join(sorted(names))} keeps no diagonal precision: draw from sampled_params(), "
+            f"or {ADVICE}"
+        )
     return None
