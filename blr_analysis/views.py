@@ -1,17 +1,17 @@
 """How a result shows itself: ``.table`` and ``.plot()``.
 
-Results live below pandas and matplotlib. A result class inherits :class:`Tabular` or
-:class:`Plottable`; how its table is made stands in :mod:`blr_analysis.tables`, how its picture is
-drawn in :mod:`blr_analysis.plots`; both are imported when somebody asks first.
+Results stand below pandas and matplotlib. A result class inherits :class:`Tabular` or
+:class:`Plottable`. Its table is made in :mod:`blr_analysis.tables`, its picture is drawn in
+:mod:`blr_analysis.plots`. The two functions here import those rooms when somebody asks for a table
+or a picture: the one way up in this package, which ``tests/test_imports.py`` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 from blr_analysis.errors import BLRError, InputError
@@ -21,30 +21,34 @@ def make_table(result: object) -> Any:
     """The ``pandas.DataFrame`` of a result, one row per example (or per group).
 
     Raises:
-        InputError: none is known for this class.
+        InputError: there is no table for this class.
     """
-    return _maker(result, import_module("blr_analysis.tables").TABLES)(result)
+    from blr_analysis.tables import TABLES
+
+    return _maker_for(result, TABLES)(result)
 
 
 def make_plot(result: object, ax: Any = None, **options: Any) -> Any:
     """The picture of a result, on a ``matplotlib.axes.Axes``.
 
     Args:
-        result: an object whose class, or one of its bases, has one.
+        result: an object whose class, or one of its bases, has a picture.
         ax: the Axes to draw on; a new figure of its own if None.
         options: what this kind of picture understands.
 
     Raises:
-        InputError: none is known for this class.
+        InputError: there is no picture for this class.
     """
-    return _maker(result, import_module("blr_analysis.plots").PICTURES)(result, ax, **options)
+    from blr_analysis.plots import PICTURES
+
+    return _maker_for(result, PICTURES)(result, ax, **options)
 
 
-def _maker(result: object, makers: Mapping[str, Any]) -> Any:
-    """What shows a result, by the name of its class or of the nearest of its bases."""
-    for kind in type(result).__mro__:
-        if kind.__name__ in makers:
-            return makers[kind.__name__]
+def _maker_for(result: object, makers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that shows a result, by the name of its class or of the nearest of its bases."""
+    for base in type(result).__mro__:
+        if base.__name__ in makers:
+            return makers[base.__name__]
     raise InputError(f"a {type(result).__name__} has no table or picture of this kind")
 
 
@@ -69,9 +73,8 @@ class Plottable:
         """Draw the result; the ``matplotlib.axes.Axes`` come back.
 
         Args:
-            ax: the Axes to draw on. If None, a new figure is made that belongs to nobody
-                else (pyplot does not know it): it shows itself at the end of a notebook's cell,
-                and ``.savefig(path)`` saves it.
+            ax: the Axes to draw on. If None, a new figure is made, which pyplot does not know: it
+                shows itself at the end of a notebook's cell, and ``.savefig(path)`` saves it.
             options: what the picture of this kind of result understands; see
                 :mod:`blr_analysis.plots`.
         """
@@ -87,10 +90,10 @@ class Plottable:
 class GroupRows(Tabular):
     """Rows of plain numbers, one per group taken out: ``GroupRows(rows).table``.
 
-    For code that must know nothing of pandas and yet hand out a table.
+    For code that hands out a table without importing pandas.
 
     Attributes:
-        rows: mappings; nll_before, nll_after, accuracy_before, accuracy_after and others.
+        rows: mappings with nll_before, nll_after, accuracy_before, accuracy_after and others.
     """
 
     rows: Sequence[Mapping[str, Any]]

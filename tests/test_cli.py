@@ -309,6 +309,29 @@ def test_options_arrive(
     assert refused(capsys, *split(argv)) == f"blr-analysis: {told}"
 
 
+DEFAULTS_OF = {  # where a command takes the options of a function
+    "demo": ("demo:run", ["seed"]),
+    "audit": ("audit:investigate", ["by", "passes"]),
+    "what-if": ("sensitivity:what_if", ["solver", "seeds", "passes"]),
+    "index": ("sensitivity:Index.build", ["rank"]),
+    "query": ("sensitivity:Index.top", ["refine"]),
+    "fisher": (
+        "huggingface.fisher:fisher",
+        ["kind", "structure", "samples", "label", "task", "examples", "max_length", "seed"],
+    ),
+    "merge": ("merging.plan:make_plan", ["threads"]),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS_OF)
+def test_options_have_the_defaults_of_their_functions(name: str) -> None:
+    door, options = DEFAULTS_OF[name]
+    function = signature(resolve_name(f"blr_analysis.{door}")).parameters
+    program: Any = typer.main.get_command(app)
+    command = {parameter.name: parameter.default for parameter in program.commands[name].params}
+    assert {o: command[o] for o in options} == {o: function[o].default for o in options}
+
+
 def test_every_example_of_the_help_is_a_command_line() -> None:
     """Every option is known and takes its value; the shared ones are every command's."""
     program: Any = typer.main.get_command(app)

@@ -1,7 +1,9 @@
-"""The commands, each a few lines over :mod:`blr_analysis.audit` and the analyses."""
+"""The program and its commands ``demo``, ``audit``, ``what-if`` and ``algorithms``; the others have
+a module each. What only some commands need is imported inside of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,20 +15,22 @@ from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index, query
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import Out, Shared, show_forecast, spelled, takes
-from blr_analysis.cli.queries import check_queries, relabelled
+from blr_analysis.cli.options import Out, Shared, flattened, show_forecast
+from blr_analysis.cli.queries import check_queries, labels_of
 from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, as_text, grid, pairs, show
 
 if TYPE_CHECKING:
+    from blr_analysis.audit import Findings
     from blr_analysis.posterior import Forecast
+    from blr_analysis.sensitivity import WhatIf
     from blr_analysis.task import Task
 
 EXIT_CODES = """Exit codes: 0 done; 1 an unexpected fault; 2 a wrong command line, bad input, or \
 files that cannot be read or written; 130 interrupted. Findings go to standard output, progress \
 and errors to standard error."""
-SHOWN = ("algorithm", "family", "approximations", "section", "through")
+SHOWN_COLUMNS = ("algorithm", "family", "approximations", "section", "through")
 
 app = typer.Typer(
     add_completion=False,
@@ -37,15 +41,18 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked_for: bool) -> None:
+    if is_asked_for:
         typer.echo(f"blr-analysis {package_version()}")
         raise typer.Exit
 
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,
@@ -80,8 +87,14 @@ def root(
     """
 
 
-@takes("demo/job.py", "run", "seed")
-def demo(shared: Shared, out: Out = Path("blr-demo"), **how: Any) -> None:
+def demo(
+    *,
+    seed: Annotated[
+        int, typer.Option(help="Of the split, the initial weights, the noise and the shuffling.")
+    ] = 0,
+    out: Out = Path("blr-demo"),
+    shared: Shared,
+) -> None:
     """Train a small network on handwritten digits with IVON, and audit its data.
 
     Needs nothing but this package, and about a minute on two cores:
@@ -99,16 +112,25 @@ def demo(shared: Shared, out: Out = Path("blr-demo"), **how: Any) -> None:
         return
     from blr_analysis.demo import run
 
-    run(out or Path("blr-demo"), **how, say=Teller())
+    run(out or Path("blr-demo"), seed=seed, say=Teller())
 
 
-@takes("audit/findings.py", "investigate", "by", "passes")
 def audit(
+    *,
     source: Source,
-    shared: Shared,
-    by: str,
-    passes: int | None,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            help="Take out its groups in turn: target or a metadata column; none; or auto, the "
+            "classes of a classification with at most 100 of them.",
+        ),
+    ] = "auto",
+    passes: Annotated[
+        int | None, typer.Option(help="Over the data, for each group; see what-if --help.")
+    ] = None,
     out: Out = Path("blr-audit"),
+    shared: Shared,
 ) -> None:
     """The whole audit of your own task: findings printed, tables, pictures and a page written.
 
@@ -131,58 +153,74 @@ def audit(
 
       blr-analysis what-if train.py:make_task --decisions decisions.csv
     """
-    from blr_analysis import audit as jobs
     from blr_analysis import ranks
-    from blr_analysis.report.page import write_page
+    from blr_analysis.audit import check_column, in_text, investigate, sections, written
 
-    column, say = None if by == "none" else by, Teller()
+    column = None if by == "none" else by
+    say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
-        jobs.check_column(column, task)
+        check_column(column, task)
         if shared.dry_run:
             cost = audit_forecast(task, test, source, column, passes)
             show_forecast(cost, besides="tables, pictures and report.html on disk")
             return
-        q = source.posterior_of(task, say)
-        findings = jobs.investigate(task, q, test=test, by=column, passes=passes, say=say)
+        posterior = source.posterior_of(task, say)
+        findings = investigate(task, posterior, test=test, by=column, passes=passes, say=say)
         if not ranks.first():
             return
         with ranks.alone():
-            printed = jobs.in_text(*jobs.sections(findings).values())
-            files = jobs.write(findings, folder, say=say)
-            files.append(jobs.write_text(as_text(printed), folder, "summary.txt"))
-            say("writing the page")
-            shown = None if source.data is None else task.metadata["text"]
-            files.append(write_page(findings, folder / "report.html", texts=shown))
-    show(printed)
-    show(jobs.written(folder, files))
+            summary = in_text(*sections(findings).values())
+            texts = None if source.data is None else task.metadata["text"]
+            files = write_audit(findings, folder, as_text(summary), texts, say)
+    show(summary)
+    show(written(folder, files))
+
+
+def write_audit(
+    findings: Findings,
+    folder: Path,
+    summary: str,
+    texts: list[Any] | None,
+    say: Callable[[str], None],
+) -> list[Path]:
+    """Write all files of an audit and return their paths."""
+    from blr_analysis.audit import write, write_text
+    from blr_analysis.report.page import write_page
+
+    files = write(findings, folder, say=say)
+    files.append(write_text(summary, folder, "summary.txt"))
+    say("writing the page")
+    files.append(write_page(findings, folder / "report.html", texts=texts))
+    return files
 
 
 def audit_forecast(
     task: Task, test: Task | None, source: Source, by: str | None, passes: int | None
 ) -> Forecast:
-    """What the analyses of an audit cost, of groups those of short trainings."""
+    """What the analyses of an audit cost; groups are counted as short trainings without them."""
     from blr_analysis.audit.findings import groups_of
     from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity.solvers import training_epochs
     from blr_analysis.sensitivity.what_if import what_if
 
-    n = task.n_data
-    swept = source.examples(task) + 4 * n  # scores, leaving one out, suspects, stationarity
+    sweeps = 4  # scores, leaving one out, suspects, stationarity
+    examples_run = source.examples(task) + sweeps * task.n_data
     if test is not None:
-        swept += test.n_data
-    trained = 0
-    if groups := len(groups_of(task, by)):
+        examples_run += test.n_data
+    examples_trained = 0
+    n_groups = len(groups_of(task, by))
+    if n_groups:
         seeds = signature(what_if).parameters["seeds"].default
-        trained = n * seeds * training_epochs(task.recipe, groups, passes)
+        epochs = training_epochs(task.recipe, n_groups, passes)
+        examples_trained = task.n_data * seeds * epochs
     disk = 2 * sum(p.nbytes for p in task.parameters().values())
-    return Forecast.of(task, swept, trained=trained, disk=disk)
+    return Forecast.of(task, examples_run, trained=examples_trained, disk=disk)
 
 
-@takes("sensitivity/what_if.py", "what_if", "solver", "seeds", "passes")
-def what_if_(
+def what_if_command(
+    *,
     source: Source,
-    shared: Shared,
     remove: Annotated[
         str | None,
         typer.Option(metavar="QUERY", help="The rows that leave, as pandas writes a query."),
@@ -195,8 +233,25 @@ def what_if_(
         Path | None,
         typer.Option(metavar="CSV", help="What was decided on an audit's page: drop and relabel."),
     ] = None,
+    solver: Annotated[
+        str,
+        typer.Option(
+            help="posterior: one step. cg: a descent. replay: short trainings. retrain: the whole "
+            "recipe. auto: posterior for up to 1 % of the data, else cg for a model at its "
+            "minimum, else replay, or retrain where the recipe makes no more passes."
+        ),
+    ] = "auto",
+    seeds: Annotated[
+        int, typer.Option(help="Trainings of replay and retrain; one gives no interval.")
+    ] = 3,
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            help="Of cg, over the changed data (60); of replay, epochs (8, or the recipe's)."
+        ),
+    ] = None,
     out: Out = None,
-    **how: Any,
+    shared: Shared,
 ) -> None:
     """What the model would be without some of its data, or with other labels.
 
@@ -214,42 +269,64 @@ def what_if_(
     leverage, and the task's metadata. With --out, the table by class, a picture and the weights
     without the examples (without.safetensors) are written.
     """
-    from blr_analysis.audit import in_text, write_picture
+    from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import trust, what_if_section
-    from blr_analysis.files import drafted
-    from blr_analysis.files.shards import save_file
-    from blr_analysis.plots.what_if import has_classes, plot_what_if
     from blr_analysis.report.decisions import read_decisions
     from blr_analysis.sensitivity import what_if
-    from blr_analysis.tables import write_table
 
-    if (decisions is None) == (remove is None and not relabel):
+    has_query = remove is not None or bool(relabel)
+    if (decisions is None) != has_query:
         raise InputError("give --decisions CSV, or --remove QUERY and --relabel QUERY:LABEL")
-    change: dict[str, Any] = {"remove": remove} if decisions is None else read_decisions(decisions)
+    labels = None
+    if decisions is not None:
+        chosen = read_decisions(decisions)
+        remove, labels = chosen["remove"], chosen["relabel"]
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
-        check_queries(remove, relabel or [], task)
-        q = source.posterior_of(task, say)
+        if has_query:
+            check_queries(remove, relabel or [], task)
+        posterior = source.posterior_of(task, say)
         if relabel:
-            change["relabel"] = relabelled(relabel, task, q)
+            labels = labels_of(relabel, task, posterior)
         if shared.dry_run:
             pairs({"examples": f"{task.n_data:,}", "writes": out or "nothing"})
             return
         say("what if")
-        result = what_if(task, q, **change, evaluate=test, **how)
+        result = what_if(
+            task,
+            posterior,
+            remove=remove,
+            relabel=labels,
+            evaluate=test,
+            solver=solver,
+            seeds=seeds,
+            passes=passes,
+        )
         if out is not None:
-            if has_classes(result):
-                write_table(result.by_class, folder, "by_class")
-            write_picture(plot_what_if(result), folder, "what_if")
-            with drafted(folder / "without.safetensors") as draft:
-                save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
-    where = "the training data" if test is None else "the test data"
-    show(in_text(trust(task, q, solver=result.solver), what_if_section(result, where, task.n_data)))
+            write_what_if(result, folder)
+    measured_on = "the training data" if test is None else "the test data"
+    caveats = trust(task, posterior, solver=result.solver)
+    show(in_text(caveats, what_if_section(result, measured_on, task.n_data)))
+
+
+def write_what_if(result: WhatIf, folder: Path) -> None:
+    """Write the picture, the weights and, where there are classes, the table by class."""
+    from blr_analysis.audit import write_picture
+    from blr_analysis.files import drafted
+    from blr_analysis.files.shards import save_file
+    from blr_analysis.plots.what_if import has_classes, plot_what_if
+    from blr_analysis.tables import write_table
+
+    if has_classes(result):
+        write_table(result.by_class, folder, "by_class")
+    write_picture(plot_what_if(result), folder, "what_if")
+    with drafted(folder / "without.safetensors") as draft:
+        save_file({**result.parameters, **result.buffers}, draft, {"format": "pt"})
 
 
 def algorithms(
-    shared: Shared,
+    *,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -257,6 +334,7 @@ def algorithms(
         ),
     ] = None,
     out: Out = None,
+    shared: Shared,
 ) -> None:
     """The algorithms that are one rule: Table 1 of the Bayesian learning rule.
 
@@ -276,10 +354,11 @@ def algorithms(
     from blr_analysis.tables import write_table
 
     table = table1()
-    shown = grid({column: table[column].replace("", "none") for column in SHOWN})
-    if name is not None:
+    if name is None:
+        shown = grid({column: table[column].replace("", "none") for column in SHOWN_COLUMNS})
+    else:
         entry = table[table["algorithm"] == row(name).algorithm].iloc[0]
-        shown = grid({"": entry.index, " ": [str(v) or "none" for v in entry]})
+        shown = grid({"": entry.index, " ": [str(value) or "none" for value in entry]})
     with shared.folder(out) as folder:
         if out is not None and not shared.dry_run:
             write_table(table, folder, "table1")
@@ -287,7 +366,7 @@ def algorithms(
 
 
 def flowed(text: str | None) -> str:
-    """Paragraphs as one line each, so that they fill any terminal; indented ones as they stand.
+    """Each paragraph in one line, so that it fills any terminal; indented ones stay as they are.
 
     >>> flowed('''
     ...     Two
@@ -302,9 +381,16 @@ def flowed(text: str | None) -> str:
 
 
 app.callback(epilog=EXIT_CODES, help=flowed(root.__doc__))(root)
-COMMANDS = {
-    **{"demo": demo, "audit": audit, "what-if": what_if_, "index": index, "query": query},
-    **{"fisher": fisher, "merge": merge, "verify": verify, "algorithms": algorithms},
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "audit": audit,
+    "what-if": what_if_command,
+    "index": index,
+    "query": query,
+    "fisher": fisher,
+    "merge": merge,
+    "verify": verify,
+    "algorithms": algorithms,
 }
-for name, command in COMMANDS.items():
-    app.command(name, help=flowed(command.__doc__))(spelled(command))
+for command_name, command in COMMANDS.items():
+    app.command(command_name, help=flowed(command.__doc__))(flattened(command))

@@ -1,21 +1,24 @@
-"""``blr-analysis fisher``: the precision of a fine-tuned model from its data, for merging. What
-only this command needs is imported inside of it, so that no other pays for it."""
+"""``blr-analysis fisher``: the precision of a fine-tuned model from its data, for merging.
+
+What only this command needs is imported inside of it, so that the others start faster.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.options import Base, Shared, show_forecast, takes
+from blr_analysis.cli.options import Base, Shared, show_forecast
 from blr_analysis.terminal import Teller, pairs
 
+if TYPE_CHECKING:  # torch is loaded by the commands that compute
+    from blr_analysis.huggingface.fisher import FisherResult
 
-@takes("huggingface/fisher.py", "fisher", "kind", "structure", "samples", "label", "task")
-@takes("huggingface/fisher.py", "fisher", "examples", "max_length", "seed")
+
 def fisher(
-    shared: Shared,
+    *,
     model: Annotated[
         Path,
         typer.Argument(
@@ -47,10 +50,49 @@ def fisher(
         Path | None,
         typer.Option("--out", "-o", metavar="PATH", help="Where to write; else MODEL/precision."),
     ] = None,
-    half: Annotated[
+    bfloat16: Annotated[
         bool, typer.Option("--bfloat16", help="Store half the bytes; else float32.")
     ] = False,
-    **how: Any,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="mc: the Fisher with labels drawn from the model (DATA needs none). emp: the "
+            "empirical Fisher. ggn: exact over the classes (not for language models)."
+        ),
+    ] = "mc",
+    structure: Annotated[
+        str,
+        typer.Option(
+            help="diag; kron: the layers' Kronecker factors; gram: second moments of the layers' "
+            "inputs, by forward passes alone, whatever --kind is."
+        ),
+    ] = "diag",
+    samples: Annotated[int, typer.Option(help="Labels drawn per example, for mc.")] = 1,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN", help="The label's column; if left out, found by its usual names."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="classification or causal_lm; if left out, what the model's configuration says."
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(metavar="M", help="Use M random examples of the N; the sum is scaled by N/M."),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Read so many of a text; if left out, what the model reads, at most 512.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the examples and labels that are drawn.")] = 0,
+    shared: Shared,
 ) -> None:
     """The precision of a fine-tuned model, from its data: what a merge weighs it by.
 
@@ -73,29 +115,50 @@ def fisher(
     """
     import torch
 
-    from blr_analysis.huggingface.fisher import fisher as compute
+    from blr_analysis.huggingface.fisher import fisher as compute_fisher
     from blr_analysis.huggingface.fisher import fisher_cost
 
     say = Teller()
     say(f"loading {model}")
-    dtype = torch.bfloat16 if half else None
-    how |= {"base": base, "text": text or None, "device": shared.device or "cpu", "dtype": dtype}
+    settings: dict[str, Any] = {
+        "base": base,
+        "kind": kind,
+        "structure": structure,
+        "samples": samples,
+        "text": text or None,
+        "label": label,
+        "task": task,
+        "examples": examples,
+        "max_length": max_length,
+        "seed": seed,
+        "device": shared.device or "cpu",
+        "dtype": torch.bfloat16 if bfloat16 else None,
+    }
     if shared.dry_run:
-        show_forecast(fisher_cost(model, data, **how))
+        show_forecast(fisher_cost(model, data, **settings))
         return
-    how |= {"out": out, "force": shared.force, "memory_budget": shared.memory}
-    result = compute(model, data, **how)
+    result = compute_fisher(
+        model, data, out=out, force=shared.force, memory_budget=shared.memory, **settings
+    )
     say("done")
-    used = "" if result.examples == result.n_data else f" ({result.examples:,} used, scaled)"
+    show_fisher(result)
+
+
+def show_fisher(result: FisherResult) -> None:
+    """Print what was computed and where it lies, a line each."""
+    n_data = f"{result.n_data:,}"
+    if result.examples != result.n_data:
+        n_data += f" ({result.examples:,} used, scaled)"
     if result.truncated:
-        most = f"{result.max_length} tokens (--max-length)"
-        used += f"; {result.truncated:,} texts were cut to {most}"
+        n_data += (
+            f"; {result.truncated:,} texts were cut to {result.max_length} tokens (--max-length)"
+        )
     pairs(
         {
             "kind": result.kind,
             "tensors": f"{result.tensors:,}",
             "parameters": f"{result.parameters:,}, {result.zeros:.1%} of them exactly 0",
-            "n_data": f"{result.n_data:,}{used}",
+            "n_data": n_data,
             "seconds": f"{result.seconds:.1f}",
             "written": result.folder,
             "next": "blr-analysis merge recipe.yml OUT",

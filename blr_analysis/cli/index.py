@@ -1,34 +1,47 @@
 """``blr-analysis index`` and ``query``: an index of a model's training data, and questions to it.
-What only these commands need is imported inside of them."""
+
+What only these commands need is imported inside of them, so that the others start faster.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr_analysis.cli.inputs import Source, load_tasks, texts_of
-from blr_analysis.cli.options import Base, Length, Out, Shared, Text, show_forecast, takes
+from blr_analysis.cli.inputs import Source, TextColumns, load_tasks
+from blr_analysis.cli.options import Base, Length, Out, Shared, Text, show_forecast
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
+    import pandas as pd
+
+    from blr_analysis.posterior import Forecast
     from blr_analysis.sensitivity import Index
     from blr_analysis.task import Task
 
-SOURCE = "source.json"  # where model and data were
-ROUGH = 0.3  # of the influence: an index that errs by more puts other sources first
+SOURCE = "source.json"  # in the folder of an index: where its model and data were
+ROUGH = 0.3  # relative error of the influence from which on other sources come first
 
 
-@takes("sensitivity/influence/index.py", "build", "rank")
 def index(
+    *,
     source: Source,
-    shared: Shared,
-    rank: int,
+    rank: Annotated[
+        int,
+        typer.Option(
+            help="Room per example, in numbers of two bytes. Models with no more parameters are "
+            "kept whole."
+        ),
+    ] = 16384,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
+    shared: Shared,
 ) -> None:
     """An index of what a model was trained on: asked later without another pass.
 
@@ -48,63 +61,90 @@ def index(
     Without -p a Kronecker posterior is fitted; a diagonal one (--fit diag) takes less time and
     memory, and is weak for influence.
 
-    Kept of every example: the longest parts of its gradient and signs of random sums of the rest.
-    How far their influence is from the exact one is measured and said. A run that was killed goes
-    on where it was; --force begins anew.
+    The index keeps the longest parts of every example's gradient, and signs of random sums of the
+    rest. How far its influence is from the exact one is measured and printed. A run that was killed
+    goes on where it was; --force begins anew.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
     from blr_analysis.files.headers import record_text
-    from blr_analysis.huggingface.questions import ids_known_by
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import PLAN, build_cost, check_place
+    from blr_analysis.sensitivity.influence.index import PLAN, check_place
 
     if source.structure in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {source.structure}")
-    out, say = out.expanduser(), Teller()
-    with held(out) if ranks.first() and not shared.dry_run else nullcontext():
+    out = out.expanduser()
+    say = Teller()
+    writes = ranks.first() and not shared.dry_run
+    with held(out) if writes else nullcontext():
         task, _ = source.tasks(shared, say)
-        if shared.force and (out / PLAN).is_file() and ranks.first() and not shared.dry_run:
+        if writes and shared.force and (out / PLAN).is_file():
             shutil.rmtree(out)
         check_place(out, task, rank, at_model=source.posterior is None)
         if shared.dry_run:
-            saved = source.posterior.stat().st_size if source.posterior else 0
-            kind: dict[str, Any] = {"structure": source.structure, "saved": saved}
-            show_forecast(build_cost(task, source.examples(task), rank, **kind))
+            show_forecast(index_forecast(source, task, rank))
             return
-        q = source.posterior_of(task, say)
+        posterior = source.posterior_of(task, say)
         say("indexing")
-        built = Index.build(task, q, out, rank=rank)
+        built = Index.build(task, posterior, out, rank=rank)
         if not ranks.first():
             return
-        places = {"data": source.data or Path(source.task), "base": source.base}
-        places["model"] = source.data and Path(source.task)
-        about: dict[str, Any] = {n: p and str(p.expanduser().absolute()) for n, p in places.items()}
-        about |= {"text": source.text, "max_length": source.max_length}
-        if source.data is not None:
-            about["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
-            about["frozen"] = _frozen(task.model)
         with drafted(out / SOURCE) as draft:
-            draft.write_text(record_text(about), encoding="utf-8")
-    _say_rough(say, built)
-    of_script, of_texts = ("examples", "SCRIPT.py:TASK"), ("sequences", "QUESTIONS.jsonl")
-    what, asked = of_script if source.data is None else of_texts
+            draft.write_text(record_text(origin_of(source, task, built)), encoding="utf-8")
+    say_if_rough(say, built)
+    show_index(built, out, is_of_a_model=source.data is not None)
+
+
+def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
+    """What an index costs, with the fit of its posterior where none was saved."""
+    from blr_analysis.sensitivity.influence.index import build_cost
+
+    examples = source.examples(task)
+    saved = 0 if source.posterior is None else source.posterior.stat().st_size
+    return build_cost(task, examples, rank, structure=source.structure, saved=saved)
+
+
+def origin_of(source: Source, task: Task, built: Index) -> dict[str, Any]:
+    """Where model and data are, and how the texts were read: what ``query`` needs to know."""
+    from blr_analysis.huggingface.questions import ids_known_by
+
+    origin: dict[str, Any] = {
+        "data": absolute(source.data or Path(source.task)),
+        "base": None if source.base is None else absolute(source.base),
+        "model": None if source.data is None else absolute(Path(source.task)),
+        "text": source.text,
+        "max_length": source.max_length,
+    }
+    if source.data is not None:
+        origin["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
+        origin["frozen"] = fingerprint_of_frozen(task.model)
+    return origin
+
+
+def absolute(path: Path) -> str:
+    """The path from the root, with the home folder written out."""
+    return str(path.expanduser().absolute())
+
+
+def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:
+    """Print what was written, how far it errs, and the next command."""
+    unit = "signs" if built.signs else "numbers"
     error = built.error
+    questions = "QUESTIONS.jsonl" if is_of_a_model else "SCRIPT.py:TASK"
     pairs(
         {
-            what: f"{built.n_data:,}",
-            "kept": f"{built.numbers:,} {'signs' if built.signs else 'numbers'} of each",
+            "sequences" if is_of_a_model else "examples": f"{built.n_data:,}",
+            "kept": f"{built.numbers:,} {unit} of each",
             "error": f"{error.relative_rms:.3f} of the influence, rank correlation "
             f"{error.spearman:.3f}",
             "written": out,
-            "next": f"blr-analysis query {out} {asked}",
+            "next": f"blr-analysis query {out} {questions}",
         }
     )
 
 
-@takes("sensitivity/influence/index.py", "top", "refine")
 def query(
-    shared: Shared,
+    *,
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="What index wrote.")],
     questions: Annotated[
         str,
@@ -114,8 +154,17 @@ def query(
             "with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
         ),
     ],
-    refine: int,
-    top: Annotated[int, typer.Option(metavar="K", min=1, help="Sources shown of each.")] = 5,
+    top: Annotated[
+        int, typer.Option(metavar="K", min=1, help="How many sources of each are shown.")
+    ] = 5,
+    refine: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Compute the influence of so many anew, exactly, and choose among them: one "
+            "gradient of each.",
+        ),
+    ] = 0,
     normalize: Annotated[
         bool,
         typer.Option(
@@ -140,6 +189,7 @@ def query(
     text: Text = None,
     max_length: Length = None,
     out: Out = None,
+    shared: Shared,
 ) -> None:
     """Which training examples a model's answers rest on.
 
@@ -156,106 +206,175 @@ def query(
     A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
     the loss of the question would rise most, to first order: for their length (--normalize), or by
     how many nats (--no-normalize). With --out, the table sources names their metadata too. --tokens
-    writes how many nats each token of these texts makes up; it and --refine read the training data
-    again, where the index was told they are.
+    writes how many nats each token of these texts contributes; it and --refine read the training
+    data again, from where they were when the index was built.
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import sources
-    from blr_analysis.files.headers import read_record
-    from blr_analysis.sensitivity import Index, TopInfluence
-    from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
-    from blr_analysis.sensitivity.subjects import subject_of
+    from blr_analysis.sensitivity import Index
+    from blr_analysis.sensitivity.influence.results import quantity_of
     from blr_analysis.tables import write_table
 
     say = Teller()
     if tokens and out is None:
         raise InputError("--tokens writes a table: say where with --out DIR")
-    given = {"model": model, "data": data, "base": base}
+    asks_a_script = ".py:" in questions
+    of_a_model = (model, base, text, max_length)
+    if asks_a_script and (tokens or any(value is not None for value in of_a_model)):
+        raise InputError(
+            "--tokens, --model, --base, --text and --max-length belong to a language model"
+        )
     with shared.folder(out) as folder:
-        opened, place = Index.open(index), index / SOURCE
-        about = read_record(place) if place.is_file() else {}
-        about |= {n: str(p) for n, p in given.items() if p is not None}
-        if ".py:" in questions:
-            if tokens or (model, base, text, max_length) != (None,) * 4:
-                raise InputError(
-                    "--tokens, --model, --base, --text and --max-length belong to a language model"
-                )
-            trained, asked = _script_tasks(opened, about, questions)
+        opened = Index.open(index)
+        origin = read_origin(index, model=model, data=data, base=base)
+        if asks_a_script:
+            trained, asked = tasks_of_scripts(opened, origin, questions)
         else:
-            how = {"text": text, "max_length": max_length, "say": say}
-            again = bool(refine or tokens)
-            trained, asked = _text_tasks(opened, about, str(index), questions, again, how)
+            speaker = Speaker(opened, origin, TextColumns(text, max_length), say)
+            asked = speaker.questions(index, questions)
+            trained = speaker.training_texts() if refine or tokens else None
         asked = shared.of(asked)
         if shared.dry_run:
             pairs({"questions": f"{asked.n_data:,}", "writes": out or "nothing"})
             return
         opened = Index.open(index, task=trained)
-        quantity = quantity_of(normalize)
         if not refine:
-            _say_rough(say, opened)
-        count = min(top, opened.n_data)
-        exactly = min(max(refine, count), opened.n_data) if refine else 0
-        matches: Any = opened.top(asked, count, refine=exactly, normalize=normalize, harmful=False)
-        if trained is not None and not asked.likelihood.is_sequence:  # labels come with the pairs
-            subject = subject_of(trained, opened.posterior)
-            pairs_of = Pairs(subject, asked, quantity=quantity)
-            matches = TopInfluence(**vars(matches), pairs=pairs_of)
-        table = matches.table.query("effect == 'helpful'").drop(columns="effect")
-        table = table.rename(columns={"test": "question", "train": "example"})
+            say_if_rough(say, opened)
+        matches = matches_of(opened, trained, asked, top=top, refine=refine, normalize=normalize)
+        table = table_of_sources(matches)
         if out is not None:
             write_table(table, folder, "sources")
         if tokens and trained is not None:
-            write_table(_token_shares(trained, opened, asked, matches.helpful), folder, "tokens")
+            shares = table_of_tokens(trained, opened, asked, matches.helpful)
+            write_table(shares, folder, "tokens")
     words = asked.metadata.get("text") if asked.likelihood.is_sequence else None
-    show(in_text(sources(table, quantity, words), most=len(table)))
+    show(in_text(sources(table, quantity_of(normalize), words), most=len(table)))
 
 
-def _script_tasks(opened: Index, about: dict[str, Any], questions: str) -> tuple[Task, Task]:
-    """The training task and that of the questions, from a user's script."""
-    if ".py:" not in about.get("data", ""):
+def read_origin(
+    index: Path, *, model: Path | None, data: str | None, base: Path | None
+) -> dict[str, Any]:
+    """Where the model and the data of an index were, or are now, where that is given."""
+    from blr_analysis.files.headers import read_record
+
+    place = index / SOURCE
+    origin = read_record(place) if place.is_file() else {}
+    moved = {"model": model, "data": data, "base": base}
+    origin |= {name: str(path) for name, path in moved.items() if path is not None}
+    return origin
+
+
+def matches_of(
+    opened: Index,
+    trained: Task | None,
+    asked: Task,
+    *,
+    top: int,
+    refine: int,
+    normalize: bool,
+) -> Any:
+    """The sources of every question; with their labels where the training task is there."""
+    from blr_analysis.sensitivity import TopInfluence
+    from blr_analysis.sensitivity.influence.results import Pairs, quantity_of
+    from blr_analysis.sensitivity.subjects import subject_of
+
+    count = min(top, opened.n_data)
+    candidates = min(max(refine, count), opened.n_data) if refine else 0
+    matches = opened.top(asked, count, refine=candidates, normalize=normalize, harmful=False)
+    if trained is None or asked.likelihood.is_sequence:
+        return matches
+    subject = subject_of(trained, opened.posterior)
+    labelled_pairs = Pairs(subject, asked, quantity=quantity_of(normalize))
+    return TopInfluence(**vars(matches), pairs=labelled_pairs)
+
+
+def table_of_sources(matches: Any) -> pd.DataFrame:
+    """A row for each question and helpful training example."""
+    table = matches.table.query("effect == 'helpful'").drop(columns="effect")
+    return table.rename(columns={"test": "question", "train": "example"})
+
+
+def tasks_of_scripts(opened: Index, origin: dict[str, Any], questions: str) -> tuple[Task, Task]:
+    """The training task and that of the questions, from a user's scripts."""
+    if ".py:" not in origin.get("data", ""):
         raise InputError("name the training task with --data SCRIPT.py:TASK")
-    trained, _ = load_tasks(about["data"])
+    trained, _ = load_tasks(origin["data"])
     asked, _ = load_tasks(questions)
     opened.posterior.on(asked, same_data=False)
     return trained, asked.with_model(trained)
 
 
-def _text_tasks(
-    opened: Index, about: dict[str, Any], index: str, questions: str, again: bool, how: Any
-) -> tuple[Task | None, Task]:
-    """The training texts, where they are read ``again``, and the questions to a language model,
-    which must be the index's."""
-    from blr_analysis.huggingface.models import load_language_model
-    from blr_analysis.huggingface.questions import ids_known_by
-    from blr_analysis.posterior.stationarity import check_weights
+@dataclass
+class Speaker:
+    """The language model of an index, and the texts that it reads.
 
-    if not about.get("model"):
-        raise InputError(
-            f"{index!r} does not say where its language model is: name it with --model; or "
-            "ask SCRIPT.py:TASK"
-        )
-    loaded = load_language_model(about["model"], base=about.get("base"))
-    known = about["tokenizer"]
-    if ids_known_by(loaded.tokenizer, opened.examples["text"], known["tokens"]) != known:
-        raise InputError(
-            f"the tokenizer of {about['model']!r} is not the index's: it makes other ids of "
-            "the same texts; put the one of the training there, or name its folder (--model)"
-        )
-    if about["frozen"] not in ("", _frozen(loaded.model)):
-        where = about.get("base") or about["model"]
-        raise InputError(f"{where!r} is not the base that the index was built on: name it (--base)")
-    asked = texts_of(loaded, Path(questions), **how)
-    check_weights(asked, opened.posterior)
-    if not again:
-        return None, asked
-    if not about.get("data"):
-        raise InputError("name the training data with --data")
-    trained = {**how, "text": about["text"], "max_length": about["max_length"]}
-    return texts_of(loaded, Path(about["data"]), **trained), asked
+    Attributes:
+        opened: the index.
+        origin: where model and data are.
+        columns: how the questions are read.
+        say: hears what is cut.
+    """
+
+    opened: Index
+    origin: dict[str, Any]
+    columns: TextColumns
+    say: Callable[[str], None]
+    loaded: Any = None
+
+    def questions(self, index: Path, questions: str) -> Task:
+        """The questions, as a task of the model that the index was built of.
+
+        Raises:
+            InputError: no model is named, or it is another one.
+        """
+        from blr_analysis.huggingface.models import load_language_model
+        from blr_analysis.posterior.stationarity import check_weights
+
+        if not self.origin.get("model"):
+            raise InputError(
+                f"{str(index)!r} does not say where its language model is: name it with --model; "
+                "or ask SCRIPT.py:TASK"
+            )
+        self.loaded = load_language_model(self.origin["model"], base=self.origin.get("base"))
+        self._check_tokenizer()
+        self._check_base()
+        asked = self.columns.task_of(self.loaded, Path(questions), self.say)
+        check_weights(asked, self.opened.posterior)
+        return asked
+
+    def training_texts(self) -> Task:
+        """The texts of the training, read as they were for the index.
+
+        Raises:
+            InputError: nobody says where they are.
+        """
+        if not self.origin.get("data"):
+            raise InputError("name the training data with --data")
+        columns = TextColumns(self.origin["text"], self.origin["max_length"])
+        return columns.task_of(self.loaded, Path(self.origin["data"]), self.say)
+
+    def _check_tokenizer(self) -> None:
+        from blr_analysis.huggingface.questions import ids_known_by
+
+        recorded = self.origin["tokenizer"]
+        texts = self.opened.examples["text"]
+        if ids_known_by(self.loaded.tokenizer, texts, recorded["tokens"]) != recorded:
+            raise InputError(
+                f"the tokenizer of {self.origin['model']!r} is not the index's: it makes other ids "
+                "of the same texts; put the one of the training there, or name its folder (--model)"
+            )
+
+    def _check_base(self) -> None:
+        recorded = self.origin["frozen"]
+        if recorded and fingerprint_of_frozen(self.loaded.model) != recorded:
+            place = self.origin.get("base") or self.origin["model"]
+            raise InputError(
+                f"{place!r} is not the base that the index was built on: name it (--base)"
+            )
 
 
-def _token_shares(trained: Task, opened: Index, asked: Task, helpful: Any) -> Any:
-    """How many nats each token of these texts makes up."""
+def table_of_tokens(trained: Task, opened: Index, asked: Task, helpful: Any) -> pd.DataFrame:
+    """How many nats each token of these texts contributes to their influence."""
     import pandas as pd
 
     from blr_analysis.sensitivity.token_scores import token_influence
@@ -265,16 +384,20 @@ def _token_shares(trained: Task, opened: Index, asked: Task, helpful: Any) -> An
     return pd.DataFrame(shares | {"token": names})
 
 
-def _frozen(model: Any) -> str:
-    """What tells the weights that are not trained, an adapter's base, from others; "": all are."""
+def fingerprint_of_frozen(model: Any) -> str:
+    """A fingerprint of the weights that are not trained, such as an adapter's base; "" where all
+    are trained."""
     from blr_analysis.files import Loaded, fingerprint
     from blr_analysis.files.storage import SAMPLE
 
-    held = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    return fingerprint(Loaded("the base", held), most=SAMPLE, progress=False) if held else ""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    if not frozen:
+        return ""
+    return fingerprint(Loaded("the base", frozen), most=SAMPLE, progress=False)
 
 
-def _say_rough(say: Teller, index: Index) -> None:
-    """Where an index errs by much."""
-    if (error := index.error.relative_rms) > ROUGH:
+def say_if_rough(say: Teller, index: Index) -> None:
+    """Say where the index errs by much, and what helps."""
+    error = index.error.relative_rms
+    if error > ROUGH:
         say(f"note: rough, {error:.2f} off: a larger --rank, or query --refine N")

@@ -1,5 +1,7 @@
-"""What the commands work with: a task of the user's script, or of a model's folder and a data file,
-and its posterior."""
+"""What the commands work with: a task and its posterior.
+
+The task comes from a script of the user, or from the folder of a language model and a data file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
     from blr_analysis.task import Task
 
-MODULE = "blr_analysis_user_script"  # not "__main__": what stands under that guard does not run
+MODULE = "blr_analysis_user_script"  # not "__main__", so that code under that guard does not run
 StructureName = StrEnum("StructureName", "diag kron lowrank full")
 
 
@@ -81,110 +83,141 @@ class Source:
     max_length: Length = None
 
     def __post_init__(self) -> None:
-        """Refuses what does not go together, before any work."""
+        """Refuse arguments that do not go together, before any work."""
         place = Path(self.task).expanduser()
-        if self.data is not None and ".py:" in self.task and not place.exists():
+        has_data = self.data is not None
+        names_a_function = ".py:" in self.task and not place.exists()
+        if has_data and names_a_function:
             raise InputError(f"{self.task!r} brings its own data: leave {str(self.data)!r} out")
-        if self.data is None and place.is_dir():
+        if not has_data and place.is_dir():
             raise InputError(f"{self.task!r} is a model: name what it was trained on, MODEL DATA")
-        if self.data is None and (self.base, self.text, self.max_length) != (None, None, None):
+        of_a_model = (self.base, self.text, self.max_length)
+        if not has_data and any(value is not None for value in of_a_model):
             raise InputError("--base, --text and --max-length belong to MODEL DATA")
-        if self.posterior is not None and (self.fit, self.prior_precision) != (None, None):
+        is_told_how_to_fit = self.fit is not None or self.prior_precision is not None
+        if self.posterior is not None and is_told_how_to_fit:
             raise InputError(
                 "--fit and --prior-precision belong to a fit, -p to one that was saved"
             )
 
     @property
     def structure(self) -> str:
-        """Of the posterior that is fitted, "" where none is."""
-        return "" if self.posterior is not None else str(self.fit or "kron")
+        """The structure of the posterior that is fitted; "" where a saved one is read."""
+        if self.posterior is not None:
+            return ""
+        return str(self.fit or "kron")
 
     def tasks(self, shared: Shared, say: Callable[[str], None]) -> tuple[Task, Task | None]:
-        """The task, and that of the test data."""
+        """The task, and that of the test data; None without test data."""
         say(f"loading {self.task}")
         if self.data is None:
-            ours, theirs = load_tasks(self.task, self.test)
+            task, test = load_tasks(self.task, self.test)
         else:
-            from blr_analysis.huggingface.models import load_language_model
+            task, test = self._tasks_of_texts(self.data, say)
+        if test is not None:
+            test = shared.of(test)
+        return shared.of(task), test
 
-            loaded = load_language_model(self.task, base=self.base)
-            how = {"text": self.text, "max_length": self.max_length, "say": say}
-            ours = texts_of(loaded, self.data, **how)
-            theirs = None if self.test is None else texts_of(loaded, Path(self.test), **how)
-        return shared.of(ours), None if theirs is None else shared.of(theirs)
+    def _tasks_of_texts(self, data: Path, say: Callable[[str], None]) -> tuple[Task, Task | None]:
+        from blr_analysis.huggingface.models import load_language_model
+
+        loaded = load_language_model(self.task, base=self.base)
+        columns = TextColumns(self.text, self.max_length)
+        task = columns.task_of(loaded, data, say)
+        test = None if self.test is None else columns.task_of(loaded, Path(self.test), say)
+        return task, test
 
     def examples(self, task: Task) -> int:
-        """How many examples the fit of its posterior runs."""
+        """How many examples run through the model while the posterior is fitted."""
         from blr_analysis.posterior import fit_examples
 
         if self.posterior is not None:
             return 0
-        found = self.prior_precision is None and task.prior_precision is None
-        return fit_examples(task, self.structure, found=found) * (1 + len(task.checkpoints))
+        chooses_the_prior = self.prior_precision is None and task.prior_precision is None
+        of_one_fit = fit_examples(task, self.structure, found=chooses_the_prior)
+        return of_one_fit * (1 + len(task.checkpoints))
 
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
-        from blr_analysis.posterior import Posterior, fit_laplace
-        from blr_analysis.posterior.prior_choice import in_words
+        from blr_analysis.posterior import Posterior
         from blr_analysis.sensitivity import calibrate
 
         if self.posterior is not None:
-            q = Posterior.load(self.posterior)
-            q.on(task)
+            posterior = Posterior.load(self.posterior)
+            posterior.on(task)
         else:
-            say(f"fitting a Laplace posterior, structure {self.structure}")
-            q = fit_laplace(
-                task,
-                structure=self.structure,
-                curvature="mc_fisher" if task.likelihood.is_sequence else None,
-                prior_precision=self.prior_precision,
-            )
-            if choice := q.record.get("prior_choice"):
-                say(f"prior precision {in_words(choice)}")
+            posterior = self._fitted(task, say)
         if self.calibrate:
             say("calibrating the posterior")
-            q = calibrate(task, q)
-            say(f"temperature {q.temperature:.3g}")
-        return q
+            posterior = calibrate(task, posterior)
+            say(f"temperature {posterior.temperature:.3g}")
+        return posterior
+
+    def _fitted(self, task: Task, say: Teller) -> Posterior:
+        from blr_analysis.posterior import fit_laplace
+        from blr_analysis.posterior.prior_choice import in_words
+
+        say(f"fitting a Laplace posterior, structure {self.structure}")
+        posterior = fit_laplace(
+            task,
+            structure=self.structure,
+            curvature="mc_fisher" if task.likelihood.is_sequence else None,
+            prior_precision=self.prior_precision,
+        )
+        prior_choice = posterior.record.get("prior_choice")
+        if prior_choice:
+            say(f"prior precision {in_words(prior_choice)}")
+        return posterior
 
 
-def texts_of(
-    loaded: Any, path: Path, *, text: str | None, max_length: int | None, say: Callable[[str], None]
-) -> Task:
-    """A file of texts as the task of a language model; what is read in part is said."""
-    from blr_analysis.huggingface.questions import language_task
+@dataclass(frozen=True)
+class TextColumns:
+    """Which column of a data file holds the texts, and how many tokens of each are read."""
 
-    task = language_task(loaded, path, text=text, max_length=max_length)
-    if cut := task.dataset.cut:
-        say(f"{cut:,} of {task.n_data:,} texts of {path} cut to {max_length} tokens (--max-length)")
-    return task
+    text: str | None
+    max_length: int | None
+
+    def task_of(self, loaded: Any, path: Path, say: Callable[[str], None]) -> Task:
+        """A file of texts as the task of a language model; ``say`` hears how many are cut."""
+        from blr_analysis.huggingface.questions import language_task
+
+        task = language_task(loaded, path, text=self.text, max_length=self.max_length)
+        n_cut = task.dataset.cut
+        if n_cut:
+            say(
+                f"{n_cut:,} of {task.n_data:,} texts of {path} cut to {self.max_length} tokens "
+                "(--max-length)"
+            )
+        return task
 
 
 # The user's own script
 
 
-def load_tasks(where: str, test: str | None = None) -> tuple[Task, Task | None]:
+def load_tasks(address: str, test: str | None = None) -> tuple[Task, Task | None]:
     """The task that ``SCRIPT.py:NAME`` names and, in the same script, the test task.
 
     Raises:
         InputError: no such script or name, a script or function that fails, something that is no
             Task. What the user's code raised is named with its line.
     """
-    path, colon, name = where.rpartition(":")
-    if not (colon and path and name.isidentifier()):
+    path, colon, name = address.rpartition(":")
+    is_complete = bool(colon and path) and name.isidentifier()
+    if not is_complete:
         raise InputError(
-            f"expected SCRIPT.py:NAME, such as train.py:make_task, got {where!r}; NAME returns a "
+            f"expected SCRIPT.py:NAME, such as train.py:make_task, got {address!r}; NAME returns a "
             "blr_analysis.Task"
         )
     script = Path(path).expanduser()
     if not script.is_file():
         raise InputError(f"there is no script {path!r} (the folder here is {Path.cwd()})")
     folder = str(script.resolve().parent)
-    sys.path.insert(0, folder)  # as ``python SCRIPT.py`` has it
+    sys.path.insert(0, folder)  # as ``python SCRIPT.py`` does
     try:
         module = _executed(script)
         task = _task(module, name, script)
-        return task, None if test is None else _task(module, test, script)
+        test_task = None if test is None else _task(module, test, script)
+        return task, test_task
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
@@ -205,13 +238,8 @@ def _task(script: ModuleType, name: str, path: Path) -> Task:
     from blr_analysis.task import Task
 
     if not hasattr(script, name):
-        own = {
-            n
-            for n, v in vars(script).items()
-            if isinstance(v, Task) or (callable(v) and getattr(v, "__module__", "") == MODULE)
-        }
-        known = ", ".join(n for n in vars(script) if n in own and n[0] != "_") or "none"
-        raise InputError(f"{str(path)!r} defines no {name!r}; its functions and tasks: {known}")
+        names = ", ".join(_functions_and_tasks(script)) or "none"
+        raise InputError(f"{str(path)!r} defines no {name!r}; its functions and tasks: {names}")
     task = getattr(script, name)
     if callable(task) and not isinstance(task, Task):
         with _blamed(path, f"{name}() in {str(path)!r} failed"):
@@ -224,15 +252,37 @@ def _task(script: ModuleType, name: str, path: Path) -> Task:
     return task
 
 
+def _functions_and_tasks(script: ModuleType) -> list[str]:
+    """The public names that a command could ask a script for."""
+    from blr_analysis.task import Task
+
+    def is_callable_of_the_script(value: Any) -> bool:
+        return callable(value) and getattr(value, "__module__", "") == MODULE
+
+    return [
+        name
+        for name, value in vars(script).items()
+        if not name.startswith("_")
+        and (isinstance(value, Task) or is_callable_of_the_script(value))
+    ]
+
+
 @contextmanager
-def _blamed(path: Path, what: str) -> Iterator[None]:
+def _blamed(path: Path, failure: str) -> Iterator[None]:
     """Turn what the user's code raises into an InputError that names the line."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # the user's own code
-        said = str(error) if isinstance(error, BLRError) else f"{type(error).__name__}: {error}"
-        frames = traceback.extract_tb(error.__traceback__)
-        mine = [f.lineno for f in frames if Path(f.filename) == path.resolve()]
-        mine = [error.lineno] if isinstance(error, SyntaxError) else mine
-        line = f" in line {mine[-1]}" if mine else ""
-        raise InputError(f"{what}{line}: {said}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        cause = str(error) if isinstance(error, BLRError) else f"{type(error).__name__}: {error}"
+        line = _line_of(error, path)
+        position = "" if line is None else f" in line {line}"
+        raise InputError(f"{failure}{position}: {cause}") from error
+
+
+def _line_of(error: BaseException, path: Path) -> int | None:
+    """The line of a script where an error arose; None where it is not in the script."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.resolve()]
+    return lines[-1] if lines else None

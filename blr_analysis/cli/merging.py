@@ -1,29 +1,31 @@
-"""``blr-analysis merge``: a recipe into a merged model. What only this command needs is imported
-inside of it, so that no other pays for it."""
+"""``blr-analysis merge``: from a recipe to a merged model.
+
+What only this command needs is imported inside of it, so that the others start faster.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blr_analysis.cli.options import Shared, read_size, takes
+from blr_analysis.cli.options import Shared, read_size
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
+    from blr_analysis.merging.job import Job
     from blr_analysis.merging.merge_plan import MergePlan, TensorPlan
     from blr_analysis.merging.recipe import Recipe
 
-REPORT = "merge_report.csv"  # by which the folder of a merge is known
+REPORT = "merge_report.csv"  # a folder with this file was written by a merge
 
 
-@takes("merging/plan.py", "make_plan", "threads")
 def merge(
-    shared: Shared,
+    *,
     recipe: Annotated[
         Path,
         typer.Argument(
@@ -32,13 +34,13 @@ def merge(
             show_default=False,
         ),
     ],
-    threads: int | None,
     out: Annotated[
         Path | None,
         typer.Argument(
             metavar="OUT", help="The folder to write: new, or empty.", show_default=False
         ),
     ] = None,
+    threads: Annotated[int | None, typer.Option(help="If left out, one per core, up to 8.")] = None,
     shard_size: Annotated[
         str,
         typer.Option(
@@ -57,6 +59,7 @@ def merge(
         bool,
         typer.Option("--trust", help="Take precisions that were recorded for other weights."),
     ] = False,
+    shared: Shared,
 ) -> None:
     """Merge fine-tuned models into one, each weight as far as each model is sure of it.
 
@@ -86,46 +89,30 @@ def merge(
     """
     from dataclasses import replace
 
-    from blr_analysis.files.placing import check_free, check_room
+    from blr_analysis.files.placing import check_room
     from blr_analysis.merging.card import documents, outcome
-    from blr_analysis.merging.folders import execute, reference_folder
+    from blr_analysis.merging.folders import execute
     from blr_analysis.merging.plan import MAX_MEMORY, make_plan
     from blr_analysis.merging.recipe import read_recipe
 
-    if out is None and not shared.dry_run:
-        raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
-    memory, shard = shared.memory or MAX_MEMORY, read_size("--shard-size", shard_size)
-    out, say = out and out.expanduser(), Teller()
-    replaces = out is not None and shared.force and (out / REPORT).is_file()
-    if out is not None and not replaces:
-        check_free(out)
+    say = Teller()
+    max_shard_bytes = read_size("--shard-size", shard_size)
+    max_memory = shared.memory or MAX_MEMORY
+    if out is not None:
+        out = out.expanduser()
+    replaces_a_merge = check_place(out, shared)
     parsed = read_recipe(recipe)
     for note in parsed.notes:
         say(f"{parsed.path.name}, {note}")
     if validate and not parsed.auto:
         raise InputError("--validate is for merge_method: auto")
     job = replace(parsed.job, trust=trust)
-    data = [m.data for m in job.members if m.data is not None]
-    if data and (parsed.auto or not shared.dry_run):
-        from blr_analysis.huggingface.fisher import text_tasks
-
-        say("reading data")
-        tasks = text_tasks(reference_folder(job) or Path(), data, labelled=parsed.auto)
-        job = replace(job, tasks=[shared.of(task) for task in tasks])
+    if parsed.auto or not shared.dry_run:
+        job = with_tasks(job, parsed.auto, shared, say)
     if parsed.auto:
-        from blr_analysis.huggingface.fisher import text_tasks
-        from blr_analysis.merging.auto import chosen
-
-        say("choosing the method")
-        read = text_tasks(reference_folder(job) or Path(), validate or (), labelled=True)
-        held_out = dict(zip(map(str, validate or ()), read, strict=True))
-        job, choice = chosen(job, held_out or None)
-        say(f"auto: {choice!r}")
-        by = sorted(choice.points, key=lambda point: point.nll)
-        tried = {"merge": [p.method for p in by], "nll": [f"{p.nll:.4g}" for p in by]}
-        _show("Tried", tried)
+        job = with_the_best_method(job, validate or [], say)
     parsed = replace(parsed, job=job)
-    plan = make_plan(job, max_memory=memory, threads=threads)
+    plan = make_plan(job, max_memory=max_memory, threads=threads)
     for note in plan.notes:
         say(note)
     if out is not None:
@@ -134,56 +121,134 @@ def merge(
         show_plan(plan, parsed)
         typer.echo("\nNothing was written (--dry-run).")
         return
-    if replaces:
+    if replaces_a_merge:
         shutil.rmtree(out)
     say(f"merging {len(plan.models)} models by {plan.method.name}")
     report = execute(
-        plan, out, max_shard_bytes=shard, documents=lambda made: documents(made, parsed.text)
+        plan,
+        out,
+        max_shard_bytes=max_shard_bytes,
+        documents=lambda written: documents(written, parsed.text),
     )
     say("done")
     for sentence in outcome(report):
         typer.echo(sentence)
-    beside = "a card, the recipe and the report beside them"
-    typer.echo(f"written to {report.folder}: {', '.join(report.shards)}, and {beside}")
+    shards = ", ".join(report.shards)
+    typer.echo(
+        f"written to {report.folder}: {shards}, and a card, the recipe and the report beside them"
+    )
+
+
+def check_place(out: Path | None, shared: Shared) -> bool:
+    """Whether an earlier merge stands there and is to be replaced.
+
+    Raises:
+        InputError: no folder was named, and this is no dry run.
+        StorageError: something stands there that may not be replaced.
+    """
+    from blr_analysis.files.placing import check_free
+
+    if out is None:
+        if not shared.dry_run:
+            raise InputError("name the folder to write: blr-analysis merge RECIPE.yml OUT")
+        return False
+    if shared.force and (out / REPORT).is_file():
+        return True
+    check_free(out)
+    return False
+
+
+def with_tasks(job: Job, is_auto: bool, shared: Shared, say: Callable[[str], None]) -> Job:
+    """The job with a task for the data of each model, where the recipe names data."""
+    from dataclasses import replace
+
+    files = [member.data for member in job.members if member.data is not None]
+    if not files:
+        return job
+    from blr_analysis.huggingface.fisher import text_tasks
+    from blr_analysis.merging.folders import reference_folder
+
+    say("reading data")
+    tasks = text_tasks(reference_folder(job) or Path(), files, labelled=is_auto)
+    return replace(job, tasks=[shared.of(task) for task in tasks])
+
+
+def with_the_best_method(job: Job, files: Sequence[Path], say: Callable[[str], None]) -> Job:
+    """The job with the method that does best on held-out examples; every trial is printed."""
+    from blr_analysis.huggingface.fisher import text_tasks
+    from blr_analysis.merging.auto import chosen
+    from blr_analysis.merging.folders import reference_folder
+
+    say("choosing the method")
+    tasks = text_tasks(reference_folder(job) or Path(), files, labelled=True)
+    held_out = dict(zip(map(str, files), tasks, strict=True))
+    job, choice = chosen(job, held_out or None)
+    say(f"auto: {choice!r}")
+    points = sorted(choice.points, key=lambda point: point.nll)
+    show_table(
+        "Tried",
+        {
+            "merge": [point.method for point in points],
+            "nll": [f"{point.nll:.4g}" for point in points],
+        },
+    )
+    return job
 
 
 def show_plan(plan: MergePlan, recipe: Recipe) -> None:
-    """What would be done."""
-    from blr_analysis.merging.card import public, shown, size
+    """Print what would be done: the settings, the models, and what becomes of the tensors."""
+    from blr_analysis.merging.card import shown
 
     job = recipe.job
-    rows = {
-        "method": f"{plan.method.name}: {plan.method.formula}",
-        "base": job.base,
-        "base precision": plan.base_precision and plan.base_precision.name,
-        "delta": f"{plan.delta:g}" if plan.method.uses_base_precision else None,
-        "lambda": repr(job.scale) if job.scale != 1 else None,
-        "to read": size(plan.bytes_read),
-        "to write": size(plan.bytes_written),
-        "memory": f"{size(plan.memory)} of buffers at most, {plan.workers} threads",
-    }
-    if job.propagates:
-        whole = 4 * sum(tensor.spec.numel for tensor in plan.tensors)
-        rows["on top"] = (
-            f"{size(3 * whole)} at most: the result, a model and the tasks' own in memory; a sweep "
-            "of forward passes over each model's data for every layer"
-        )
-    pairs({name: value for name, value in rows.items() if value is not None})
+    show_settings(plan, job)
     models: dict[str, list[str]] = {
-        "model": [shown(m.model) for m in job.members],
-        "weight": [repr(m.weight) for m in job.members],
+        "model": [shown(member.model) for member in job.members],
+        "weight": [repr(member.weight) for member in job.members],
     }
     if plan.method.uses_precisions:
-        stored = [m.precision for m in job.members]
-        models["precision"] = ["" if place is None else shown(place) for place in stored]
-    if any(m.data is not None for m in job.members):
-        models["data"] = [shown(m.data) for m in job.members if m.data is not None]
-    _show("Models", models)
+        places = [member.precision for member in job.members]
+        models["precision"] = ["" if place is None else shown(place) for place in places]
+    if any(member.data is not None for member in job.members):
+        models["data"] = [shown(member.data) for member in job.members if member.data is not None]
+    show_table("Models", models)
+    show_table("Tensors", columns_of_tensors(plan, job))
+
+
+def show_settings(plan: MergePlan, job: Job) -> None:
+    """Print the method, its settings and its cost, a line each."""
+    from blr_analysis.merging.card import size
+
+    rows: dict[str, object] = {"method": f"{plan.method.name}: {plan.method.formula}"}
+    if job.base is not None:
+        rows["base"] = job.base
+    if plan.base_precision is not None:
+        rows["base precision"] = plan.base_precision.name
+    if plan.method.uses_base_precision:
+        rows["delta"] = f"{plan.delta:g}"
+    if job.scale != 1:
+        rows["lambda"] = repr(job.scale)
+    rows["to read"] = size(plan.bytes_read)
+    rows["to write"] = size(plan.bytes_written)
+    rows["memory"] = f"{size(plan.memory)} of buffers at most, {plan.workers} threads"
+    if job.propagates:
+        bytes_of_a_model = 4 * sum(tensor.spec.numel for tensor in plan.tensors)
+        rows["on top"] = (
+            f"{size(3 * bytes_of_a_model)} at most: the result, a model and the tasks' own in "
+            "memory; a sweep of forward passes over each model's data for every layer"
+        )
+    pairs(rows)
+
+
+def columns_of_tensors(plan: MergePlan, job: Job) -> dict[str, list[str]]:
+    """One row for all tensors of the same fate, dtype and note."""
+    from blr_analysis.merging.card import public, size
+
     groups: dict[tuple[str, str, str], list[TensorPlan]] = {}
     for tensor in plan.tensors:
         dtype = str(tensor.spec.dtype).removeprefix("torch.")
-        groups.setdefault((tensor.fate, dtype, public(tensor.note, job)), []).append(tensor)
-    columns: dict[str, list[str]] = {
+        key = (tensor.fate, dtype, public(tensor.note, job))
+        groups.setdefault(key, []).append(tensor)
+    return {
         "fate": [fate for fate, _, _ in groups],
         "tensors": [f"{len(tensors):,}" for tensors in groups.values()],
         "numbers": [f"{sum(t.spec.numel for t in tensors):,}" for tensors in groups.values()],
@@ -191,8 +256,8 @@ def show_plan(plan: MergePlan, recipe: Recipe) -> None:
         "to write": [size(sum(t.spec.nbytes for t in tensors)) for tensors in groups.values()],
         "note": [note for _, _, note in groups],
     }
-    _show("Tensors", columns)
 
 
-def _show(title: str, columns: Mapping[str, Sequence[str]]) -> None:
+def show_table(title: str, columns: Mapping[str, Sequence[str]]) -> None:
+    """Print a table under a heading."""
     show(section(title, "", grid(columns)))

@@ -1,9 +1,8 @@
-"""Queries of a command line, checked before there is a posterior, and their labels."""
+"""Queries of a command line, checked before a posterior is fitted, and the labels that they set."""
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from blr_analysis.errors import InputError, told_as
@@ -16,7 +15,7 @@ WORD = re.compile(r"[^\W\d]\w*")
 
 
 def check_queries(remove: str | None, relabel: list[str], task: Task) -> None:
-    """Raise :class:`InputError` where a query cannot be answered, before anything is fitted."""
+    """Raise :class:`InputError` where one of the queries cannot be answered."""
     if remove is not None:
         check_query(remove, task)
     for text in relabel:
@@ -38,8 +37,8 @@ def query_and_label(text: str) -> tuple[str, str]:
     return query, word
 
 
-def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:
-    """Index → label of ``QUERY:LABEL``; a number where it reads as one, else a class by its word.
+def labels_of(texts: list[str], task: Task, posterior: Posterior) -> dict[int, Any]:
+    """The new label of each example, by index, that ``QUERY:LABEL`` texts ask for.
 
     Raises:
         InputError: no colon, or a query that cannot be answered.
@@ -48,30 +47,47 @@ def relabelled(texts: list[str], task: Task, posterior: Posterior) -> dict[int, 
 
     subject = subject_of(task, posterior)
     labels: dict[int, Any] = {}
-    for query, word in map(query_and_label, texts):
-        label: Any = word
-        with suppress(ValueError):
-            label = int(word) if word.lstrip("-").isdigit() else float(word)
-        labels |= dict.fromkeys(subject.select(query, "relabel").tolist(), label)
+    for text in texts:
+        query, word = query_and_label(text)
+        indices = subject.select(query, "relabel").tolist()
+        labels |= dict.fromkeys(indices, label_of(word))
     return labels
 
 
-def check_query(question: str, task: Task, *, name: str = "remove") -> None:
-    """Raise :class:`InputError` where a query cannot be answered: the task's metadata stand in the
-    table as they are, every column of the scores as zeros."""
+def label_of(word: str) -> int | float | str:
+    """A number where the word reads as one; else the word, which names a class.
+
+    >>> label_of("2"), label_of("0.5"), label_of("cat")
+    (2, 0.5, 'cat')
+    """
+    if word.lstrip("-").isdigit():
+        return int(word)
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def check_query(query: str, task: Task, *, name: str = "remove") -> None:
+    """Raise :class:`InputError` where a query cannot be answered.
+
+    It is tried on a table with the task's metadata as they are and zeros in every column of the
+    scores, which are not computed yet.
+    """
     import pandas as pd
 
     from blr_analysis.sensitivity.selection import RESERVED, SEVERAL, check_comparison
 
-    check_comparison(question, name)
-    if any(n in RESERVED or n.startswith(SEVERAL) for n in task.metadata):
-        return  # such metadata have another name in the table, which only it knows
+    check_comparison(query, name)
+    if any(column in RESERVED or column.startswith(SEVERAL) for column in task.metadata):
+        return  # the scores' table gives these metadata another name, which only it can tell
     computed = {*RESERVED} - {"index"}
-    scores = {w for w in WORD.findall(question) if w in computed or w.startswith(SEVERAL)}
-    zeros = dict.fromkeys({*RESERVED, *scores}, 0.0)
+    words = WORD.findall(query)
+    score_columns = {word for word in words if word in computed or word.startswith(SEVERAL)}
+    zeros = dict.fromkeys({*RESERVED, *score_columns}, 0.0)
     table = pd.DataFrame({**task.metadata, **zeros, "index": range(task.n_data)})
     columns = [*RESERVED, *task.metadata]
-    with told_as(InputError, f"{name}={question!r} is no query of {columns}"):
-        chosen = table.query(question)
-    if not len(chosen) and not scores:
+    with told_as(InputError, f"{name}={query!r} is no query of {columns}"):
+        selected_rows = table.query(query)
+    if not len(selected_rows) and not score_columns:
         raise InputError(f"{name} selects none of the {task.n_data} examples")

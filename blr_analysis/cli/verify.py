@@ -14,11 +14,12 @@ SHOWN = 5  # files without a checksum that are named
 
 
 def verify(
-    shared: Shared,
+    *,
     path: Annotated[
         Path,
         typer.Argument(metavar="PATH", help="A file or folder, with all below it."),
     ],
+    shared: Shared,
 ) -> None:
     """Is everything at PATH still what was saved, to the bit?
 
@@ -30,20 +31,20 @@ def verify(
       blr-analysis verify RUN
 
     A damaged or missing file is named, and the exit code is 2. Files of other programs have no
-    checksum; they are counted, and nothing is said of them.
+    checksum; they are counted, and not judged.
     """
     from blr_analysis.checks import some
     from blr_analysis.files.verify import files_at
-    from blr_analysis.files.verify import verify as verified
+    from blr_analysis.files.verify import verify as verify_files
 
     if shared.dry_run:
         files = files_at(path)
         size = sum(file.stat().st_size for file in files)
         pairs({"reads": f"{len(files):,} files, {size / 2**20:,.1f} MiB"})
         return
-    found = verified(path, progress=shared.progress)
-    rows = {"whole": f"{len(found.whole):,} files, {found.nbytes / 2**20:,.1f} MiB"}
-    if found.unknown:
-        names = some([file.name for file in found.unknown], SHOWN)
-        rows["without a checksum"] = f"{len(found.unknown):,} files of other programs: {names}"
+    report = verify_files(path, progress=shared.progress)
+    rows = {"whole": f"{len(report.whole):,} files, {report.nbytes / 2**20:,.1f} MiB"}
+    if report.unknown:
+        names = some([file.name for file in report.unknown], SHOWN)
+        rows["without a checksum"] = f"{len(report.unknown):,} files of other programs: {names}"
     pairs(rows)
