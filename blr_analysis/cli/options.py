@@ -148,7 +148,9 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     The options of :class:`Shared` come last, since they are the same everywhere.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
+    groups: dict[str, Any] = {
+        p.name: p.annotation for p in parameters if is_dataclass(p.annotation)
+    }
     options: list[inspect.Parameter] = []
     for parameter in parameters:
         if parameter.name not in groups:
