@@ -22,7 +22,7 @@ from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped

@@ -34,7 +34,7 @@ from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.fit import Fit, has_many_outputs
 from blr_analysis.posterior.flat import refuse_flat
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.stationarity import fingerprint, frozen_numbers, measured

@@ -29,7 +29,7 @@ from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import dot, norm
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task

@@ -23,7 +23,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import PosteriorWarning
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.sensitivity.corrections import (
     bound_of,

@@ -24,7 +24,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 
 EXPLAINED = 0.5  # of Σ tr(Λ_i V_i), from which on a low-rank sketch hardly overstates V_i
 HIGHEST_LEVERAGE = 0.999  # that their cavity is taken at: the exact one is below 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from blr_analysis.checks import instance, some
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.stationarity import recognise, stationarity
 from blr_analysis.task import Task
 

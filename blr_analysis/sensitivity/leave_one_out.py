@@ -18,7 +18,7 @@ import torch
 
 from blr_analysis.checks import at_least, one_of
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.results import LeaveOneOut
 from blr_analysis.sensitivity.subjects import subject_of
 from blr_analysis.task import Task

@@ -27,7 +27,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.door import check_test, checked_posterior
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS

@@ -25,7 +25,7 @@ from blr_analysis.backprop.tree import add, norm
 from blr_analysis.data import Examples
 from blr_analysis.errors import DataError, PosteriorError
 from blr_analysis.posterior.fit import curvature_root
-from blr_analysis.posterior.gaussian import Posterior, made_of
+from blr_analysis.posterior.posterior import Posterior, made_of
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures import Structure, Tree
 from blr_analysis.task import Task

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from blr_analysis.backprop.engine import Chunk
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.likelihoods import Bernoulli, Categorical
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from blr_analysis.checks import instance
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.results import Scores
 from blr_analysis.sensitivity.subjects import subject_of
 from blr_analysis.task import Task

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.run import losses_at

@@ -29,7 +29,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.backprop.tree import scaled
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.minimise import Descent
 from blr_analysis.sensitivity.objective import Objective, Share, changed, share, step, with_labels

@@ -19,7 +19,7 @@ from torch import Tensor
 from blr_analysis import checks
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.results import FAULTS, NO_FAULT, LeaveOneOut, Suspicions
 from blr_analysis.sensitivity.subjects import Subject, subject_of
 from blr_analysis.sensitivity.subjects.contract import Suspects, first_by

@@ -23,7 +23,7 @@ from blr_analysis.backprop.record import fetched
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import TokenCategorical
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite

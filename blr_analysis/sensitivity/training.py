@@ -24,7 +24,7 @@ from blr_analysis.data import checked
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Reduction
 from blr_analysis.modes import begin_training
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.laplace import fit_laplace
 from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.engine import predict
 from blr_analysis.backprop.loss import evaluated
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.results import WhatIf
 from blr_analysis.sensitivity.selection import Selection, groups_by

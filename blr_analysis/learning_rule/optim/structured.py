@@ -27,7 +27,7 @@ from blr_analysis.learning_rule.optim.per_example import Listener, Pass
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 from blr_analysis.likelihoods import Categorical, Likelihood, resolve
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, LowRank
 from blr_analysis.posterior.structures.contract import Structure

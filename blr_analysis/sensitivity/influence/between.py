@@ -18,7 +18,7 @@ from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.record import shared
 from blr_analysis.errors import InputError
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.door import check_test
 from blr_analysis.sensitivity.influence.blocks import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import Chunk, chunks, default_memory
 from blr_analysis.backprop.plan import plan_for
 from blr_analysis.backprop.terms import Term, products
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import check_finite

@@ -36,7 +36,7 @@ from torch.nn.functional import pad
 from blr_analysis import ranks
 from blr_analysis.backprop.matrices import MatrixShape
 from blr_analysis.backprop.terms import Term, slices
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.influence.results import rooted
 

@@ -38,7 +38,7 @@ from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.files.source import bytes_of
 from blr_analysis.files.storage import file_checksum
 from blr_analysis.posterior import Forecast
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.stationarity import differs
 from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
 from blr_analysis.posterior.structures.contract import Spectral

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.influence.between import Measure
 from blr_analysis.sensitivity.influence.results import Influence, Normalize, TopInfluence
 from blr_analysis.sensitivity.subjects import subject_of

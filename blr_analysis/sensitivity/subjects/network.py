@@ -23,7 +23,7 @@ from blr_analysis.backprop.engine import Chunk, chunks, n_outputs, predict
 from blr_analysis.backprop.record import shared
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
-from blr_analysis.posterior.gaussian import Posterior
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.sensitivity.corrections import (
     CORRECTION_NAMES,
