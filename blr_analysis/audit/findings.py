@@ -15,7 +15,7 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
-from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.sensitivity import (
     LeaveOneOut,
     Scores,
@@ -127,7 +127,7 @@ def investigate(
     say = say or (lambda text: None)
     if test is not None:
         test = check_test(test, task)
-    stationarity(task, posterior)  # first: it decides on the temperature that all are told in
+    posterior = with_stationarity(task, posterior)  # on which the temperature depends
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
     subject = subject_of(task, posterior)
     scores = subject.scores(variance=task.likelihood.is_sequence or None)

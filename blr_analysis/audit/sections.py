@@ -16,7 +16,7 @@ from blr_analysis.plots.memory import extremes, shares_above
 from blr_analysis.plots.what_if import whole
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.predictive import measure_of
-from blr_analysis.posterior.stationarity import stationarity
+from blr_analysis.posterior.stationarity import stationarity, with_stationarity
 from blr_analysis.sensitivity import WhatIf
 from blr_analysis.task import Task
 
@@ -88,6 +88,7 @@ def trust(
 ) -> Section:
     """How far the answers hold: what the reader must know before the first number; ``solver`` is
     by what groups were taken out."""
+    posterior = with_stationarity(task, posterior)
     said, found = [], stationarity(task, posterior)
     if findings is not None and findings.unlike:
         said.append(f"The test data are unlike the training data: {findings.unlike}")

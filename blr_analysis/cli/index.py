@@ -328,7 +328,7 @@ class Speaker:
             InputError: no model is named, or it is another one.
         """
         from blr_analysis.huggingface.models import load_language_model
-        from blr_analysis.posterior.stationarity import check_weights
+        from blr_analysis.posterior.recognition import check_weights
 
         if not self.origin.get("model"):
             raise InputError(

@@ -37,7 +37,8 @@ from blr_analysis.posterior.flat import refuse_flat
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
-from blr_analysis.posterior.stationarity import fingerprint, frozen_numbers, measured
+from blr_analysis.posterior.recognition import fingerprint, frozen_numbers
+from blr_analysis.posterior.stationarity import measured
 from blr_analysis.posterior.structures import KINDS, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import unit_rows
 from blr_analysis.snapshots import buffers_of
@@ -161,12 +162,18 @@ def fit_kept(
         n_data=task.n_data,
         record={**_record(fit, kind), **more},
         buffers=buffers_of(task.model),
+    ).changed(
+        source="laplace",
+        is_classifier=task.likelihood.is_classification,
+        fingerprint=fingerprint(task, params),
+        frozen_values=frozen_numbers(task, params),
     )
-    if fit.measures:
-        slope = fit.slope or loss_and_gradient(task, params)[0]
-        check_connected(task, params, slope)
-        measured(task, q, slope)
-    return q
+    if not fit.measures:
+        return q
+    gradient = fit.slope or loss_and_gradient(task, params)[0]
+    check_connected(task, params, gradient)
+    measurement = measured(task, q, gradient)
+    return q.changed(stationarity=measurement.stationarity, saturated=measurement.saturated)
 
 
 def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structure, dict[str, Any]]:
@@ -209,15 +216,11 @@ def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
     return {
         **drawing,
         "kind": known_as,
-        "source": "laplace",
         "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
         "likelihood": task.likelihood.recorded,
         "fixed": [n for n, _ in named if n not in fit.params],
         "frozen": [n for n, p in named if not p.requires_grad],
         "tied": tied_names(task.model),
-        "classifier": task.likelihood.is_classification,
-        "fingerprint": fingerprint(task, fit.params),
-        "frozen_values": frozen_numbers(task, fit.params),
         **({} if task.recipe is None else {"recipe": task.recipe.record}),
         **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }

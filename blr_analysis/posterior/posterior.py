@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +18,18 @@ from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed
 from blr_analysis.posterior import capture
 from blr_analysis.posterior import precision_files as stored
+from blr_analysis.posterior.facts import (
+    Calibration,
+    Facts,
+    Numbers,
+    Rerun,
+    facts_of,
+    recorded,
+    without_facts,
+)
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
-from blr_analysis.posterior.prior import Given, Prior, differences, n_data_of, real_tensors
+from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior_choice import in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import Diagonal, Structure, Tree
@@ -33,8 +41,6 @@ STILL_INITIAL = "more than half of the optimizer's hess is its start: train long
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
-# of one posterior and its data
-MEASURED = ("fingerprint", "frozen_values", "stationarity", "saturated", "calibration", "ending")
 
 
 class Posterior:
@@ -50,7 +56,8 @@ class Posterior:
             :mod:`blr_analysis.posterior.structures`.
         prior_precision: δ: one number, or one per name.
         n_data: N, the number of examples behind S.
-        record: where it came from; kept in saved files.
+        record: where it came from; kept in saved files. Entries that are attributes below
+            ("source", "calibration", …) are read as those.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
             fine-tune; None: 0.
         buffers: the model's persistent buffers at these weights (BatchNorm's statistics and their
@@ -58,6 +65,22 @@ class Posterior:
         earlier: posteriors at checkpoints of the same training, oldest first.
 
     Attributes:
+        mean: m by parameter name.
+        form: S, a structure of :mod:`blr_analysis.posterior.structures`.
+        prior: δ and θ₀.
+        n_data, record, buffers, earlier: as given.
+        source: what made it: "laplace", "optimizer", "recorder", …; "" where nobody said.
+        is_classifier: whether it was fitted to classes.
+        stationarity: how far the mean is from the minimum of its loss, as the fit measured it; None
+            where it did not. Analyses that need it measure it for themselves.
+        saturated: the share of predictions that are exactly 0 or 1.
+        calibration: the temperature that :func:`blr_analysis.calibrate` measured; None before.
+        rerun: of which training by :func:`blr_analysis.rerun` it is; None: of the task's own model.
+        ending: whether trainings by the recipe ended elsewhere than the model, as a rerun or a
+            calibration found, in one line; "" if not.
+        fingerprint: outputs, targets and losses of a few examples, by which its data are known
+            again; None where the fit saw no data.
+        frozen_values: numbers of the parameters that were frozen at the fit, by name.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -70,6 +93,16 @@ class Posterior:
         >>> q.structure, q.variance("w")
         ('diag', tensor([0.2500, 1.0000]))
     """
+
+    source: str
+    is_classifier: bool
+    stationarity: Stationarity | None
+    saturated: float
+    calibration: Calibration | None
+    rerun: Rerun | None
+    ending: str
+    fingerprint: Numbers | None
+    frozen_values: Numbers | None
 
     def __init__(
         self,
@@ -84,42 +117,72 @@ class Posterior:
         earlier: Sequence[Posterior] = (),
     ) -> None:
         self.mean: Tree = real_tensors("mean", mean)
-        given = isinstance(precision, Structure)
-        form = precision if given else Diagonal(real_tensors("precision", precision))
-        self.form: Structure = form
+        self.form = _structure_of(precision)
         prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
-        instance("record", record or {}, Mapping, "a dict")
-        self.record: dict[str, Any] = dict(record or {})
+        record = {} if record is None else record
+        instance("record", record, Mapping, "a dict")
+        self.record: dict[str, Any] = without_facts(record)
+        self._take(facts_of(record))
         self.buffers = {n: b.detach().clone() for n, b in (buffers or {}).items()}
         self.earlier = tuple(earlier)
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
-        if not shapes:
-            raise PosteriorError("a posterior needs at least one parameter, got none")
-        if odd := differences(shapes, form.shapes, ("mean", "precision")):
-            raise PosteriorError(f"mean and precision disagree: {odd}")
-        if bad := [n for n, m in self.mean.items() if not bool(torch.isfinite(m).all())]:
-            raise PosteriorError(f"the mean of {bad[0]!r} holds NaN or inf; was training stable?")
+        _check_mean(self.mean, shapes, self.form)
         self.prior = Prior.read(prior, shapes)
         self.form.check()
 
+    def _take(self, facts: Facts) -> None:
+        self.source = facts.source
+        self.is_classifier = facts.is_classifier
+        self.stationarity = facts.stationarity
+        self.saturated = facts.saturated
+        self.calibration = facts.calibration
+        self.rerun = facts.rerun
+        self.ending = facts.ending
+        self.fingerprint = facts.fingerprint
+        self.frozen_values = facts.frozen_values
+
+    @property
+    def _facts(self) -> Facts:
+        return Facts(
+            source=self.source,
+            is_classifier=self.is_classifier,
+            stationarity=self.stationarity,
+            saturated=self.saturated,
+            calibration=self.calibration,
+            rerun=self.rerun,
+            ending=self.ending,
+            fingerprint=self.fingerprint,
+            frozen_values=self.frozen_values,
+        )
+
     def __repr__(self) -> str:
-        known, size = self.record, sum(t.numel() for t in self.mean.values())
-        choice, share = known.get("prior_choice"), known.get("initial_share")
-        delta = f"{self.prior.given:.3g}" if None in self.prior.entries else "by name"
-        explained = known.get("explained", 1.0)
-        said = {
-            f"{self.structure!r}, {len(self.mean)} tensors, {size:,} parameters": True,
-            f"n_data={self.n_data}, kind={known.get('kind', 'given')!r}": True,
-            f"prior_precision={in_words(choice) if choice else delta}": True,
-            f"initial_share={share or 0.0:.2g}": share is not None,
-            f"{'at' if self.at_minimum else 'off'} its minimum": self.at_minimum is not None,
-            f"temperature={self.temperature:.3g}": True,
-            f"{len(self.earlier)} earlier": self.earlier,
-            f"rank explains {explained:.0%}: too low for influence": explained < ENOUGH,
-        }
-        shown = ", ".join(words for words, wanted in said.items() if wanted)
-        return f"Posterior({shown}{'; ' * bool(self.note)}{self.note})"
+        n_parameters = sum(t.numel() for t in self.mean.values())
+        facts = [
+            f"{self.structure!r}, {len(self.mean)} tensors, {n_parameters:,} parameters",
+            f"n_data={self.n_data}, kind={self.record.get('kind', 'given')!r}",
+            f"prior_precision={self._prior_in_words()}",
+        ]
+        initial_share = self.record.get("initial_share")
+        if initial_share is not None:
+            facts.append(f"initial_share={initial_share:.2g}")
+        if self.at_minimum is not None:
+            facts.append("at its minimum" if self.at_minimum else "off its minimum")
+        facts.append(f"temperature={self.temperature:.3g}")
+        if self.earlier:
+            facts.append(f"{len(self.earlier)} earlier")
+        explained = self.record.get("explained", 1.0)
+        if explained < ENOUGH:
+            facts.append(f"rank explains {explained:.0%}: too low for influence")
+        text = f"Posterior({', '.join(facts)}"
+        return f"{text}; {self.note})" if self.note else f"{text})"
+
+    def _prior_in_words(self) -> str:
+        choice = self.record.get("prior_choice")
+        if choice:
+            return in_words(choice)
+        is_one_number = None in self.prior.entries
+        return f"{self.prior.given:.3g}" if is_one_number else "by name"
 
     @property
     def run(self) -> tuple[Posterior, ...]:
@@ -128,7 +191,7 @@ class Posterior:
 
     @property
     def at_minimum(self) -> bool | None:
-        """Whether the mean minimises the task's loss; None where nobody measured it."""
+        """Whether the mean minimises the task's loss; None where the fit did not measure it."""
         return None if self.stationarity is None else self.stationarity.near
 
     @property
@@ -136,35 +199,27 @@ class Posterior:
         """τ, which multiplies V in sensitivity, leave-one-out and influence: measured by
         :func:`blr_analysis.calibrate`; else .15, a guess, for Kronecker fits of classifiers off
         their minimum, and 1."""
-        guess = GUESSED if self._guessed else 1.0
-        return float(self.record.get("calibration", {}).get("temperature", guess))
+        if self.calibration is not None:
+            return self.calibration.temperature
+        return GUESSED if self._is_guessed else 1.0
 
     @property
     def temperature_error(self) -> float | None:
         """The standard error of log τ; None where it was not measured."""
-        return self.record.get("calibration", {}).get("error")
+        return None if self.calibration is None else self.calibration.error
 
     @property
-    def _guessed(self) -> bool:
+    def _is_guessed(self) -> bool:
         """Whether only a guess of τ is known: a Kronecker fit of a classifier off its minimum."""
-        fitted = self.structure == "kron" and self.record.get("source") == "laplace"
-        return fitted and self.at_minimum is False and bool(self.record.get("classifier"))
+        is_kronecker_fit = self.structure == "kron" and self.source == "laplace"
+        return is_kronecker_fit and self.is_classifier and self.at_minimum is False
 
     @property
     def note(self) -> str:
         """How far it is to be trusted, in one line; "" where it is."""
-        share = float(self.record.get("saturated") or 0.0)
-        saturated = SATURATED.format(share) if share > 0.5 else ""
+        saturated = SATURATED.format(self.saturated) if self.saturated > 0.5 else ""
         notes = (saturated, self.ending, self._scale_note, self._drawn_note)
         return "; ".join(note for note in notes if note)
-
-    @property
-    def ending(self) -> str:
-        """Whether trainings by the recipe ended elsewhere than the model, as a rerun or a
-        calibration found."""
-        found = [self.record.get(by, {}).get("ending", "") for by in ("calibration", "rerun")]
-        found.append(self.record.get("ending", ""))
-        return next(filter(None, found), "")
 
     @property
     def _drawn_note(self) -> str:
@@ -177,13 +232,16 @@ class Posterior:
 
     @property
     def _scale_note(self) -> str:
-        if self.stationarity is None or "calibration" in self.record:
+        """How far single answers may be taken at their word."""
+        if self.stationarity is None or self.calibration is not None:
+            return ""
+        if self.stationarity.at_minimum:
             return ""
         if self.at_minimum:
-            return "" if self.stationarity.at_minimum else f"model {self.stationarity.verdict}"
-        unknown = self.record.get("rerun", {}).get("known") is False
-        by = "trained by a default recipe; " if unknown else ""
-        if self._guessed:
+            return f"model {self.stationarity.verdict}"
+        has_default_recipe = self.rerun is not None and not self.rerun.known
+        by = "trained by a default recipe; " if has_default_recipe else ""
+        if self._is_guessed:
             return f"{by}off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
         return f"{by}off the minimum, uncalibrated: a ranking, no scale"
 
@@ -201,17 +259,6 @@ class Posterior:
     def initial(self) -> Mapping[str, Tensor] | None:
         """θ₀, the prior's mean; None: 0."""
         return self.prior.mean
-
-    @property
-    def stationarity(self) -> Stationarity | None:
-        """How far the mean is from the minimum of its loss; None where nothing measured it yet.
-
-        ``fit_laplace`` does that finds δ, and so do the analyses that need it: ``calibrate``,
-        ``what_if``, the audit.
-        """
-        kept = self.record.get("stationarity")
-        known = [f.name for f in fields(Stationarity)]
-        return None if kept is None else Stationarity(**{n: kept[n] for n in known if n in kept})
 
     @classmethod
     def from_optimizer(
@@ -291,15 +338,17 @@ class Posterior:
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
     def _captured(
-        cls, read: Any, source: Any, model: nn.Module, facts: capture.Facts, **more: Any
+        cls, read: Any, source: Any, model: nn.Module, facts: capture.Facts, **options: Any
     ) -> Posterior:
+        """The posterior that ``read`` finds in an optimizer, a file or a recorder."""
         instance("model", model, nn.Module, "the torch.nn.Module that was trained")
         model = unwrapped(model)
-        captured = read(source, model, facts=facts, **more)
+        captured = read(source, model, facts=facts, **options)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
-        if (captured.record.get("initial_share") or 0.0) > 0.5:
-            said = f"{STILL_INITIAL} (record['initial_share'])"
-            warnings.warn(said, InitialPrecisionWarning, stacklevel=4)  # of from_…
+        initial_share = captured.record.get("initial_share") or 0.0
+        if initial_share > 0.5:
+            message = f"{STILL_INITIAL} (record['initial_share'])"
+            warnings.warn(message, InitialPrecisionWarning, stacklevel=4)  # of from_…
         return cls(
             captured.mean,
             captured.precision,
@@ -312,17 +361,11 @@ class Posterior:
 
     def variance(self, name: str) -> Tensor:
         """diag(Σ) of one parameter, shaped as the parameter."""
-        return self._entry(self.form.diagonal(inverse=True), name)
+        return _entry(self.form.diagonal(inverse=True), name)
 
     def precision(self, name: str) -> Tensor:
         """diag(S) of one parameter, shaped as the parameter."""
-        return self._entry(self.form.diagonal(), name)
-
-    def _entry(self, tree: Tree, name: str) -> Tensor:
-        if not isinstance(name, str) or name not in tree:
-            said = f"the posterior has no parameter {name!r}"
-            raise InputError(f"{said}; it covers {sorted(tree)[:12]}")
-        return tree[name]
+        return _entry(self.form.diagonal(), name)
 
     def sample(self, *, generator: torch.Generator | None = None, n: int | None = None) -> Tree:
         """A draw θ = m + R⁻ᵀ ε from q; with ``n``, n draws along a new leading dimension.
@@ -334,14 +377,10 @@ class Posterior:
         """
         if generator is not None:
             instance("generator", generator, torch.Generator, "a torch.Generator")
-        lead = () if n is None else (positive_int("n", n),)
-        noise = {}
-        for name, m in self.mean.items():
-            source = m.device if generator is None else generator.device
-            drawn = torch.empty((*lead, *m.shape), dtype=m.dtype, device=source)
-            noise[name] = drawn.normal_(generator=generator).to(m.device)
-        draw = self.form.root_solve(noise)
-        return {name: m + draw[name] for name, m in self.mean.items()}
+        batch = () if n is None else (positive_int("n", n),)
+        noise = {name: _normal(m, batch, generator) for name, m in self.mean.items()}
+        deviation = self.form.root_solve(noise)
+        return {name: m + deviation[name] for name, m in self.mean.items()}
 
     def predict(
         self, task: Task, draws: int = 10, *, generator: torch.Generator | None = None
@@ -382,18 +421,20 @@ class Posterior:
     def judging(self, task: Task) -> Task:
         """The task, where its likelihood was estimated from its own examples, with the noise or
         the weights of classes of the data that this was fitted to."""
-        known = self.record.get("estimated", {})
-        if not task.likelihood.estimated or known.keys() != task.likelihood.settings.keys():
+        estimated = self.record.get("estimated", {})
+        settings = task.likelihood.settings
+        if not task.likelihood.estimated or estimated.keys() != settings.keys():
             return task
-        made = task.under(task.model, task.device)
-        made.likelihood = task.likelihood.taking(known)
-        return made
+        judging = task.under(task.model, task.device)
+        judging.likelihood = task.likelihood.taking(estimated)
+        return judging
 
     def changed(self, **parts: Any) -> Posterior:
-        """The same with other parts (``mean``, ``form``, ``prior``, ``record``, ``earlier``, …),
-        which are believed."""
+        """A copy with other parts (``mean``, ``form``, ``record``, ``calibration``, …), which are
+        believed."""
         made = copy.copy(self)
-        vars(made).update({"record": dict(self.record), **parts})
+        made.record = dict(self.record)
+        vars(made).update(parts)
         return made
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
@@ -404,23 +445,22 @@ class Posterior:
             PosteriorError: a precision is too large or too small for the dtype.
         """
         target = find_device(device)
-        before = next(iter(self.mean.values())).dtype
-        kind = before if dtype is None else dtype
-        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        dtype_before = next(iter(self.mean.values())).dtype
+        target_dtype = dtype_before if dtype is None else dtype
+        if not isinstance(target_dtype, torch.dtype) or not target_dtype.is_floating_point:
             raise InputError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-        mean, held = placed(self.mean, target, kind), narrow(self.mean)
-        same = type(mean) is type(self.mean) and all(m is held[n] for n, m in narrow(mean).items())
+        mean = placed(self.mean, target, target_dtype)
         tensors = self.form.tensors().values()
-        if same and all(t.device == target and t.dtype == kind for t in tensors):
+        form_stays = all(t.device == target and t.dtype == target_dtype for t in tensors)
+        if form_stays and _are_the_same(mean, self.mean):
             return self
-        form = self.form.to(target, kind)
-        if torch.finfo(kind).max < torch.finfo(before).max:
+        form = self.form.to(target, target_dtype)
+        if torch.finfo(target_dtype).max < torch.finfo(dtype_before).max:
             form.check()
         return self.changed(
             mean=mean,
             form=form,
             prior=self.prior.placed(mean),
-            record=self.record,
             buffers={n: b.to(target) for n, b in self.buffers.items()},
             earlier=tuple(q.to(target, dtype) for q in self.earlier),
         )
@@ -437,31 +477,34 @@ class Posterior:
         """
         instance("task", task, Task, "a blr_analysis.Task")
         parameters = dict(task.model.named_parameters())
-        places = {bare_name(n): n for n in [*parameters, *dict(task.model.named_buffers())]}
-        names = {n: places.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
-        if any(old != new for old, new in names.items()):
+        task_names = {bare_name(n): n for n in [*parameters, *dict(task.model.named_buffers())]}
+        names = {n: task_names.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
+        if any(name != task_name for name, task_name in names.items()):
             return self._renamed(names).on(task, same_data=same_data)
-        fixed = [places.get(bare_name(n), n) for n in self.record.get("fixed", ())]
-        mine = self.form.shapes
-        learned = {p for p, t in parameters.items() if t.requires_grad and p not in fixed}
-        theirs = {n: p for n, p in parameters.items() if n in mine or n in learned}
-        if odd := differences(mine, theirs, ("posterior", "model")):
+        fixed = [task_names.get(bare_name(n), n) for n in self.record.get("fixed", ())]
+        shapes = self.form.shapes
+        learned = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
+        task_shapes = {n: p for n, p in parameters.items() if n in shapes or n in learned}
+        if mismatch := differences(shapes, task_shapes, ("posterior", "model")):
             remedy = "pass the model that it was captured from or fitted to"
-            raise PosteriorError(f"the posterior belongs to another model: {odd}; {remedy}")
+            raise PosteriorError(f"the posterior belongs to another model: {mismatch}; {remedy}")
         if same_data and self.n_data != task.n_data:
-            said = f"n_data={self.n_data} examples, the task has {task.n_data}"
-            remedy = "use the training data"
-            if task.likelihood.is_sequence:
-                remedy += ", or capture it with n_data= the sequences, tokens= those that count"
-            raise PosteriorError(f"the posterior was learned from {said}; {remedy}")
-        return self.to(task.device, task.check_parameters(mine))
+            raise self._of_other_data(task)
+        return self.to(task.device, task.check_parameters(shapes))
+
+    def _of_other_data(self, task: Task) -> PosteriorError:
+        sizes = f"n_data={self.n_data} examples, the task has {task.n_data}"
+        remedy = "use the training data"
+        if task.likelihood.is_sequence:
+            remedy += ", or capture it with n_data= the sequences, tokens= those that count"
+        return PosteriorError(f"the posterior was learned from {sizes}; {remedy}")
 
     def _renamed(self, names: Mapping[str, str]) -> Posterior:
         """The same with parameters of other names."""
         tensors, record = stored.renamed(*self._stored(), names)
-        held = {names[n]: m for n, m in narrow(self.mean).items()}
+        mean = {names[n]: m for n, m in narrow(self.mean).items()}
         earlier = tuple(q._renamed(names) for q in self.earlier)
-        return self._read(tensors, record, "").changed(mean=type(self.mean)(held), earlier=earlier)
+        return self._read(tensors, record, "").changed(mean=type(self.mean)(mean), earlier=earlier)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
@@ -481,22 +524,27 @@ class Posterior:
         """
         place = path_of(path)
         tensors, record = self._stored()
+        earlier_records = []
         for k, q in enumerate(self.earlier):
-            held, about = q._stored()
-            tensors |= {f"{EARLIER}{k}/{n}": t for n, t in held.items()}
-            record.setdefault("earlier", []).append(about)
+            earlier_tensors, earlier_record = q._stored()
+            tensors |= {f"{EARLIER}{k}/{n}": t for n, t in earlier_tensors.items()}
+            earlier_records.append(earlier_record)
+        if earlier_records:
+            record["earlier"] = earlier_records
         storage.write(place, {n: t.cpu() for n, t in tensors.items()}, record)
 
     def _stored(self) -> tuple[Tree, dict[str, Any]]:
         """Tensors and record of one posterior, without the earlier ones."""
-        tensors, record = stored.encode(self.form, self.prior)
+        tensors, encoded = stored.encode(self.form, self.prior)
         beside = {f"{n}.initial": m for n, m in (self.initial or {}).items()}
         beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
         beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
         if clash := sorted(set(beside) & set(tensors)):
             raise InputError(f"parameters are called {clash[:4]}, as means are: rename them")
-        known = {"n_data": self.n_data, "parameters": list(self.mean)}
-        return {**tensors, **beside}, {**self.record, **record, **known}
+        record = {**self.record, **recorded(self._facts), **encoded}
+        record["n_data"] = self.n_data
+        record["parameters"] = list(self.mean)
+        return {**tensors, **beside}, record
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -522,30 +570,86 @@ class Posterior:
         place = os.fspath(path_of(path))
         tensors, record = storage.read(place)
         earlier = []
-        for k, about in enumerate(record.pop("earlier", ())):
-            head = f"{EARLIER}{k}/"
-            names = [n for n in tensors if n.startswith(head)]
-            held = {n.removeprefix(head): tensors.pop(n) for n in names}
-            earlier.append(cls._read(held, about, place))
-        return cls._read(tensors, record, place, model, prior_precision, earlier=earlier)
+        for k, earlier_record in enumerate(record.pop("earlier", ())):
+            prefix = f"{EARLIER}{k}/"
+            names = [n for n in tensors if n.startswith(prefix)]
+            earlier_tensors = {n.removeprefix(prefix): tensors.pop(n) for n in names}
+            earlier.append(cls._read(earlier_tensors, earlier_record, place))
+        last = cls._read(tensors, record, place, model, prior_precision)
+        return last.changed(earlier=tuple(earlier))
 
     @classmethod
     def _read(
-        cls, tensors: Tree, record: dict[str, Any], *given: Any, earlier: Sequence[Posterior] = ()
+        cls,
+        tensors: Tree,
+        record: dict[str, Any],
+        path: str,
+        model: stored.Model | None = None,
+        prior_precision: Given | None = None,
     ) -> Posterior:
+        """One posterior, without earlier ones; the tensors of its buffers are taken out."""
         names = [n for n in tensors if n.endswith(".buffer")]
         buffers = {n.removesuffix(".buffer"): tensors.pop(n) for n in names}
-        mean, form, prior, n_data, about = stored.parts_of(tensors, record, *given)
-        own = {"prior_precision": prior, "n_data": n_data, "record": about}
-        return cls(mean, form, **own, buffers=buffers, earlier=earlier)
+        parts = stored.parts_of(tensors, record, path, model, prior_precision)
+        mean, form, prior, n_data, other_entries = parts
+        return cls(
+            mean,
+            form,
+            prior_precision=prior,
+            n_data=n_data,
+            record=other_entries,
+            buffers=buffers,
+        )
 
 
-def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, **record: Any) -> Posterior:
-    """Another posterior under the same prior; ``record`` joins what ``q``'s says, but for what was
-    measured of it and its data."""
-    known = {k: v for k, v in q.record.items() if k not in MEASURED}
-    about = {"prior_precision": q.prior, "n_data": n_data, "record": known | record}
-    return Posterior(mean, form, **about, buffers=q.buffers)
+def _structure_of(precision: Mapping[str, Tensor] | Structure) -> Structure:
+    if isinstance(precision, Structure):
+        return precision
+    return Diagonal(real_tensors("precision", precision))
+
+
+def _check_mean(mean: Tree, shapes: Shapes, form: Structure) -> None:
+    if not shapes:
+        raise PosteriorError("a posterior needs at least one parameter, got none")
+    if mismatch := differences(shapes, form.shapes, ("mean", "precision")):
+        raise PosteriorError(f"mean and precision disagree: {mismatch}")
+    for name, m in mean.items():
+        if not bool(torch.isfinite(m).all()):
+            raise PosteriorError(f"the mean of {name!r} holds NaN or inf; was training stable?")
+
+
+def _entry(tree: Tree, name: str) -> Tensor:
+    if not isinstance(name, str) or name not in tree:
+        names = sorted(tree)[:12]
+        raise InputError(f"the posterior has no parameter {name!r}; it covers {names}")
+    return tree[name]
+
+
+def _normal(m: Tensor, batch: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers for a parameter, on its device; drawn on the generator's."""
+    device = m.device if generator is None else generator.device
+    noise = torch.empty((*batch, *m.shape), dtype=m.dtype, device=device)
+    return noise.normal_(generator=generator).to(m.device)
+
+
+def _are_the_same(moved: Tree, tensors: Tree) -> bool:
+    """Whether moving changed no tensor, nor how it is read."""
+    before = narrow(tensors)
+    return type(moved) is type(tensors) and all(t is before[n] for n, t in narrow(moved).items())
+
+
+def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, kind: str) -> Posterior:
+    """Another posterior under the same prior, of another ``kind``; what was measured of ``q`` and
+    its data does not hold for it, and is left out."""
+    lasting = Facts(source=q.source, is_classifier=q.is_classifier, rerun=q.rerun)
+    return Posterior(
+        mean,
+        form,
+        prior_precision=q.prior,
+        n_data=n_data,
+        record={**q.record, **recorded(lasting), "kind": kind},
+        buffers=q.buffers,
+    )
 
 
 def write_factors(
@@ -574,12 +678,13 @@ def write_factors(
     """
     form = posterior.form.zeros().plus(posterior.form, scale)
     prior = Prior.of_any(scale * posterior.prior_precision)
-    tensors, about = stored.renamed(*stored.encode(form, prior), names)
-    for block in about["blocks"]:
+    tensors, encoded = stored.renamed(*stored.encode(form, prior), names)
+    for block in encoded["blocks"]:
         block["inputs"] *= scale
-    about |= {"n_data": n_data_of(n_data), "parameters": [names[n] for n in posterior.mean]}
-    known = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
-    storage.write(path_of(path), tensors, {**known, **record, **stored.hashes(model), **about})
+    encoded["n_data"] = n_data_of(n_data)
+    encoded["parameters"] = [names[n] for n in posterior.mean]
+    fields = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
+    storage.write(path_of(path), tensors, {**fields, **record, **stored.hashes(model), **encoded})
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -600,12 +705,22 @@ def predict(
     """
     if not posteriors:
         raise InputError("predict needs at least one posterior")
-    qs = [q.on(task, same_data=False) for q in posteriors]
-    number = 0 if whole(draws) == 0 else positive_int("draws", draws)
-    networks = (
-        {**(q.sample(generator=generator) if number else q.mean), **q.buffers}
-        for q in qs
-        for _ in range(number or 1)
-    )
-    total = number * len(qs) if number or len(qs) == 1 else len(qs)
-    return averaged(qs[0].judging(task), networks, total)
+    placed_posteriors = [q.on(task, same_data=False) for q in posteriors]
+    n_draws = 0 if whole(draws) == 0 else positive_int("draws", draws)
+    networks = _networks(placed_posteriors, n_draws, generator)
+    n_networks = max(n_draws, 1) * len(posteriors)
+    is_one_at_its_mean = n_draws == 0 and len(posteriors) == 1
+    judging = placed_posteriors[0].judging(task)
+    return averaged(judging, networks, 0 if is_one_at_its_mean else n_networks)
+
+
+def _networks(
+    posteriors: Sequence[Posterior], n_draws: int, generator: torch.Generator | None
+) -> Iterator[Tree]:
+    """Weights and buffers of the networks of a mixture, one after the other; without draws those at
+    the means."""
+    for q in posteriors:
+        for _ in range(n_draws):
+            yield {**q.sample(generator=generator), **q.buffers}
+        if n_draws == 0:
+            yield {**q.mean, **q.buffers}

@@ -23,6 +23,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import chunks
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import PosteriorWarning
+from blr_analysis.posterior.facts import Calibration
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.sensitivity.corrections import (
@@ -121,21 +122,20 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
         rises = weight * (truth - losses(0.0))
         spread = math.hypot(spread, float(rises[usable].std()))
     noise = math.sqrt(int(usable.sum())) * spread
-    about = {
-        "temperature": math.exp(high),
-        "error": noise / slope if slope > 0 else None,
-        "how": how,
-        "examples": int(usable.sum()),
-        "ending": ending,
-    }
-    return Posterior(
-        own.mean,
-        own.form,
-        prior_precision=own.prior,
-        n_data=own.n_data,
-        record={**own.record, "calibration": about},
-        buffers=own.buffers,
-        earlier=own.earlier,
+    calibration = Calibration(
+        temperature=math.exp(high),
+        error=noise / slope if slope > 0 else None,
+        how=how,
+        examples=int(usable.sum()),
+        ending=ending,
+    )
+    return own.changed(
+        calibration=calibration,
+        ending=ending or own.ending,
+        stationarity=q.stationarity,
+        saturated=q.saturated,
+        fingerprint=q.fingerprint,
+        frozen_values=q.frozen_values,
     )
 
 
@@ -150,7 +150,7 @@ def _unchanged(posterior: Posterior, why: str, ending: str = "") -> Posterior:
     warnings.warn(f"not calibrated: {because}", PosteriorWarning, stacklevel=4)
     if not ending:
         return posterior
-    return posterior.changed(record={**posterior.record, "ending": ending})
+    return posterior.changed(ending=ending)
 
 
 def _tenth(task: Task, seed: int) -> Tensor:

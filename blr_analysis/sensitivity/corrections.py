@@ -52,7 +52,7 @@ def taken(q: Posterior, correction: str) -> str:
 def bound_of(q: Posterior) -> float:
     """The leverage up to which this posterior's cavity is taken."""
     explained = 1.0 if q.structure == "full" else float(q.record.get("explained", 0.0))
-    fitted = q.record.get("source") == "laplace" and q.record.get("kind") == "ggn"
+    fitted = q.source == "laplace" and q.record.get("kind") == "ggn"
     if explained >= 1 - EXACT and fitted:
         double = next(iter(q.mean.values())).dtype == torch.float64
         return FITTED_LEVERAGE if double else HIGHEST_LEVERAGE

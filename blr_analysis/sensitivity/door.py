@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -12,14 +11,17 @@ from blr_analysis.checks import instance, some
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.stationarity import recognise, stationarity
+from blr_analysis.posterior.recognition import met, recognised
+from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
 
 Run = tuple[Task, Posterior]  # a posterior, and the task with its buffers
 
 
 def checked_posterior(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
-    """The posterior on the task's device; whether it is at a minimum is measured, once.
+    """The posterior on the task's device, which knows whether it is at a minimum.
+
+    What its fit did not measure is measured here, once, and kept beside the user's posterior.
 
     Args:
         own_weights: whether the model should stand at the posterior's mean.
@@ -37,11 +39,10 @@ def checked_posterior(task: Task, posterior: Posterior, *, own_weights: bool = T
         raise InputError(f"give a Task and its Posterior; got {got} and no posterior")
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
-    on_task = posterior.on(task)
-    recognise(task, posterior, on_task, own_weights=own_weights)
+    on_task = recognised(task, posterior, posterior.on(task), own_weights=own_weights)
     if on_task.stationarity is None and not task.likelihood.is_sequence:
-        posterior.record["stationarity"] = asdict(stationarity(task, on_task))
-        on_task.record["stationarity"] = posterior.record["stationarity"]
+        on_task = with_stationarity(task, posterior, on_task)
+    met(task, on_task)
     return on_task
 
 
@@ -69,7 +70,7 @@ def _checked_run(task: Task, posterior: Any, *, alone: bool) -> Run:
     if not (isinstance(posterior, Posterior) and isinstance(task, Task)):
         return task, checked_posterior(task, posterior)
     with_buffers = task.holding(posterior.buffers)
-    own_weights = alone and "rerun" not in posterior.record
+    own_weights = alone and posterior.rerun is None
     return with_buffers, checked_posterior(with_buffers, posterior, own_weights=own_weights)
 
 

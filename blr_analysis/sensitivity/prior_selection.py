@@ -18,8 +18,8 @@ from torch import Tensor
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import one_of, positive_number
 from blr_analysis.errors import BLRError, InputError, ModelError
-from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.laplace import STRUCTURES, fit_laplace
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.progress import track
 from blr_analysis.sensitivity.corrections import HIGH

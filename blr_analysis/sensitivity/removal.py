@@ -16,8 +16,8 @@ from blr_analysis.backprop.engine import chunks, n_outputs
 from blr_analysis.backprop.loss import loss_and_gradient
 from blr_analysis.backprop.tree import add
 from blr_analysis.posterior.fit import curvature_root
-from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.minimum import DRIFT
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.stationarity import gain, stationarity
 from blr_analysis.posterior.structures import Full, Structure
 from blr_analysis.progress import track

@@ -24,8 +24,9 @@ from blr_analysis.data import checked
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Reduction
 from blr_analysis.modes import begin_training
-from blr_analysis.posterior.posterior import Posterior
+from blr_analysis.posterior.facts import Rerun
 from blr_analysis.posterior.laplace import fit_laplace
+from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.augment import drawing
@@ -303,7 +304,9 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
     """
     positive_int("seeds", seeds)
     recipe = recipe_of(task)
-    found: list[Posterior] = []
+    # the Gauss-Newton matrix of a sequence has (T·C)² entries
+    curvature = "empirical_fisher" if task.likelihood.is_sequence else "ggn"
+    posteriors: list[Posterior] = []
     losses: list[Tensor] = []
     for seed in range(seeds):
         states: list[State] = []
@@ -313,15 +316,12 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
         _load(under.model, last)
         under.recipe = recipe if recipe.known else None
         under.checkpoints = Snapshots(states, under.model)
-        # the Gauss-Newton matrix of a sequence has (T·C)² entries
-        curvature = "empirical_fisher" if task.likelihood.is_sequence else "ggn"
-        q = fit_laplace(under, curvature=curvature)
-        q.record["rerun"] = {"seed": seed, "known": recipe.known}
-        found.append(q)
+        posteriors.append(fit_laplace(under, curvature=curvature))
     note = ending(task, recipe, losses)
-    for q in found:
-        q.record["rerun"]["ending"] = note
-    return found
+    return [
+        q.changed(rerun=Rerun(seed, recipe.known, note), ending=note)
+        for seed, q in enumerate(posteriors)
+    ]
 
 
 def ending(task: Task, recipe: Recipe, losses: list[Tensor]) -> str:

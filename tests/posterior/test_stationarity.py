@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import PosteriorWarning
+from blr_analysis.posterior.facts import Calibration
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.stationarity import stationarity
 
@@ -103,7 +104,7 @@ def test_the_record_keeps_it(tmp_path: Path) -> None:
     assert repr(back) == repr(q) and "off its minimum, temperature=0.15" in repr(q)
     diag = blr.fit_laplace(task, structure="diag")
     assert diag.temperature == 1 and "a ranking" in diag.note
-    measured = q.changed(record=q.record | {"calibration": {"temperature": 0.4, "error": 0.1}})
+    measured = q.changed(calibration=Calibration(0.4, error=0.1))
     assert (measured.temperature, measured.temperature_error, measured.note) == (0.4, 0.1, "")
 
 

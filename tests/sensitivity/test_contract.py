@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import blr_analysis as blr
 from blr_analysis.errors import DataError, InputError, ModelError, PosteriorError
+from blr_analysis.posterior.facts import Calibration, Rerun
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.sensitivity import token_sensitivity
 
 N, M, DELTA = 14, 6, 0.7
@@ -256,18 +258,15 @@ class World:
         return blr.fit_laplace(task, structure=self.structure, prior_precision=DELTA)
 
     def _said(self, q: blr.Posterior, earlier: list[blr.Posterior], rerun: bool) -> blr.Posterior:
-        record: dict[str, Any] = dict(q.record)
         far = 0.0 if self.about.at_rest else 1e9
-        record["stationarity"] = {
-            "residual": far, "decrement": far, "pull": 1.0, "n_data": N, "blocks": {},
-            "likelihood": self.task.likelihood.recorded,
-        }  # fmt: skip
-        if rerun:
-            record["rerun"] = {"seed": 0}
-        if self.about.tau is not None:
-            record["calibration"] = {"temperature": self.about.tau, "error": 0.1}
-        return blr.Posterior(
-            q.mean, q.form, prior_precision=q.prior, n_data=N, record=record, earlier=earlier
+        measured = Stationarity(far, far, 1.0, N, self.task.likelihood.recorded)
+        tau = self.about.tau
+        return q.changed(
+            stationarity=measured,
+            saturated=0.0,
+            calibration=None if tau is None else Calibration(tau, error=0.1),
+            rerun=Rerun(seed=0) if rerun else None,
+            earlier=tuple(earlier),
         )
 
     @property

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import blr_analysis as blr
 from blr_analysis.errors import BLRError, InputError, ModelError, PosteriorWarning
+from blr_analysis.posterior.facts import Calibration
 from blr_analysis.sensitivity.solvers import WIDENED
 from blr_analysis.sensitivity.training import trained, whole_data
 from blr_analysis.snapshots import read, state_of, thinned
@@ -212,11 +213,7 @@ def test_buffers_and_earlier_ones_are_saved(fit: Any, tmp_path: Path) -> None:
 
 
 def with_temperature(q: blr.Posterior) -> blr.Posterior:
-    return blr.Posterior(
-        q.mean, q.form, prior_precision=q.prior, n_data=q.n_data, buffers=q.buffers,
-        earlier=q.earlier,
-        record={**q.record, "calibration": {"temperature": TAU, "error": 0.1}},
-    )  # fmt: skip
+    return q.changed(calibration=Calibration(TAU, error=0.1))
 
 
 def test_influence_is_the_mean_over_the_run(fit: Any) -> None:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
 from blr_analysis.posterior import Posterior, fit_laplace
+from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.task import Task
 
 
@@ -138,7 +139,5 @@ def relative(ours: Tensor, truth: Tensor) -> float:
 
 def fit_at_rest(task: Task, **how: Any) -> Posterior:
     """A fit that is said to be at a minimum, whatever the weights: analyses are plain there."""
-    q = fit_laplace(task, **how)
-    about = {"residual": 0.0, "decrement": 0.0, "pull": 1.0, "n_data": task.n_data, "blocks": {}}
-    q.record["stationarity"] = {**about, "likelihood": task.likelihood.recorded}
-    return q
+    at_rest = Stationarity(0.0, 0.0, 1.0, task.n_data, task.likelihood.recorded)
+    return fit_laplace(task, **how).changed(stationarity=at_rest)

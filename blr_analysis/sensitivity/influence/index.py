@@ -39,8 +39,8 @@ from blr_analysis.files.source import bytes_of
 from blr_analysis.files.storage import file_checksum
 from blr_analysis.posterior import Forecast
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.stationarity import differs
-from blr_analysis.posterior.stationarity import fingerprint as fingerprint_of
+from blr_analysis.posterior.recognition import differs
+from blr_analysis.posterior.recognition import fingerprint as fingerprint_of
 from blr_analysis.posterior.structures.contract import Spectral
 from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.door import checked_posterior
@@ -254,10 +254,10 @@ class Index:
         if built is not None:
             q = built
         elif task is not None:
-            known = q.record.get("fingerprint")
-            seen = fingerprint_of(task, q.on(task).mean) if known else {}
-            if known and (said := differs(known, seen)):
-                raise PosteriorError(said)
+            if q.fingerprint is not None:
+                complaint = differs(q.fingerprint, fingerprint_of(task, q.on(task).mean))
+                if complaint:
+                    raise PosteriorError(complaint)
             q = checked_posterior(task, q)
         error = ProjectionError(*about["error"])
         kept = [about[n] for n in ("n_data", "numbers", "signs", "sums", "blocks")]

@@ -229,7 +229,7 @@ class Network(Subject):
         votes = torch.stack([best_label(plain, outputs, targets)[0] > 0 for outputs in run])
         contradicted_in_the_run = votes.double().mean(0) > 0.5
         contradicted_without = best_label(plain, left_out, targets)[0] > 0
-        scale_is_measured = self.posterior.at_minimum or "calibration" in self.posterior.record
+        scale_is_measured = self.posterior.at_minimum or self.posterior.calibration is not None
         outputs = left_out
         if not scale_is_measured:
             outputs = torch.stack([*run[:-1], left_out]).mean(0)

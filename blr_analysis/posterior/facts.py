@@ -1,0 +1,146 @@
+"""What a posterior knows of its fit, its data and its training, as fields and as a file's record.
+
+The analyses decide by these facts alone. The rest of a record is kept to be read by people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from blr_analysis.errors import PosteriorError
+from blr_analysis.posterior.minimum import Stationarity
+
+Numbers = dict[str, list[float]]  # by which data or weights are known again
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured temperature.
+
+    Attributes:
+        temperature: τ.
+        error: the standard error of log τ; None where it is not known.
+        how: what the predicted rises of the loss were compared with.
+        examples: how many were compared.
+        ending: whether the training for it ended elsewhere than the model, in one line; "" if not.
+    """
+
+    temperature: float
+    error: float | None = None
+    how: str = ""
+    examples: int = 0
+    ending: str = ""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A training from fresh weights.
+
+    Attributes:
+        seed: of the weights and the order of the data.
+        known: whether the recipe was the run's own, not a default one.
+        ending: whether such trainings ended elsewhere than the model, in one line; "" if not.
+    """
+
+    seed: int = 0
+    known: bool = True
+    ending: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What steers the analyses of a posterior; see the attributes of
+    :class:`~blr_analysis.posterior.posterior.Posterior`.
+
+    >>> facts = facts_of({"source": "laplace", "calibration": {"temperature": 0.3}, "step": 7})
+    >>> facts.source, facts.calibration.temperature
+    ('laplace', 0.3)
+    >>> recorded(facts)["calibration"]["temperature"]
+    0.3
+    """
+
+    source: str = ""
+    is_classifier: bool = False
+    saturated: float = 0.0
+    ending: str = ""
+    calibration: Calibration | None = None
+    stationarity: Stationarity | None = None
+    rerun: Rerun | None = None
+    fingerprint: Numbers | None = None
+    frozen_values: Numbers | None = None
+
+
+WORDS = {field.name: field.name for field in fields(Facts)} | {"is_classifier": "classifier"}
+
+
+def facts_of(record: Mapping[str, Any]) -> Facts:
+    """The facts among the entries of a record.
+
+    Raises:
+        PosteriorError: an entry that is damaged.
+    """
+    calibration = _part(Calibration, record, "calibration")
+    rerun = _part(Rerun, record, "rerun")
+    endings = [part.ending for part in (calibration, rerun) if part is not None]
+    endings.append(str(record.get("ending") or ""))
+    return Facts(
+        source=str(record.get("source") or ""),
+        is_classifier=bool(record.get("classifier")),
+        saturated=_share(record, "saturated"),
+        ending=next((ending for ending in endings if ending), ""),
+        calibration=calibration,
+        stationarity=_part(Stationarity, record, "stationarity"),
+        rerun=rerun,
+        fingerprint=_numbers(record, "fingerprint"),
+        frozen_values=_numbers(record, "frozen_values"),
+    )
+
+
+def without_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The other entries of a record."""
+    return {word: entry for word, entry in record.items() if word not in WORDS.values()}
+
+
+def recorded(facts: Facts) -> dict[str, Any]:
+    """Entries of a record, for a file; what is not known has none."""
+    entries = asdict(facts)
+    unknown = asdict(Facts())
+    return {WORDS[name]: entries[name] for name in WORDS if entries[name] != unknown[name]}
+
+
+def _part(kind: type[Part], record: Mapping[str, Any], word: str) -> Part | None:
+    """An entry of several fields; those that this version does not know are left out."""
+    entry = record.get(word)
+    if entry is None:
+        return None
+    try:
+        names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: value for name, value in entry.items() if name in names})
+    except (AttributeError, TypeError) as error:
+        raise _damaged(word, entry) from error
+
+
+def _share(record: Mapping[str, Any], word: str) -> float:
+    entry = record.get(word)
+    try:
+        return float(entry or 0.0)
+    except (TypeError, ValueError) as error:
+        raise _damaged(word, entry) from error
+
+
+def _numbers(record: Mapping[str, Any], word: str) -> Numbers | None:
+    """An entry of several numbers for each name."""
+    entry = record.get(word)
+    if entry is None:
+        return None
+    try:
+        return {name: [float(number) for number in numbers] for name, numbers in entry.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _damaged(word, entry) from error
+
+
+def _damaged(word: str, entry: Any) -> PosteriorError:
+    return PosteriorError(f"the record's entry {word!r} is damaged: {entry!r}; leave it out")
