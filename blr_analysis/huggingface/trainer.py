@@ -313,6 +313,6 @@ class IVONTrainer(VariationalTrainer, Trainer):
         q = Posterior.from_checkpoint(best, model, **by) if best else now()
         if self.checkpoints is not None:
             q = self.checkpoints.before(q, now)
-        if (recipe := self.recipe) is not None:
-            q.record["recipe"] = recipe.record
+        if self.recipe is not None:
+            q = q.changed(record={**q.record, "recipe": self.recipe.record})
         return q

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from blr_analysis.errors import PosteriorError
+from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.minimum import Stationarity
 
 Numbers = dict[str, list[float]]  # by which data or weights are known again
@@ -71,6 +71,26 @@ class Facts:
     rerun: Rerun | None = None
     fingerprint: Numbers | None = None
     frozen_values: Numbers | None = None
+
+
+class Record(dict[str, Any]):
+    """What a file says of a posterior. It is read; writing into it would change no posterior."""
+
+    def _refuse(self: Any, *entries: Any, **named: Any) -> NoReturn:
+        remedy = "posterior.changed(record={**posterior.record, ...}) makes another posterior"
+        raise InputError(f"a posterior's record is not written into; {remedy}")
+
+    __setitem__ = _refuse
+    __delitem__ = _refuse
+    __ior__ = _refuse
+    update = _refuse
+    setdefault = _refuse
+    pop = _refuse
+    popitem = _refuse
+    clear = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies are plain
+        return dict, (dict(self),)
 
 
 WORDS = {field.name: field.name for field in fields(Facts)} | {"is_classifier": "classifier"}

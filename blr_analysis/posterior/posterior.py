@@ -22,6 +22,7 @@ from blr_analysis.posterior.facts import (
     Calibration,
     Facts,
     Numbers,
+    Record,
     Rerun,
     facts_of,
     recorded,
@@ -57,7 +58,7 @@ class Posterior:
         prior_precision: δ: one number, or one per name.
         n_data: N, the number of examples behind S.
         record: where it came from; kept in saved files. Entries that are attributes below
-            ("source", "calibration", …) are read as those.
+            ("source", "calibration", …) are read as those. :attr:`record` gives all of it back.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
             fine-tune; None: 0.
         buffers: the model's persistent buffers at these weights (BatchNorm's statistics and their
@@ -68,7 +69,7 @@ class Posterior:
         mean: m by parameter name.
         form: S, a structure of :mod:`blr_analysis.posterior.structures`.
         prior: δ and θ₀.
-        n_data, record, buffers, earlier: as given.
+        n_data, buffers, earlier: as given.
         source: what made it: "laplace", "optimizer", "recorder", …; "" where nobody said.
         is_classifier: whether it was fitted to classes.
         stationarity: how far the mean is from the minimum of its loss, as the fit measured it; None
@@ -120,10 +121,9 @@ class Posterior:
         self.form = _structure_of(precision)
         prior = Prior.of_any(prior_precision).around(initial, self.mean)
         self.n_data = n_data_of(n_data, least=0)
-        record = {} if record is None else record
-        instance("record", record, Mapping, "a dict")
-        self.record: dict[str, Any] = without_facts(record)
-        self._take(facts_of(record))
+        entries = record or {}
+        instance("record", entries, Mapping, "a dict")
+        self._read_record(entries)
         self.buffers = {n: b.detach().clone() for n, b in (buffers or {}).items()}
         self.earlier = tuple(earlier)
         shapes = {n: tuple(t.shape) for n, t in self.mean.items()}
@@ -131,7 +131,9 @@ class Posterior:
         self.prior = Prior.read(prior, shapes)
         self.form.check()
 
-    def _take(self, facts: Facts) -> None:
+    def _read_record(self, record: Mapping[str, Any]) -> None:
+        self._entries = without_facts(record)  # those that only tell
+        facts = facts_of(record)
         self.source = facts.source
         self.is_classifier = facts.is_classifier
         self.stationarity = facts.stationarity
@@ -160,10 +162,10 @@ class Posterior:
         n_parameters = sum(t.numel() for t in self.mean.values())
         facts = [
             f"{self.structure!r}, {len(self.mean)} tensors, {n_parameters:,} parameters",
-            f"n_data={self.n_data}, kind={self.record.get('kind', 'given')!r}",
+            f"n_data={self.n_data}, kind={self._entries.get('kind', 'given')!r}",
             f"prior_precision={self._prior_in_words()}",
         ]
-        initial_share = self.record.get("initial_share")
+        initial_share = self._entries.get("initial_share")
         if initial_share is not None:
             facts.append(f"initial_share={initial_share:.2g}")
         if self.at_minimum is not None:
@@ -171,18 +173,23 @@ class Posterior:
         facts.append(f"temperature={self.temperature:.3g}")
         if self.earlier:
             facts.append(f"{len(self.earlier)} earlier")
-        explained = self.record.get("explained", 1.0)
+        explained = self._entries.get("explained", 1.0)
         if explained < ENOUGH:
             facts.append(f"rank explains {explained:.0%}: too low for influence")
         text = f"Posterior({', '.join(facts)}"
         return f"{text}; {self.note})" if self.note else f"{text})"
 
     def _prior_in_words(self) -> str:
-        choice = self.record.get("prior_choice")
+        choice = self._entries.get("prior_choice")
         if choice:
             return in_words(choice)
         is_one_number = None in self.prior.entries
         return f"{self.prior.given:.3g}" if is_one_number else "by name"
+
+    @property
+    def record(self) -> Record:
+        """Where it came from and what is known of it, as a saved file says it. It is read only."""
+        return Record({**self._entries, **recorded(self._facts)})
 
     @property
     def run(self) -> tuple[Posterior, ...]:
@@ -224,7 +231,7 @@ class Posterior:
     @property
     def _drawn_note(self) -> str:
         """Whether labels were drawn in place of exact columns, as outputs are many."""
-        drawn = self.record.get("drawn")
+        drawn = self._entries.get("drawn")
         if drawn is None:
             return ""
         by = f"{drawn['labels']} drawn labels of each example"
@@ -421,7 +428,7 @@ class Posterior:
     def judging(self, task: Task) -> Task:
         """The task, where its likelihood was estimated from its own examples, with the noise or
         the weights of classes of the data that this was fitted to."""
-        estimated = self.record.get("estimated", {})
+        estimated = self._entries.get("estimated", {})
         settings = task.likelihood.settings
         if not task.likelihood.estimated or estimated.keys() != settings.keys():
             return task
@@ -432,10 +439,12 @@ class Posterior:
     def changed(self, **parts: Any) -> Posterior:
         """A copy with other parts (``mean``, ``form``, ``record``, ``calibration``, …), which are
         believed."""
-        made = copy.copy(self)
-        made.record = dict(self.record)
-        vars(made).update(parts)
-        return made
+        posterior = copy.copy(self)
+        record = parts.pop("record", None)
+        if record is not None:
+            posterior._read_record(record)
+        vars(posterior).update(parts)
+        return posterior
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
         """The same posterior on another device (and in another floating dtype).
@@ -481,7 +490,7 @@ class Posterior:
         names = {n: task_names.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
         if any(name != task_name for name, task_name in names.items()):
             return self._renamed(names).on(task, same_data=same_data)
-        fixed = [task_names.get(bare_name(n), n) for n in self.record.get("fixed", ())]
+        fixed = [task_names.get(bare_name(n), n) for n in self._entries.get("fixed", ())]
         shapes = self.form.shapes
         learned = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
         task_shapes = {n: p for n, p in parameters.items() if n in shapes or n in learned}
@@ -541,7 +550,7 @@ class Posterior:
         beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
         if clash := sorted(set(beside) & set(tensors)):
             raise InputError(f"parameters are called {clash[:4]}, as means are: rename them")
-        record = {**self.record, **recorded(self._facts), **encoded}
+        record = {**self.record, **encoded}
         record["n_data"] = self.n_data
         record["parameters"] = list(self.mean)
         return {**tensors, **beside}, record
@@ -647,7 +656,7 @@ def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, kind: str) -
         form,
         prior_precision=q.prior,
         n_data=n_data,
-        record={**q.record, **recorded(lasting), "kind": kind},
+        record={**without_facts(q.record), **recorded(lasting), "kind": kind},
         buffers=q.buffers,
     )
 

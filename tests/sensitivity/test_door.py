@@ -55,7 +55,7 @@ def snapshot(q: blr.Posterior) -> dict[str, Any]:
     identities = {f"identity of {name}": id(value) for name, value in vars(q).items()}
     facts = set(vars(q)) - {"mean", "form", "prior", "buffers", "earlier"}
     values = {name: copy.deepcopy(vars(q)[name]) for name in facts}
-    return tensors | identities | values
+    return tensors | identities | values | {"record": dict(q.record)}
 
 
 def indexed(task: blr.Task, q: blr.Posterior, test: blr.Task, place: Path) -> None:
