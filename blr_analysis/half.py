@@ -1,4 +1,4 @@
-"""Half precision: held as it is, read and summed in float32."""
+"""Half precision: stored as it is, read and summed in float32."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 
 class Widened(UserDict[str, Tensor], dict[str, Tensor]):  # pyright: ignore
-    """Tensors by name that are held in half precision and read in float32, each made when it is
-    asked for: no second copy of a model is held. A ``dict``, for those who ask for one.
+    """Tensors by name, stored in half precision and read in float32.
+
+    Each float32 tensor is made when it is read, so there is no second copy of a model in memory.
+    The class is a ``dict``, for code that asks for one.
 
     >>> weights = Widened({"w": torch.ones(2, dtype=torch.bfloat16)})
     >>> weights["w"].dtype, dict(weights)["w"].dtype, weights.data["w"].dtype
@@ -34,46 +36,51 @@ class Widened(UserDict[str, Tensor], dict[str, Tensor]):  # pyright: ignore
     """
 
     def __getitem__(self, name: str) -> Tensor:
-        held = self.data[name]
-        return held.to(working(held.dtype))
+        value = self.data[name]
+        return value.to(working(value.dtype))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # which torch.load(weights_only=True) reads
+    def __reduce__(self) -> tuple[Any, ...]:  # a form that torch.load(weights_only=True) reads
         return OrderedDict, (), None, None, iter(self.items())
 
 
 register_pytree_node(  # for torch.func, to which it is a dict of float32
     Widened,
-    lambda held: (list(held.values()), list(held)),
+    lambda tensors: (list(tensors.values()), list(tensors)),
     lambda values, names: dict(zip(names, values, strict=True)),
 )
 
 
 def widened(tensors: Mapping[str, Tensor]) -> Any:
-    """Those in half precision read in float32."""
-    half = any(t.dtype in HALF for t in tensors.values())
-    return Widened(tensors) if half else dict(tensors)
+    """These tensors, of which those in half precision are read in float32."""
+    has_half = any(t.dtype in HALF for t in tensors.values())
+    return Widened(tensors) if has_half else dict(tensors)
 
 
 def narrow(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """As they are held."""
+    """These tensors as they are stored."""
     return tensors.data if isinstance(tensors, Widened) else tensors
 
 
 def placed(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Any:
-    """On a device, read in a dtype: :func:`widened` where float32 is asked for."""
-    kept = HALF if dtype == torch.float32 else ()
-    held = narrow(tensors).items()
-    moved = {n: t.to(device, t.dtype if t.dtype in kept else dtype) for n, t in held}
-    return widened(moved) if kept else moved
+    """These tensors on a device, read in a dtype. For float32, half precision stays as it is stored
+    and is :func:`widened`."""
+    if dtype != torch.float32:
+        return {name: t.to(device, dtype) for name, t in narrow(tensors).items()}
+    moved = {
+        name: t.to(device, t.dtype if t.dtype in HALF else dtype)
+        for name, t in narrow(tensors).items()
+    }
+    return widened(moved)
 
 
 def stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """In half precision where the parameter is, and nowhere else."""
+    """The value in half precision where the parameter is, and nowhere else."""
     return value.to(parameter.dtype if parameter.dtype in HALF else working(value.dtype))
 
 
 def shared(value: Tensor, parameter: Tensor) -> Tensor:
-    """The same; the parameter itself where it is equal, which holds nothing twice."""
-    held = stored(value, parameter)
-    alike = held is not value and held.device == parameter.device
-    return parameter.detach() if alike and torch.equal(held, parameter) else held
+    """The same, or the parameter itself where both are equal, so that nothing is stored twice."""
+    converted = stored(value, parameter)
+    if converted is value or converted.device != parameter.device:
+        return converted
+    return parameter.detach() if torch.equal(converted, parameter) else converted

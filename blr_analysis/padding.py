@@ -87,7 +87,10 @@ def arguments_of(model: nn.Module) -> set[str]:
     """The names of what a model takes; of an adapter its base's."""
     base = getattr(model, "get_base_model", None)
     inner: Any = base() if callable(base) else model
-    return set(inspect.signature(inner.forward).parameters)
+    try:
+        return set(inspect.signature(inner.forward).parameters)
+    except ValueError:  # TorchScript compiled it, and keeps no signature
+        return set()
 
 
 def aside(model: nn.Module, columns: Sequence[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Progress on long work: bars on a terminal or in a notebook, after a second, with the time that is
-left. ``progress=True`` shows them anywhere, ``progress=False`` nowhere.
+"""Progress on long work: bars on a terminal or in a notebook that show up after a second, with the
+time that remains. ``progress=True`` shows them anywhere, ``progress=False`` nowhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def track(
 
 
 def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any:
-    """The bar of :func:`track` for work that tells its own progress (``update``); ``options`` are
-    tqdm's."""
-    how = {"disable": None if show is None else not show, "delay": 0.0 if show else GLANCE}
-    return tqdm(total=total, desc=label, leave=False, **how, **options)
+    """The bar of :func:`track` for work that calls ``update`` itself; ``options`` are tqdm's."""
+    disable = None if show is None else not show
+    delay = 0.0 if show else GLANCE
+    return tqdm(total=total, desc=label, leave=False, disable=disable, delay=delay, **options)

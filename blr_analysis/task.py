@@ -18,7 +18,7 @@ import copy
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -289,18 +289,24 @@ class Task:
         return self._changed(model=model, device=device, plans={}, **ANOTHER)
 
     def fetch(self, indices: Tensor) -> Any:
-        """The collated batch of these examples, on the task's device; of a causal language model,
-        what padding stands before a sequence behind it.
+        """The collated batch of these examples, on the task's device, as tensors that autograd
+        takes, also inside of ``torch.inference_mode``. Of a causal language model, padding before a
+        sequence is moved behind it.
 
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
-        batch = reading.moved(self.examples.batch(indices), self.device)
-        if isinstance(self.likelihood.kind, CausalLM):
-            batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
-        if not self._overwrites:
-            return batch
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, batch)
+        with torch.inference_mode(False):
+            batch = reading.moved(self.examples.batch(indices), self.device)
+            if isinstance(self.likelihood.kind, CausalLM):
+                batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
+            return tree_map(self._safe_to_use, batch)
+
+    def _safe_to_use(self, leaf: Any) -> Any:
+        """A copy of a tensor that the model may overwrite, or that autograd does not take."""
+        if isinstance(leaf, Tensor) and (self._overwrites or leaf.is_inference()):
+            return leaf.clone()
+        return leaf
 
     def batches(
         self, size: int | None = None, indices: Tensor | None = None
@@ -371,6 +377,19 @@ class Task:
                 warnings.warn(said, stacklevel=2)
         return outputs, targets
 
+    def at(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+    ) -> ModelAt:
+        """The model at these parameters and buffers (others: its own), in evaluation mode.
+
+        >>> task = Task(torch.nn.Linear(3, 2), (torch.randn(6, 3), torch.arange(6) % 2))
+        >>> outputs, targets = task.at(task.parameters()).run(torch.tensor([0, 5]))
+        >>> outputs.shape, targets
+        (torch.Size([2, 2]), tensor([0, 1]))
+        """
+        task = self if buffers is None else self.holding(buffers)
+        return ModelAt(task, params)
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Run the model in eval mode inside; give every module its own mode back after.
@@ -390,6 +409,33 @@ class Task:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@dataclass(frozen=True)
+class ModelAt:
+    """A task's model at given weights, in evaluation mode: see :meth:`Task.at`."""
+
+    task: Task
+    params: Mapping[str, Tensor]
+
+    def run(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets of these examples.
+
+        Raises:
+            ModelError, DataError: as :meth:`Task.run`, :meth:`Task.fetch`, :meth:`Task.evaluation`.
+        """
+        return self.run_batch(self.task.fetch(indices), indices)
+
+    def run_batch(self, batch: Any, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same for a batch that :meth:`Task.fetch` gave."""
+        with self.task.evaluation():
+            return self.task.run(batch, self.params, indices)
+
+    def batches(self, size: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Outputs, targets and indices of all examples, a batch at a time, in dataset order."""
+        for indices in torch.arange(self.task.n_data).split(size or self.task.batch_size):
+            outputs, targets = self.run(indices)
+            yield outputs, targets, indices
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

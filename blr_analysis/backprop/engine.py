@@ -19,7 +19,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
 from blr_analysis.backprop.plan import Plan, plan_for
-from blr_analysis.backprop.record import Recording, fetched, record, together
+from blr_analysis.backprop.record import Recording, record, together
 from blr_analysis.backprop.terms import Term, pieces
 from blr_analysis.errors import InputError
 from blr_analysis.files import Unfinished
@@ -28,9 +28,9 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
-TOGETHER = 8.5  # examples that it should hold
-MOST = 2**30  # unless that takes more than this, or
-SHARE = 4  # times what the parameters take
+TOGETHER = 8.5  # examples that the working memory should hold
+MOST = 2**30  # bytes that this may take, or
+SHARE = 4  # times the bytes of the parameters, if that is more
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class Chunk:
         ``last``: no more will be asked of this chunk, and its graph is freed.
         """
         columns = list(cotangents.detach().unbind(1))
-        where = self._task, self._params, self._recording, self.indices
-        return self._plan.terms(*where, columns, last=last)
+        return self._plan.terms(
+            self._task, self._params, self._recording, self.indices, columns, last=last
+        )
 
     def jacobian_terms(self) -> list[Term]:
         """The C rows of J_i: one column per output."""
@@ -81,14 +82,15 @@ class Chunk:
         return self.terms(eye.expand(b, c, c))
 
     def parts(self) -> Iterator[tuple[slice, list[Term]]]:
-        """:meth:`jacobian_terms` of some examples at a time, and which of them they are: so many
-        that few of their C × C matrices are held."""
-        terms, c = self.jacobian_terms(), self.outputs.shape[-1]
-        one = self.outputs.element_size() * gram_floats((t.cost() for t in terms), c)
+        """:meth:`jacobian_terms` of some examples at a time, and which examples these are: so few
+        that their C × C matrices fit into memory."""
+        terms = self.jacobian_terms()
+        numbers = gram_floats((term.cost() for term in terms), self.outputs.shape[-1])
+        bytes_per_example = self.outputs.element_size() * numbers
         start = 0
-        for some in pieces(terms, int(self._room // one)):
-            rows = slice(start, start + some[0].n_examples)
-            yield rows, some
+        for piece in pieces(terms, int(self._room // bytes_per_example)):
+            rows = slice(start, start + piece[0].n_examples)
+            yield rows, piece
             start = rows.stop
 
 
@@ -110,8 +112,9 @@ def chunks(
         size: examples per chunk; None: the task's batch size, or as many as its memory holds.
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
-        by_parts: whether all C gradients are read by :meth:`Chunk.parts`, in a quarter of it.
-        kept: chunks that it has done are left out.
+        by_parts: whether all C gradients are read by :meth:`Chunk.parts`, for which a quarter of
+            the memory budget is set aside.
+        kept: results of an earlier run that was cut short; chunks that it has done are left out.
         divided: whether the ranks take turns, chunk by chunk of what one process would visit.
 
     Raises:
@@ -122,34 +125,50 @@ def chunks(
     params = task.cast(params)
     plan = plan_for(task, params)
     order = torch.arange(task.n_data) if indices is None else indices
-    itemsize = next(iter(params.values())).element_size()
-    asked = plan.outputs if columns is None else columns
-    least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
-    one = itemsize * plan.floats(asked, by_parts=by_parts)
-    budget = task.memory_budget or default_memory(params, least, one)
+    columns = plan.outputs if columns is None else columns
+    budget = _budget(task, params, plan, columns, by_parts)
     room = budget // 4 if by_parts else budget
-    exact = size or task.chunk_size
-    fits = plan.chunk_size(asked, budget - by_parts * room, itemsize, len(order), by_parts=by_parts)
-    pieces = order.split(exact or fits)
-    pieces = pieces[ranks.rank() :: ranks.count()] if divided else pieces
-    shown = track(pieces, total=len(pieces), label=label, show=task.progress)
+    exact_size = size or task.chunk_size
+    for_graph = budget - room if by_parts else budget
+    fitting_size = plan.chunk_size(
+        columns, for_graph, _itemsize(params), len(order), by_parts=by_parts
+    )
+    batches = order.split(exact_size or fitting_size)
+    if divided:
+        batches = batches[ranks.rank() :: ranks.count()]
+    shown = track(batches, total=len(batches), label=label, show=task.progress)
     start = time.perf_counter()
-    for number, (chosen, batch) in enumerate(_fitted(task, plan, shown, exact=bool(exact))):
+    for number, (chosen, batch) in enumerate(_fitted(task, plan, shown, exact=bool(exact_size))):
         if kept is not None and number < kept.done:
             continue
         recording = record(
             task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
         )
-        f, y = recording.outputs.detach(), recording.targets
-        yield Chunk(chosen, f, y, task, params, plan, recording, room)
-        del recording, batch, f, y
+        outputs = recording.outputs.detach()
+        yield Chunk(chosen, outputs, recording.targets, task, params, plan, recording, room)
+        del recording, batch, outputs
     plan.without_rule.warn(time.perf_counter() - start)
 
 
-def default_memory(params: Mapping[str, Tensor], least: int, one: float) -> int:
-    """Bytes of working memory where nobody names a bound and ``one`` example needs so many."""
+def _itemsize(params: Mapping[str, Tensor]) -> int:
+    return next(iter(params.values())).element_size()
+
+
+def _budget(
+    task: Task, params: Mapping[str, Tensor], plan: Plan, columns: int, by_parts: bool
+) -> int:
+    """Bytes of working memory: the user's bound, or what suits the model."""
+    if task.memory_budget is not None:
+        return task.memory_budget
+    least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
+    bytes_per_example = _itemsize(params) * plan.floats(columns, by_parts=by_parts)
+    return default_memory(params, least, bytes_per_example)
+
+
+def default_memory(params: Mapping[str, Tensor], least: int, bytes_per_example: float) -> int:
+    """Bytes of working memory where nobody names a bound."""
     most = max(MOST, SHARE * sum(p.nbytes for p in params.values()))
-    return max(least, min(int(TOGETHER * one), most))
+    return max(least, min(int(TOGETHER * bytes_per_example), most))
 
 
 def _fitted(
@@ -159,15 +178,15 @@ def _fitted(
 
     A padded batch is as long as its longest sequence, and attention may take the square of it.
     """
-    for chosen in pieces:
-        batch = fetched(task, chosen)
-        longer = batch_numbers(batch) / max(1.0, len(chosen) * plan.numbers)
-        if exact or longer <= 1 or len(chosen) == 1:
-            yield chosen, batch
+    for indices in pieces:
+        batch = task.fetch(indices)
+        length = batch_numbers(batch) / max(1.0, len(indices) * plan.numbers)
+        if exact or length <= 1 or len(indices) == 1:
+            yield indices, batch
         else:
             del batch
-            for part in chosen.split(max(1, int(len(chosen) / longer**2))):
-                yield part, fetched(task, part)
+            for part in indices.split(max(1, int(len(indices) / length**2))):
+                yield part, task.fetch(part)
 
 
 @cache
@@ -196,9 +215,11 @@ def predict(task: Task, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         raise InputError(
             "the outputs of sequences are too many to hold; ask for losses (sensitivity, what_if)"
         )
-    rows, size = [], together(task, params, torch.arange(task.n_data))
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in task.batches(size):
-            rows.append([t.cpu() for t in task.run(batch, params, indices)])
-    outputs, targets = map(torch.cat, zip(*rows, strict=True))
-    return outputs, targets
+    size = together(task, params, torch.arange(task.n_data))
+    outputs: list[Tensor] = []
+    targets: list[Tensor] = []
+    with torch.no_grad():
+        for batch_outputs, batch_targets, _ in task.at(params).batches(size):
+            outputs.append(batch_outputs.cpu())
+            targets.append(batch_targets.cpu())
+    return torch.cat(outputs), torch.cat(targets)

@@ -8,17 +8,18 @@ batching rule) the examples are taken one by one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from blr_analysis.backprop.layers import Axis, upcast
-from blr_analysis.backprop.record import Visit, fetched
+from blr_analysis.backprop.record import Visit, is_floating, leaves_of
 from blr_analysis.backprop.terms import Dense
 from blr_analysis.task import Task
 
@@ -36,73 +37,107 @@ def module_columns(
     Args:
         params: every parameter's value by canonical name.
         places: every place below this module that holds a parameter → its canonical name.
-        axes: batch axes of the input leaves (None: not a tensor) and of the output leaves; the
-            inputs are copied, because a module may work on them in place.
+        axes: batch axes of the input leaves (None: not a tensor) and of the output leaves.
         grads: ``[output leaf][column]`` gradients.
     """
-    names = set(visit.unit.names.values())
-    values = {n: params[n] for n in names}
-    leaves, spec = tree_flatten((visit.args, visit.kwargs))
-    in_axes, out_axes = axes
-    moved = [
-        _split(leaf.clone(), axis, batch) if axis is not None and not axis.shared else leaf
-        for leaf, axis in zip(leaves, in_axes, strict=True)
-    ]
-    mapped = [a is not None and not a.shared for a in in_axes]
-    stacked = [
-        torch.stack([_split(g, axis, batch) for g in column], dim=1)
-        for column, axis in zip(grads, out_axes, strict=True)
+    input_axes, output_axes = axes
+    call = _OneExample.of(visit, params, places, input_axes, batch)
+    cotangents = [
+        torch.stack([_split(grad, axis, batch) for grad in column], dim=1)
+        for column, axis in zip(grads, output_axes, strict=True)
     ]  # [B, K, (r,) ...]
-
-    def outputs(own_values: dict[str, Tensor], inputs: list[Any]) -> list[Tensor]:
-        whole = [
-            _join(x, axis) if m and axis is not None else x
-            for x, axis, m in zip(inputs, in_axes, mapped, strict=True)
-        ]
-        args, kwargs = tree_unflatten(whole, spec)
-        placed = {a: own_values.get(n, params[n]) for a, n in places.items()}
-        out = functional_call(visit.unit.module, placed, args, kwargs, tie_weights=False)
-        leaves = [
-            t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.is_floating_point()
-        ]
-        return [t.reshape(c.shape[2:]).to(c) for t, c in zip(leaves, stacked, strict=True)]
-
-    def one(inputs: list[Any], cotangents: list[Tensor]) -> dict[str, Tensor]:
-        filled = _filled(moved, inputs, mapped)
-        pull = vjp(lambda own_values: outputs(own_values, filled), values)[1]
-        columns = [pull(list(c))[0] for c in zip(*(t.unbind(0) for t in cotangents), strict=True)]
-        return {a: torch.stack([c[a] for c in columns]) for a in values}
-
-    batched = [x for x, m in zip(moved, mapped, strict=True) if m]
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # The fused attention has no vmap rule; of others that lack one vmap only says it is slow.
         warnings.filterwarnings("ignore", "There is a performance drop")
         try:
-            columns = vmap(one, randomness="same")(batched, stacked)
+            columns = vmap(call.columns, randomness="same")(call.mapped_inputs, cotangents)
         except Exception:  # vmap fails in as many ways as there are operations
-            columns = _one_by_one(outputs, values, moved, batched, mapped, stacked)
-    return Dense({n: upcast(c.detach()) for n, c in columns.items()})
+            columns = _one_by_one(call, cotangents)
+    return Dense({name: upcast(column.detach()) for name, column in columns.items()})
 
 
-def _one_by_one(
-    outputs: Any,
-    values: dict[str, Tensor],
-    moved: list[Any],
-    batched: list[Tensor],
-    mapped: list[bool],
-    stacked: list[Tensor],
-) -> dict[str, Tensor]:
-    rows: list[list[list[Tensor]]] = []
-    for i in range(len(stacked[0])):
+@dataclass(frozen=True)
+class _OneExample:
+    """A module's call for a single example, as a function of its parameters.
+
+    ``inputs`` are the leaves of the arguments. Those of which every example has its own are put
+    with examples first, and copied, because a module may work on them in place.
+    """
+
+    module: nn.Module
+    values: dict[str, Tensor]  # of the parameters that are differentiated
+    others: Mapping[str, Tensor]  # of all parameters
+    places: Mapping[str, str]
+    inputs: list[Any]
+    axes: Sequence[Axis | None]
+    structure: Any  # of the arguments
+
+    @classmethod
+    def of(
+        cls,
+        visit: Visit,
+        params: Mapping[str, Tensor],
+        places: Mapping[str, str],
+        axes: Sequence[Axis | None],
+        batch: int,
+    ) -> _OneExample:
+        leaves, structure = tree_flatten((visit.args, visit.kwargs))
+        inputs = [
+            _split(leaf.clone(), axis, batch) if _is_mapped(axis) else leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        values = {name: params[name] for name in visit.unit.names.values()}
+        return cls(visit.unit.module, values, params, places, inputs, axes, structure)
+
+    @property
+    def mapped_inputs(self) -> list[Tensor]:
+        """The inputs of which every example has its own, ``[B, ...]``."""
+        return [x for x, axis in zip(self.inputs, self.axes, strict=True) if _is_mapped(axis)]
+
+    def outputs(
+        self, values: Mapping[str, Tensor], example: list[Tensor], like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Outputs of an example, in the shapes and dtypes of ``like``, at values of parameters.
+
+        ``example``: its rows of the mapped inputs.
+        """
+        rows = iter(example)
+        arguments = [
+            _join(next(rows), axis) if _is_mapped(axis) else x
+            for x, axis in zip(self.inputs, self.axes, strict=True)
+        ]
+        args, kwargs = tree_unflatten(arguments, self.structure)
+        placed = {place: values.get(name, self.others[name]) for place, name in self.places.items()}
+        output = functional_call(self.module, placed, args, kwargs, tie_weights=False)
+        leaves = filter(is_floating, tree_leaves(output))
+        return [x.reshape(c.shape).to(c.dtype) for x, c in zip(leaves, like, strict=True)]
+
+    def columns(self, example: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
+        """Gradients ``[K, *shape]`` of one example, for cotangents ``[K, ...]`` of its outputs."""
+        like = [c[0] for c in cotangents]
+        pull = vjp(lambda values: self.outputs(values, example, like), self.values)[1]
+        columns = [pull(list(column))[0] for column in _columns_of(cotangents)]
+        return {name: torch.stack([c[name] for c in columns]) for name in self.values}
+
+
+def _columns_of(cotangents: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """From ``[K, ...]`` by output to one column of all outputs after the other."""
+    return zip(*(c.unbind() for c in cotangents), strict=True)
+
+
+def _one_by_one(call: _OneExample, cotangents: list[Tensor]) -> dict[str, Tensor]:
+    """The same for all examples by plain autograd, ``[B, K, *shape]`` by name."""
+    inputs = call.mapped_inputs
+    gradients: dict[str, list[Tensor]] = {name: [] for name in call.values}
+    for i in range(len(cotangents[0])):
+        leaves = leaves_of(call.values)
+        of_example = [c[i] for c in cotangents]
         with torch.enable_grad():
-            leaves = {a: v.detach().requires_grad_() for a, v in values.items()}
-            out = outputs(leaves, _filled(moved, [x[i] for x in batched], mapped))
-        columns = range(stacked[0].shape[1])
-        rows.append([pulled(out, [c[i, k] for c in stacked], leaves) for k in columns])
-    return {
-        a: torch.stack([torch.stack([column[j] for column in row]) for row in rows])
-        for j, a in enumerate(values)
-    }
+            outputs = call.outputs(leaves, [x[i] for x in inputs], [c[0] for c in of_example])
+        columns = [pulled(outputs, column, leaves) for column in _columns_of(of_example)]
+        for name, column in zip(call.values, zip(*columns, strict=True), strict=True):
+            gradients[name].append(torch.stack(column))
+    return {name: torch.stack(rows) for name, rows in gradients.items()}
 
 
 def pulled(
@@ -112,8 +147,10 @@ def pulled(
     *,
     last: bool = False,
 ) -> list[Tensor]:
-    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf. The
-    ``last`` lets go of what the forward pass kept."""
+    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf.
+
+    ``last`` frees what the forward pass saved.
+    """
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     if not pairs:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -136,23 +173,24 @@ def task_columns(
     cotangents: Sequence[Tensor],
 ) -> Dense:
     """The same through the whole model, one example at a time: the last resort, always exact."""
-    rows: dict[str, list[Tensor]] = {n: [] for n in names}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for position, index in enumerate(indices.split(1)):
-        with torch.inference_mode(False), torch.enable_grad(), task.evaluation():
-            leaves = {n: params[n].detach().requires_grad_() for n in names}
-            outputs, _ = task.run(fetched(task, index), {**params, **leaves}, index)
+        row = slice(position, position + 1)
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = leaves_of({name: params[name] for name in names})
+            model = task.at({**params, **leaves})
+            outputs, _ = model.run(index)
             if outputs.shape[1:] != cotangents[0].shape[1:]:  # it was padded in company
-                outputs, _ = task.run(fetched(task, indices), {**params, **leaves}, indices)
-                outputs = outputs[position : position + 1]
-        rows_of = [pulled([outputs], [c[position : position + 1]], leaves) for c in cotangents]
-        for name, column in zip(names, zip(*rows_of, strict=True), strict=True):
-            rows[name].append(torch.stack(column))
-    return Dense({n: upcast(torch.stack(r)) for n, r in rows.items()})
+                outputs = model.run(indices)[0][row]
+        columns = [pulled([outputs], [c[row]], leaves) for c in cotangents]
+        for name, column in zip(names, zip(*columns, strict=True), strict=True):
+            gradients[name].append(torch.stack(column))
+    return Dense({name: upcast(torch.stack(rows)) for name, rows in gradients.items()})
 
 
-def _filled(moved: list[Any], inputs: list[Any], mapped: list[bool]) -> list[Any]:
-    source = iter(inputs)
-    return [next(source) if m else x for x, m in zip(moved, mapped, strict=True)]
+def _is_mapped(axis: Axis | None) -> TypeGuard[Axis]:
+    """Whether every example has rows of its own in this input."""
+    return axis is not None and not axis.shared
 
 
 def _split(tensor: Tensor, axis: Axis, batch: int) -> Tensor:

@@ -37,7 +37,7 @@ from blr_analysis.task import Task
 
 
 class _Enough(BaseException):
-    """Ends a forward pass of which the rest is not looked at."""
+    """Ends a forward pass whose remaining layers are of no interest."""
 
 
 @dataclass
@@ -61,99 +61,124 @@ class InputMoments:
         return moments | {f"counts of {key}": total for key, total in self.counts.items()}
 
     def noise(self, key: str, *, whole: bool = False) -> float:
-        """The part of A's off-diagonals, squared and summed, that is chance, were the rows drawn
-        one by one: Σ Var(Ā_ij) / Σ Ā_ij² over i ≠ j, at most 1; or their part of the whole of A,
-        which is small for inputs that have no correlations, too, if only there are enough of them.
+        """How much of A's off-diagonals is chance: Σ Var(Ā_ij) / Σ Ā_ij² over i ≠ j, at most 1.
+
+        The rows count as drawn one by one. ``whole`` divides by the sum over all of A, which makes
+        the ratio small for many rows of uncorrelated inputs, too.
 
         Source: Schäfer & Strimmer, "A shrinkage approach to large-scale covariance matrix
         estimation", 2005.
         """
         fourth, count = self.spread[key].tolist()
-        total = self.moments[key][1] / count
-        off = float(total.square().sum() - total.diagonal(dim1=-2, dim2=-1).square().sum())
-        if count == 1:  # of which no variance is known
-            return float(off > 0)
-        size = float(total.square().sum()) if whole else off
-        return min(1.0, max(0.0, (fourth / count - off) / (count - 1) / size)) if off else 0.0
+        mean = self.moments[key][1] / count
+        everything = float(mean.square().sum())
+        off_diagonal = float(mean.square().sum() - mean.diagonal(dim1=-2, dim2=-1).square().sum())
+        if off_diagonal == 0:
+            return 0.0
+        if count == 1:  # one row shows no variance
+            return 1.0
+        variance = (fourth / count - off_diagonal) / (count - 1)
+        ratio = variance / (everything if whole else off_diagonal)
+        return min(1.0, max(0.0, ratio))
 
     def singular(self, key: str) -> bool:
-        """Whether A is of fewer rows than it has columns."""
+        """Whether fewer rows were added up than A has columns."""
         return float(self.spread[key][1]) < self.moments[key][1].shape[-1]
 
     def looked_up(self, joint: Joint) -> Tensor | None:
-        """How often each row of a table was, ``[1, O, 1]``, that is a layer's matrix as well; None
-        beside a bias, which no row of an embedding has."""
-        counts = None if joint.bias is not None else self.counts.get(joint.key)
-        return None if counts is None else counts.double().cpu()[None, :, None]
+        """How often each row of a layer's matrix was looked up, ``[1, O, 1]``, where the matrix is
+        the table of an embedding too; None beside a bias, which no row of an embedding has."""
+        if joint.bias is not None or joint.key not in self.counts:
+            return None
+        return self.counts[joint.key].double().cpu()[None, :, None]
 
-    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
-        """Add Σ a aᵀ of the rows a ``[g, R, I]`` of the tensor that a layer is given, so many
-        times."""
-        g, _, i = rows.shape
-        size = i + (joint.bias is not None)
+    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
+        """Add Σ a aᵀ of a layer's input rows a ``[g, R, I]``, each of them ``times`` times.
+
+        ``tensor``: the layer's argument that the rows were read from.
+        """
+        g, n_rows, i = rows.shape
+        has_bias = joint.bias is not None
         if joint.key not in self.moments:
-            self.moments[joint.key] = joint, rows.new_zeros(g, size, size, dtype=torch.float64)
+            size = i + 1 if has_bias else i
+            self.moments[joint.key] = (joint, rows.new_zeros(g, size, size, dtype=torch.float64))
             self.spread[joint.key] = rows.new_zeros(2, dtype=torch.float64)
-        squares = rows.square()
-        powers = [squares.square().sum(-1).double(), squares.sum(-1).double()]  # Σ a⁴, Σ a²
-        if joint.bias is not None:
-            powers = [p + 1 for p in powers]
-        fourth = times * (powers[1].square() - powers[0]).sum()
-        self.spread[joint.key] += torch.stack([fourth, fourth.new_tensor(rows.shape[1] * times)])
-        total, rows = self.moments[joint.key][1], rows * times**0.5
-        total[:, :i, :i] += rows.mT @ rows
-        if joint.bias is not None:
-            sums = rows.sum(1).double() * times**0.5
-            total[:, :i, i] += sums
-            total[:, i, :i] += sums
-            total[:, i, i] += rows.shape[1] * times
+        fourth = times * _off_diagonal_squares(rows, has_bias)
+        self.spread[joint.key] += torch.stack([fourth, fourth.new_tensor(n_rows * times)])
+        _, moments = self.moments[joint.key]
+        weighted = rows * times**0.5
+        moments[:, :i, :i] += weighted.mT @ weighted
+        if has_bias:
+            sums = weighted.sum(1).double() * times**0.5
+            moments[:, :i, i] += sums
+            moments[:, i, :i] += sums
+            moments[:, i, i] += n_rows * times
+
+
+def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
+    """Σ over the rows a of Σ_{i≠j} (a_i a_j)² = (Σ_i a_i²)² − Σ_i a_i⁴, with a 1 joined to a for
+    the bias."""
+    squares = rows.square()
+    second = squares.sum(-1).double()
+    fourth = squares.square().sum(-1).double()
+    if has_bias:
+        second = second + 1
+        fourth = fourth + 1
+    return (second.square() - fourth).sum()
 
 
 @dataclass
 class FirstMoments(InputMoments):
-    """The sums of layers each of which runs once: a forward pass ends after the last of them."""
+    """The sums of layers that run once each: a forward pass ends after the last of them."""
 
     layers: frozenset[str] = frozenset()
-    left: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)  # layers that did not run yet in this pass
 
     def begin(self) -> None:
-        self.left = set(self.layers)
+        self.waiting = set(self.layers)
 
-    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
-        super().add(joint, rows, times, given)
-        self.left.discard(joint.key)
-        if not self.left:
+    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
+        super().add(joint, rows, times, tensor)
+        self.waiting.discard(joint.key)
+        if not self.waiting:
             raise _Enough
 
 
 @dataclass
 class RunOrder(InputMoments):
-    """No sums, but in what order layers run.
+    """The order in which layers run, without any sums.
 
     Attributes:
         layers: by key, in the order of their first runs.
-        repeated: keys of those that run more than once in a forward pass.
-        apart: keys of those that were ever given another tensor than the layer that ran before.
+        repeated: keys of layers that run more than once in a forward pass.
+        apart: keys of layers that ever had another input tensor than the layer that ran before.
     """
 
     layers: dict[str, Joint] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     _ran: set[str] = field(default_factory=set)
-    _before: tuple[Tensor, int] | None = None
+    _input_before: tuple[Tensor, int] | None = None  # and its version
 
     def begin(self) -> None:
-        self._ran, self._before = set(), None
+        self._ran = set()
+        self._input_before = None
 
-    def add(self, joint: Joint, rows: Tensor, times: int, given: Tensor) -> None:
+    def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
         self.layers.setdefault(joint.key, joint)
         if joint.key in self._ran:
             self.repeated.add(joint.key)
         self._ran.add(joint.key)
-        now = None if given.is_inference() else (given, given._version)
-        before, self._before = self._before, now
-        if now is None or before is None or now[0] is not before[0] or now[1] != before[1]:
+        if not self._is_input_before(tensor):
             self.apart.add(joint.key)
+        self._input_before = None if tensor.is_inference() else (tensor, tensor._version)
+
+    def _is_input_before(self, tensor: Tensor) -> bool:
+        """Whether the layer that ran before had this tensor, with the same numbers."""
+        if self._input_before is None or tensor.is_inference():
+            return False
+        before, version = self._input_before
+        return tensor is before and tensor._version == version
 
 
 Sums = TypeVar("Sums", bound=InputMoments)
@@ -162,7 +187,7 @@ Sums = TypeVar("Sums", bound=InputMoments)
 def input_moments(
     task: Task, params: Mapping[str, Tensor], *, kept: Unfinished | None = None
 ) -> InputMoments:
-    """:func:`swept` for the moments of all layers with a matrix."""
+    """The moments of all layers with a matrix, by :func:`swept`."""
     return swept(task, params, InputMoments(), label="layer inputs", kept=kept)
 
 
@@ -179,78 +204,114 @@ def swept(
     """One sweep of forward passes over the task's data, at ``params``.
 
     Args:
-        sums: what is told of the layers.
-        label: of a progress bar; none without.
-        only: parameters whose layers are looked at; None: all layers with a matrix.
-        kept: where the sums are kept meanwhile, and taken up from.
+        sums: is shown the layers' inputs, and returned.
+        label: of a progress bar; without a label there is none.
+        only: parameters whose layers are watched; None: all layers with a matrix.
+        kept: where the sums are stored on the way, and an earlier run's are found.
 
     Raises:
         ModelError, DataError: see :meth:`Task.run`.
     """
-    wanted = set(params) if only is None else set(only)
-    units = [u for u in units_of(task.model, set(params)) if wanted & set(u.names.values())]
-    params = task.cast(params)
-    own = shared(task, params)
-    count = -(-len(own) // task.batch_size)
-    shown = task.progress if label else False
-    batches = track(task.batches(indices=own), total=count, label=label, show=shown)
+    watched_names = set(params if only is None else only)
+    units = [
+        unit
+        for unit in units_of(task.model, set(params))
+        if watched_names.intersection(unit.names.values())
+    ]
+    model = task.at(task.cast(params))
+    order = shared(task, model.params)
+    count = -(-len(order) // task.batch_size)
+    show = task.progress if label else False
+    batches = track(task.batches(indices=order), total=count, label=label, show=show)
     for number, (indices, batch) in enumerate(batches):
         if kept is not None and number < kept.done:
             continue
         mask = _mask(batch, task.likelihood.kind)
         sums.begin()
         see = partial(_see, sums, mask, len(indices))
-        with watched(units, see), task.evaluation(), suppress(_Enough):
-            task.run(batch, params, indices)
+        with watched(units, see), suppress(_Enough):
+            model.run_batch(batch, indices)
         if kept is not None:
             kept.follow(sums.tensors())
     ranks.total(sums.tensors().values())
     return sums
 
 
-def _see(sums: InputMoments, mask: Tensor | None, batch: int, unit: Unit, *call: Any) -> None:
+def _see(
+    sums: InputMoments,
+    mask: Tensor | None,
+    batch: int,
+    unit: Unit,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Add the inputs of one call of a layer."""
+    arguments = [*args, *kwargs.values()]
+    times = batch if len(arguments[0]) == 1 else 1  # one row that all examples share
     module: Any = unit.module
-    names, (args, kwargs, _) = unit.names, call
-    given = [*args, *kwargs.values()]
-    times = batch if len(given[0]) == 1 else 1  # one row that all examples share
-    if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in names:
-        e = module.embed_dim
-        layout = MatrixShape(3, e, e, (3 * e, e))
-        rows = torch.stack([upcast(x).reshape(-1, e) for x in given[:3]])
-        joint = Joint(names["in_proj_weight"], names.get("in_proj_bias"), layout)
-        sums.add(joint, rows, times, given[0])
-    if "weight" not in names:
+    if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in unit.names:
+        joint, rows = _attention_rows(module, unit, arguments)
+        sums.add(joint, rows, times, arguments[0])
+    if "weight" not in unit.names:
         return
-    shape = tuple(module.weight.shape)
     if unit.rule is embedding:
-        own, size = names["weight"], shape[0]
-        seen = torch.bincount(_rows(given[0].unsqueeze(-1), mask).flatten(), minlength=size)
-        if module.padding_idx is not None:
-            seen[module.padding_idx] = 0  # which never learns
-        sums.counts[own] = sums.counts.get(own, torch.zeros_like(seen)) + times * seen
+        ids = _rows(arguments[0].unsqueeze(-1), mask).flatten()
+        _count(sums, module, unit.names["weight"], ids, times)
         return
+    layout_and_rows = _matrix_rows(module, unit, arguments[0], mask)
+    if layout_and_rows is not None:
+        layout, rows = layout_and_rows
+        joint = Joint(unit.names["weight"], unit.names.get("bias"), layout)
+        sums.add(joint, rows, times, arguments[0])
+
+
+def _attention_rows(module: Any, unit: Unit, arguments: list[Any]) -> tuple[Joint, Tensor]:
+    """Queries, keys and values ``[3, R, I]``, each with a third of the projection's rows."""
+    e = module.embed_dim
+    layout = MatrixShape(3, e, e, (3 * e, e))
+    rows = torch.stack([upcast(x).reshape(-1, e) for x in arguments[:3]])
+    joint = Joint(unit.names["in_proj_weight"], unit.names.get("in_proj_bias"), layout)
+    return joint, rows
+
+
+def _count(sums: InputMoments, module: Any, name: str, ids: Tensor, times: int) -> None:
+    """Add how often each row of an embedding was looked up."""
+    counts = times * torch.bincount(ids, minlength=len(module.weight))
+    if module.padding_idx is not None:
+        counts[module.padding_idx] = 0  # the padding row never learns
+    sums.counts[name] = counts + sums.counts.get(name, torch.zeros_like(counts))
+
+
+def _matrix_rows(
+    module: Any, unit: Unit, x: Tensor, mask: Tensor | None
+) -> tuple[MatrixShape, Tensor] | None:
+    """A layer's matrix and the rows ``[g, R, I]`` that it multiplies; None: it has no matrix."""
+    shape = tuple(module.weight.shape)
     if unit.rule is convolution:
-        patches = unfold(upcast(given[0]), module)  # [R, g, I, T]
+        patches = unfold(upcast(x), module)  # [R, g, I, T]
         rows = patches.permute(1, 0, 3, 2).flatten(1, 2)
-        layout = MatrixShape(len(rows), shape[0] // len(rows), rows.shape[-1], shape)
-    elif unit.rule in (linear, transposed_linear):
-        rows = _rows(upcast(given[0]), mask).unsqueeze(0)
-        swapped = unit.rule is transposed_linear
-        o, i = shape[::-1] if swapped else shape
-        layout = MatrixShape(1, o, i, shape, swapped)
-    else:
-        return
-    sums.add(Joint(names["weight"], names.get("bias"), layout), rows, times, given[0])
+        g = len(rows)
+        return MatrixShape(g, shape[0] // g, rows.shape[-1], shape), rows
+    if unit.rule is linear:
+        o, i = shape
+        return MatrixShape(1, o, i, shape), _rows(upcast(x), mask).unsqueeze(0)
+    if unit.rule is transposed_linear:
+        i, o = shape
+        return MatrixShape(1, o, i, shape, True), _rows(upcast(x), mask).unsqueeze(0)
+    return None
 
 
 def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
-    """Which positions ``[B, T]`` of a batch are no padding, where it says so."""
+    """Which positions ``[B, T]`` of a batch are no padding; None where nothing says that."""
     mask, labels = padding(batch)
     if mask is not None:
         return mask
-    if not isinstance(likelihood, CausalLM) or not isinstance(labels, Tensor) or labels.ndim != 2:
+    has_labels = isinstance(labels, Tensor) and labels.ndim == 2
+    if not isinstance(likelihood, CausalLM) or not has_labels:
         return None
-    return likelihood.counted(labels).flip(1).cumsum(1).flip(1) > 0
+    counted_from_here = likelihood.counted(labels).flip(1).cumsum(1).flip(1)
+    return counted_from_here > 0
 
 
 def _rows(x: Tensor, mask: Tensor | None) -> Tensor:

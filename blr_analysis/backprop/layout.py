@@ -9,51 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
-from blr_analysis.backprop.layers import axis_between, upcast
+from blr_analysis.backprop.layers import Axis, axis_between, upcast
 from blr_analysis.backprop.reading import Axes
 from blr_analysis.backprop.record import (
     Recording,
     SavedBytes,
+    SharedOutputs,
     Unit,
     Visit,
-    fetched,
     record,
     rounding,
 )
 from blr_analysis.errors import BLRError
 from blr_analysis.task import Task
 
-Shared = frozenset[tuple[str, int, int]]
-
 LARGER = (2, 0, 1, 0, 1)  # the probe's examples in a larger batch: all at other places, some twice
+SIZES = (3, len(LARGER))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A recorded probe, where its examples are, and the parameters for which nobody can say."""
+    """A recorded probe, where its examples are, and for which parameters nothing says that."""
 
     recording: Recording
     saved: int  # bytes that autograd keeps for the recording, weights apart
     axes: dict[tuple[str, int], Axes]
-    shared: Shared
+    shared: SharedOutputs
     unknown: frozenset[str]
 
 
 def probe_indices(n_data: int) -> tuple[Tensor, Tensor]:
     """Three examples from all over the data, and the same ones as a batch of five.
 
-    The same ones, so that a collate function that pads to the longest gives equal lengths; five
-    and some more often, so that whatever depends on an example changes in number.
+    The same ones, so that a collate function that pads to the longest gives equal lengths. Five,
+    some of them twice, so that whatever depends on an example changes in number.
     """
-    spread = [0, n_data // 2, n_data - 1] if n_data > 2 else [i % n_data for i in range(3)]
+    spread = [0, n_data // 2, n_data - 1]
+    if n_data < SIZES[0]:
+        spread = [i % n_data for i in range(SIZES[0])]
     return torch.tensor(spread), torch.tensor([spread[k] for k in LARGER])
 
 
@@ -65,53 +65,82 @@ def layout_of(
 ) -> Layout:
     """Run the probe in both sizes, lifting what the examples share as long as that works.
 
-    The larger one first, of which shapes are kept alone, once ``check`` has seen its outputs: those
-    of a language model are large.
+    ``check`` is shown the outputs of the larger batch.
     """
-    probes = probe_indices(task.n_data)
-
-    def runs(shared: Shared) -> tuple[Recording, list[Visit], int]:
-        how: Any = {"units": units, "shared": shared}
-        small, large = (
-            partial(record, task, params, fetched(task, p), size=len(p), indices=p, **how)
-            for p in probes
-        )
+    runs = _run_both(task, params, units, frozenset(), check)
+    plain = runs.small.outputs.detach()
+    eps = rounding(runs.small.outputs)
+    shared: SharedOutputs = frozenset()
+    while more := _first_shared(runs):
         try:
-            with saved_tensors_hooks(lambda _: None, lambda x: x):  # nobody goes back through it
-                larger = large(shapes=True)
-        except (BLRError, TypeError):  # unless the model itself does, or its loss
-            larger = large(shapes=True)
-        if not shared:
-            check(larger.outputs.detach())
-        visits = larger.visits
-        del larger
-        saved = SavedBytes(task, params)
-        with saved:
-            recording = small()
-        return recording, visits, saved.total
-
-    current = runs(frozenset())
-    plain = current[0].outputs.detach()
-    eps = rounding(current[0].outputs)
-    shared: Shared = frozenset()
-    while fresh := _first_shared(*current[:2]):
-        try:
-            tried = runs(shared | fresh)
+            lifted = _run_both(task, params, units, shared | more)
         except BLRError:  # the model does not compute with one row per example there
             break
-        if not agrees(tried[0].outputs, plain, eps):
+        if not agrees(lifted.small.outputs, plain, eps):
             break
-        shared, current = shared | fresh, tried
-    sizes = (len(probes[0]), len(probes[1]))
-    axes: dict[tuple[str, int], Axes] = {}
-    unknown: set[str] = set()
-    for small, large in _pairs(*current[:2]):
-        places = None if large is None or small.stale else _axes_between(small, large, sizes)
-        if places is None:
-            unknown.update(small.unit.names.values())
-        else:
-            axes[small.unit.path, small.occurrence] = places
-    return Layout(current[0], current[2], axes, shared, frozenset(unknown))
+        shared |= more
+        runs = lifted
+    located = [(small, _axes_between(small, large)) for small, large in runs.pairs()]
+    unknown = [visit.unit.names.values() for visit, axes in located if axes is None]
+    return Layout(
+        recording=runs.small,
+        saved=runs.saved,
+        axes={visit.key: axes for visit, axes in located if axes is not None},
+        shared=shared,
+        unknown=frozenset().union(*unknown),
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The probe's recording, and what the units saw of the larger batch: shapes alone."""
+
+    small: Recording
+    saved: int  # bytes that autograd keeps for it, weights apart
+    large: list[Visit]
+
+    def pairs(self) -> list[tuple[Visit, Visit | None]]:
+        """The same call in both sizes; None where the larger batch has no such call."""
+        large = {visit.key: visit for visit in self.large}
+        return [(visit, large.get(visit.key)) for visit in self.small.visits]
+
+
+def _run_both(
+    task: Task,
+    params: Mapping[str, Tensor],
+    units: Sequence[Unit],
+    shared: SharedOutputs,
+    check: Callable[[Tensor], None] = lambda larger: None,
+) -> _Runs:
+    """The larger batch first, and its outputs are freed once ``check`` has seen them: those of a
+    language model are large."""
+    probe, larger_probe = probe_indices(task.n_data)
+
+    def recorded(indices: Tensor, *, shapes: bool = False) -> Recording:
+        batch = task.fetch(indices)
+        return record(
+            task,
+            params,
+            batch,
+            units,
+            shared=shared,
+            size=len(indices),
+            indices=indices,
+            shapes=shapes,
+        )
+
+    try:
+        with saved_tensors_hooks(lambda _: None, lambda x: x):  # no backward pass will need them
+            larger = recorded(larger_probe, shapes=True)
+    except (BLRError, TypeError):  # the model itself, or its loss, differentiates
+        larger = recorded(larger_probe, shapes=True)
+    check(larger.outputs.detach())
+    visits = larger.visits
+    del larger
+    saved = SavedBytes(task, params)
+    with saved:
+        small = recorded(probe)
+    return _Runs(small, saved.total, visits)
 
 
 def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
@@ -120,49 +149,53 @@ def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -
     if ours is not None and ours.shape != truth.shape:
         return False
     gap = truth if ours is None else ours.detach() - truth
-    off, size = (float(torch.linalg.vector_norm(upcast(t))) for t in (gap, truth))
-    return within(off, size, eps, floor)
+    return within(norm_of(gap), norm_of(truth), eps, floor)
+
+
+def norm_of(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(upcast(tensor)))
 
 
 def within(gap: float, size: float, eps: float, floor: float = 0.0) -> bool:
-    """Whether what a tensor of this norm is off its truth is rounding."""
+    """Whether rounding explains a gap of this norm to a truth of the norm ``size``."""
     return gap <= eps**0.6 * size + floor
 
 
-def _pairs(recording: Recording, larger: list[Visit]) -> list[tuple[Visit, Visit | None]]:
-    large = {(v.unit.path, v.occurrence): v for v in larger}
-    return [(v, large.get((v.unit.path, v.occurrence))) for v in recording.visits]
-
-
-def _first_shared(recording: Recording, larger: list[Visit]) -> Shared:
+def _first_shared(runs: _Runs) -> SharedOutputs:
     """The outputs of the first visit that are the same, whatever the batch."""
-    for small, large in _pairs(recording, larger):
+    for small, large in runs.pairs():
         if large is None or len(small.outputs) != len(large.outputs):
             continue
-        shared = [
-            (small.unit.path, small.occurrence, position)
-            for position, (a, b) in enumerate(zip(small.outputs, large.outputs, strict=True))
-            if a.shape == b.shape
-        ]
+        outputs = zip(small.outputs, large.outputs, strict=True)
+        shared = [place for place, (a, b) in enumerate(outputs) if a.shape == b.shape]
         if shared:
-            return frozenset(shared)
+            return frozenset((*small.key, place) for place in shared)
     return frozenset()
 
 
-def _axes_between(small: Visit, large: Visit, sizes: tuple[int, int]) -> Axes | None:
-    inputs = [tree_flatten((v.args, v.kwargs))[0] for v in (small, large)]
-    if len(inputs[0]) != len(inputs[1]) or len(small.outputs) != len(large.outputs):
+def _axes_between(small: Visit, large: Visit | None) -> Axes | None:
+    """Where the examples are in a call's inputs and outputs; None where that is unknown."""
+    if large is None or small.stale:
         return None
-    ins = [
-        axis_between(a.shape, b.shape, sizes)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else None
-        for a, b in zip(*inputs, strict=True)
-    ]
-    outs = [
-        axis_between(a.shape, b.shape, sizes)
-        for a, b in zip(small.outputs, large.outputs, strict=True)
-    ]
-    known = [a for a in outs if a is not None and not a.shared]
-    lost = any(a is None for a, x in zip(ins, inputs[0], strict=True) if isinstance(x, Tensor))
-    return None if lost or not outs or len(known) < len(outs) else (ins, known)
+    inputs = tree_leaves((small.args, small.kwargs))
+    inputs_of_larger = tree_leaves((large.args, large.kwargs))
+    if len(inputs) != len(inputs_of_larger) or len(small.outputs) != len(large.outputs):
+        return None
+    input_pairs = zip(inputs, inputs_of_larger, strict=True)
+    input_axes = [_axis_of(x, larger) for x, larger in input_pairs]
+    output_pairs = zip(small.outputs, large.outputs, strict=True)
+    output_axes = [_axis_of(x, larger) for x, larger in output_pairs]
+    by_example = [axis for axis in output_axes if axis is not None and not axis.shared]
+    if not output_axes or len(by_example) < len(output_axes):
+        return None
+    for x, axis in zip(inputs, input_axes, strict=True):
+        if isinstance(x, Tensor) and axis is None:
+            return None
+    return input_axes, by_example
+
+
+def _axis_of(small: Any, large: Any) -> Axis | None:
+    """Where the examples are in a tensor that comes in both sizes."""
+    if not isinstance(small, Tensor) or not isinstance(large, Tensor):
+        return None
+    return axis_between(small.shape, large.shape, SIZES)

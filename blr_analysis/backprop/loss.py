@@ -6,7 +6,7 @@ L(θ) = Σ_i ℓ_i(θ),    ∇L(θ) = Σ_i J_iᵀ e_i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blr_analysis import ranks
-from blr_analysis.backprop.record import fetched, shared, together
+from blr_analysis.backprop.record import leaves_of, shared, together
+from blr_analysis.backprop.tree import Tree
 from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Likelihood, TokenCategorical
@@ -25,15 +26,19 @@ Watch = Callable[[Tensor, Tensor, Tensor], None]  # outputs, targets and indices
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Losses ``[M]`` in nats and hits ``[M]`` on a set of examples: None for regression, NaN of
-    examples that do not count (``ignore_index``)."""
+    """Losses ``[M]`` in nats and hits ``[M]`` on a set of examples.
+
+    Hits are None for regression, and NaN for examples that do not count (``ignore_index``).
+    """
 
     losses: Tensor
     correct: Tensor | None
 
     def __repr__(self) -> str:
-        hits = "" if self.accuracy is None else f", accuracy={self.accuracy:.4g}"
-        return f"{type(self).__name__}({len(self.losses):,}, nll={self.nll:.4g}{hits})"
+        facts = [f"{len(self.losses):,}", f"nll={self.nll:.4g}"]
+        if self.accuracy is not None:
+            facts.append(f"accuracy={self.accuracy:.4g}")
+        return f"{type(self).__name__}({', '.join(facts)})"
 
     @property
     def loss(self) -> float:
@@ -66,10 +71,13 @@ class Evaluation:
 
 
 class PerToken:
-    """Of losses that are summed over the tokens of each sequence.
+    """Figures per token, from losses that are summed over the tokens of each sequence.
 
-    >>> one = SequenceEvaluation(torch.tensor([0.0, math.log(9.0)]), None, torch.tensor([1, 1]))
-    >>> one.perplexity
+    >>> evaluation = SequenceEvaluation(torch.tensor([0.0, 4.0]), None, torch.tensor([1, 3]))
+    >>> evaluation.nll_per_token
+    1.0
+    >>> losses = torch.tensor([0.0, math.log(9.0)])
+    >>> SequenceEvaluation(losses, None, torch.tensor([1, 1])).perplexity
     3.0
     """
 
@@ -89,13 +97,13 @@ class PerToken:
 
 @dataclass(frozen=True, repr=False)
 class SequenceEvaluation(PerToken, Evaluation):
-    """Of sequences: losses summed over their tokens, the fraction of tokens that are right.
+    """Losses of sequences, summed over their tokens, and the fraction of tokens that are right.
 
     Attributes:
         nll: the mean of ``losses``, in nats per SEQUENCE.
         nll_per_token, perplexity: Σ losses / Σ tokens in nats per token, and exp of it.
-        accuracy: of all tokens that count.
-        tokens: how many count, ``[M]``.
+        accuracy: the fraction of right ones among all tokens that count.
+        tokens: how many tokens of each sequence count, ``[M]``.
     """
 
     tokens: Tensor
@@ -112,7 +120,8 @@ class SequenceEvaluation(PerToken, Evaluation):
     def accuracy(self) -> float | None:
         if self.correct is None:
             return None
-        return float((self.correct.double() * self.tokens).sum() / self.tokens.sum())
+        right = (self.correct.double() * self.tokens).sum()
+        return float(right / self.tokens.sum())
 
 
 class Tally:
@@ -120,34 +129,42 @@ class Tally:
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood = likelihood
-        self._seen: list[tuple[Tensor, ...]] = []
+        self._rows: list[tuple[Tensor, ...]] = []
         self._targets: list[Tensor] = []
 
-    def add(self, f: Tensor, y: Tensor, indices: Tensor) -> None:
+    def add(self, outputs: Tensor, targets: Tensor, indices: Tensor) -> None:
         likelihood = self._likelihood.at(indices)
-        hits, counted = likelihood.correct(f, y), likelihood.counted(y)
+        losses = likelihood.nll(outputs, targets)
+        hits = likelihood.correct(outputs, targets)
+        counted = likelihood.counted(targets)
         tokens = None if counted is None else counted.sum(-1)
-        rows = (likelihood.nll(f, y), hits, tokens)
-        self._seen.append(tuple(t.cpu() for t in rows if t is not None))
-        self._targets.append(y.cpu())
+        rows = (losses, hits, tokens)
+        self._rows.append(tuple(row.cpu() for row in rows if row is not None))
+        self._targets.append(targets.cpu())
 
     @property
     def evaluation(self) -> Evaluation:
-        losses, *rest = (torch.cat(part) for part in zip(*self._seen, strict=True))
+        losses, *hits_and_tokens = map(torch.cat, zip(*self._rows, strict=True))
         if self._likelihood.is_sequence:
-            return SequenceEvaluation(losses, *rest)
-        return Evaluation(losses, rest[0] if rest else None)
+            return SequenceEvaluation(losses, *hits_and_tokens)
+        hits = hits_and_tokens[0] if hits_and_tokens else None
+        return Evaluation(losses, hits)
 
     @property
     def targets(self) -> Tensor:
-        """Of sequences one padded table ``[M, T]``."""
-        rows = self._targets
-        if isinstance(likelihood := self._likelihood.plain, TokenCategorical):
-            longest, empty = max(y.shape[1] for y in rows), likelihood.ignore_index
-            rows = [pad(y, (0, longest - y.shape[1]), value=empty) for y in rows]
-        return torch.cat(rows)
+        """All targets; those of sequences as one padded table ``[M, T]``."""
+        likelihood = self._likelihood.plain
+        if not isinstance(likelihood, TokenCategorical):
+            return torch.cat(self._targets)
+        longest = max(targets.shape[1] for targets in self._targets)
+        padded = [
+            pad(targets, (0, longest - targets.shape[1]), value=likelihood.ignore_index)
+            for targets in self._targets
+        ]
+        return torch.cat(padded)
 
 
+@torch.no_grad()
 def evaluated(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Tensor]:
     """Losses and hits of the whole task at these parameters, and its targets, on the CPU.
 
@@ -155,37 +172,39 @@ def evaluated(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Ten
         ModelError, DataError: as :meth:`Task.run`.
     """
     tally = Tally(task.likelihood)
-    with torch.no_grad(), task.evaluation():
-        for indices, batch in task.batches():
-            tally.add(*task.run(batch, params, indices), indices)
+    for outputs, targets, indices in task.at(params).batches():
+        tally.add(outputs, targets, indices)
     return tally.evaluation, tally.targets
 
 
 def batch_gradient(
     task: Task, leaves: Mapping[str, Tensor], indices: Tensor, errors: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor] | None]:
-    """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf), of a
-    model in eval mode.
+) -> tuple[Tensor, Tensor, Tree | None]:
+    """Outputs, targets, and Σ_i J_iᵀ e_i by leaf (None where the outputs depend on no leaf).
+
+    Args:
+        errors: ``[B, C]``, in place of the e_i = ∂ℓ_i/∂f.
 
     Raises:
         ModelError: autograd cannot differentiate the model, or would leave out what its backward
             pass differentiates itself.
     """
     with torch.enable_grad():
-        f, y = task.run(fetched(task, indices), leaves, indices)
-        if not f.requires_grad:
-            return f, y, None
-        e = task.likelihood.at(indices).error(f.detach(), y) if errors is None else errors
-        try:
-            with no_backward_inside(task, leaves):
-                grads = torch.autograd.grad(
-                    f, list(leaves.values()), e, allow_unused=True, materialize_grads=True
-                )
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise not_differentiable(error) from error
-    return f.detach(), y, list(grads)
+        outputs, targets = task.at(leaves).run(indices)
+    if not outputs.requires_grad:
+        return outputs, targets, None
+    if errors is None:
+        errors = task.likelihood.at(indices).error(outputs.detach(), targets)
+    try:
+        with no_backward_inside(task, leaves):
+            gradients = torch.autograd.grad(
+                outputs, list(leaves.values()), errors, allow_unused=True, materialize_grads=True
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise not_differentiable(error) from error
+    return outputs.detach(), targets, dict(zip(leaves, gradients, strict=True))
 
 
 def loss_and_gradient(
@@ -195,7 +214,7 @@ def loss_and_gradient(
     errors: Tensor | None = None,
     *,
     watch: Watch | None = None,
-) -> tuple[dict[str, Tensor], float]:
+) -> tuple[Tree, float]:
     """Σ_i ∇ℓ_i and Σ_i ℓ_i in nats, from one forward and one backward pass over the examples.
 
     Args:
@@ -206,31 +225,40 @@ def loss_and_gradient(
     Raises:
         ModelError, DataError: as :meth:`Task.run`; outputs that autograd cannot differentiate.
     """
-    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    total = {n: torch.zeros_like(p) for n, p in params.items()}
+    leaves = leaves_of(params)
+    gradient = {name: torch.zeros_like(p) for name, p in params.items()}
     loss = 0.0
     order = torch.arange(task.n_data) if indices is None else indices
-    mine = torch.arange(len(order)) if watch else shared(task, params, torch.arange(len(order)))
-    pieces = mine.split(together(task, params, order[mine])) if len(mine) else ()
-    with task.evaluation():
-        for piece in pieces:
-            chosen, e = order[piece], None if errors is None else errors[piece]
-            f, y, grads = batch_gradient(task, leaves, chosen, e)
-            loss += float(task.likelihood.at(chosen).nll(f, y).double().sum())
-            if watch is not None:
-                watch(f, y, chosen)
-            for whole, grad in zip(total.values(), grads or (), strict=grads is not None):
-                whole += grad
+    positions = torch.arange(len(order))
+    if watch is None:
+        positions = shared(task, params, positions)
+    for batch in _passes(task, params, order, positions):
+        batch_errors = None if errors is None else errors[batch]
+        outputs, targets, share = batch_gradient(task, leaves, order[batch], batch_errors)
+        losses = task.likelihood.at(order[batch]).nll(outputs, targets)
+        loss += float(losses.double().sum())
+        if watch is not None:
+            watch(outputs, targets, order[batch])
+        if share is not None:
+            for name, part in share.items():
+                gradient[name] += part
     if watch is None:
         sums = torch.tensor([loss], dtype=torch.float64)
-        ranks.total([*total.values(), sums])
+        ranks.total([*gradient.values(), sums])
         loss = float(sums)
-    return total, loss
+    return gradient, loss
 
 
-def evaluated_gradient(
-    task: Task, params: Mapping[str, Tensor]
-) -> tuple[Evaluation, dict[str, Tensor]]:
+def _passes(
+    task: Task, params: Mapping[str, Tensor], order: Tensor, positions: Tensor
+) -> Sequence[Tensor]:
+    """Positions in ``order``, as many at a time as one pass takes."""
+    if not len(positions):
+        return ()
+    return positions.split(together(task, params, order[positions]))
+
+
+def evaluated_gradient(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Tree]:
     """:func:`evaluated` and Σ_i ∇ℓ_i from the same passes.
 
     Raises:
@@ -246,7 +274,8 @@ def check_connected(
     task: Task, params: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> None:
     """Raise :class:`ModelError` where a gradient is 0 as no parameter reaches the outputs."""
-    if not any(bool(g.any()) for g in gradient.values()) and not depends(task, params):
+    is_zero = not any(bool(g.any()) for g in gradient.values())
+    if is_zero and not depends(task, params):
         raise disconnected()
 
 
@@ -259,6 +288,5 @@ def disconnected() -> ModelError:
 
 def depends(task: Task, params: Mapping[str, Tensor]) -> bool:
     """Whether the first example's outputs are connected to any of the parameters."""
-    leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-    with task.evaluation():
-        return batch_gradient(task, leaves, torch.tensor([0]))[2] is not None
+    *_, gradient = batch_gradient(task, leaves_of(params), torch.tensor([0]))
+    return gradient is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,30 +45,39 @@ class Joint:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Joint:
-        """What :meth:`record` wrote."""
-        layout = {f.name: entry[f.name] for f in fields(MatrixShape)}
-        shape = tuple(entry["shape"])
-        return Joint(entry["weight"], entry["bias"], MatrixShape(**{**layout, "shape": shape}))
+        """The joint that :meth:`record` wrote."""
+        layout = MatrixShape(
+            groups=entry["groups"],
+            rows=entry["rows"],
+            columns=entry["columns"],
+            shape=tuple(entry["shape"]),
+            transposed=entry["transposed"],
+        )
+        return Joint(entry["weight"], entry["bias"], layout)
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
-        layout = {**asdict(self.layout), "shape": list(self.layout.shape)}
-        return {"weight": self.weight, "bias": self.bias, **layout}
+        """What JSON can hold, for :meth:`read`."""
+        layout = asdict(self.layout) | {"shape": list(self.layout.shape)}
+        return {"weight": self.weight, "bias": self.bias} | layout
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        return tuple(n for n in (self.weight, self.bias) if n is not None)
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     @property
     def key(self) -> str:
-        """The name that stands for both."""
+        """The name by which both are called."""
         return self.names[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' own shapes."""
-        bias = (self.layout.groups * self.layout.rows,)
-        return {n: self.layout.shape if n == self.weight else bias for n in self.names}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.weight is not None:
+            shapes[self.weight] = self.layout.shape
+        if self.bias is not None:
+            shapes[self.bias] = (self.layout.groups * self.layout.rows,)
+        return shapes
 
     def join(self, v: Mapping[str, Tensor]) -> Tensor:
         """Weight and bias as one matrix ``[..., g, O, I']``."""
@@ -99,7 +108,7 @@ class Basis(Joint):
     right: Tensor  # U_A [g, I', I'] of the layer's inputs
     left: Tensor | None = None  # U_G [g, O, O] of its output gradients; None: the identity
     inputs: float | None = None  # the mean eigenvalue of Σ a aᵀ, where it is known
-    chance: float = 0.0  # the part of its off-diagonals that is, where it was measured
+    chance: float = 0.0  # the part of its off-diagonals that is chance, where it was measured
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -108,16 +117,21 @@ class Basis(Joint):
 
     def turn(self, matrices: Tensor) -> Tensor:
         """U_Gᵀ G U_A of ``[..., g, O, I']``."""
-        return (matrices if self.left is None else self.left.mT @ matrices) @ self.right
+        if self.left is not None:
+            matrices = self.left.mT @ matrices
+        return matrices @ self.right
 
     def back(self, matrices: Tensor) -> Tensor:
         """U_G G U_Aᵀ, the inverse of :meth:`turn`."""
-        return (matrices if self.left is None else self.left @ matrices) @ self.right.mT
+        if self.left is not None:
+            matrices = self.left @ matrices
+        return matrices @ self.right.mT
 
     def squares(self, values: Tensor) -> Tensor:
         """The diagonal of U diag(s) Uᵀ for s ``[g, O, I']``."""
-        down = values if self.left is None else self.left.square() @ values
-        return down @ self.right.square().mT
+        if self.left is not None:
+            values = self.left.square() @ values
+        return values @ self.right.square().mT
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
         left = None if self.left is None else self.left.to(device, dtype)

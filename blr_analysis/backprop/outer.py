@@ -1,7 +1,7 @@
 """Layers that are matrix products: their gradients are sums of outer products.
 
-G_c = Σ_t d_ct a_tᵀ needs only the layer's inputs a and the output gradients d; what the posterior
-asks of G_c is computed from them by the cheaper of several forms.
+G_c = Σ_t d_ct a_tᵀ needs only the layer's inputs a and the output gradients d. Whatever the
+posterior asks of G_c is computed from these two, by the cheapest of several forms.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.matmul import batch_product, product
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
-from blr_analysis.backprop.single import batch_product, product
 from blr_analysis.backprop.terms import (
     HELD,
     Dense,
@@ -25,16 +25,16 @@ from blr_analysis.backprop.terms import (
     added_bmm,
     by_rows,
     rank_one,
+    scaled_rows,
     slices,
-    taken,
 )
 
-EXPLICIT = 2**20  # numbers of one example's G_c that are made at once
+EXPLICIT = 2**20  # numbers of one example's G_c in memory at once
 BLOCK = 2**18  # numbers of G of one column that are made and used at once: they stay in the cache
 STACKED = 2**19  # numbers of output gradients of several columns that are put side by side at once
-CACHED = 2**18  # numbers that are made and used at once, so that they stay in the cache
+CACHED = 2**18  # numbers of squared inputs that are made and used at once: they stay in the cache
 TURNED = 2**19  # the same of inputs turned into a basis: products of few rows are slow
-TALL = 512  # rows of output gradients: from them on columns are multiplied one by one
+TALL = 512  # rows of output gradients from which on columns are multiplied one by one
 SKINNY = 3  # a product of few rows with very long ones takes this many times its multiplications
 
 
@@ -82,17 +82,17 @@ class Outer(Term):
         return Outer(self.joint, self.inputs[chosen], [d[chosen] for d in self.grads])
 
     def divided(self, size: int) -> Iterator[Outer]:
-        """Every column is cut once: a slice each takes longer than what is made of it."""
-        each = (self.inputs, *self.grads)
-        for a, *d in zip(*(x.split(max(1, size)) for x in each), strict=True):
-            part = Outer(self.joint, a, d)
+        """Every tensor is split once for all parts, which is faster than slicing it for each."""
+        splits = [x.split(max(1, size)) for x in (self.inputs, *self.grads)]
+        for inputs, *grads in zip(*splits, strict=True):
+            part = Outer(self.joint, inputs, grads)
             vars(part)["alike"] = self.alike
             yield part
 
     @cached_property
     def alike(self) -> Tensor | None:
-        """The columns ``[K, g, O]`` of one position where autograd expands what all examples have
-        alike: unit rows, of the layer that gives the outputs."""
+        """The columns ``[K, g, O]`` where they are the same for all examples, as the unit vectors
+        are at the layer that gives the outputs; autograd expands these."""
         if self.positions > 1 or any(d.stride(0) for d in self.grads):
             return None
         return torch.cat([d[:1] for d in self.grads]).squeeze(2)
@@ -103,8 +103,9 @@ class Outer(Term):
     @property
     def matrix(self) -> MatrixShape | None:
         layout = self.layout
-        plain = self.weight is not None and layout.groups == 1 and not layout.transposed
-        return layout if plain else None
+        if self.weight is None or layout.groups > 1 or layout.transposed:
+            return None
+        return layout
 
     def rows(self, chosen: slice) -> Outer:
         shape = (chosen.stop - chosen.start, self.layout.columns)
@@ -123,9 +124,12 @@ class Outer(Term):
         return Outer(self.joint, inputs, [torch.cat(pair, dim=2) for pair in pairs])
 
     def cost(self) -> TermCost:
-        layout, t = self.layout, self.positions
-        inputs = self.inputs.numel() / self.n_examples
-        return TermCost(inputs, gram=lambda columns: gram_numbers(layout, t, columns))
+        layout = self.layout
+        positions = self.positions
+        return TermCost(
+            inputs=self.inputs.numel() / self.n_examples,
+            gram=lambda columns: gram_numbers(layout, positions, columns),
+        )
 
     def stacked(self) -> Tensor:
         """d as one tensor ``[B, g, K, T, O]``."""
@@ -169,7 +173,8 @@ class Outer(Term):
         d = sum(self.grads[1:], start=self.grads[0])
         sums: Tree = {}
         if self.weight is not None:
-            left, right = (x.transpose(0, 1).flatten(1, 2) for x in (d, self.inputs))
+            left = d.transpose(0, 1).flatten(1, 2)
+            right = self.inputs.transpose(0, 1).flatten(1, 2)
             sums[self.weight] = self.layout.parameter(torch.bmm(left.mT, right))
         if self.bias is not None:
             sums[self.bias] = d.sum((0, 2)).flatten()
@@ -192,12 +197,13 @@ class Outer(Term):
 
     def combined(self, weights: Tensor, into: Tree) -> None:
         """Σ_t (Σ_c t_ck d_ct) a_tᵀ, or with G itself where that is cheaper."""
-        b, _, r = weights.shape
+        r = weights.shape[-1]
         if not keeps_factors(self, r):
-            return super().combined(weights, into)
+            super().combined(weights, into)
+            return
         term = self.cast(weights.dtype)
         assert term.weight is not None
-        _, g, t, i = term.inputs.shape
+        b, g, t, i = term.inputs.shape
         o = term.layout.rows
         a = term.inputs.transpose(0, 1).reshape(g, b * t, i)
         for at in slices(r, HELD // (g * o * max(b * t, i))):
@@ -206,12 +212,14 @@ class Outer(Term):
             into[term.weight][at] += term.layout.parameter(matrices)
             if term.bias is not None:
                 into[term.bias][at] += d.sum((1, 2)).transpose(0, 1).reshape(-1, g * o)
-        return None
 
     def joints(self) -> list[Joint]:
-        weight = [] if self.weight is None else [Joint(self.weight, None, self.layout)]
-        size = (self.layout.groups * self.layout.rows,)
-        return weight + ([] if self.bias is None else [by_rows(self.bias, size)])
+        joints = []
+        if self.weight is not None:
+            joints.append(Joint(self.weight, None, self.layout))
+        if self.bias is not None:
+            joints.append(by_rows(self.bias, (self.layout.groups * self.layout.rows,)))
+        return joints
 
     def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
         """Σ_t (r·d_t)(s·a_t), a bias as one more input of 1."""
@@ -223,10 +231,11 @@ class Outer(Term):
         size = room // (3 * left.shape[-1] * self.inputs[0, ..., 0].numel())
         shares = []
         for at in slices(len(d), size):
-            seen = self.inputs[at] @ right[:, :i]
+            by_inputs = self.inputs[at] @ right[:, :i]  # s·a_t
             if joint.bias is not None:
-                seen += right[:, -1:]
-            shares.append(seen.mul_(d[at] @ left).sum((1, 2)))
+                by_inputs += right[:, -1:]
+            by_grads = d[at] @ left  # r·d_t
+            shares.append(by_inputs.mul_(by_grads).sum((1, 2)))
         return torch.cat(shares)
 
     def factors(
@@ -248,15 +257,15 @@ class Outer(Term):
     def matrices(self) -> Tensor:
         """G_c = Σ_t d_ct a_tᵀ for every column, ``[B, g, K, O, I]``."""
         b, g, t, i = self.inputs.shape
-        k, o = len(self.grads), self.grads[0].shape[-1]
         if t == 1:
             return self.stacked().mT * self.inputs.unsqueeze(2)
+        k = len(self.grads)
+        o = self.grads[0].shape[-1]
         if k == 1:
-            left, right = self.grads[0].reshape(b * g, t, o), self.inputs.reshape(b * g, t, i)
-            return batch_product(left.mT.contiguous(), right).view(b, g, 1, o, i)
-        if self.grads[0].stride(-1) == 1:  # side by side as they are; of images, positions are last
+            left = self.grads[0].reshape(b * g, t, o).mT.contiguous()
+        elif self.grads[0].stride(-1) == 1:
             left = torch.stack(self.grads, dim=3).reshape(b * g, t, k * o).mT
-        else:
+        else:  # positions are last in memory, as of images
             left = torch.stack([d.mT for d in self.grads], dim=2).reshape(b * g, k * o, t)
         return batch_product(left, self.inputs.reshape(b * g, t, i)).view(b, g, k, o, i)
 
@@ -274,24 +283,25 @@ class Outer(Term):
     def second_moments(self, *, padded: bool = False) -> tuple[Tensor, Tensor]:
         """Σ a aᵀ (with a 1 joined to a for the bias) and Σ d dᵀ: ``[g, I', I']``, ``[g, O, O]``.
 
-        Sums run over examples and positions, and over columns for d. ``padded`` leaves positions
-        out on which no column depends, so that padding does not count.
+        Sums run over examples and positions, and over columns for d. ``padded`` leaves out
+        positions on which no column depends, so that padding does not count.
         """
         _, g, _, i = self.inputs.shape
         a = self.inputs.transpose(0, 1).reshape(g, -1, i)
-        one = a.new_ones(*a.shape[:-1], 1)
+        ones = a.new_ones(*a.shape[:-1], 1)
         if padded:
             used = torch.stack([(d != 0).any(-1).any(1) for d in self.grads]).any(0)  # [B, T]
-            one = one * used.reshape(1, -1, 1)
-            a = a * one
-        if self.bias is not None:
-            a = torch.cat([a, one], dim=-1)
+            ones = ones * used.reshape(1, -1, 1)
+            a = a * ones
         if self.weight is None:
-            a = a[..., -1:]
-        right = product(a.mT, a)
-        parts = (part.movedim(2, 0).flatten(1, 3) for part in _together(self.grads))
-        left = sum((product(m.mT, m) for m in parts), start=a.new_zeros(()))
-        return right, left
+            a = ones
+        elif self.bias is not None:
+            a = torch.cat([a, ones], dim=-1)
+        left = a.new_zeros(())
+        for part in _together(self.grads):
+            d = part.movedim(2, 0).flatten(1, 3)
+            left = left + product(d.mT, d)
+        return product(a.mT, a), left
 
 
 def weighted_gram(
@@ -315,27 +325,39 @@ def weighted_gram(
 
 
 def gram_numbers(layout: MatrixShape, t: int, k: int) -> float:
-    """Numbers that :func:`weighted_gram` holds per example for t positions and k columns."""
-    g, o, i = layout.groups, layout.rows, layout.columns
+    """Numbers that :func:`weighted_gram` needs per example for t positions and k columns."""
+    g = layout.groups
+    o = layout.rows
+    i = layout.columns
     if t == 1:
         return 2.5 * k * g * o
-    return 2.5 * min(k * g * o * i, max(BLOCK if k == 1 else EXPLICIT, k * g * i))
+    block = BLOCK if k == 1 else EXPLICIT
+    return 2.5 * min(k * g * o * i, max(block, k * g * i))
 
 
 def _blocks(term: Outer) -> Iterator[tuple[slice, slice, Tensor]]:
-    """G_c ``[b, g, K, rows, I]`` of some examples and some of its rows, small enough to be used
-    while it is in the cache; of several columns, as many rows as a bound for each example says.
-    What belongs to these rows stays there for all examples."""
-    b, g, t, i = term.inputs.shape
-    k, o = len(term.grads), term.grads[0].shape[-1]
+    """G_c ``[b, g, K, rows, I]`` of some examples and some rows, so small that it is used while it
+    is in the cache.
+
+    Whatever belongs to these rows stays in the cache for all examples. Of several columns, the
+    number of rows follows from a bound for each example.
+    """
+    n_examples, g, t, i = term.inputs.shape
+    k = len(term.grads)
+    o = term.grads[0].shape[-1]
     if k == 1:
-        some, held = BLOCK // (g * o * i), BLOCK
+        examples_at_once = BLOCK // (g * o * i)
+        numbers = BLOCK
     else:
-        some, held = STACKED // (g * k * t * o), EXPLICIT
-    for rows in slices(o, held // (k * g * i)):
+        examples_at_once = STACKED // (g * k * t * o)
+        numbers = EXPLICIT
+    for rows in slices(o, numbers // (k * g * i)):
         block = term.rows(rows)
-        for examples in slices(b, some):
-            yield examples, rows, (block if some >= b else block.part(examples)).matrices()
+        if examples_at_once >= n_examples:
+            yield slice(0, n_examples), rows, block.matrices()
+            continue
+        for examples in slices(n_examples, examples_at_once):
+            yield examples, rows, block.part(examples).matrices()
 
 
 def _one_position_gram(
@@ -343,23 +365,32 @@ def _one_position_gram(
 ) -> Tensor:
     """Σ_o (d_c U)_o s_o (d_c' U)_o from s ``[B, g, O]``, which is overwritten, and U ``[O, O]``."""
     if term.alike is not None and scale.shape[1] == 1:
-        rows = term.alike[:, 0]  # [K, O]
-        unit = torch.equal(rows, torch.eye(*rows.shape, dtype=rows.dtype, device=rows.device))
-        if left is None and unit:
-            if into is None:
-                return torch.diag_embed(scale.squeeze(1))
-            into.diagonal(dim1=1, dim2=2).add_(scale.squeeze(1))
-            return into
-        turned = rows if left is None else left if unit else rows @ left
-        half = turned * scale.sqrt_()
-        return added_bmm(into, half, half.mT)
+        return _alike_gram(term.alike[:, 0], scale, left, into)
     scale = scale.unsqueeze(2)
     if len(term.grads) == 1:
         d = term.grads[0] if left is None else term.grads[0] @ left
         return added(into, (d.square() * scale).sum((1, 2, 3)).view(-1, 1, 1))
-    half = torch.stack(term.grads)
-    half = half if left is None else product(half, left)
-    half = half.mul_(scale.sqrt_()).flatten(2).transpose(0, 1)
+    d = torch.stack(term.grads)
+    if left is not None:
+        d = product(d, left)
+    half = d.mul_(scale.sqrt_()).flatten(2).transpose(0, 1)
+    return added_bmm(into, half, half.mT)
+
+
+def _alike_gram(columns: Tensor, scale: Tensor, left: Tensor | None, into: Tensor | None) -> Tensor:
+    """The same for columns d_c ``[K, O]`` that all examples share, and s ``[B, 1, O]``."""
+    unit = torch.eye(*columns.shape, dtype=columns.dtype, device=columns.device)
+    is_unit = torch.equal(columns, unit)
+    if left is not None:
+        turned = left if is_unit else columns @ left
+    elif not is_unit:
+        turned = columns
+    elif into is None:
+        return torch.diag_embed(scale.squeeze(1))
+    else:
+        into.diagonal(dim1=1, dim2=2).add_(scale.squeeze(1))
+        return into
+    half = turned * scale.sqrt_()
     return added_bmm(into, half, half.mT)
 
 
@@ -378,46 +409,51 @@ def _row_scale(term: Outer, weight: Tensor | None, bias: Tensor | None) -> Tenso
         assert bias is not None
         return bias.expand(len(a), *bias.shape).clone()
     if len(weight) == 1:
-        scale = _by_rows(a.squeeze(1), weight[0], CACHED, torch.square).unsqueeze(1)
-        return scale if bias is None else scale.add_(bias)
-    scale = torch.einsum("bgi,goi->bgo", a.square(), weight)
-    return scale if bias is None else scale + bias
+        scale = _squares_times(a.squeeze(1), weight[0], CACHED, torch.square).unsqueeze(1)
+    else:
+        scale = torch.einsum("bgi,goi->bgo", a.square(), weight)
+    return scale if bias is None else scale.add_(bias)
 
 
-def _by_rows(
+def _squares_times(
     a: Tensor, variance: Tensor, numbers: int, squared: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """``squared(a) @ varianceᵀ``, so many numbers at a time: what is squared stays in the cache."""
+    """``squared(a) @ varianceᵀ``, so many numbers at a time: the squares stay in the cache."""
     products = a.new_empty(len(a), len(variance))
-    rows = max(64, numbers // a.shape[-1])
-    for part, out in zip(a.split(rows), products.split(rows), strict=True):
-        out.copy_(product(squared(part), variance.mT))
+    n_rows = max(64, numbers // a.shape[-1])
+    for rows, into in zip(a.split(n_rows), products.split(n_rows), strict=True):
+        into.copy_(product(squared(rows), variance.mT))
     return products
 
 
 def rotated_gram(term: Outer, basis: Basis, variance: Tensor, into: Tensor | None = None) -> Tensor:
     """⟨U_Gᵀ G_c U_A ∘ σ², U_Gᵀ G_c' U_A⟩ with σ² ``[g, O, I']``, ``[B, K, K]``."""
     if term.positions == 1 and term.weight is not None and len(basis.right) == 1:
-        right, i = basis.right[0], term.inputs.shape[-1]
-
-        def squared(part: Tensor) -> Tensor:
-            if len(right) == i:
-                return product(part, right).square_()
-            return product(part, right[:-1], right[-1]).square_()
-
-        rows = term.inputs.reshape(-1, i)
-        scale = _by_rows(rows, variance[0], TURNED, squared).unsqueeze(1)
+        scale = _rotated_row_scale(term.inputs, basis.right[0], variance[0])
         left = None if basis.left is None else basis.left[0]
         return _one_position_gram(term, scale, left, into)
-    b, k = term.n_examples, term.n_columns
-    some = max(1, STACKED // (k * term.grads[0][0].numel()))
-    if k > 1 and term.positions > 1 and some < b:
-        parts = (term.part(examples) for examples in slices(b, some))
+    n_examples = term.n_examples
+    k = term.n_columns
+    size = max(1, STACKED // (k * term.grads[0][0].numel()))
+    if k > 1 and term.positions > 1 and size < n_examples:
+        parts = (term.part(examples) for examples in slices(n_examples, size))
         return added(into, torch.cat([rotated_gram(part, basis, variance) for part in parts]))
     turned = rotated(term, basis)
     if isinstance(turned, Outer):
         return weighted_gram(turned, variance, None, into)
     return added(into, flat_gram(turned, variance.unsqueeze(1)))
+
+
+def _rotated_row_scale(inputs: Tensor, right: Tensor, variance: Tensor) -> Tensor:
+    """Σ_i σ²_oi (U_Aᵀ a)_i² for terms of one position, ``[B, 1, O]``; U_A has one more row than a
+    where a bias is joined."""
+    i = inputs.shape[-1]
+    bias = right[-1] if len(right) > i else None
+
+    def squared(rows: Tensor) -> Tensor:
+        return product(rows, right[:i], bias).square_()
+
+    return _squares_times(inputs.reshape(-1, i), variance, TURNED, squared).unsqueeze(1)
 
 
 def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
@@ -426,16 +462,16 @@ def flat_gram(columns: Tensor, variance: Tensor) -> Tensor:
     Overwrites ``columns``.
     """
     if columns.shape[2] == 1:
-        each = variance.expand(columns.shape[1], 1, *columns.shape[3:]).reshape(-1)
-        return (columns.square_().flatten(1) @ each).view(-1, 1, 1)
+        weights = variance.expand(columns.shape[1], 1, *columns.shape[3:]).reshape(-1)
+        return (columns.square_().flatten(1) @ weights).view(-1, 1, 1)
     flat = columns.mul_(variance.sqrt()).transpose(1, 2).flatten(2)
     return torch.bmm(flat, flat.mT)
 
 
 def _add_position_squares(a: Tensor, squares: Tensor, into: Tensor) -> None:
-    """Add Σ_i d_i² a_iᵀ² to ``into``, ``[g, O, I]``, of one position, from d² ``[B, g, 1, O]``.
+    """Add Σ_i d_i² a_iᵀ² to ``into``, ``[g, O, I]``, for one position, from d² ``[B, g, 1, O]``.
 
-    The squares of a are made of some examples at a time: they stay in the cache.
+    The inputs of some examples at a time are squared: these stay in the cache.
     """
     g, o, i = into.shape
     sums = a.new_zeros(g, o, i)
@@ -451,45 +487,73 @@ def rotated(term: Outer, basis: Basis) -> Outer | Tensor:
     Rotates a and d, giving an :class:`Outer`, or G itself, giving ``[B, g, K, O, I']``: whichever
     multiplies less. U_A has one more row than a where a bias is joined.
     """
-    _, _, t, i = term.inputs.shape
-    right, left = basis.right, basis.left
-    k, (g, o, joint) = len(term.grads), basis.shape
-    before = t * i * joint + k * t * o * o
-    after = k * o * joint * (joint + o)
-    if t > 1 and (after < before or term.weight is None):
+    if _rotates_matrices(term, basis):
         matrices = term.joint_matrices()
-        matrices = matrices if left is None else left.mT.unsqueeze(1) @ matrices
-        return matrices @ right.unsqueeze(1)
+        if basis.left is not None:
+            matrices = basis.left.mT.unsqueeze(1) @ matrices
+        return matrices @ basis.right.unsqueeze(1)
+    joint = Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape))
+    return Outer(joint, _rotated_inputs(term, basis.right), _rotated_grads(term, basis.left))
+
+
+def _rotates_matrices(term: Outer, basis: Basis) -> bool:
+    """Whether G itself takes fewer multiplications to rotate than a and d."""
+    t = term.positions
+    if t == 1:
+        return False
     if term.weight is None:
-        a = right[:, :1].unsqueeze(0).expand(len(term.inputs), -1, t, -1)
-    elif g == 1 and t > 1 and term.inputs.stride(-1) > 1:  # patches: positions last, not copied
-        turn = right[:, :i].mT.contiguous().expand(len(term.inputs), -1, -1)
-        a = batch_product(turn, term.inputs.squeeze(1).mT)
-        a = (a if joint == i else a.add_(right[0, -1].unsqueeze(1))).mT.unsqueeze(1)
-    elif g == 1:
-        flat = term.inputs.reshape(-1, i)
-        bias = None if joint == i else right[0, -1]
-        a = product(flat, right[0, :i], bias)
-        a = a.view(*term.inputs.shape[:-1], joint)
-    else:
+        return True
+    _, o, joint = basis.shape
+    k = len(term.grads)
+    of_factors = t * term.inputs.shape[-1] * joint + k * t * o * o
+    of_matrices = k * o * joint * (joint + o)
+    return of_matrices < of_factors
+
+
+def _rotated_inputs(term: Outer, right: Tensor) -> Tensor:
+    """U_Aᵀ a ``[B, g, T, I']``; U_A has one more row than a where a bias is joined."""
+    n_examples, _, t, i = term.inputs.shape
+    g, _, joint = right.shape
+    has_bias = joint > i
+    if term.weight is None:
+        return right[:, :1].unsqueeze(0).expand(n_examples, -1, t, -1)
+    if g > 1:
         a = term.inputs @ right[:, :i]
-        a = a if joint == i else a + right[:, -1:]
+        return a + right[:, -1:] if has_bias else a
+    if t > 1 and term.inputs.stride(-1) > 1:  # patches, with positions last, are not copied
+        turn = right[:, :i].mT.contiguous().expand(n_examples, -1, -1)
+        a = batch_product(turn, term.inputs.squeeze(1).mT)
+        if has_bias:
+            a += right[0, -1].unsqueeze(1)
+        return a.mT.unsqueeze(1)
+    bias = right[0, -1] if has_bias else None
+    a = product(term.inputs.reshape(-1, i), right[0, :i], bias)
+    return a.view(*term.inputs.shape[:-1], joint)
+
+
+def _rotated_grads(term: Outer, left: Tensor | None) -> list[Tensor]:
+    """U_Gᵀ d, column by column."""
     if left is None:
-        d = term.grads
-    elif t == g == 1:
-        d = [x for part in _together(term.grads) for x in product(part, left[0]).unbind()]
-    elif g == 1 and term.grads[0].stride(-1) == 1:
-        d = [product(grad.reshape(-1, o), left[0]).view(grad.shape) for grad in term.grads]
-    else:
-        d = [grad @ left for grad in term.grads]
-    return Outer(Joint(basis.key, None, MatrixShape(*basis.shape, basis.shape)), a, d)
+        return term.grads
+    if len(left) > 1:
+        return [d @ left for d in term.grads]
+    if term.positions == 1:
+        parts = [product(part, left[0]) for part in _together(term.grads)]
+        return [d for part in parts for d in part.unbind()]
+    if term.grads[0].stride(-1) == 1:
+        o = left.shape[-1]
+        return [product(d.reshape(-1, o), left[0]).view(d.shape) for d in term.grads]
+    return [d @ left for d in term.grads]
 
 
 def keeps_factors(term: Outer, r: int) -> bool:
     """Whether Σ_t d_tᵀ U a_t takes less, for r of U, than forming G and multiplying it with U."""
-    t, k, o, i = term.positions, len(term.grads), term.layout.rows, term.layout.columns
     if term.weight is None:
         return False
+    t = term.positions
+    k = len(term.grads)
+    o = term.layout.rows
+    i = term.layout.columns
     if k > 1:
         return t * r * (i + k) <= k * r * i + k * t * i
     return t * r * (o * i + min(o, i)) <= t * o * i + SKINNY * r * o * i
@@ -500,33 +564,39 @@ def factored_products(
 ) -> Tensor:
     """Σ_t d_ctᵀ (U_k a_t), ``[B, K, r]``; of one column, the longer side is summed over first."""
     assert term.weight is not None
-    a, d, dtype = term.inputs, term.stacked(), term.inputs.dtype
-    swapped = len(term.grads) == 1 and d.shape[-1] > a.shape[-1]
-    if swapped:
-        a, d = d.squeeze(2), a.unsqueeze(2)
+    a = term.inputs
+    d = term.stacked()
+    is_swapped = len(term.grads) == 1 and d.shape[-1] > a.shape[-1]
+    if is_swapped:
+        a = d.squeeze(2)
+        d = term.inputs.unsqueeze(2)
     b, g, k, t, o = d.shape
-    r = len(stack[term.weight])
     a = a.transpose(0, 1).reshape(g, b * t, -1)
-    shares = d.new_empty(b, k, r)
-    copied = scale is not None or stack[term.weight].dtype != dtype
-    size = min(HELD if copied or k > 1 else HELD // 4, room or HELD) // (g * b * t * o)
-    if copied or swapped:
-        size = min(size, min(HELD, room or HELD) // stack[term.weight].shape[1:].numel())
-    for at in slices(r, size):
-        taken_up = taken(stack, term.weight, at, dtype, scale)
-        u = term.layout.matrix(taken_up.view(-1, *term.layout.shape))
-        u = (u.mT if swapped else u).transpose(0, 1).reshape(g, -1, a.shape[-1])
-        x = product(a, u.mT)
-        if term.bias is not None and not swapped:
-            bias = taken(stack, term.bias, at, dtype, scale).view(-1, g, o)
+    u = stack[term.weight]
+    shares = d.new_empty(b, k, len(u))
+    is_copied = scale is not None or u.dtype != d.dtype
+    numbers = min(HELD, room or HELD)
+    if not is_copied and k == 1:
+        numbers = min(HELD // 4, room or HELD)
+    size = numbers // (g * b * t * o)
+    if is_copied or is_swapped:
+        size = min(size, min(HELD, room or HELD) // u.shape[1:].numel())
+    for at in slices(len(u), size):
+        rows = scaled_rows(stack, term.weight, at, d.dtype, scale)
+        matrices = term.layout.matrix(rows.view(-1, *term.layout.shape))
+        if is_swapped:
+            matrices = matrices.mT
+        x = product(a, matrices.transpose(0, 1).reshape(g, -1, a.shape[-1]).mT)
+        if term.bias is not None and not is_swapped:
+            bias = scaled_rows(stack, term.bias, at, d.dtype, scale).view(-1, g, o)
             x += bias.transpose(0, 1).reshape(g, 1, -1)
         x = x.view(g, b, t, -1, o)
         if g == t == 1:
             shares[..., at] = torch.bmm(d[:, 0, :, 0], x[0, :, 0].mT)
         else:
             shares[..., at] = torch.einsum("gbtro,bgkto->bkr", x, d)
-    if term.bias is not None and swapped:
-        bias = taken(stack, term.bias, slice(None), dtype, scale)
+    if term.bias is not None and is_swapped:
+        bias = scaled_rows(stack, term.bias, slice(None), d.dtype, scale)
         shares += term._bias_grads().transpose(1, 2).flatten(2) @ bias.mT
     return shares
 
@@ -538,22 +608,25 @@ def explicit_products(
     scale: Mapping[str, Tensor] | None,
     room: int | None,
 ) -> Tensor:
-    """⟨G_ic, U_k⟩, ``[B, K, r]``: G of some rows is made once, for all U."""
+    """⟨G_ic, s ∘ U_k⟩, ``[B, K, r]``: G of some rows is made once, for all U."""
     assert term.weight is not None
     b, g, _, i = term.inputs.shape
-    k, o = len(term.grads), term.layout.rows
+    k = len(term.grads)
     u = term.layout.matrix(stack[term.weight])
     s = None if scale is None else term.layout.matrix(scale[term.weight]).to(dtype)
     shares = term.inputs.new_zeros(b * k, len(u), dtype=dtype)
     for examples in slices(b, b if room is None else room // (2 * k * g * i)):
-        part, into = term.part(examples), shares[examples.start * k : examples.stop * k]
-        size = (len(into) + len(u)) * g * i
-        for rows in slices(o, min(4 * BLOCK, room or 4 * BLOCK) // size):
-            made = part.rows(rows).matrices().transpose(1, 2).reshape(len(into), -1)
+        part = term.part(examples)
+        into = shares[examples.start * k : examples.stop * k]
+        numbers_per_row = (len(into) + len(u)) * g * i
+        for rows in slices(term.layout.rows, min(4 * BLOCK, room or 4 * BLOCK) // numbers_per_row):
+            gradients = part.rows(rows).matrices().transpose(1, 2).reshape(len(into), -1)
             block = u[:, :, rows].to(dtype)
-            block = block if s is None else block * s[:, rows]
-            into.addmm_(made.to(dtype), block.reshape(len(u), -1).mT)
+            if s is not None:
+                block = block * s[:, rows]
+            into.addmm_(gradients.to(dtype), block.reshape(len(u), -1).mT)
     if term.bias is not None:
-        bias = taken(stack, term.bias, slice(None), dtype, scale)
-        shares.addmm_(term._bias_grads().to(dtype).transpose(1, 2).reshape(b * k, -1), bias.mT)
+        bias = scaled_rows(stack, term.bias, slice(None), dtype, scale)
+        bias_grads = term._bias_grads().to(dtype).transpose(1, 2).reshape(b * k, -1)
+        shares.addmm_(bias_grads, bias.mT)
     return shares.view(b, k, -1)

@@ -1,8 +1,8 @@
 """A recorded chunk read into terms: every parameter's gradients, by the way its plan chose.
 
-What a plan learned on a handful of examples is held against every chunk: a layer that sees other
-shapes than the plan expects (experts that a router fills, say) is differentiated through the whole
-model for that chunk, one example at a time, rather than misread.
+A plan is learned on a handful of examples and checked against every chunk. A layer that sees other
+shapes than the plan expects (experts that a router fills, say) is not misread: it is differentiated
+through the whole model for that chunk, one example at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and out
 
 @dataclass
 class WithoutRule:
-    """Parameters that no layer rule reads, and the seconds of their gradients, until they are
-    named."""
+    """Parameters that no layer rule reads, and how many seconds their gradients take, until a
+    warning names them."""
 
     names: set[str] = field(default_factory=set)
     seconds: float = 0.0
@@ -48,12 +48,12 @@ class WithoutRule:
         self.seconds += _clock(device) - start
         self.names.update(names)
 
-    def warn(self, whole: float) -> None:
-        """Name them once, with their share of the ``whole`` seconds of a sweep."""
+    def warn(self, sweep: float) -> None:
+        """Name them once, with their share of the seconds of a sweep."""
         if self.named or not self.names:
             return
         self.named = True
-        share = min(1.0, self.seconds / max(whole, 1e-9))
+        share = min(1.0, self.seconds / max(sweep, 1e-9))
         warnings.warn(
             f"no layer rule reads {some(sorted(self.names))}: their gradients, by torch.func, took "
             f"{share:.0%} of a sweep's time",
@@ -62,7 +62,7 @@ class WithoutRule:
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, once a GPU has done what it was given."""
+    """Seconds, after a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -79,15 +79,15 @@ class Plan:
     floats: Callable[..., float]  # K columns → numbers held per example
     outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
     numbers: float = 0.0  # in the data of one example of the probe
-    routes: bool = False  # whether rows of examples are picked and put on the way to the outputs
+    routes: bool = False  # whether rows of examples change places on the way to the outputs
     without_rule: WithoutRule = field(default_factory=WithoutRule)
 
     def chunk_size(
         self, columns: int, budget: int, itemsize: int, n_data: int, *, by_parts: bool = False
     ) -> int:
         """Examples per chunk so that the working memory stays within ``budget`` bytes."""
-        one = itemsize * max(1.0, self.floats(columns, by_parts=by_parts))
-        return int(max(1, min(n_data, budget // one)))
+        bytes_per_example = itemsize * max(1.0, self.floats(columns, by_parts=by_parts))
+        return int(max(1, min(n_data, budget // bytes_per_example)))
 
     def head_of(self, recording: Recording) -> str | None:
         """The weight of the linear layer whose outputs are the model's, one row an example; None
@@ -119,66 +119,89 @@ class Plan:
     ) -> list[Term]:
         """G_ic of every unit for these cotangents, each parameter in exactly one term."""
         grads = recording.backward(cotangents, last=last and not self.routes)
-        values = {**{n: p.detach() for n, p in task.model.named_parameters()}, **params}
-        canonical = names_of(task.model)
-        terms: list[Term] = []
-        alone = set(self.whole_model)
+        values = values_of(task, params)
+        terms, unread = self._read(task, values, recording.visits, grads, len(indices))
+        unread.update(self.whole_model)
         if self.routes:
-            alone |= self._misplaced(recording, cotangents[0], grads)
-        loose = any(visit.unit.rule is None for visit in recording.visits)  # they are run again
-        running = task.evaluation() if loose else nullcontext()
-        with torch.inference_mode(False), torch.no_grad(), running:
-            for visit, visited in zip(recording.visits, grads, strict=True):
-                axes = self.axes_of(visit, len(indices))
-                if axes is None:
-                    alone.update(visit.unit.names.values())
-                    continue
-                names = visit.unit.names.values()
-                slow = visit.unit.rule is None
-                timed = self.without_rule.timed(names, task.device) if slow else nullcontext()
-                try:
-                    with timed:
-                        terms += read(canonical, values, visit, axes, visited, len(indices))
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError:  # a module that does not run by itself: it keeps state
-                    if not slow:
-                        raise
-                    alone.update(names)
-        result = []
+            unread |= self._misplaced(recording, cotangents[0], grads)
+        result: list[Term] = []
         for term in merged(terms):
-            if alone.isdisjoint(term.names):
+            if unread.isdisjoint(term.names):
                 result.append(term)
             else:
-                alone.update(term.names)
-        if alone:
-            with self.without_rule.timed(alone, task.device):
-                result.append(task_columns(task, values, sorted(alone), indices, cotangents))
+                unread.update(term.names)
+        if unread:
+            with self.without_rule.timed(unread, task.device):
+                result.append(task_columns(task, values, sorted(unread), indices, cotangents))
         return result
+
+    def _read(
+        self,
+        task: Task,
+        values: Mapping[str, Tensor],
+        visits: list[Visit],
+        grads: list[list[list[Tensor]]],
+        batch: int,
+    ) -> tuple[list[Term], set[str]]:
+        """The terms of all visits, and the names of parameters whose visits cannot be read."""
+        canonical = names_of(task.model)
+        runs_modules_again = any(visit.unit.rule is None for visit in visits)
+        mode = task.evaluation() if runs_modules_again else nullcontext()
+        terms: list[Term] = []
+        unread: set[str] = set()
+        with torch.inference_mode(False), torch.no_grad(), mode:
+            for visit, columns in zip(visits, grads, strict=True):
+                share = self._read_visit(canonical, values, visit, columns, batch)
+                if share is None:
+                    unread.update(visit.unit.names.values())
+                else:
+                    terms += share
+        return terms, unread
+
+    def _read_visit(
+        self,
+        canonical: Mapping[int, str],
+        values: Mapping[str, Tensor],
+        visit: Visit,
+        grads: list[list[Tensor]],
+        batch: int,
+    ) -> list[Term] | None:
+        axes = self.axes_of(visit, batch)
+        if axes is None:
+            return None
+        if visit.unit.rule is not None:
+            return read(canonical, values, visit, axes, grads, batch)
+        names = visit.unit.names.values()
+        device = next(iter(values.values())).device
+        try:
+            with self.without_rule.timed(names, device):
+                return read(canonical, values, visit, axes, grads, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a module that does not run by itself: it keeps state
+            return None
 
     def _misplaced(
         self, recording: Recording, cotangent: Tensor, grads: list[list[list[Tensor]]]
     ) -> set[str]:
-        """The names of layers with a row that is not of the example that its place says.
+        """The names of layers with a row that belongs to another example than its place says.
 
         Where every example's cotangent is multiplied by a number of its own, so must be the
-        gradients of its rows: one backward pass more.
+        gradients of its rows. This takes one more backward pass.
         """
         batch = len(cotangent)
         steps = torch.arange(batch, dtype=torch.float64) * 0.6180339887498949
-        scales = (1 + steps.frac()).to(cotangent)
-        lead = scales.view(batch, *[1] * (cotangent.ndim - 1))
-        scaled = recording.backward([cotangent * lead])
+        factors = (1 + steps.frac()).to(cotangent)
+        by_example = factors.view(batch, *[1] * (cotangent.ndim - 1))
+        scaled_grads = recording.backward([cotangent * by_example])
+        tolerance = rounding(recording.outputs) ** 0.6
         names: set[str] = set()
-        near = rounding(recording.outputs) ** 0.6
-        for visit, before, after in zip(recording.visits, grads, scaled, strict=True):
+        for visit, before, after in zip(recording.visits, grads, scaled_grads, strict=True):
             axes = self.axes_of(visit, batch)
-            for axis, (g, *_), (h,) in zip(axes[1] if axes else [], before, after, strict=False):
-                rows = axis.first(g, batch).reshape(batch * axis.repeats, -1)
-                rows = rows * scales.repeat_interleave(axis.repeats).unsqueeze(1)
-                gap = axis.first(h, batch).reshape(rows.shape) - rows
-                bound = near * torch.linalg.vector_norm(rows, dim=1)
-                if bool((torch.linalg.vector_norm(gap, dim=1) > bound).any()):
+            if axes is None:
+                continue
+            for axis, columns, (scaled,) in zip(axes[1], before, after, strict=False):
+                if not _scales_by_example(axis, columns[0], scaled, factors, tolerance):
                     names.update(visit.unit.names.values())
         return names
 
@@ -188,17 +211,39 @@ class Plan:
         A call beyond those that the plan saw (a loop over longer sequences) is read as the last
         one that it did see.
         """
-        known = (self.axes.get((visit.unit.path, o)) for o in range(visit.occurrence, -1, -1))
-        axes = next((a for a in known if a is not None), None)
-        if visit.stale or axes is None:
+        path = visit.unit.path
+        occurrences = range(visit.occurrence, -1, -1)
+        last_seen = next((o for o in occurrences if (path, o) in self.axes), None)
+        if visit.stale or last_seen is None:
             return None
+        axes = self.axes[path, last_seen]
         leaves = [*tree_leaves((visit.args, visit.kwargs)), *visit.outputs]
-        layout = [*axes[0], *axes[1]]
-        fits = len(leaves) == len(layout) and all(
+        expected = [*axes[0], *axes[1]]
+        if len(leaves) != len(expected):
+            return None
+        fits = all(
             axis is None or (isinstance(leaf, Tensor) and axis.fits(leaf, batch))
-            for leaf, axis in zip(leaves, layout, strict=True)
+            for leaf, axis in zip(leaves, expected, strict=True)
         )
         return axes if fits else None
+
+
+def _scales_by_example(
+    axis: Axis, before: Tensor, after: Tensor, factors: Tensor, tolerance: float
+) -> bool:
+    """Whether the rows of every example, and no others, were multiplied by its factor."""
+    batch = len(factors)
+    rows = axis.first(before, batch).reshape(batch * axis.repeats, -1)
+    expected = rows * factors.repeat_interleave(axis.repeats).unsqueeze(1)
+    gap = axis.first(after, batch).reshape(rows.shape) - expected
+    bound = tolerance * torch.linalg.vector_norm(expected, dim=1)
+    return not bool((torch.linalg.vector_norm(gap, dim=1) > bound).any())
+
+
+def values_of(task: Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of all the model's parameters by name, these ones in place of its own."""
+    values = {name: p.detach() for name, p in task.model.named_parameters()}
+    return {**values, **params}
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -214,14 +259,25 @@ def read(
     grads: list[list[Tensor]],
     batch: int,
 ) -> list[Term]:
-    """G_ic of one visited unit, by its rule or by ``torch.func``; ``grads``: [leaf][column]."""
+    """G_ic of one visited unit, by its rule or by ``torch.func``.
+
+    ``canonical``: names of parameters by id; ``grads``: ``[output leaf][column]``.
+    """
     unit = visit.unit
     if unit.rule is None:
         places = {a: canonical[id(p)] for a, p in parameter_places(unit.module).items()}
         return [module_columns(visit, values, places, axes, grads, batch)]
-    axis = axes[0][0]
-    assert axis is not None
-    own = {a: values[n] for a, n in unit.names.items()}
-    where = (batch, axis, axes[1][0])
-    call = Call(unit.module, visit.args, visit.kwargs, *where, unit.names, own, grads)
+    (input_axis, *_), (output_axis, *_) = axes
+    assert input_axis is not None
+    call = Call(
+        module=unit.module,
+        args=visit.args,
+        kwargs=visit.kwargs,
+        batch=batch,
+        input_axis=input_axis,
+        output_axis=output_axis,
+        names=unit.names,
+        values={attribute: values[name] for attribute, name in unit.names.items()},
+        every_grad=grads,
+    )
     return unit.rule(call, grads[0])

@@ -1,16 +1,17 @@
 """Layer inputs and output gradients of one batch, caught by hooks on the layers that matter.
 
-The forward pass runs at detached parameters, so that the backward passes go no deeper than the
+The forward pass runs at detached parameters. The backward passes therefore go no deeper than the
 first layer of interest and never form a weight gradient.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ MOST = 4096  # examples of tensors in one pass
 SMALL = 64 * 2**20  # bytes that autograd may hold for them
 TF32 = 2.0**-10  # its eps
 
+SharedOutputs = frozenset[tuple[str, int, int]]  # path of a unit, occurrence, floating output leaf
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -40,33 +43,6 @@ class Unit:
     module: nn.Module
     names: dict[str, str]  # attribute (its own name for an adopted parameter) → canonical name
     rule: Rule | None  # None: torch.func on this module alone
-
-
-def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
-    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
-
-    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
-    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
-
-    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
-    tensor([False,  True])
-    """
-    some = torch.zeros(batch, dtype=torch.bool)
-    for grad in grads:
-        some = (grad != 0).reshape(batch, -1).any(1).to(some.device) | some
-        if bool(some.all()) or grad.numel() == batch:
-            return torch.ones_like(some)
-    return some if bool(some.any()) else ~some
-
-
-def warn_of_uncounted(counts: Tensor) -> bool:
-    """Say that the loss is taken for a mean over the other examples."""
-    warnings.warn(
-        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
-        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
-        stacklevel=3,
-    )
-    return True
 
 
 @dataclass
@@ -81,6 +57,10 @@ class Visit:
     edges: list[Any]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     stale: bool = False  # the input was overwritten in place after the layer read it
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.unit.path, self.occurrence
 
     def settle(self) -> None:
         """Once the forward pass is over: let go of its graph, and note whether the input stands."""
@@ -110,96 +90,28 @@ class Recording:
     ) -> list[list[list[Tensor]]]:
         """Gradients at every visit's outputs: ``[visit][output leaf][column]``.
 
-        ``cotangents``: K tensors in the shape of the outputs; one backward pass each; the ``last``
-        lets go of what the forward pass kept for them.
+        Args:
+            cotangents: K tensors in the shape of the outputs, each for one backward pass.
+            last: whether the last pass frees what the forward pass saved for it.
         """
-        edges = [edge for visit in self.visits for edge in visit.edges]
         leaves = [leaf for visit in self.visits for leaf in visit.outputs]
         columns: list[list[Tensor]] = [[] for _ in leaves]
         for k, cotangent in enumerate(cotangents, start=1):
-            if edges and self.outputs.requires_grad:
-                kept = not last or k < len(cotangents)
-                grads = torch.autograd.grad(
-                    self.outputs, edges, cotangent, retain_graph=kept, allow_unused=True
-                )
-            else:
-                grads = [None] * len(leaves)
-            for column, grad, leaf in zip(columns, grads, leaves, strict=True):
-                column.append(torch.zeros_like(leaf) if grad is None else grad.detach())
-        by_visit, start = [], 0
-        for visit in self.visits:
-            by_visit.append(columns[start : start + len(visit.edges)])
-            start += len(visit.edges)
-        return by_visit
+            frees_graph = last and k == len(cotangents)
+            gradients = self._gradients(cotangent, retain_graph=not frees_graph)
+            for column, gradient, leaf in zip(columns, gradients, leaves, strict=True):
+                column.append(torch.zeros_like(leaf) if gradient is None else gradient.detach())
+        remaining = iter(columns)
+        return [[next(remaining) for _ in visit.edges] for visit in self.visits]
 
-
-def graph(outputs: Tensor) -> Iterator[Any]:
-    """Every operation that the outputs were made by."""
-    seen, waiting = set(), [outputs.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [parent for parent, _ in node.next_functions]
-
-
-def rounding(outputs: Tensor) -> float:
-    """The eps of the coarsest dtype on the way to the outputs: half precision, autocast, norms
-    that are taken in single precision inside of a double one, TF32 of a GPU's convolutions."""
-    kinds, coarse = {outputs.dtype}, 0.0
-    for node in graph(outputs):
-        kinds |= {m.dtype for m in getattr(node, "_input_metadata", ())}
-        if outputs.is_cuda and _rounds_convolutions() and "Convolution" in node.name():
-            coarse = TF32
-    return max(coarse, *(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point))
-
-
-def _rounds_convolutions() -> bool:
-    """Whether cuDNN takes TF32, by whichever of torch's settings there is."""
-    convolutions = getattr(torch.backends.cudnn, "conv", None)
-    if convolutions is None:  # torch < 2.9
-        return torch.backends.cudnn.allow_tf32
-    return convolutions.fp32_precision == "tf32"
-
-
-def fetched(task: Task, indices: Tensor) -> Any:
-    """The batch of these examples as tensors that autograd takes, also from inference mode."""
-    with torch.inference_mode(False):
-        return tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x,
-            task.fetch(indices),
+    def _gradients(self, cotangent: Tensor, *, retain_graph: bool) -> Sequence[Tensor | None]:
+        """One backward pass to all edges; None where the outputs do not depend on an edge."""
+        edges = [edge for visit in self.visits for edge in visit.edges]
+        if not edges or not self.outputs.requires_grad:
+            return [None] * len(edges)
+        return torch.autograd.grad(
+            self.outputs, edges, cotangent, retain_graph=retain_graph, allow_unused=True
         )
-
-
-def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
-    """Examples in one forward and backward pass over these: the task's batch; of tensors, whose
-    batches cost nothing to fetch, as many more as keep what autograd holds below SMALL bytes."""
-    size = task.batch_size
-    if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
-        return size
-    first, saved = indices[:size], SavedBytes(task, params)
-    with torch.enable_grad(), task.evaluation(), saved:
-        task.run(
-            fetched(task, first), {n: p.detach().requires_grad_() for n, p in params.items()}, first
-        )
-    return max(size, min(MOST, size * SMALL // max(1, saved.total)))
-
-
-def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None) -> Tensor:
-    """The examples (None: of all) that this rank visits, where several work together.
-
-    Raises:
-        InputError: more ranks than examples, or ranks with other weights or data.
-    """
-    order = torch.arange(task.n_data) if indices is None else indices
-    if ranks.count() == 1:
-        return order
-    ranks.check_enough(task.n_data)
-    example = tree_leaves(fetched(task, torch.zeros(1, dtype=torch.long)))
-    sizes = [x.double().norm() for x in example if isinstance(x, Tensor)]
-    sizes += [torch.linalg.vector_norm(p, dtype=torch.float64) for p in params.values()]
-    return ranks.share(order, task.n_data, *(float(size) for size in sizes))
 
 
 def record(
@@ -208,56 +120,74 @@ def record(
     batch: Any,
     units: Sequence[Unit],
     *,
-    shared: frozenset[tuple[str, int, int]] = frozenset(),
+    shared: SharedOutputs = frozenset(),
     size: int,
     indices: Tensor | None = None,
     shapes: bool = False,
 ) -> Recording:
-    """Run one batch and catch what the units saw; with ``shapes``, of what shape it was.
+    """Run one batch and catch what the units see.
 
-    ``shared`` names outputs ``(path, occurrence, floating leaf)`` that all examples share; they are
-    lifted to one row per example, so that each gets its own gradient.
+    Args:
+        shared: outputs that all examples share. They are lifted to one row per example, so that
+            each example gets its own gradient.
+        size: the number of examples in the batch.
+        shapes: whether only the shapes of what the units see are recorded.
 
     Raises:
         ModelError: the model fails, or does not return one row of outputs per example.
     """
-    visits: list[Visit] = []
-    counts: dict[str, int] = {}
-
-    def visit(unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        given = tree_leaves((args, kwargs))
-        leaves, spec = tree_flatten(output)
-        if any(map(inside_transform, (*given, *leaves))):
-            return output  # the model's own torch.func: its tensors mean nothing outside of it
-        occurrence = counts.get(unit.path, 0)
-        counts[unit.path] = occurrence + 1
-        outputs, edges = [], []
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                continue
-            if (unit.path, occurrence, len(outputs)) in shared:
-                leaf = lifted(leaf, size)
-            if not leaf.requires_grad:
-                start = leaf.detach().requires_grad_()
-                edges.append(get_gradient_edge(start))
-                leaf = start.clone()  # a later in-place operation must not touch a leaf
-            else:
-                edges.append(get_gradient_edge(leaf))
-            outputs.append(_shape(leaf))
-            leaves[position] = leaf
-        tensors = [t for t in given if isinstance(t, Tensor) and not t.is_inference()]
-        versions = [(t, t._version) for t in tensors]
-        if shapes:
-            args, kwargs, edges, versions = tree_map(_shape, (args, kwargs, [], []))
-        visits.append(Visit(unit, occurrence, args, kwargs, outputs, edges, versions))
-        return tree_unflatten(leaves, spec)
-
-    with torch.inference_mode(False), torch.enable_grad(), task.evaluation(), watched(units, visit):
-        outputs, targets = task.run(batch, params, indices)
+    recorder = _Recorder(shared, size, shapes)
+    with torch.inference_mode(False), torch.enable_grad(), watched(units, recorder.visit):
+        outputs, targets = task.at(params).run_batch(batch, indices)
     check_rows(outputs, size)
-    for seen in visits:
-        seen.settle()
-    return Recording(outputs, targets, visits)
+    for visit in recorder.visits:
+        visit.settle()
+    return Recording(outputs, targets, recorder.visits)
+
+
+@dataclass
+class _Recorder:
+    """Notes the units' calls in one forward pass, and where the backward pass meets them."""
+
+    shared: SharedOutputs
+    n_examples: int
+    shapes_only: bool
+    visits: list[Visit] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)  # by path
+
+    def visit(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note one call; returns the output with which the model goes on."""
+        inputs = tree_leaves((args, kwargs))
+        leaves, structure = tree_flatten(output)
+        if any(map(inside_transform, (*inputs, *leaves))):
+            return output  # the model's own torch.func: its tensors mean nothing outside of it
+        occurrence = self.calls[unit.path]
+        self.calls[unit.path] += 1
+        visit = Visit(unit, occurrence, args, kwargs, [], [])
+        for position, leaf in enumerate(leaves):
+            if is_floating(leaf):
+                leaves[position] = self._joined(visit, leaf)
+        if self.shapes_only:
+            visit.shrink()
+            visit.edges = []
+        else:
+            usable = [x for x in inputs if isinstance(x, Tensor) and not x.is_inference()]
+            visit.versions = [(tensor, tensor._version) for tensor in usable]
+        self.visits.append(visit)
+        return tree_unflatten(leaves, structure)
+
+    def _joined(self, visit: Visit, leaf: Tensor) -> Tensor:
+        """Add an output to its visit, with its place in autograd's graph."""
+        if (visit.unit.path, visit.occurrence, len(visit.outputs)) in self.shared:
+            leaf = lifted(leaf, self.n_examples)
+        if leaf.requires_grad:
+            visit.edges.append(get_gradient_edge(leaf))
+        else:
+            start = leaf.detach().requires_grad_()
+            visit.edges.append(get_gradient_edge(start))
+            leaf = start.clone()  # a later in-place operation must not touch a leaf
+        visit.outputs.append(_shape(leaf))
+        return leaf
 
 
 @contextmanager
@@ -274,6 +204,10 @@ def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def is_floating(leaf: Any) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
 def inside_transform(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
@@ -287,22 +221,120 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
+def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
+    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
+
+    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
+    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
+
+    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
+    tensor([False,  True])
+    """
+    nonzero = torch.zeros(batch, dtype=torch.bool)
+    for grad in grads:
+        nonzero = (grad != 0).reshape(batch, -1).any(1).to(nonzero.device) | nonzero
+        if bool(nonzero.all()) or grad.numel() == batch:
+            return torch.ones_like(nonzero)
+    return nonzero if bool(nonzero.any()) else ~nonzero
+
+
+def warn_of_uncounted(counts: Tensor) -> bool:
+    """Say that the loss is taken for a mean over the other examples."""
+    warnings.warn(
+        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
+        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
+        stacklevel=3,
+    )
+    return True
+
+
+def graph(outputs: Tensor) -> Iterator[Any]:
+    """Every operation that the outputs were made by."""
+    visited: set[Any] = set()
+    waiting: list[Any] = [outputs.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            waiting += [parent for parent, _ in node.next_functions]
+
+
+def rounding(outputs: Tensor) -> float:
+    """The eps of the coarsest dtype on the way to the outputs: half precision, autocast, norms
+    that are taken in single precision inside of a double one, TF32 of a GPU's convolutions."""
+    nodes = list(graph(outputs))
+    dtypes = {outputs.dtype}
+    for node in nodes:
+        dtypes |= {metadata.dtype for metadata in getattr(node, "_input_metadata", ())}
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    has_convolution = any("Convolution" in node.name() for node in nodes)
+    if has_convolution and outputs.is_cuda and _rounds_convolutions():
+        return max(TF32, coarsest)
+    return coarsest
+
+
+def _rounds_convolutions() -> bool:
+    """Whether cuDNN takes TF32, by whichever of torch's settings there is."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)
+    if convolutions is None:  # torch < 2.9
+        return torch.backends.cudnn.allow_tf32
+    return convolutions.fp32_precision == "tf32"
+
+
+def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
+    """Examples in one forward and backward pass over these: the task's batch size.
+
+    Batches of tensors cost nothing to fetch. Where there are several, one pass has as many examples
+    as keep what autograd saves below SMALL bytes.
+    """
+    size = task.batch_size
+    if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
+        return size
+    saved = SavedBytes(task, params)
+    with torch.enable_grad(), saved:
+        task.at(leaves_of(params)).run(indices[:size])
+    return max(size, min(MOST, size * SMALL // max(1, saved.total)))
+
+
+def leaves_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters as leaves of a graph of their own, with respect to which autograd
+    differentiates."""
+    return {name: p.detach().requires_grad_() for name, p in params.items()}
+
+
+def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None) -> Tensor:
+    """The examples (None: of all) that this rank visits, where several work together.
+
+    Raises:
+        InputError: more ranks than examples, or ranks with other weights or data.
+    """
+    order = torch.arange(task.n_data) if indices is None else indices
+    if ranks.count() == 1:
+        return order
+    ranks.check_enough(task.n_data)
+    example = tree_leaves(task.fetch(torch.zeros(1, dtype=torch.long)))
+    norms = [x.double().norm() for x in example if isinstance(x, Tensor)]
+    norms += [torch.linalg.vector_norm(p, dtype=torch.float64) for p in params.values()]
+    return ranks.share(order, task.n_data, *(float(norm) for norm in norms))
+
+
 class SavedBytes(saved_tensors_hooks):
-    """Counts what autograd saves inside, each place once, but for the model and its weights."""
+    """Counts the bytes that autograd saves inside, each place once, without the model's weights."""
 
     def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
-        own = [*task.model.parameters(), *task.model.buffers(), *params.values()]
-        self._weights = {t.untyped_storage().data_ptr() for t in own}
-        self._seen: dict[tuple[int, int], int] = {}
+        weights = [*task.model.parameters(), *task.model.buffers(), *params.values()]
+        self._weights = {t.untyped_storage().data_ptr() for t in weights}
+        self._bytes: dict[tuple[int, int], int] = {}
         super().__init__(self._pack, lambda x: x)
 
     @property
     def total(self) -> int:
-        return sum(self._seen.values())
+        return sum(self._bytes.values())
 
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._weights:
             # Of a slice of the data that slice; of an expanded tensor what is expanded.
-            self._seen[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
+            self._bytes[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
         return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever

@@ -1,8 +1,8 @@
 """Embeddings: the gradient of a table has rows for the ids that an example uses, and no others.
 
-A table that is the read-out as well (tied weights) has Σ_t d_t a_tᵀ on top. The two are added for
-the words that the example uses, and what the read-out says of those is taken out of d: words and
-rest then lie apart, so that squares and products of the whole are sums over the two.
+A table that is the read-out as well (tied weights) has Σ_t d_t a_tᵀ on top. For the words that the
+example uses, the read-out's share is added to the look-up's and removed from d. The two terms then
+have no row in common, so that squares and products of the whole are sums over the two.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ class Rows(Term):
         return MatrixShape(1, *self.shape, self.shape)  # type: ignore[arg-type]
 
     def rows(self, chosen: slice) -> Rows:
-        inside = (self.ids >= chosen.start) & (self.ids < chosen.stop)
-        most = max(1, int(inside.sum(1).max()))
-        places = inside.byte().argsort(dim=1, descending=True)[:, :most]
-        inside = inside.gather(1, places)
-        ids = (self.ids.gather(1, places) - chosen.start) * inside
-        index = places.unsqueeze(-1).expand(-1, -1, self.shape[1])
-        grads = [d.gather(1, index) * inside.unsqueeze(-1) for d in self.grads]
+        """As many slots as the example with most ids among these rows needs."""
+        is_inside = (self.ids >= chosen.start) & (self.ids < chosen.stop)
+        n_slots = max(1, int(is_inside.sum(1).max()))
+        slots = is_inside.byte().argsort(dim=1, descending=True)[:, :n_slots]
+        is_inside = is_inside.gather(1, slots)
+        ids = (self.ids.gather(1, slots) - chosen.start) * is_inside
+        index = slots.unsqueeze(-1).expand(-1, -1, self.shape[1])
+        grads = [d.gather(1, index) * is_inside.unsqueeze(-1) for d in self.grads]
         return Rows(self.name, (chosen.stop - chosen.start, self.shape[1]), ids, grads)
 
     def cast(self, dtype: torch.dtype) -> Rows:
@@ -94,12 +95,13 @@ class Rows(Term):
     def joined(self, other: Term) -> Term | None:
         """Two uses of the same table, or the table as a read-out too."""
         if isinstance(other, Outer) and other.weight == self.name:
-            return _tied(self, other) if other.layout.shape == self.shape else None
+            return _tied(self, other)
         if not isinstance(other, Rows) or other.name != self.name:
             return None
         ids = torch.cat([self.ids, other.ids], dim=1)
         pairs = zip(self.grads, other.grads, strict=True)
-        return Rows.collect(self.name, self.shape, ids, [torch.cat(p, dim=1) for p in pairs])
+        grads = [torch.cat(pair, dim=1) for pair in pairs]
+        return Rows.collect(self.name, self.shape, ids, grads)
 
     def cost(self) -> TermCost:
         return TermCost(inputs=self.ids.numel() / self.n_examples)
@@ -124,14 +126,15 @@ class Rows(Term):
         return {self.name: self.grads[0].new_zeros(self.shape)}
 
     def add_square_sum(self, into: Tree) -> None:
-        """No table beside the one that is added to."""
+        """Only rows that are used are added: there is no second table."""
         squares = sum((d.square() for d in self.grads[1:]), start=self.grads[0].square())
         table = into[self.name]
         table.index_add_(0, self.ids.flatten(), squares.flatten(0, 1).to(table))
 
     def sum(self) -> Tree:
         d = sum(self.grads[1:], start=self.grads[0])
-        return {self.name: self.zeros[self.name].index_add_(0, self.ids.flatten(), d.flatten(0, 1))}
+        table = self.zeros[self.name]
+        return {self.name: table.index_add_(0, self.ids.flatten(), d.flatten(0, 1))}
 
     def products(
         self,
@@ -142,7 +145,8 @@ class Rows(Term):
         room: int | None = None,
     ) -> Tensor:
         """Σ_t d_ctᵀ U_k[id_t]."""
-        d, table = self.cast(dtype).stacked(), stack[self.name]
+        d = self.cast(dtype).stacked()
+        table = stack[self.name]
         shares = []
         for at in slices(len(table), (room or HELD) // (2 * self.grads[0].numel())):
             u = table[at][:, self.ids].to(dtype)
@@ -152,7 +156,8 @@ class Rows(Term):
         return torch.cat(shares, dim=-1)
 
     def combined(self, weights: Tensor, into: Tree) -> None:
-        d, table = self.cast(weights.dtype).stacked(), into[self.name]
+        d = self.cast(weights.dtype).stacked()
+        table = into[self.name]
         for at in slices(len(table), HELD // self.grads[0].numel()):
             rows = torch.einsum("bkr,bkto->rbto", weights[..., at], d)
             table[at].index_add_(1, self.ids.flatten(), rows.flatten(1, 2))
@@ -170,21 +175,26 @@ class Rows(Term):
         return torch.cat(shares)
 
 
-def _tied(rows: Rows, outer: Outer) -> Term | None:
-    """The sum of a look-up's gradient and a read-out's."""
-    if outer.layout.transposed or outer.layout.groups > 1:
+def _tied(lookup: Rows, readout: Outer) -> Term | None:
+    """The sum of a look-up's gradient and a read-out's; None where the two store their table
+    otherwise."""
+    layout = readout.layout
+    if layout.shape != lookup.shape or layout.transposed or layout.groups > 1:
         return None
-    ids, slots = rows.ids, torch.arange(rows.ids.shape[1], device=rows.ids.device)
-    used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an empty slot
-    words = torch.where(used, ids, ids[:, :1])
-    of_words, rest = [], []
-    for d, own in zip(outer.grads, rows.grads, strict=True):
-        places = words[:, None, None, :].expand(*d.shape[:3], -1)
-        said = d.gather(-1, places).squeeze(1).mT @ outer.inputs.squeeze(1)
-        of_words.append(own + said * used.unsqueeze(-1))
-        rest.append(d.scatter(-1, places, 0.0))
-    joint = replace(outer.joint, bias=None)
-    parts: list[Term] = [Outer(joint, outer.inputs, rest), replace(rows, grads=of_words)]
-    if outer.bias is not None:
-        parts.append(Dense({outer.bias: torch.stack([d.sum((1, 2)) for d in outer.grads], dim=1)}))
+    ids = lookup.ids
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    is_used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an empty slot
+    words = torch.where(is_used, ids, ids[:, :1])
+    of_words: list[Tensor] = []
+    of_others: list[Tensor] = []
+    for d, of_lookup in zip(readout.grads, lookup.grads, strict=True):
+        index = words[:, None, None, :].expand(*d.shape[:3], -1)
+        of_readout = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
+        of_words.append(of_lookup + of_readout * is_used.unsqueeze(-1))
+        of_others.append(d.scatter(-1, index, 0.0))
+    joint = replace(readout.joint, bias=None)
+    parts: list[Term] = [Outer(joint, readout.inputs, of_others), replace(lookup, grads=of_words)]
+    if readout.bias is not None:
+        bias = torch.stack([d.sum((1, 2)) for d in readout.grads], dim=1)
+        parts.append(Dense({readout.bias: bias}))
     return Apart(tuple(parts))

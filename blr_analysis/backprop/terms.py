@@ -20,13 +20,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr_analysis.backprop.matmul import product
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
-from blr_analysis.backprop.single import product
 from blr_analysis.backprop.tree import Tree
 from blr_analysis.errors import ModelError
 
@@ -78,7 +77,8 @@ class Term(ABC):
 
     @property
     def matrix(self) -> MatrixShape | None:
-        """Of a weight that is one matrix ``[O, I]``, as it is stored: how; see :meth:`rows`."""
+        """The shape of a weight that is stored as one matrix ``[O, I]``, for :meth:`rows`; None of
+        any other parameters."""
         return None
 
     def rows(self, chosen: slice) -> Term:
@@ -90,16 +90,16 @@ class Term(ABC):
         return Dense({n: g.to(dtype) for n, g in self.jacobian().items()})
 
     def joined(self, other: Term) -> Term | None:
-        """The sum with another call of the same parameters; None: not in factored form."""
+        """The sum with another call of the same parameters; None where it has no factored form."""
         return None
 
     def cost(self) -> TermCost:
         """What it holds, for the chunk size."""
-        columns = self.jacobian().values()
-        return TermCost(column=sum(c[:, 0].numel() for c in columns) / self.n_examples)
+        numbers = sum(g[:, 0].numel() for g in self.jacobian().values())
+        return TermCost(column=numbers / self.n_examples)
 
     def gram(self, variance: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """⟨G_ic ∘ σ², G_ic'⟩, ``[B, K, K]``, added to ``into`` where that is given."""
+        """⟨G_ic ∘ σ², G_ic'⟩, ``[B, K, K]``, added to ``into`` unless that is None."""
         for name, g in self.jacobian().items():
             flat = g.reshape(*g.shape[:2], -1)
             into = added_bmm(into, flat * variance[name].flatten(), flat.mT)
@@ -137,18 +137,20 @@ class Term(ABC):
 
         ``room`` bounds the numbers of G that are made at once, some examples at a time.
         """
-        each = sum(stack[n].shape[1:].numel() for n in self.names)
-        r, b = len(stack[self.names[0]]), self.n_examples
-        plain = scale is None and all(stack[n].dtype == dtype for n in self.names)
-        rows = list(slices(r, r if plain else HELD // max(1, each)))
-        shares = stack[self.names[0]].new_zeros(b, self.n_columns, r, dtype=dtype)
-        for examples in slices(b, b if room is None else room // (2 * self.n_columns * each)):
+        numbers = sum(stack[name].shape[1:].numel() for name in self.names)
+        first = stack[self.names[0]]
+        r = len(first)
+        b = self.n_examples
+        shares = first.new_zeros(b, self.n_columns, r, dtype=dtype)
+        is_copied = scale is not None or any(stack[name].dtype != dtype for name in self.names)
+        rows = list(slices(r, HELD // max(1, numbers) if is_copied else r))
+        size = b if room is None else room // (2 * self.n_columns * numbers)
+        for examples in slices(b, size):
             for name, g in self.part(examples).jacobian().items():
                 flat = g.to(dtype).reshape(*g.shape[:2], -1)
                 for at in rows:
-                    shares[examples, :, at] += product(
-                        flat, taken(stack, name, at, dtype, scale).mT
-                    )
+                    u = scaled_rows(stack, name, at, dtype, scale)
+                    shares[examples, :, at] += product(flat, u.mT)
         return shares
 
     def combined(self, weights: Tensor, into: Tree) -> None:
@@ -189,21 +191,21 @@ class Term(ABC):
 
 @dataclass(frozen=True)
 class Dense(Term):
-    """G_c held as it is, ``[B, K, *shape]`` per name: small parameters and unknown modules."""
+    """G_c as it is, ``[B, K, *shape]`` per name: small parameters and unknown modules."""
 
-    held: Tree
+    gradients: Tree
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.held)
+        return tuple(self.gradients)
 
     def jacobian(self) -> Tree:
-        return self.held
+        return self.gradients
 
 
 @dataclass(frozen=True)
 class Apart(Term):
-    """A sum of terms that are nowhere both different from 0, so that squares add up as well."""
+    """A sum of terms of which at most one differs from 0 at any place: their squares add up too."""
 
     parts: tuple[Term, ...]
 
@@ -219,14 +221,14 @@ class Apart(Term):
     def n_columns(self) -> int:
         return self.parts[0].n_columns
 
-    def _each(self, change: Callable[[Term], Term]) -> Apart:
+    def _changed(self, change: Callable[[Term], Term]) -> Apart:
         return Apart(tuple(change(part) for part in self.parts))
 
     def part(self, chosen: slice) -> Apart:
-        return self._each(lambda part: part.part(chosen))
+        return self._changed(lambda part: part.part(chosen))
 
     def columns(self, chosen: slice) -> Apart:
-        return self._each(lambda part: part.columns(chosen))
+        return self._changed(lambda part: part.columns(chosen))
 
     @property
     def matrix(self) -> MatrixShape | None:
@@ -234,17 +236,17 @@ class Apart(Term):
         return layouts.pop() if len(layouts) == 1 else None
 
     def rows(self, chosen: slice) -> Apart:
-        return self._each(lambda part: part.rows(chosen))
+        return self._changed(lambda part: part.rows(chosen))
 
     def cast(self, dtype: torch.dtype) -> Apart:
-        return self._each(lambda part: part.cast(dtype))
+        return self._changed(lambda part: part.cast(dtype))
 
     def cost(self) -> TermCost:
         costs = [part.cost() for part in self.parts]
         return TermCost(
-            sum(c.inputs for c in costs),
-            sum(c.column for c in costs),
-            lambda columns: sum(c.gram(columns) for c in costs),
+            inputs=sum(cost.inputs for cost in costs),
+            column=sum(cost.column for cost in costs),
+            gram=lambda columns: sum(cost.gram(columns) for cost in costs),
         )
 
     def jacobian(self) -> Tree:
@@ -274,49 +276,49 @@ class Apart(Term):
         scale: Mapping[str, Tensor] | None = None,
         room: int | None = None,
     ) -> Tensor:
-        how: Any = {"dtype": dtype, "scale": scale, "room": room}
-        return total([part.products(stack, **how) for part in self.parts])
+        return products(self.parts, stack, dtype=dtype, scale=scale, room=room)
 
     def combined(self, weights: Tensor, into: Tree) -> None:
         for part in self.parts:
             part.combined(weights, into)
 
     def joints(self) -> list[Joint]:
-        return list({j.key: j for part in self.parts for j in part.joints()}.values())
+        by_key = {joint.key: joint for part in self.parts for joint in part.joints()}
+        return list(by_key.values())
 
     def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
-        held = [part for part in self.parts if joint.key in part.names]
-        return total([part.projected(joint, left, right, room) for part in held])
+        parts = [part for part in self.parts if joint.key in part.names]
+        return total([part.projected(joint, left, right, room) for part in parts])
 
 
 def merged(terms: list[Term]) -> list[Term]:
     """Terms with every parameter in exactly one of them: shared weights are added up first."""
-    owner: dict[str, int] = {}
-    result: list[Term | None] = []
+    place: dict[str, int] = {}  # of a parameter's term in the result
+    result: list[Term | None] = []  # None: it was added to a later one
     for term in terms:
-        hits = sorted({owner[n] for n in term.names if n in owner})
-        for hit in hits:
-            other = result[hit]
-            assert other is not None
-            result[hit] = None
-            term = other.joined(term) or term.joined(other) or _added(other, term)
-        for name in term.names:
-            owner[name] = len(result)
+        for k in sorted({place[name] for name in term.names if name in place}):
+            earlier = result[k]
+            assert earlier is not None
+            result[k] = None
+            term = _sum_of(earlier, term)
+        place.update(dict.fromkeys(term.names, len(result)))
         result.append(term)
     return [term for term in result if term is not None]
 
 
-def _added(one: Term, two: Term) -> Dense:
-    return Dense(_by_name([one.jacobian(), two.jacobian()]))
+def _sum_of(first: Term, second: Term) -> Term:
+    """In factored form, where there is one."""
+    factored = first.joined(second) or second.joined(first)
+    return factored or Dense(_by_name([first.jacobian(), second.jacobian()]))
 
 
 def _by_name(trees: Sequence[Tree]) -> Tree:
     """The sum of tensors by name."""
-    whole: Tree = {}
+    sums: Tree = {}
     for tree in trees:
-        for name, more in tree.items():
-            whole[name] = whole[name] + more if name in whole else more
-    return whole
+        for name, tensor in tree.items():
+            sums[name] = sums[name] + tensor if name in sums else tensor
+    return sums
 
 
 def products(
@@ -337,24 +339,27 @@ def pieces(terms: Sequence[Term], size: int) -> Iterator[list[Term]]:
     if examples <= size:
         yield list(terms)
         return
-    for some in zip(*(term.divided(size) for term in terms), strict=True):
-        yield list(some)
+    for piece in zip(*(term.divided(size) for term in terms), strict=True):
+        yield list(piece)
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of the layers' shares, held no longer than they are added.
+    """The sum of the layers' shares, each of which is freed once it is added.
 
     Raises:
         ModelError: there is no layer.
     """
-    result, own = None, False
-    for part in parts:
-        if result is None:
-            result = part
-        else:
-            result, own = result.add_(part) if own else result + part, True
+    shares = iter(parts)
+    result = next(shares, None)
     if result is None:
         raise ModelError("no trainable parameter of the posterior takes part in the model")
+    second = next(shares, None)
+    if second is None:
+        return result
+    result = result + second  # a new tensor: the first share may be in use elsewhere
+    del second
+    for share in shares:
+        result += share
     return result
 
 
@@ -364,7 +369,7 @@ def added(into: Tensor | None, share: Tensor) -> Tensor:
 
 
 def added_bmm(into: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """The same of a product of matrices."""
+    """The product of matrices itself, or ``into`` with it added."""
     return torch.bmm(left, right) if into is None else into.baddbmm_(left, right)
 
 
@@ -374,7 +379,7 @@ def slices(n: int, size: int) -> Iterator[slice]:
     return (slice(start, min(n, start + size)) for start in range(0, n, size))
 
 
-def taken(
+def scaled_rows(
     stack: Mapping[str, Tensor],
     name: str,
     rows: slice,

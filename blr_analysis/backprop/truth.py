@@ -1,4 +1,4 @@
-"""What a plan is held against: plain autograd on a handful of examples."""
+"""The truth that a plan is checked against: plain autograd on a handful of examples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from torch.utils._pytree import tree_map
 from blr_analysis.backprop.cost import batch_numbers
 from blr_analysis.backprop.fallback import pulled
 from blr_analysis.backprop.layout import LARGER
-from blr_analysis.backprop.record import Unit, fetched, inside_transform, rounding, watched
+from blr_analysis.backprop.record import (
+    Unit,
+    inside_transform,
+    is_floating,
+    leaves_of,
+    rounding,
+    watched,
+)
 from blr_analysis.data import check_rows
 from blr_analysis.errors import InputError, ModelError
-from blr_analysis.task import Task
+from blr_analysis.task import ModelAt, Task
 
 LOOKED_AT = 16  # examples whose sizes are compared
 ROUNDINGS = 30  # times that an output may move as far as by another rounding of the layers' outputs
@@ -31,8 +38,8 @@ WEIGHTS = (1.0, -0.6, 1.7)  # s_i of the probe's examples
 class Truth:
     """Σ_i s_i J_iᵀ c_i over the probe's examples, for random c_i and an s_i for each of them.
 
-    A rule gives every J_iᵀ c_i without knowing s: what it says of the wrong example, or of several
-    at once, shows in the sum.
+    A rule gives every J_iᵀ c_i without knowing s. The sum is therefore wrong where a rule takes one
+    example for another, or mixes several.
     """
 
     sums: dict[str, Tensor]  # in the model's dtype
@@ -41,7 +48,7 @@ class Truth:
 
 
 def cotangent_of(outputs: Tensor) -> Tensor:
-    """c, in the shape of the outputs: the same ones on every call, so that nobody keeps them."""
+    """c, in the shape of the outputs: every call draws the same ones, so none need be stored."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(outputs.shape, generator=generator).sub_(0.5).to(outputs)
 
@@ -54,9 +61,9 @@ def autograd_gradients(
     Raises:
         ModelError: autograd cannot differentiate the model.
     """
-    with torch.enable_grad(), task.evaluation():
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        outputs, targets = task.run(fetched(task, probe), leaves, probe)
+    leaves = leaves_of(params)
+    with torch.enable_grad():
+        outputs, targets = task.at(leaves).run(probe)
     weights = torch.tensor(WEIGHTS[: len(probe)]).to(outputs)
     scaled = cotangent_of(outputs).mul_(weights.view(-1, *[1] * (outputs.ndim - 1)))
     eps = rounding(outputs)
@@ -71,24 +78,24 @@ def autograd_gradients(
 
 @contextmanager
 def no_backward_inside(task: Task, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a model whose backward pass calls ``backward()`` itself, as reentrant checkpointing of
-    one's own does: what that adds to ``p.grad`` is missing from the gradients asked for.
+    """Refuse a model whose backward pass calls ``backward()`` itself, as reentrant checkpointing in
+    a user's own code does: what that adds to ``p.grad`` is missing from the gradients asked for.
 
-    Gradients that lie in the model's ``p.grad`` come back as they were.
+    The model's ``p.grad`` are afterwards as they were before.
 
     Raises:
         ModelError: some ``p.grad`` was written to.
     """
-    own = dict(task.model.named_parameters())
-    before = {name: p.grad for name, p in own.items()}
-    for p in own.values():
+    parameters = dict(task.model.named_parameters())
+    before = {name: p.grad for name, p in parameters.items()}
+    for p in parameters.values():
         p.grad = None
     try:
         yield
-        written = [n for n, p in own.items() if p.grad is not None]
-        written += [n for n, p in leaves.items() if p.grad is not None and n not in written]
+        pairs = [*parameters.items(), *leaves.items()]
+        written = list(dict.fromkeys(name for name, p in pairs if p.grad is not None))
     finally:
-        for name, p in own.items():
+        for name, p in parameters.items():
             p.grad = before[name]
     if written:
         raise ModelError(
@@ -112,44 +119,69 @@ def check_independent(
     larger: Tensor,
     eps: float,
 ) -> None:
-    """Raise :class:`ModelError` when an example's output depends on its batch or on chance: in a
-    larger batch, where it comes more often and at other places, and alone, which the shortest and
-    the longest of some examples are, without the padding that they have in company.
+    """Raise :class:`ModelError` when an example's output depends on its batch or on chance.
 
-    What rounding explains is measured: the same examples are run again with every layer's output
-    rounded otherwise.
+    The probe's outputs are compared with those in a larger batch, where every example stands at
+    another place and some come twice. The shortest and the longest of some examples are compared
+    with their outputs alone, without the padding that they have in company.
+
+    How much rounding explains is measured: the same examples are run again with every layer's
+    output rounded otherwise.
 
     Args:
         plain: outputs and targets of the probe.
         larger: outputs of the larger batch.
         eps: of the coarsest dtype on the way to the outputs.
     """
-    together, targets = plain
-    if together.shape[1:] != larger.shape[1:]:
+    outputs, targets = plain
+    if outputs.shape[1:] != larger.shape[1:]:
         raise ModelError(OTHER_OUTPUTS)
-    pairs = [(row, together[k]) for row, k in zip(larger, LARGER, strict=True)]
-    rounded: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad(), task.evaluation():
-        examples = shortest_and_longest(task, probe)
-        beside = together[:1], targets[:1]
-        if examples is not None:
-            beside = task.run(fetched(task, examples), params, examples)
-        for place, index in enumerate((probe[:1] if examples is None else examples).split(1)):
-            alone, target = _run_alone(task, params, index)
-            check_rows(alone, 1)
-            pairs.append(_counted_outputs(task, alone, target, beside, place))
-            with rounding_otherwise(task.model, eps):
-                rounded.append((task.run(fetched(task, index), params, index)[0], alone))
-    scale = float(together.abs().amax().clamp_min(1e-30))
+    examples = shortest_and_longest(task, probe)
+    with torch.no_grad():
+        if examples is None:
+            first = (outputs[:1], targets[:1])
+            alone, rounded = _compared_alone(task, params, probe[:1], first, eps)
+        else:
+            beside = task.at(params).run(examples)
+            alone, rounded = _compared_alone(task, params, examples, beside, eps)
+    in_larger = [(row, outputs[k]) for row, k in zip(larger, LARGER, strict=True)]
+    scale = float(outputs.abs().amax().clamp_min(1e-30))
     explained = max(LEAST_ROUNDING * eps * scale, ROUNDINGS * _largest_gap(rounded))
-    if _largest_gap(pairs) > min(explained, MOST_ROUNDING * scale):
+    if _largest_gap(in_larger + alone) > min(explained, MOST_ROUNDING * scale):
         raise ModelError(_mixes_examples(task, targets, padded=examples is not None))
 
 
-def _run_alone(task: Task, params: Mapping[str, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def _compared_alone(
+    task: Task,
+    params: Mapping[str, Tensor],
+    examples: Tensor,
+    beside: tuple[Tensor, Tensor],
+    eps: float,
+) -> tuple[Pairs, Pairs]:
+    """Every example's outputs alone, paired with those in company and with those that are rounded
+    otherwise.
+
+    ``beside``: outputs and targets of the examples in one batch.
+    """
+    model = task.at(params)
+    in_company: Pairs = []
+    rounded: Pairs = []
+    for place, index in enumerate(examples.split(1)):
+        outputs, targets = _run_alone(model, index)
+        check_rows(outputs, 1)
+        in_company.append(_counted_outputs(task, outputs, targets, beside, place))
+        with rounding_otherwise(task.model, eps):
+            rounded.append((model.run(index)[0], outputs))
+    return in_company, rounded
+
+
+def _run_alone(model: ModelAt, index: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and targets of one example, of which the model has run several together."""
     try:
-        return task.run(fetched(task, index), params, index)
+        return model.run(index)
     except InputError as error:
         raise ModelError(
             "the model mixes examples: it runs on several and fails on one alone (batch "
@@ -163,7 +195,7 @@ def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:
         return None
     spread = torch.linspace(0, task.n_data - 1, LOOKED_AT).long()
     candidates = torch.cat([probe, spread]).unique()
-    sizes = [batch_numbers(fetched(task, index)) for index in candidates.split(1)]
+    sizes = [batch_numbers(task.fetch(index)) for index in candidates.split(1)]
     if min(sizes) == max(sizes):
         return None
     return candidates[[sizes.index(min(sizes)), sizes.index(max(sizes))]]
@@ -171,8 +203,8 @@ def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:
 
 @contextmanager
 def rounding_otherwise(model: nn.Module, eps: float) -> Iterator[None]:
-    """Inside, every output of a layer is multiplied by 1 + eps ξ, with a ξ ~ N(0, 1) for each of
-    its numbers, as if it had been rounded otherwise."""
+    """Inside, every number that a layer returns is multiplied by 1 + eps ξ with ξ ~ N(0, 1), as if
+    it had been rounded otherwise."""
     layers = [
         Unit(path, module, {}, None)
         for path, module in model.named_modules()
@@ -181,7 +213,7 @@ def rounding_otherwise(model: nn.Module, eps: float) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
 
     def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or inside_transform(leaf):
+        if not is_floating(leaf) or inside_transform(leaf):
             return leaf
         noise = torch.randn(leaf.shape, generator=generator).to(leaf)
         return leaf + leaf * noise * eps
@@ -194,12 +226,13 @@ def _counted_outputs(
     task: Task, alone: Tensor, target: Tensor, beside: tuple[Tensor, Tensor], place: int
 ) -> tuple[Tensor, Tensor]:
     """An example's outputs alone and in company; of a sequence, of the tokens that count."""
-    single, company = alone[0], beside[0][place]
-    counted = task.likelihood.counted(beside[1])
+    single = alone[0]
+    company = beside[0][place]
     counted_alone = task.likelihood.counted(target)
-    if counted is not None and counted_alone is not None:  # padding may be longer in company
+    counted_beside = task.likelihood.counted(beside[1])
+    if counted_alone is not None and counted_beside is not None:  # padding may be longer in company
         single = single[counted_alone[0]]
-        company = company[counted[place]]
+        company = company[counted_beside[place]]
     if single.shape != company.shape:
         raise ModelError(OTHER_OUTPUTS)
     return single, company

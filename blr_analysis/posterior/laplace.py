@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import n_outputs
+from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
-from blr_analysis.backprop.products import Hessian
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Unfinished

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from blr_analysis.backprop.record import fetched
 from blr_analysis.checks import instance
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import TokenCategorical
@@ -183,7 +182,7 @@ def _tokens(
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
         leaves = {n: p.detach().requires_grad_() for n, p in q.mean.items()}
-        outputs, targets = task.run(fetched(task, index), leaves, index)
+        outputs, targets = task.run(task.fetch(index), leaves, index)
         losses = likelihood.token_nll(outputs, targets)
         weights = torch.ones_like(losses).requires_grad_()
         slopes = losses

@@ -10,7 +10,7 @@ from models import normal
 from oracles import relative
 from torch import Tensor
 
-from blr_analysis.backprop import single
+from blr_analysis.backprop import matmul
 from blr_analysis.backprop.matrices import Basis, Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.rows import Rows
@@ -253,25 +253,25 @@ def test_factors_of_an_outer_product(kind: str) -> None:
     assert KINDS["rows"]()[0].factors() is None
 
 
-@pytest.mark.skipif(not single.slow_mkl(), reason="MKL's own processor")
+@pytest.mark.skipif(not matmul.slow_mkl(), reason="MKL's own processor")
 @pytest.mark.parametrize("turned", ["plain", "left", "right", "both"])
 @pytest.mark.parametrize("lead", [(), (1,)])
 def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypatch) -> None:
     """Those of oneDNN are torch's, whichever way their operands lie in memory."""
-    monkeypatch.setattr(single, "WORTH", 1)
-    monkeypatch.setattr(single, "EACH", 1)
+    monkeypatch.setattr(matmul, "WORTH", 1)
+    monkeypatch.setattr(matmul, "EACH", 1)
     a, b = normal(*lead, 40, 30).float(), normal(*lead, 30, 20).float()
     a = a.mT.contiguous().mT if turned in ("left", "both") else a
     b = b.mT.contiguous().mT if turned in ("right", "both") else b
     truth = a.double() @ b.double()
-    assert relative(single.product(a, b).double(), truth) < 1e-6
-    part = single.product(a[..., 3:27, :17], b[..., :17, 5:])
+    assert relative(matmul.product(a, b).double(), truth) < 1e-6
+    part = matmul.product(a[..., 3:27, :17], b[..., :17, 5:])
     assert relative(part.double(), a[..., 3:27, :17].double() @ b[..., :17, 5:].double()) < 1e-6
     many = [x.expand(3, *x.shape[-2:]) for x in (a, b)]
-    assert relative(single.batch_product(*many).double(), truth.expand(3, 40, 20)) < 1e-6
+    assert relative(matmul.batch_product(*many).double(), truth.expand(3, 40, 20)) < 1e-6
     if not lead:
         bias = normal(20, seed=2).float()
-        assert relative(single.product(a, b, bias).double(), truth + bias.double()) < 1e-6
+        assert relative(matmul.product(a, b, bias).double(), truth + bias.double()) < 1e-6
         apart = normal(20, 2, seed=2).float()[:, 0]
-        assert relative(single.product(a, b, apart).double(), truth + apart.double()) < 1e-6
-        assert single.product(a.requires_grad_(), b).requires_grad
+        assert relative(matmul.product(a, b, apart).double(), truth + apart.double()) < 1e-6
+        assert matmul.product(a.requires_grad_(), b).requires_grad

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import blr_analysis as blr
 from blr_analysis import ranks
+from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Hessian
 from blr_analysis.cli import main
 from blr_analysis.errors import BLRError
 from blr_analysis.files import storage

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.single import product
+from blr_analysis.backprop.matmul import product
 from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError, PosteriorError

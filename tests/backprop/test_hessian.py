@@ -16,8 +16,8 @@ from torch.func import functional_call
 from torch.utils.data import StackDataset
 
 from blr_analysis import Task
+from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.products import Hessian
 from blr_analysis.backprop.record import together
 from blr_analysis.errors import ModelError
 
