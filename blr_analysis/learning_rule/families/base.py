@@ -140,17 +140,18 @@ class ExponentialFamily(ABC):
 
     def _check_alike(self, other: Any) -> None:
         """Raise :class:`InputError` unless both are over points of one shape."""
-        ours, theirs = self.natural, other.natural
         for key, rank in self.ranks.items():
-            left, right = ours[key].shape, theirs[key].shape
+            left = self.natural[key].shape
+            right = other.natural[key].shape
             if not go_together(left, right, rank):
-                said = f"{tuple(left)} and {tuple(right)} for {key}"
-                raise InputError(f"the KL divergence needs parameters of one shape, got {said}")
+                raise InputError(
+                    "the KL divergence needs parameters of one shape, got "
+                    f"{tuple(left)} and {tuple(right)} for {key}"
+                )
 
     def _kl(self, other: Any) -> Tensor:
         """:meth:`kl` between two of one family; overridden where terms would cancel."""
-        theirs, ours = other.natural, self.natural
-        gap = {k: theirs[k] - ours[k] for k in ours}
+        gap = subtract(other.natural, self.natural)
         inner = self._inner(gap, self.expectation)
         return other.log_partition() - self.log_partition() - inner
 
@@ -162,20 +163,21 @@ class ExponentialFamily(ABC):
             parts.append(product.flatten(product.ndim - rank).sum(-1) if rank else product)
         return sum(parts[1:], start=parts[0])
 
-    def _check_keys(self, given: Mapping[str, Tensor]) -> None:
+    def _check_keys(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise :class:`InputError` unless there is one tensor for each statistic, of its rank."""
-        self._check_point(given, tuple(self.ranks))
+        self._check_point(parameters, tuple(self.ranks))
         for key, rank in self.ranks.items():
-            if getattr(given[key], "ndim", -1) < rank:
+            if getattr(parameters[key], "ndim", -1) < rank:
                 raise InputError(f"{key} must be a tensor of {rank} dimensions or more")
-        if len({given[key].shape[-1] for key, rank in self.ranks.items() if rank}) > 1:
-            shapes = {key: tuple(value.shape) for key, value in given.items()}
+        sizes = {parameters[key].shape[-1] for key, rank in self.ranks.items() if rank}
+        if len(sizes) > 1:
+            shapes = {key: tuple(value.shape) for key, value in parameters.items()}
             raise InputError(f"the last dimensions must agree, got {shapes}")
 
-    def _check_point(self, given: Mapping[str, Any], wanted: Sequence[str]) -> None:
-        """Raise :class:`InputError` unless ``given`` is keyed by these names."""
-        if not isinstance(given, Mapping) or set(given) != set(wanted):
-            raise InputError(f"{type(self).__name__} takes a dictionary of {', '.join(wanted)}")
+    def _check_point(self, point: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Raise :class:`InputError` unless ``point`` is keyed by these names."""
+        if not isinstance(point, Mapping) or set(point) != set(names):
+            raise InputError(f"{type(self).__name__} takes a dictionary of {', '.join(names)}")
 
 
 def add(*terms: Mapping[str, Tensor]) -> Natural:

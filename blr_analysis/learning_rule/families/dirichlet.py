@@ -187,12 +187,14 @@ def _concentration(logs: Tensor) -> Tensor:
             parts = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
             slope = (1 / trigamma(parts)).sum(-1) * trigamma(1 / u)
             total = parts.sum(-1)
-            u, before = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u), u
+            before = u
+            u = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u)
             if bool(((u - before).abs() <= 1e-14 * u).all()):
                 break
         alpha = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
     for _ in range(2):  # α − F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)
-        total, bend = alpha.sum(-1, keepdim=True), trigamma(alpha)
+        total = alpha.sum(-1, keepdim=True)
+        bend = trigamma(alpha)
         residual = torch.digamma(alpha) - torch.digamma(total) - logs
         shared = (residual / bend).sum(-1, keepdim=True)
         constant = 1 / trigamma(total) - (1 / bend).sum(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ HALF = (torch.float16, torch.bfloat16)
 STEP = ": a smaller learning rate keeps a step inside of the family"
 
 
-def _refuse(name: str, wanted: str, value: Any) -> None:
-    got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-    raise InputError(f"{name} must be {wanted}, got {got}")
+def _refuse(name: str, expected: str, value: Any) -> NoReturn:
+    kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    raise InputError(f"{name} must be {expected}, got {kind}")
 
 
 def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
@@ -30,17 +30,18 @@ def finite(name: str, value: Any, rank: int = 0, *, half: bool = False) -> None:
         _refuse(name, "in single or double precision", value)
     if value.ndim < rank:
         raise InputError(f"{name} needs at least {rank} dimensions, got {tuple(value.shape)}")
-    if not bool(torch.isfinite(value).all()):
-        bad = int((~torch.isfinite(value)).sum())
-        raise InputError(f"{name} must be finite; {bad} of {value.numel()} entries are not")
+    is_finite = torch.isfinite(value)
+    if not bool(is_finite.all()):
+        count = int((~is_finite).sum())
+        raise InputError(f"{name} must be finite; {count} of {value.numel()} entries are not")
 
 
 def above(name: str, value: Any, least: float = 0.0, rank: int = 0, *, advice: str = STEP) -> None:
     """Raise unless every entry is finite and above ``least``."""
     finite(name, value, rank)
     if not bool((value > least).all()):
-        most = float(value.min())
-        raise InputError(f"{name} must lie above {least:g} everywhere, got {most:g}{advice}")
+        smallest = float(value.min())
+        raise InputError(f"{name} must lie above {least:g} everywhere, got {smallest:g}{advice}")
 
 
 def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
@@ -50,25 +51,27 @@ def positive_definite(name: str, value: Any, *, advice: str = STEP) -> None:
         raise InputError(f"{name} must be a square matrix, got a shape of {tuple(value.shape)}")
     matrix = value.detach()
     slack = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax((-2, -1), keepdim=True)
-    if bool(((matrix - matrix.mT).abs() > slack).any()):
+    asymmetry = (matrix - matrix.mT).abs()
+    if bool((asymmetry > slack).any()):
         raise InputError(f"{name} must be symmetric: it differs from its transpose")
-    if bool((torch.linalg.cholesky_ex(matrix)[1] != 0).any()):
+    _, failures = torch.linalg.cholesky_ex(matrix)
+    if bool((failures != 0).any()):
         raise InputError(f"{name} must be positive definite{advice}")
 
 
-def same_shape(**given: Tensor) -> None:
+def same_shape(**tensors: Tensor) -> None:
     """Raise unless all of these tensors have one shape, one dtype and one device."""
-    shapes = {name: tuple(value.shape) for name, value in given.items()}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise InputError(f"{' and '.join(shapes)} must agree in shape, got {shapes}")
-    same_dtype(**given)
+    same_dtype(**tensors)
 
 
-def same_dtype(**given: Tensor) -> None:
+def same_dtype(**tensors: Tensor) -> None:
     """Raise unless all of these tensors have one dtype and one device."""
-    if len({(value.dtype, value.device) for value in given.values()}) > 1:
-        got = {name: f"{value.dtype} on {value.device}" for name, value in given.items()}
-        raise InputError(f"{' and '.join(given)} must agree in dtype and device, got {got}")
+    kinds = {name: f"{value.dtype} on {value.device}" for name, value in tensors.items()}
+    if len(set(kinds.values())) > 1:
+        raise InputError(f"{' and '.join(tensors)} must agree in dtype and device, got {kinds}")
 
 
 def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
@@ -89,12 +92,12 @@ def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
 def derivatives(mean: Tensor, gradient: Tensor, hessian: Any, rank: int) -> None:
     """Raise unless a gradient ``[..., P]`` and its Hessian, or the diagonal, fit the mean."""
     points(gradient, mean, 1, "the gradient")
-    wanted = (*gradient.shape, *mean.shape[-1:] * (rank - 1))
-    ends = mean.shape[-1:] * rank
+    expected = (*gradient.shape, *mean.shape[-1:] * (rank - 1))
+    last = mean.shape[-1:] * rank
     shape = getattr(hessian, "shape", ())
-    if len(shape) != len(wanted) or shape[-rank:] != ends:
-        said = ("diagonal of the Hessian", "Hessian")[rank - 1]
-        raise InputError(f"the {said} must be {wanted}, got {tuple(shape)}")
+    if len(shape) != len(expected) or shape[-rank:] != last:
+        name = "diagonal of the Hessian" if rank == 1 else "Hessian"
+        raise InputError(f"the {name} must be {expected}, got {tuple(shape)}")
 
 
 def go_together(left: torch.Size, right: torch.Size, rank: int) -> bool:

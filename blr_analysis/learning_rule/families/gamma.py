@@ -135,8 +135,10 @@ class Wishart(ExponentialFamily):
         positive_definite("rate", self.rate)
         above("dof", self.dof, self.size - 1)
         if self.dof.shape != self.rate.shape[:-2]:
-            dof, rate = tuple(self.dof.shape), tuple(self.rate.shape)
-            raise InputError(f"dof needs one number for each of the copies of {rate}, got {dof}")
+            raise InputError(
+                f"dof needs one number for each of the copies of {tuple(self.rate.shape)}, got "
+                f"{tuple(self.dof.shape)}"
+            )
         same_dtype(dof=self.dof, rate=self.rate)
 
     @property
@@ -219,8 +221,8 @@ class NormalWishart(ExponentialFamily):
         above("kappa", self.kappa)
         size = self.mean.shape[-1]
         if self.wishart.size != size or self.mean.shape[:-1] != self.dof.shape:
-            mean, rate = tuple(self.mean.shape), tuple(self.rate.shape)
-            raise InputError(f"a mean {mean} does not go with a rate {rate}")
+            shapes = f"a mean {tuple(self.mean.shape)} does not go with a rate"
+            raise InputError(f"{shapes} {tuple(self.rate.shape)}")
         same_shape(kappa=self.kappa, dof=self.dof)
         same_dtype(mean=self.mean, kappa=self.kappa, dof=self.dof)
 
@@ -254,7 +256,8 @@ class NormalWishart(ExponentialFamily):
         return type(self)(mean, kappa, 2 * natural["logdet"] + mean.shape[-1], symmetric(rate))
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        precision, shift = expectation["linear"], expectation["shift"]
+        precision = expectation["linear"]
+        shift = expectation["shift"]
         dof, rate = _dof_and_rate("NormalWishart", expectation["logdet"], precision)
         mean = torch.linalg.solve(symmetric(precision), shift.unsqueeze(-1)).squeeze(-1)
         spread = expectation["square"] - (mean * shift).sum(-1)
@@ -263,7 +266,8 @@ class NormalWishart(ExponentialFamily):
 
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         self._check_point(theta, ("mean", "precision"))
-        x, precision = theta["mean"], theta["precision"]
+        x = theta["mean"]
+        precision = theta["precision"]
         points(x, self.mean, 1, "mean")
         points(precision, self.rate, 2, "precision")
         shift = (precision @ x.unsqueeze(-1)).squeeze(-1)

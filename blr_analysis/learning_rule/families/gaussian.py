@@ -155,8 +155,10 @@ class FullGaussian(ExponentialFamily):
         finite("mean", self.mean, rank=1)
         instance("precision", self.precision, Tensor, "a tensor of floating-point numbers")
         if self.precision.shape != (*self.mean.shape, self.mean.shape[-1]):
-            mean, precision = tuple(self.mean.shape), tuple(self.precision.shape)
-            raise InputError(f"a mean {mean} has a matrix for each copy, got {precision}")
+            raise InputError(
+                f"a mean {tuple(self.mean.shape)} has a matrix for each copy, got "
+                f"{tuple(self.precision.shape)}"
+            )
         positive_definite("precision", self.precision, advice=": lower lr, or take Gauss–Newton")
         same_dtype(mean=self.mean, precision=self.precision)
 

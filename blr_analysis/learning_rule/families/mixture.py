@@ -144,7 +144,8 @@ class GaussianMixture(ExponentialFamily):
 
     def _chosen(self, theta: Mapping[str, Tensor]) -> Tensor:
         self._check_point(theta, ("theta", "component"))
-        component, count = theta["component"], self.weights.shape[-1]
+        component = theta["component"]
+        count = self.weights.shape[-1]
         points(component, self.weights[..., 0], 0, "component")
         points(theta["theta"], self.components.mean[..., 0, :], 1, "theta")
         if theta["theta"].shape[:-1] != component.shape:

@@ -89,7 +89,8 @@ def invert_excess_logarithm(excess: Tensor, size: int = 1) -> Tensor:
         u = 4 * excess.detach() / (size * (size + 1))
         for _ in range(60):
             step = _excess_step(u, excess.detach(), size)
-            u, before = torch.maximum(u - step, 0.1 * u), u
+            before = u
+            u = torch.maximum(u - step, 0.1 * u)
             if bool(((u - before).abs() <= 1e-15 * u).all()):
                 break
     for _ in range(2):

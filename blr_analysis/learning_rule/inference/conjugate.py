@@ -5,8 +5,7 @@ A likelihood is conjugate to a family where it is linear in the family's statist
     log p(y|θ) = ⟨λ̃(y), T(θ)⟩ + c(y),
 
 so that ∇_μ E_q[log p(y|θ)] = λ̃(y) whatever q is, and the rule lands on the posterior at once
-(Eq. 54). All that is said about a model here is λ̃ and c; posterior, predictive and evidence are
-the same for all of them:
+(Eq. 54). A model is its λ̃ and c; posterior, predictive and evidence are the same for all models:
 
     λ = λ_0 + Σ_i λ̃(y_i),      log p(y|D) = A(λ + λ̃(y)) − A(λ) + c(y).
 
@@ -212,8 +211,8 @@ def linear(noise_variance: float) -> Factor:
 def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
     """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or what is wrong."""
     if not isinstance(values, Tensor) or values.is_complex():
-        got = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise DataError(f"{name} must be a real tensor, got {got}")
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(f"{name} must be a real tensor, got {kind}")
     if values.ndim != ndim or not values.numel():
         shape = "[" + ", ".join(("N", "D")[:ndim]) + "]"
         raise DataError(f"{name} must be a non-empty tensor {shape}, got {tuple(values.shape)}")
@@ -224,14 +223,15 @@ def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
     return values
 
 
-def _numbers(inside: Callable[[Tensor], Tensor], wanted: str) -> Callable[[Any, Any], Tensor]:
-    """The check of numbers y ``[N]`` that must be ``wanted``."""
+def _numbers(inside: Callable[[Tensor], Tensor], support: str) -> Callable[[Any, Any], Tensor]:
+    """The check of numbers y ``[N]`` that must lie in the ``support``, in words."""
 
     def check(y: Any, prior: ExponentialFamily) -> Tensor:
         y = real("y", y, next(iter(prior.natural.values())), 1)
-        if not bool(inside(y).all()):
-            bad = int((~inside(y)).nonzero()[0])
-            raise DataError(f"y must be {wanted}; example {bad} is {float(y[bad]):g}")
+        is_inside = inside(y)
+        if not bool(is_inside.all()):
+            first = int((~is_inside).nonzero()[0])
+            raise DataError(f"y must be {support}; example {first} is {float(y[first]):g}")
         return y
 
     return check
@@ -241,7 +241,8 @@ def pairs(data: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """(x ``[N, P]``, y ``[N]``), or what is wrong with them."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise DataError("the data of a regression are a pair (x [N, P], y [N])")
-    x, y = real("x", data[0], like, 2), real("y", data[1], like, 1)
+    x = real("x", data[0], like, 2)
+    y = real("y", data[1], like, 1)
     if len(x) != len(y):
         raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
     return x, y
@@ -287,8 +288,10 @@ class Conjugate(Model):
         if not isinstance(self.factor, Factor):
             raise InputError(f"factor must be one such as bernoulli(), got {self.factor!r}")
         if not isinstance(self.prior, self.factor.family) or self.prior.log_partition().ndim:
-            wanted, got = self.factor.family.__name__, type(self.prior).__name__
-            raise InputError(f"the prior of this factor is one {wanted} without copies, got {got}")
+            raise InputError(
+                f"the prior of this factor is one {self.factor.family.__name__} without copies, "
+                f"got {type(self.prior).__name__}"
+            )
 
     def fit(self, data: Any) -> Fitted[Any]:
         """The posterior, by one step of the rule; its history is the log evidence.
@@ -303,7 +306,8 @@ class Conjugate(Model):
             DataError: examples that are missing, misshapen, not finite or out of range.
             InputError: data so large that the posterior is lost in rounding.
         """
-        data, prior = self.check(data), wide(self.prior)
+        data = self.check(data)
+        prior = wide(self.prior)
         q = self.step(prior, data)
         constant = self.factor.constant(data).sum()
         evidence = float((q.log_partition() - prior.log_partition() + constant).detach())
@@ -316,8 +320,8 @@ class Conjugate(Model):
         return self.factor.site(data)
 
     def step(self, q: Any, data: Any) -> Any:
-        told = total(lambda chosen: self.sites(q, rows(data, chosen)), torch.arange(count(data)))
-        return bayes(wide(self.prior), told)
+        sites = total(lambda chosen: self.sites(q, rows(data, chosen)), torch.arange(count(data)))
+        return bayes(wide(self.prior), sites)
 
     def log_predictive(self, q: Any, data: Any) -> Tensor:
         """A(λ + λ̃(y)) − A(λ) + c(y)."""
@@ -339,9 +343,9 @@ def bayes(prior: Q, site: Natural) -> Q:
     return toward(prior, prior, site, 1.0)
 
 
-def toward(q: Q, prior: Q, told: Natural, rho: float) -> Q:
+def toward(q: Q, prior: Q, sites: Natural, rho: float) -> Q:
     """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩."""
-    return blr_step(q, scale(add(prior.natural, told, prior.base_gradient()), -1.0), rho)
+    return blr_step(q, scale(add(prior.natural, sites, prior.base_gradient()), -1.0), rho)
 
 
 def wide(q: Q) -> Q:

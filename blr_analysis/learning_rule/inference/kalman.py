@@ -6,7 +6,7 @@ The filter predicts the next state and takes one step of the rule with the obser
 
     λ̃_t = (Hᵀ R⁻¹ y_t, −½ Hᵀ R⁻¹ H).
 
-The smoother adds what the future says of x_t, a natural parameter as well: with J and h the
+The smoother adds a message from the future to x_t, a natural parameter as well: with J and h the
 precision and the linear part of site and message at t+1, the message at t has
 
     Fᵀ (I + J Q)⁻¹ J F      and      Fᵀ (I + J Q)⁻¹ h,
@@ -72,21 +72,30 @@ class StateSpace(Model):
             raise InputError("the prior of the first state is one distribution, not copies")
         object.__setattr__(self, "prior", wide(self.prior))
         instance("observation", self.observation, Tensor, "a matrix [E, D]")
-        size, seen = len(self.prior.mean), len(self.observation)
-        shapes = {"observation": (seen, size), "observation_noise": (seen, seen)}
-        for name in ("transition", "transition_noise", *shapes):
-            value, shape = getattr(self, name), shapes.get(name, (size, size))
-            if not isinstance(value, Tensor) or value.shape != shape or value.is_complex():
-                raise InputError(f"{name} must be a real matrix {[*shape]}")
-            if not value.numel() or not bool(torch.isfinite(value).all()):
-                raise InputError(f"{name} must be finite, and not empty")
-            object.__setattr__(self, name, value.to(self.prior.mean))
-        for name, least in (("transition_noise", -1e-6), ("observation_noise", 1e-15)):
-            value = getattr(self, name)
-            size = value.abs().max().clamp(min=1e-300)
-            uneven = (value - value.mT).abs().max() > 1e-8 * size
-            if uneven or torch.linalg.eigvalsh(value).min() <= least * size:
-                raise InputError(f"{name} is no covariance: not symmetric, or not positive")
+        n_state = len(self.prior.mean)
+        n_observed = len(self.observation)
+        self._check_matrix("transition", (n_state, n_state))
+        self._check_matrix("transition_noise", (n_state, n_state))
+        self._check_matrix("observation", (n_observed, n_state))
+        self._check_matrix("observation_noise", (n_observed, n_observed))
+        self._check_covariance("transition_noise", least=-1e-6)
+        self._check_covariance("observation_noise", least=1e-15)
+
+    def _check_matrix(self, name: str, shape: tuple[int, int]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, Tensor) or value.shape != shape or value.is_complex():
+            raise InputError(f"{name} must be a real matrix {[*shape]}")
+        if not value.numel() or not bool(torch.isfinite(value).all()):
+            raise InputError(f"{name} must be finite, and not empty")
+        object.__setattr__(self, name, value.to(self.prior.mean))
+
+    def _check_covariance(self, name: str, *, least: float) -> None:
+        """``least``: of the largest entry, a bound that every eigenvalue lies above."""
+        value = getattr(self, name)
+        largest = value.abs().max().clamp(min=1e-300)
+        is_symmetric = (value - value.mT).abs().max() <= 1e-8 * largest
+        if not is_symmetric or torch.linalg.eigvalsh(value).min() <= least * largest:
+            raise InputError(f"{name} is no covariance: not symmetric, or not positive")
 
     def fit(self, data: Tensor, *, progress: bool | None = None) -> FittedStates:
         """Filter and smooth a series.
@@ -120,52 +129,58 @@ class StateSpace(Model):
         )
 
     def check(self, data: Any) -> Tensor:
-        seen = self.observation.shape[-2]
-        if not isinstance(data, Tensor) or data.ndim != 2 or not len(data) or data.shape[1] != seen:
-            got = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
-            raise DataError(f"the series must be a non-empty tensor [T, {seen}], got {got}")
+        size = self.observation.shape[-2]
+        shape = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
+        is_series = isinstance(data, Tensor) and data.ndim == 2 and len(data) > 0
+        if not is_series or data.shape[1] != size:
+            raise DataError(f"the series must be a non-empty tensor [T, {size}], got {shape}")
         if data.is_complex() or bool(torch.isinf(data).any()):
             raise DataError("the series must be real, and finite or NaN where nothing was observed")
         return data.to(self.prior.mean)
 
     def sites(self, q: Any, data: Tensor) -> Natural:
         """λ̃_t of the components of every y_t that were observed."""
-        return stacked([_site(*self._seen(y)) for y in data])
+        return stacked([_site(*self._observed(y)) for y in data])
 
     def step(self, q: FullGaussian, data: Tensor) -> FullGaussian:
         """The states of ``q`` by these observations; exact, so that it rests at once."""
-        states, size = self.fit(data, progress=False).q, len(q.mean)
-        return FullGaussian(states.mean[:size], states.precision[:size])
+        states = self.fit(data, progress=False).q
+        count = len(q.mean)
+        return FullGaussian(states.mean[:count], states.precision[:count])
 
     def log_predictive(self, q: FullGaussian, data: Tensor) -> Tensor:
         """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed."""
         if len(data) != len(q.mean):
             raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
         states = zip(q.mean, q.covariance, data, strict=True)
-        return torch.stack([_score(m, v, *self._seen(y)) for m, v, y in states])
+        return torch.stack([_score(m, v, *self._observed(y)) for m, v, y in states])
 
-    def _seen(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _observed(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """H, R and y of the components that were observed."""
-        seen = ~torch.isnan(y)
-        return self.observation[seen], self.observation_noise[seen][:, seen], y[seen]
+        is_observed = ~torch.isnan(y)
+        return (
+            self.observation[is_observed],
+            self.observation_noise[is_observed][:, is_observed],
+            y[is_observed],
+        )
 
     def _filter(
         self, data: Tensor, sites: Natural, progress: bool | None
     ) -> tuple[FullGaussian, FullGaussian, list[float]]:
-        predicted, filtered, history, total = [], [], [], 0.0
-        ahead = self.prior
+        predicted: list[FullGaussian] = []
+        filtered: list[FullGaussian] = []
+        history: list[float] = []
+        total = 0.0
         for t in track(range(len(data)), label="filtering", show=progress):
-            ahead = self._predicted(filtered[-1]) if t else ahead
-            total += float(_score(ahead.mean, ahead.covariance, *self._seen(data[t])).detach())
+            ahead = self._predicted(filtered[-1]) if t else self.prior
+            score = _score(ahead.mean, ahead.covariance, *self._observed(data[t]))
+            total += float(score.detach())
             if not math.isfinite(total):
                 raise DataError(f"the log-likelihood is {total} from time {t} on: scale the series")
             predicted.append(ahead)
             filtered.append(bayes(ahead, rows(sites, torch.tensor(t))))
             history.append(total)
-        copies = (
-            FullGaussian(**stacked([vars(q) for q in part])) for part in (predicted, filtered)
-        )
-        return *copies, history  # type: ignore[return-value]
+        return _copies(predicted), _copies(filtered), history
 
     def _predicted(self, state: FullGaussian) -> FullGaussian:
         move = self.transition
@@ -184,8 +199,9 @@ class StateSpace(Model):
         return filtered.with_natural(add(filtered.natural, stacked(messages[::-1])))
 
     def _backward(self, ahead: Natural) -> Natural:
-        """What x_t is told by everything after it, from the same for x_{t+1} and its site."""
-        move, precision = self.transition, -2 * ahead["square"]
+        """The message to x_t from everything after it, by the one to x_{t+1} and its site."""
+        move = self.transition
+        precision = -2 * ahead["square"]
         damping = torch.eye(len(move)).to(move) + self.transition_noise @ precision
         damped = torch.linalg.solve(damping, move).mT
         folded = damped @ precision @ move
@@ -201,7 +217,7 @@ class FittedStates(Fitted[FullGaussian]):
         filtered: x_t given y_1 … y_t.
 
     Example:
-        A random walk from N(0, 1): what is filtered has seen the present, what is smoothed all.
+        A random walk from N(0, 1): filtered states have seen the present, smoothed ones all.
 
         >>> one = torch.eye(1, dtype=torch.float64)
         >>> prior = FullGaussian(torch.zeros(1, dtype=torch.float64), one)
@@ -241,6 +257,11 @@ class FittedStates(Fitted[FullGaussian]):
         return data if add is None else joined(data, self.model.check(add))
 
 
+def _copies(states: list[FullGaussian]) -> FullGaussian:
+    """One distribution with a copy for each of these."""
+    return FullGaussian(**stacked([vars(state) for state in states]))
+
+
 def _site(matrix: Tensor, noise: Tensor, y: Tensor) -> Natural:
     weighted = torch.linalg.solve(noise, matrix).mT
     return {"linear": weighted @ y, "square": -0.5 * weighted @ matrix}
@@ -248,6 +269,7 @@ def _site(matrix: Tensor, noise: Tensor, y: Tensor) -> Natural:
 
 def _score(mean: Tensor, covariance: Tensor, matrix: Tensor, noise: Tensor, y: Tensor) -> Tensor:
     """log N(y | H m, H V Hᵀ + R)."""
-    spread, residual = matrix @ covariance @ matrix.mT + noise, y - matrix @ mean
+    spread = matrix @ covariance @ matrix.mT + noise
+    residual = y - matrix @ mean
     square = residual @ torch.linalg.solve(spread, residual)
     return -0.5 * (square + torch.logdet(2 * math.pi * spread))

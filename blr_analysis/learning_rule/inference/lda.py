@@ -71,7 +71,7 @@ class Documents:
         return cls(counts, (logs - shift.unsqueeze(2)).exp_(), shift)
 
     def only(self, chosen: Tensor) -> Documents:
-        """Some of them."""
+        """Those of ``chosen``."""
         return Documents(self.counts[chosen], self.table[chosen], self.shift[chosen])
 
     def norm(self, theta: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ class Documents:
 
     def bound(self, gamma: Tensor, prior: Dirichlet) -> Tensor:
         """E[log p(w_d, z_d, θ_d | β)] + H(q(θ_d, z_d)) at φ's optimum, in nats ``[D]``."""
-        seen = self.norm(gamma.digamma().exp_()).log() + self.shift
-        seen = seen - gamma.sum(1, keepdim=True).digamma()
-        return (self.counts * seen).sum(1) - Dirichlet(gamma).kl(prior)
+        log_words = self.norm(gamma.digamma().exp_()).log() + self.shift
+        log_words = log_words - gamma.sum(1, keepdim=True).digamma()
+        return (self.counts * log_words).sum(1) - Dirichlet(gamma).kl(prior)
 
 
 @dataclass(frozen=True)
@@ -184,44 +184,51 @@ class LDA(Model):
                 words.
             InputError: an argument out of range, or a start of another shape.
         """
-        data, seed = self.check(counts), at_least(0, "seed", seed)
-        generator, prior = torch.Generator().manual_seed(seed), self.prior(data.shape[1])
-        if start is None:  # every λ_kw from Gamma(100, 1/100), as scikit-learn's and Hoffman's
-            hundreds = torch.full_like(prior.concentration, 100.0)
-            start = Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+        data = self.check(counts)
+        prior = self.prior(data.shape[1])
+        generator = torch.Generator().manual_seed(at_least(0, "seed", seed))
+        if start is None:
+            start = _random_topics(prior, generator)
         q = self._alike("start", start, prior)
-        n, taken = data.shape[0], 0
+        n = data.shape[0]
         size = n if batch_size is None else positive_int("batch_size", batch_size)
+        steps = 0
 
         def one_pass(t: int) -> float:
-            nonlocal q, taken
-            order, bound, last = torch.randperm(n, generator=generator), 0.0, q
+            nonlocal q, steps
+            order = torch.randperm(n, generator=generator)
+            bound = 0.0
+            scored_by = q
             for batch in order.split(size):
-                taken += 1
-                rho = 1.0 if batch_size is None else self.rho(taken)
-                last, (told, seen) = q, self._told(q, rows(data, batch))
-                bound += seen
-                q = toward(q, prior, {"log": n / len(batch) * told}, rho)
-            return (bound - float(last.kl(prior).sum())) / float(data.sum())
+                steps += 1
+                rho = 1.0 if batch_size is None else self.rho(steps)
+                scored_by = q
+                site, batch_bound = self._told(q, rows(data, batch))
+                bound += batch_bound
+                q = toward(q, prior, {"log": n / len(batch) * site}, rho)
+            return (bound - float(scored_by.kl(prior).sum())) / float(data.sum())
 
         noisy = batch_size is not None or tol == 0
         run = until_flat(one_pass, "ELBO", max_iter=passes, tol=tol, noisy=noisy, progress=progress)
         return FittedTopics(q=q, **run, prior=prior, model=self, data=data)
 
     def check(self, data: Any) -> Any:
-        """The counts as a sparse matrix of their own; see :meth:`fit`."""
-        given = data.detach().cpu().to_dense().numpy() if isinstance(data, Tensor) else data
+        """The counts as a sparse matrix, a copy; see :meth:`fit`."""
+        if isinstance(data, Tensor):
+            data = data.detach().cpu().to_dense().numpy()
         with told_as(DataError, "counts must be a real matrix [N, V], as CountVectorizer's"):
-            counts: Any = csr_array(given, dtype=np.float64, copy=True)
+            counts: Any = csr_array(data, dtype=np.float64, copy=True)
         if counts.ndim != 2 or not counts.shape[0] or counts.shape[1] < 2:
             raise DataError(f"counts need a document and two words or more, got {counts.shape}")
         counts.sum_duplicates()
         counts.eliminate_zeros()
         wrong = ~(np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0))
         if wrong.any():
-            document, bad = counts.tocoo().coords[0][wrong][0], counts.data[wrong][0]
-            raise DataError(f"a count of document {document} is no whole number from 0 up: {bad}")
-        if len(empty := np.flatnonzero(np.diff(counts.indptr) == 0)):
+            document = counts.tocoo().coords[0][wrong][0]
+            count = counts.data[wrong][0]
+            raise DataError(f"a count of document {document} is no whole number from 0 up: {count}")
+        empty = np.flatnonzero(np.diff(counts.indptr) == 0)
+        if len(empty):
             raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
         return counts
 
@@ -240,15 +247,18 @@ class LDA(Model):
             DataError: as :meth:`fit`, or another vocabulary.
         """
         data = self.check(data)
-        prior, size = self.prior(data.shape[1]), data.shape[0]
-        ratio = 1.0 if n_documents is None else positive_int("n_documents", n_documents) / size
+        prior = self.prior(data.shape[1])
+        ratio = 1.0
+        if n_documents is not None:
+            ratio = positive_int("n_documents", n_documents) / data.shape[0]
         q = self._alike("q", q, prior)
-        return toward(q, prior, {"log": ratio * self._told(q, data)[0]}, rho)
+        site, _ = self._told(q, data)
+        return toward(q, prior, {"log": ratio * site}, rho)
 
     def sites(self, q: Dirichlet, data: Any) -> Natural:
         """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
-        ones = (data[i : i + 1] for i in range(data.shape[0]))
-        return {"log": torch.stack([self._told(q, one)[0] for one in ones])}
+        documents = (data[i : i + 1] for i in range(data.shape[0]))
+        return {"log": torch.stack([self._told(q, document)[0] for document in documents])}
 
     def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
         """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
@@ -258,79 +268,93 @@ class LDA(Model):
     def foretold(self, q: Dirichlet, data: Any, *, without: bool) -> Tensor:
         """The bound for each document under q(β), or under λ − n_d φ_d.
 
-        λ_kw − n_dw φ_dwk is not let fall below the prior's η, to which the other documents only
-        add.
+        λ_kw − n_dw φ_dwk stays at or above the prior's η, to which the other documents only add.
         """
         least = self.prior(2).concentration[0, 0]
         values = q.concentration.new_zeros(data.shape[0])
         for at, words, documents in _blocks(q, data):
-            known, gamma = q.concentration.mT[words], self._settled(documents)
+            of_words = q.concentration.mT[words]  # λ_kw, [D, L, K]
             totals = q.concentration.sum(1)
+            gamma = self._settled(documents)
             if without:
-                left = torch.maximum(known - documents.sites(gamma), known.clamp(max=least))
-                totals = totals - (known - left).sum(1)
+                removed = of_words - documents.sites(gamma)
+                left = torch.maximum(removed, of_words.clamp(max=least))
+                totals = totals - (of_words - left).sum(1)
+                of_words = left
                 logs = left.digamma() - totals.digamma().unsqueeze(1)
-                known, documents = left, Documents.of(documents.counts, logs)
+                documents = Documents.of(documents.counts, logs)
                 gamma = self._settled(documents)
             sites = documents.sites(gamma)
-            gain = _gain(known, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
+            gain = _gain(of_words, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
             values[at] = documents.bound(gamma, self.document_prior()) + gain
         return values
 
     def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
         """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds."""
-        told, bound = torch.zeros_like(q.concentration.mT), 0.0
+        site = torch.zeros_like(q.concentration.mT)
+        bound = 0.0
         for _, words, documents in _blocks(q, data):
             gamma = self._settled(documents)
-            told.index_add_(0, words.flatten(), documents.sites(gamma).flatten(0, 1))
+            site.index_add_(0, words.flatten(), documents.sites(gamma).flatten(0, 1))
             bound += float(documents.bound(gamma, self.document_prior()).sum())
-        return told.mT, bound
+        return site.mT, bound
 
     def _settled(self, documents: Documents) -> Tensor:
         """γ ``[D, K]`` at its fixed point, from ones; each document stops by itself."""
-        alpha, at = self.document_prior().concentration, torch.arange(len(documents.counts))
+        alpha = self.document_prior().concentration
+        at = torch.arange(len(documents.counts))  # the documents that still move
         gamma = alpha.new_ones(len(at), self.n_topics)
         for _ in range(self.max_local_iter):
             before = gamma[at]
             theta = before.digamma().exp_()
             shares = (documents.counts / documents.norm(theta)).unsqueeze(1)
             gamma[at] = alpha + theta * torch.bmm(shares, documents.table).squeeze(1)
-            moving = (gamma[at] - before).abs().mean(1) >= self.local_tol
-            if not bool(moving.any()):
+            moves = (gamma[at] - before).abs().mean(1) >= self.local_tol
+            if not bool(moves.any()):
                 break
-            if not bool(moving.all()):
-                at, documents = at[moving], documents.only(moving)
+            if not bool(moves.all()):
+                at = at[moves]
+                documents = documents.only(moves)
         return gamma
 
     def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
-        """q(β) in double precision, or what is wrong with it."""
-        wanted = [*prior.concentration.shape]
-        instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {wanted}, such as the q of a fit")
-        if [*q.concentration.shape] != wanted:
-            raise InputError(f"{name} must be [K, V] = {wanted}, got {[*q.concentration.shape]}")
+        """q(β) in double precision; :class:`InputError` where it is another vocabulary's."""
+        sizes = [*prior.concentration.shape]
+        instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {sizes}, such as the q of a fit")
+        if [*q.concentration.shape] != sizes:
+            raise InputError(f"{name} must be [K, V] = {sizes}, got {[*q.concentration.shape]}")
         return Dirichlet(q.concentration.double())
 
 
+def _random_topics(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
+    """Every λ_kw from Gamma(100, 1/100), as scikit-learn and Hoffman draw them."""
+    hundreds = torch.full_like(prior.concentration, 100.0)
+    return Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+
+
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
-    """64 documents of similar length: which ones ``[D]``, words ``[D, L]``, and themselves."""
+    """64 documents of similar length at a time: their places ``[D]``, their words ``[D, L]``, and
+    the documents."""
     if data.shape[1] != q.concentration.shape[-1]:
         raise DataError(
             f"counts have {data.shape[1]} words, the topics a vocabulary of "
             f"{q.concentration.shape[-1]}: count by it"
         )
-    logs, lengths = q.expectation["log"].mT.contiguous(), np.diff(data.indptr)
-    for at in np.array_split(np.argsort(lengths, kind="stable"), -(-len(lengths) // 64)):
-        place = np.arange(lengths[at[-1]])
-        inside = place < lengths[at][:, None]
-        entry = np.where(inside, data.indptr[at][:, None] + place, 0)
+    logs = q.expectation["log"].mT.contiguous()
+    lengths = np.diff(data.indptr)
+    by_length = np.argsort(lengths, kind="stable")
+    for at in np.array_split(by_length, -(-len(lengths) // 64)):
+        position = np.arange(lengths[at[-1]])
+        is_word = position < lengths[at][:, None]
+        entry = np.where(is_word, data.indptr[at][:, None] + position, 0)
         words = torch.from_numpy(data.indices[entry]).long()
-        counts = torch.from_numpy(np.where(inside, data.data[entry], 0.0))
+        counts = torch.from_numpy(np.where(is_word, data.data[entry], 0.0))
         yield torch.from_numpy(at), words, Documents.of(counts, logs[words])
 
 
-def _gain(known: Tensor, more: Tensor) -> Tensor:
+def _gain(x: Tensor, n: Tensor) -> Tensor:
     """log Γ(x + n) − log Γ(x) − n ψ(x)."""
-    return torch.lgamma(known + more) - torch.lgamma(known) - more * known.digamma()
+    return torch.lgamma(x + n) - torch.lgamma(x) - n * x.digamma()
 
 
 class FittedTopics(Fitted[Dirichlet]):
@@ -365,8 +389,9 @@ class FittedTopics(Fitted[Dirichlet]):
             DataError: as :meth:`transform`.
         """
         data = self.model.check(counts)
-        bound = self.model._told(self.q, data)[1] - float(self.q.kl(self.prior).sum())  # type: ignore[arg-type]
-        return math.exp(-bound / data.sum())
+        _, bound = self.model._told(self.q, data)
+        divergence = float(self.q.kl(self.prior).sum())  # type: ignore[arg-type]
+        return math.exp((divergence - bound) / data.sum())
 
     def topics(self, vocabulary: Sequence[str], top: int = 10) -> TopicWords:
         """The most probable words of each topic.
@@ -378,7 +403,8 @@ class FittedTopics(Fitted[Dirichlet]):
         Raises:
             InputError: a vocabulary of another length.
         """
-        names, n_words = [*map(str, vocabulary)], self.q.concentration.shape[-1]
+        names = [*map(str, vocabulary)]
+        n_words = self.q.concentration.shape[-1]
         if len(names) != n_words:
             raise InputError(f"vocabulary must be {n_words} words, got {len(names)}")
         best = self.q.mean.topk(min(positive_int("top", top), n_words), -1)
@@ -390,7 +416,7 @@ class FittedTopics(Fitted[Dirichlet]):
 
         The documents' factors are found afresh under the topics without them; the bound is that
         of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
-        for, as far from a fixed point, the prior is what stays of it.
+        for, which happens far from a fixed point, the prior stays.
         """
         return self.model.foretold(self.q, self.data, without=True)
 
