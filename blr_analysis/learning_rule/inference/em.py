@@ -208,7 +208,8 @@ class GaussianMixtureEM(Model):
                 out of range.
         """
         data = check_data(data, self.n_components)
-        statistics, n = self._statistics(data), len(data)
+        statistics = self._statistics(data)
+        n = len(data)
         q = self._first(data, statistics, start, generator)
         totals = scale({"count": q.weights, **q.expectation}, n)  # of n examples of the mixture
 
@@ -381,7 +382,8 @@ class FactorAnalysis(Model):
         data = check_data(data, 2)
         if data.shape[1] <= self.n_factors:
             raise DataError(f"{self.n_factors} factors need more columns, got {data.shape[1]}")
-        variance, mean = data.var(0, correction=0), data.mean(0)
+        variance = data.var(0, correction=0)
+        mean = data.mean(0)
         values, vectors = torch.linalg.eigh(torch.cov(data.mT, correction=0))
         w = vectors[:, -self.n_factors :] * (values[-self.n_factors :] / 2).clamp(min=0).sqrt()
         q = Factors(w, mean, (variance - w.square().sum(1)).clamp(min=1e-3))
@@ -413,7 +415,8 @@ class FactorAnalysis(Model):
 
     def maximise(self, totals: Natural) -> Factors:
         """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies."""
-        zz, yz = totals["zz"], totals["yz"]
+        zz = totals["zz"]
+        yz = totals["yz"]
         joint = torch.linalg.solve(zz, yz.mT).mT
         noise = (totals["yy"] - (joint * yz).sum(-1)) / zz[..., -1, -1:]
         if self.noise == "spherical":

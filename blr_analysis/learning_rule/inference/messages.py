@@ -107,15 +107,19 @@ class Messages(Model):
             InputError: settings out of range, or an A_i that is not finite.
         """
         data = self.check(data)
-        n, q, after = count(data), start or self.nodes, start or self.nodes
+        n = count(data)
+        q = start or self.nodes
+        after = q
 
         def step(t: int) -> float:
             nonlocal q, after
-            q, chosen = after, minibatch(n, batch, generator)
+            q = after
+            chosen = minibatch(n, batch, generator)
             factor = n / len(chosen)
             size = share("rho", rho(t + 1) if callable(rho) else rho)
-            told, local = self._messages(q, rows(data, chosen))
-            after = self._toward(q, {g: scale(m, factor) for g, m in told.items()}, size)
+            messages, local = self._messages(q, rows(data, chosen))
+            scaled = {g: scale(message, factor) for g, message in messages.items()}
+            after = self._toward(q, scaled, size)
             divergence = sum(float(q[g].kl(prior).sum()) for g, prior in self.nodes.items())
             return factor * float(local) - divergence
 
@@ -142,18 +146,23 @@ class Messages(Model):
         gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
         return local + sum(gains)
 
-    def _toward(self, q: Nodes, told: Mapping[str, Natural], rho: float) -> Nodes:
-        return {g: toward(q[g], prior, told[g], rho) for g, prior in self.nodes.items()}
+    def _toward(self, q: Nodes, messages: Mapping[str, Natural], rho: float) -> Nodes:
+        return {g: toward(q[g], prior, messages[g], rho) for g, prior in self.nodes.items()}
 
     def _messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
         """Σ_i λ̃_i for each node, and Σ_i A_i."""
-        wanted = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
+        rule = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
         shape = torch.Size([count(data)])
         mu = {g: node.expectation for g, node in q.items()}
-        told, local = grad_and_value(lambda m: answer(wanted, shape, self.local, m, data).sum())(mu)
-        if not bool(local.isfinite()) or not any(bool(leaf.any()) for leaf in tree_leaves(told)):
-            raise InputError(wanted)
-        return told, local
+
+        def total_of(mu: Mapping[str, Natural]) -> Tensor:
+            return answer(rule, shape, self.local, mu, data).sum()
+
+        messages, local = grad_and_value(total_of)(mu)
+        depends = any(bool(leaf.any()) for leaf in tree_leaves(messages))
+        if not bool(local.isfinite()) or not depends:
+            raise InputError(rule)
+        return messages, local
 
     def _each(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
         """λ̃_i and A_i of every example, with a leading dimension M."""
@@ -161,8 +170,8 @@ class Messages(Model):
         copies = q[name].log_partition().ndim > node.log_partition().ndim
         mu = {g: node.expectation for g, node in q.items()}
         alone = partial(rows, chosen=None)
-        one = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
-        return vmap(one, in_dims=(0 if copies else None, 0))(mu, data)
+        of_example = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
+        return vmap(of_example, in_dims=(0 if copies else None, 0))(mu, data)
 
 
 @dataclass(frozen=True)
@@ -194,8 +203,8 @@ class MessagePassing(Messages):
     local: Local
 
     def __post_init__(self) -> None:
-        nodes = self.prior.values() if isinstance(self.prior, Mapping) else ()
-        if not nodes or not all(isinstance(node, ExponentialFamily) for node in nodes):
+        named = isinstance(self.prior, Mapping) and len(self.prior) > 0
+        if not named or not all(isinstance(q, ExponentialFamily) for q in self.prior.values()):
             raise InputError("prior must be exponential families by name")
 
     @property
@@ -266,13 +275,14 @@ class HiddenMarkov(Messages):
 
     @cached_property
     def nodes(self) -> Nodes:
-        k, one = self.n_states, wide(self.prior)
-        even = next(iter(one.natural.values())).new_full((k, k), self.concentration)
-        copies = {n: v.expand(k, *v.shape).clone() for n, v in one.natural.items()}
+        k = self.n_states
+        emission = wide(self.prior)
+        even = next(iter(emission.natural.values())).new_full((k, k), self.concentration)
+        copies = {n: v.expand(k, *v.shape).clone() for n, v in emission.natural.items()}
         return {
             "initial": Dirichlet(even[0]),
             "transition": Dirichlet(even),
-            "emission": one.with_natural(copies),
+            "emission": emission.with_natural(copies),
         }
 
     def check(self, data: Any) -> Tensor:
@@ -287,16 +297,17 @@ class HiddenMarkov(Messages):
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """E_q[log p(y_t | θ_k)], ``[S, T, K]``."""
         flat = _flat(data)
-        told = paired(self.emission.site(flat), mu["emission"])
-        return (told + self.emission.constant(flat).unsqueeze(1)).reshape(*data.shape[:2], -1)
+        scores = paired(self.emission.site(flat), mu["emission"])
+        scores = scores + self.emission.constant(flat).unsqueeze(1)
+        return scores.reshape(*data.shape[:2], -1)
 
     @staticmethod
     def forward(mu: Mapping[str, Natural], scores: Tensor) -> Tensor:
         """The recursion, ``[S]``."""
         alpha = mu["initial"]["log"] + scores[:, 0]
         for t in range(1, scores.shape[1]):
-            moved = torch.logsumexp(alpha.unsqueeze(2) + mu["transition"]["log"], 1)
-            alpha = moved + scores[:, t]
+            ahead = torch.logsumexp(alpha.unsqueeze(2) + mu["transition"]["log"], 1)
+            alpha = ahead + scores[:, t]
         return torch.logsumexp(alpha, 1)
 
 
@@ -366,13 +377,14 @@ class BayesianGaussianMixture(Messages):
         """
         at_least(2, "n_components", n_components)
         data = check_data(data, n_components)
-        size, one = data.shape[1], torch.ones(()).to(data)
+        size = data.shape[1]
+        kappa = torch.ones(()).to(data)
         spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
         if int(torch.linalg.cholesky_ex(spread)[1]):
             raise DataError(
                 f"the covariance of {len(data)} examples is singular: drop dependent columns"
             )
-        prior = NormalWishart(data.mean(0), one, size * one, spread)
+        prior = NormalWishart(data.mean(0), kappa, size * kappa, spread)
         return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
 
     def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
@@ -398,21 +410,23 @@ class BayesianGaussianMixture(Messages):
                 out of range.
         """
         data = self.check(data)
-        given = start, settings.get("generator")
-        weights = first_responsibilities(data, len(self.weights.concentration), *given)
-        told = {
-            "weights": {"log": weights.sum(0)},
-            "components": pooled(weights, FACTOR.site(data)),
+        n_components = len(self.weights.concentration)
+        generator = settings.get("generator")
+        responsibilities = first_responsibilities(data, n_components, start, generator)
+        messages = {
+            "weights": {"log": responsibilities.sum(0)},
+            "components": pooled(responsibilities, FACTOR.site(data)),
         }
-        begun = {name: bayes(prior, told[name]) for name, prior in self.nodes.items()}
-        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+        nodes = {name: bayes(prior, messages[name]) for name, prior in self.nodes.items()}
+        return super().fit(data, start=nodes, **settings)  # type: ignore[return-value]
 
     @cached_property
     def nodes(self) -> Nodes:
-        weights, one = wide(self.weights), wide(self.component)
-        copies = len(weights.concentration)
-        components = {k: v.expand(copies, *v.shape) for k, v in one.natural.items()}
-        return {"weights": weights, "components": one.with_natural(components)}
+        weights = wide(self.weights)
+        component = wide(self.component)
+        n_components = len(weights.concentration)
+        copies = {k: v.expand(n_components, *v.shape) for k, v in component.natural.items()}
+        return {"weights": weights, "components": component.with_natural(copies)}
 
     def check(self, data: Any) -> Tensor:
         return FACTOR.check(check_data(data), wide(self.component))
@@ -423,22 +437,24 @@ class BayesianGaussianMixture(Messages):
 
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """The message to z_i, ``[N, K]``."""
-        told = paired(FACTOR.site(data), mu["components"]) + FACTOR.constant(data).unsqueeze(1)
-        return told + mu["weights"]["log"]
+        scores = paired(FACTOR.site(data), mu["components"])
+        return scores + FACTOR.constant(data).unsqueeze(1) + mu["weights"]["log"]
 
     def log_predictive(self, q: Nodes, data: Tensor) -> Tensor:
         """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
-        nodes, weights = q["components"], q["weights"].expected_point()
+        components = q["components"]
+        weights = q["weights"].expected_point()
         site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
-        gain = nodes.with_natural(add(nodes.natural, site)).log_partition() - nodes.log_partition()
+        after = components.with_natural(add(components.natural, site))
+        gain = after.log_partition() - components.log_partition()
         return torch.logsumexp(weights.log() + gain, -1) + FACTOR.constant(data)
 
 
 class FittedMeanField(Fitted[Nodes]):
     """The global nodes of a mixture; taking examples out is one message-passing step.
 
-    :meth:`without` subtracts what the examples told the global nodes; what the others told them
-    stays as it was, although each of them would now be assigned a little differently.
+    :meth:`without` subtracts the messages of these examples to the global nodes; those of the other
+    examples stay as they were, although each would now be assigned a little differently.
 
     Example:
         >>> data = torch.cat([torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)]).unsqueeze(1)
