@@ -28,7 +28,7 @@ def launched(count: int, *argv: object) -> Said:
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     how: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "timeout": 240}
-    script = [sys.executable, *torchrun, TESTS / "ranked.py", *argv]
+    script = [sys.executable, *torchrun, TESTS / "support" / "ranked.py", *argv]
     return subprocess.run(list(map(str, script)), check=False, **how)
 
 

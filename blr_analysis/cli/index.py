@@ -69,7 +69,8 @@ def index(
     from blr_analysis.files import drafted, held
     from blr_analysis.files.headers import record_text
     from blr_analysis.sensitivity import Index
-    from blr_analysis.sensitivity.influence.index import PLAN, check_place
+    from blr_analysis.sensitivity.index.build import check_place
+    from blr_analysis.sensitivity.index.stored import PLAN
 
     if source.structure in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {source.structure}")
@@ -97,7 +98,7 @@ def index(
 
 def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
     """What an index costs, with the fit of its posterior where none was saved."""
-    from blr_analysis.sensitivity.influence.index import build_cost
+    from blr_analysis.sensitivity.index.build import build_cost
 
     examples = source.examples(task)
     saved = 0 if source.posterior is None else source.posterior.stat().st_size

@@ -1,7 +1,7 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
 from blr_analysis.sensitivity.calibrate import calibrate
-from blr_analysis.sensitivity.influence.index import Index
+from blr_analysis.sensitivity.index.index import Index
 from blr_analysis.sensitivity.influence.influence import influence
 from blr_analysis.sensitivity.influence.results import (
     GroupInfluence,

@@ -17,8 +17,13 @@ from tiny_lm import sequences, task_of, tiny_lm
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError, StorageError
-from blr_analysis.sensitivity.influence import compressed, search
-from blr_analysis.sensitivity.influence import index as module
+from blr_analysis.sensitivity.index import block_count, blocks, build, stored
+from blr_analysis.sensitivity.index.compressed import Compressed, Compression
+from blr_analysis.sensitivity.index.projection import Projection, multiplies_half
+from blr_analysis.sensitivity.index.rounded import estimates, rounded
+from blr_analysis.sensitivity.index.search import error_factor
+from blr_analysis.sensitivity.index.signs import hadamard
+from blr_analysis.sensitivity.index.whitened import Tile
 
 N = 12
 
@@ -74,7 +79,7 @@ def test_a_search_by_signs_finds_the_same(normalize: bool, threads: int, tmp_pat
     """In two files, among rows that are like the question or not."""
     task = of_rows(280, 32)
     index = blr.Index.build(task, posterior(task), tmp_path / "i", rank=2**9)
-    assert index.signs and index._blocks
+    assert index.signs and index._compression.blocks
     test = task.subset(range(9 if threads == 1 else 3))
     values, before = index.influence(test, normalize=normalize), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -107,72 +112,102 @@ def flat() -> blr.Posterior:
 
 
 def signed(
-    x: torch.Tensor, size: int, blocks: int = 0, more: int = 1
-) -> tuple[compressed.Compression, compressed.Compressed]:
-    """What is kept of these vectors."""
-    compression = compressed.Compression(size, True, min(size, 3072), blocks)
+    x: torch.Tensor, size: int, count: int = 0, factor: int = 1
+) -> tuple[Compression, Compressed]:
+    """What is stored of these vectors, with so many blocks."""
+    compression = Compression(size, True, min(size, 3072), count)
     parts = zip(compression.roots(flat()).values(), x.split([700, 1, 2299], 1), strict=True)
-    whole = slice(None)
-    tiles = [(whole, start, w * root) for (start, root), w in parts]
-    return compression, compression.compressed(len(x), tiles, more=more)
+    tiles = [Tile(slice(None), start, w * root) for (start, root), w in parts]
+    return compression, compression.compressed(len(x), tiles, block_factor=factor)
 
 
 @pytest.mark.parametrize("size", [256, 1024, 4 * 3072, 43 * 3072])
 def test_signs_err_as_the_formula_says(size: int) -> None:
-    x, y = drawn(30, 3000, 0), drawn(25, 3000, 1)
-    truth = x @ y.T
-    (compression, stored), (_, asked) = signed(x, size), signed(y, size)
-    assert asked.z.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
-    kept = compression.stored(stored, torch.float16)
-    assert ("first" in kept) == (size > 2**17)  # which lie apart
-    assert sum(kept[n].nbytes for n in ("first", "gradients") if n in kept) == 30 * size // 8
-    error = compression.values(kept, asked) - truth
-    assert 0.5 < float(error.std()) / (math.pi / 2 / size) ** 0.5 < 1.3
-    exact = compression.values(kept, asked)
-    for found in (
-        compression.rough(kept, compression.rounded(asked, 1)),
-        compression.near(kept, compression.rounded(asked, 2)),
-        compression.near(kept, compression.rounded(asked, 4)),
-    ):
-        values, error = found.unbind(1)
-        off = ((values - exact) / error).square().mean().sqrt()
-        assert 0.4 < float(off) < 1.3 and search._wider(found, exact)[1] == off.clamp_min(1)
+    x = drawn(30, 3000, 0)
+    y = drawn(25, 3000, 1)
+    compression, gradients = signed(x, size)
+    _, questions = signed(y, size)
+    assert questions.z.norm(dim=1).mean() == pytest.approx(1, abs=0.1)
+    records = compression.records(gradients, torch.float16)
+    assert ("first" in records) == (size > 2**17)  # which lie apart
+    signs = [records[name] for name in ("first", "gradients") if name in records]
+    assert sum(tensor.nbytes for tensor in signs) == 30 * size // 8
+    values = compression.values(records, questions)
+    assert 0.5 < float((values - x @ y.T).std()) / (math.pi / 2 / size) ** 0.5 < 1.3
+    for bits in (1, 2, 4):
+        estimated = estimates(compression, records, rounded(compression, questions, bits))
+        rough, error = estimated.unbind(1)
+        deviation = ((rough - values) / error).square().mean().sqrt()
+        assert 0.4 < float(deviation) < 1.3
+        assert error_factor(estimated, values) == deviation.clamp_min(1)
 
 
-def test_the_longest_blocks_are_kept_and_left_out_of_the_signs() -> None:
-    """Blocks of 64 of each matrix, by hand; with no number beyond them nothing is left to signs."""
-    x, y = drawn(6, 3000, 0), drawn(5, 3000, 1)
-    (compression, own), (_, asked) = signed(x, 1024, 3), signed(y, 1024, 3)
+def blocks_by_hand(w: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Blocks of 64 of each of the three matrices."""
     starts = [*range(0, 700, 64), 700, *range(701, 3000, 64)]
     ends = [*starts[1:], 3000]
+    return {k: w[a:b] for k, (a, b) in enumerate(zip(starts, ends, strict=True))}
 
-    def split(v: torch.Tensor) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        pieces = {k: v[a:b] for k, (a, b) in enumerate(zip(starts, ends, strict=True))}
-        longest = sorted(pieces, key=lambda a: -float(pieces[a].norm()))[:3]
-        rest = [torch.zeros_like(p) if a in longest else p for a, p in pieces.items()]
-        return {a: pieces[a] for a in longest}, torch.cat(rest)
 
-    mine, theirs = [split(v) for v in x], [split(v) for v in y]
-    assert [set(row.tolist()) for row in own.places] == [set(blocks) for blocks, _ in mine]
-    _, rests = signed(torch.stack([rest for _, rest in mine]), 1024)
-    assert relative(own.z, rests.z) < 1e-6
-    kept = compression.stored(own, torch.float16)
-    assert relative(kept["length"], torch.stack([rest.norm() for _, rest in mine])) < 1e-6
-    common = [[sum(float(a[k] @ b[k]) for k in a if k in b) for b, _ in theirs] for a, _ in mine]
-    assert relative(compressed.in_common(kept, asked), torch.tensor(common)) < 0.1  # 4 bits
-    held = compressed.unpacked(kept["blocks"]) * kept["units"].unsqueeze(2)
-    assert relative(held, own.blocks) < 0.15
-    assert bool(((held - own.blocks).abs() <= kept["units"].unsqueeze(2) * 0.501).all())
-    nothing = {n: t for n, t in kept.items()} | {"length": torch.zeros(6)}
-    assert torch.equal(compression.values(nothing, asked), compressed.in_common(kept, asked))
-    _, more = signed(y, 1024, 3, more=2)
-    assert relative(more.z, signed(y, 1024)[1].z) < 1e-12  # all of a question
-    assert torch.equal(more.places[:, :3], asked.places)
-    whole = [[sum(float(a[k] @ w[starts[k] : ends[k]]) for k in a if k in set(places.tolist()))
-              for w, places in zip(y, more.places, strict=True)] for a, _ in mine]  # fmt: skip
-    assert relative(compressed.in_common(kept, more), torch.tensor(whole)) < 0.1
-    fitting = compressed.Compression.of(flat(), 2000, torch.float16, 50)
+def longest_by_hand(w: torch.Tensor, count: int) -> dict[int, torch.Tensor]:
+    parts = blocks_by_hand(w)
+    longest = sorted(parts, key=lambda place: -float(parts[place].norm()))[:count]
+    return {place: parts[place] for place in longest}
+
+
+def rest_by_hand(w: torch.Tensor, count: int) -> torch.Tensor:
+    """All but the longest blocks."""
+    longest = longest_by_hand(w, count)
+    parts = blocks_by_hand(w)
+    return torch.cat([torch.zeros_like(p) if k in longest else p for k, p in parts.items()])
+
+
+def common_by_hand(
+    stored: list[dict[int, torch.Tensor]], asked: list[dict[int, torch.Tensor]]
+) -> torch.Tensor:
+    return torch.tensor(
+        [[sum(float(a[k] @ b[k]) for k in a if k in b) for b in asked] for a in stored]
+    )
+
+
+def test_the_longest_blocks_are_stored_and_left_out_of_the_signs() -> None:
+    """With no number beyond them nothing is left to signs."""
+    x = drawn(6, 3000, 0)
+    compression, gradients = signed(x, 1024, 3)
+    longest = [longest_by_hand(w, 3) for w in x]
+    rests = torch.stack([rest_by_hand(w, 3) for w in x])
+    assert [set(row.tolist()) for row in gradients.places] == [set(parts) for parts in longest]
+    assert relative(gradients.z, signed(rests, 1024)[1].z) < 1e-6
+    records = compression.records(gradients, torch.float16)
+    assert relative(records["length"], rests.norm(dim=1)) < 1e-6
+    units = records["units"].unsqueeze(2)
+    numbers = blocks.unpacked(records["blocks"]) * units
+    assert relative(numbers, gradients.blocks) < 0.15
+    assert bool(((numbers - gradients.blocks).abs() <= units * 0.501).all())
+    _, questions = signed(drawn(5, 3000, 1), 1024, 3)
+    without_rest = records | {"length": torch.zeros(6)}
+    common = blocks.common_products(records, questions.block_table)
+    assert torch.equal(compression.values(without_rest, questions), common)
+    fitting = Compression.of(flat(), 2000, torch.float16, 50)
     assert fitting.blocks == 50 and 3600 < fitting.nbytes(torch.float16) <= 4000
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_blocks_are_multiplied_with_those_of_a_question(factor: int) -> None:
+    """In 4 bits. With more of a question's blocks than are stored, its z is of all of it."""
+    x = drawn(6, 3000, 0)
+    y = drawn(5, 3000, 1)
+    compression, gradients = signed(x, 1024, 3)
+    _, questions = signed(y, 1024, 3, factor)
+    stored = [longest_by_hand(w, 3) for w in x]
+    asked = [longest_by_hand(w, 3 * factor) for w in y]
+    common = blocks.common_products(
+        compression.records(gradients, torch.float16), questions.block_table
+    )
+    assert relative(common, common_by_hand(stored, asked)) < 0.1
+    assert [set(row.tolist()) for row in questions.places] == [set(parts) for parts in asked]
+    if factor > 1:
+        assert relative(questions.z, signed(y, 1024)[1].z) < 1e-12
 
 
 @pytest.mark.parametrize(("kind", "share"), [("flat", 0), ("few", 1 / 4), ("none", 0)])
@@ -182,10 +217,15 @@ def test_as_many_blocks_are_kept_as_leave_least(kind: str, share: float) -> None
     if kind == "few":
         squares[:, ::100] = 1e4
     squares *= kind != "none"
-    best = compressed.best_blocks(squares, 5, 1000, 2000)
-    assert best == int(share * 2000) // compressed.HELD
-    tiles = [(slice(0, 2), 0, torch.ones(2, 100)), (slice(2, 3), 0, 2 * torch.ones(1, 100))]
-    assert compressed.block_squares(3, tiles).tolist() == [[64, 36], [64, 36], [256, 144]]
+    best = block_count.best_block_count(squares, 5, 1000, 2000)
+    assert best == int(share * 2000) // blocks.BLOCK_BYTES
+    first = Tile(slice(0, 2), 0, torch.ones(2, 100))
+    second = Tile(slice(2, 3), 0, 2 * torch.ones(1, 100))
+    assert block_count.block_squares(3, [first, second]).tolist() == [
+        [64, 36],
+        [64, 36],
+        [256, 144],
+    ]
 
 
 def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
@@ -195,19 +235,21 @@ def test_sums_are_over_random_signs_at_every_place_in_turn() -> None:
     places = torch.cat([torch.arange(700), torch.tensor([704]), 768 + torch.arange(2299)])
     by_hand = torch.zeros(4, 512, dtype=torch.float64)
     by_hand.index_add_(1, places % 512, x * torch.from_numpy(bits * 2.0 - 1)[places])
-    matrix = compressed.hadamard(256).double()
+    matrix = hadamard(256).double()
     assert torch.equal(matrix, matrix.T) and relative(matrix @ matrix, torch.eye(256)) < 1e-6
     assert relative(mixed.view(4, 256, 2), matrix @ by_hand.view(4, 256, 2)) < 1e-6
 
 
 def test_products_in_bfloat16_change_little() -> None:
     task = language()
-    q, compression = posterior(task, "kron"), compressed.Compression(256, True, 256, 0)
-    how = (task, q, compression, compression.roots(q))
-    exact, half = module._projected(*how), module._projected(*how, half=True)
+    q = posterior(task, "kron")
+    compression = Compression(256, True, 256, 0)
+    roots = compression.roots(q)
+    exact = Projection(task, q, compression, roots).compressed()
+    half = Projection(task, q, compression, roots, half=True).compressed()
     assert 1e-5 < relative(half.z, exact.z) < 0.02
     assert relative(half.squares, exact.squares) < 2e-3 and half.z.dtype == exact.z.dtype
-    assert not module.multiplies_half(q)  # in double precision
+    assert not multiplies_half(q)  # in double precision
 
 
 def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
@@ -215,7 +257,7 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     q = posterior(task)
     index = blr.Index.build(task, q, tmp_path / "i", rank=60)
     assert index.signs and 60 < index._compression.nbytes(torch.float16) <= 120
-    assert compressed.Compression.of(q, 20, torch.float16).size == 256  # of 320 bits
+    assert Compression.of(q, 20, torch.float16).size == 256  # of 320 bits
     assert 0 < index.error.relative_rms < 1
     exact = blr.influence(task, q, test)
     gap = relative(index.influence(test), exact.matrix)
@@ -243,22 +285,22 @@ def test_a_build_that_ends_early_goes_on_to_the_same_bits(
 ) -> None:
     task = of_rows(300, 12)
     q = posterior(task, "kron")
-    monkeypatch.setattr(module, "multiplies_half", lambda q: True)  # and elsewhere, it goes on
+    monkeypatch.setattr(build, "multiplies_half", lambda q: True)  # and elsewhere, it goes on
     blr.Index.build(task, q, tmp_path / "whole", rank=100)
-    real = module.save_file
+    real = stored.save_file
 
     def ended(tensors: Any, draft: Path, metadata: Any) -> None:
         real(tensors, draft, metadata)
         if list((tmp_path / "i").glob("gradients-*")):
             raise raised
 
-    monkeypatch.setattr(module, "save_file", ended)
+    monkeypatch.setattr(stored, "save_file", ended)
     with pytest.raises(error):
         blr.Index.build(task, q, tmp_path / "i", rank=100)
     with pytest.raises(StorageError, match="not complete"):
         blr.Index.open(tmp_path / "i")
-    monkeypatch.setattr(module, "save_file", real)
-    monkeypatch.setattr(module, "multiplies_half", lambda q: False)
+    monkeypatch.setattr(stored, "save_file", real)
+    monkeypatch.setattr(build, "multiplies_half", lambda q: False)
     (left,) = (tmp_path / "i").glob("gradients-*")
     kept = left.stat().st_mtime_ns
     blr.Index.build(task, q, tmp_path / "i", rank=100)
@@ -316,7 +358,7 @@ def test_what_does_not_belong_is_refused_by_name(tmp_path: Path) -> None:
         blr.Index.build(task, q, tmp_path / "foreign")
     opened = blr.Index.open(tmp_path / "i", task=task)
     file = next((tmp_path / "i").glob("gradients-*"))
-    whole, table = file.read_bytes(), tmp_path / "i" / module.EXAMPLES
+    whole, table = file.read_bytes(), tmp_path / "i" / stored.EXAMPLES
     kept = load_file(file)
     for other, first in ((kept, "256"), ({n: t[:-1] for n, t in kept.items()}, "0")):
         save_file({n: t.contiguous() for n, t in other.items()}, file, {"first": first})

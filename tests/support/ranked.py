@@ -28,11 +28,11 @@ from blr_analysis.files import storage
 from blr_analysis.posterior import KroneckerRecorder, write_captured
 from blr_analysis.posterior.capture import from_optimizer
 from blr_analysis.ranks import whole
-from blr_analysis.sensitivity.influence import index as indexing
+from blr_analysis.sensitivity.index import build, stored
 
 checkpoint: Any = dcp  # whose names torch does not declare
 N = 23  # which neither two nor four divide
-indexing.SHARD = 5  # of which two ranks share the last
+stored.SHARD = 5  # of which two ranks share the last
 
 
 def network(n: int = N, seed: int = 0) -> blr.Task:
@@ -142,7 +142,7 @@ def commands(folder: Path, model: Path, data: Path) -> list[int]:
 
 def dies(folder: Path) -> None:
     """A build whose second rank is killed at its second file."""
-    write, files = indexing._write_shard, []
+    write, files = build.write_shard, []
 
     def written(*args: Any) -> None:
         files.append(args[-1])
@@ -150,7 +150,7 @@ def dies(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*args)
 
-    indexing._write_shard = written
+    build.write_shard = written
     q = blr.Posterior.load(folder / "q.safetensors")
     blr.Index.build(network(), q, folder / "begun")
 

@@ -1,0 +1,366 @@
+"""Gradients of the training data on disk, small enough to be searched without another pass.
+
+For gradients g and posterior covariance Σ, w = Σ^½ g in the posterior's own basis, and the
+influence of i on j is w_iᵀ w_j. What is stored of each w: ``compressed.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blr_analysis.backprop.terms import slices
+from blr_analysis.checks import instance, one_of, path_of, positive_int
+from blr_analysis.errors import InputError, PosteriorError, StorageError
+from blr_analysis.posterior.posterior import Posterior
+from blr_analysis.posterior.recognition import differs
+from blr_analysis.posterior.recognition import fingerprint as fingerprint_of_task
+from blr_analysis.posterior.structures.contract import Spectral
+from blr_analysis.sensitivity.door import checked_posterior
+from blr_analysis.sensitivity.index.build import DTYPES, QUESTION_BLOCKS, fingerprint, write
+from blr_analysis.sensitivity.index.compressed import Compressed, Compression, Records
+from blr_analysis.sensitivity.index.projection import Projection
+from blr_analysis.sensitivity.index.search import Search
+from blr_analysis.sensitivity.index.stored import POSTERIOR, Store
+from blr_analysis.sensitivity.influence.blocks import matrix_of, pieces
+from blr_analysis.sensitivity.influence.results import (
+    SHOWN,
+    Best,
+    Matches,
+    Normalize,
+    ProjectionError,
+    check_k,
+    quantity_of,
+    rooted,
+)
+from blr_analysis.sensitivity.run import mean_errors
+from blr_analysis.task import Task
+
+QUESTIONS = 8  # that are looked for together
+COMPUTED = ("index", "self_influence")  # columns of the examples that are no metadata
+
+
+@dataclass(frozen=True)
+class Index:
+    """Projected gradients of every training example, in a folder; see :meth:`build`.
+
+    Attributes:
+        path: the folder.
+        posterior: under which gradients are compared.
+        error: how far its influence is from the exact one, on pairs of training examples.
+        n_data: examples that are stored.
+        numbers: stored of each.
+        signs: whether they are signs of random sums; else the numbers of the gradient itself.
+    """
+
+    path: Path
+    posterior: Posterior = field(repr=False)
+    error: ProjectionError
+    n_data: int
+    numbers: int
+    signs: bool
+    _compression: Compression = field(repr=False)
+    _store: Store = field(repr=False)
+    _task: Task | None = field(default=None, repr=False)
+
+    @classmethod
+    @torch.inference_mode(False)
+    def build(
+        cls,
+        task: Task,
+        posterior: Posterior,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 16384,
+        dtype: str = "float16",
+    ) -> Index:
+        """Visit the training data once, and store of each example what fits in ``rank`` numbers.
+
+        A build that was killed goes on where it was, file by file, and ends in the same bits. An
+        index of the same data that is there is opened: all data are read, and compared by their
+        sha256.
+
+        Args:
+            task, posterior: as for :func:`blr_analysis.influence`; of structure "diag", "kron" or
+                "gram". Of a run the index takes one checkpoint, the one nearest its half.
+            path: a folder, made if need be.
+            rank: room per example, in numbers of this dtype. Gradients with no more numbers are
+                stored whole. Of others the longest blocks are stored, in as much of the room as 16
+                examples say (a quarter where words are trained, little or nothing of an adapter),
+                and of the rest signs of random sums, 16 in the place of a float16.
+            dtype: "float16", "float32" or "float64"; with float16 ``rank=32768`` is 64 kB per
+                example.
+
+        Under ``torchrun`` the ranks share the files, 256 examples each, in a folder that all see.
+
+        Raises:
+            PosteriorError: a posterior of another model, number of examples or structure.
+            StorageError: the folder holds something else, or the index of another posterior, or
+                other data or settings; or the disk is full.
+            DataError, ModelError: as :func:`blr_analysis.influence`.
+
+        Example:
+            >>> import tempfile, torch, blr_analysis as blr
+            >>> X, y = torch.randn(30, 2), torch.randint(3, (30,))
+            >>> task = blr.Task(torch.nn.Linear(2, 3), (X, y))
+            >>> q = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     index = Index.build(task, q, folder + "/index")
+            ...     index.influence(task).shape, index.top(task, 2).helpful.shape
+            (torch.Size([30, 30]), torch.Size([30, 2]))
+        """
+        q = checked_posterior(task, posterior)
+        if q.earlier:
+            q = q.earlier[-1]
+        if not isinstance(q.form, Spectral):
+            raise PosteriorError(f"an index takes 'diag', 'kron' or 'gram', not {q.structure!r}")
+        positive_int("rank", rank)
+        one_of("dtype", dtype, tuple(DTYPES))
+        folder = Path(path_of(path)).expanduser()
+        task_at_buffers = task.holding(q.buffers).quiet
+        write(task_at_buffers, q, folder, rank, dtype)
+        return cls._opened(folder, task_at_buffers, q)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, task: Task | None = None) -> Index:
+        """The index in this folder; with the training ``task``, its answers can be refined.
+
+        Raises:
+            StorageError: nothing there, an index that is not complete or is damaged.
+            PosteriorError: the task does not belong to its posterior, or has other data (all are
+                read, and compared by their sha256) or other metadata.
+        """
+        index = cls._opened(Path(path_of(path)).expanduser(), task)
+        if task is not None:
+            data = index._store.config.get("data")
+            if data != task.examples.sha256(task.metadata):
+                raise PosteriorError("the index is of other data or metadata than the task's.")
+        return index
+
+    @classmethod
+    def _opened(cls, path: Path, task: Task | None, built_of: Posterior | None = None) -> Index:
+        """``built_of``: the posterior that it was just built of, which knows the task."""
+        store = Store.open(path)
+        config = store.config
+        stored_posterior = Posterior.load(path / POSTERIOR)
+        if fingerprint(stored_posterior) != config["posterior"]:
+            raise StorageError(f"{str(path)!r} holds a posterior that is not its index's.")
+        posterior = built_of
+        if posterior is None:
+            posterior = _of_task(stored_posterior, task)
+        return cls(
+            path,
+            posterior,
+            ProjectionError(*config["error"]),
+            n_data=config["n_data"],
+            numbers=config["numbers"],
+            signs=config["signs"],
+            _compression=Compression(
+                config["numbers"], config["signs"], config["sums"], config["blocks"]
+            ),
+            _store=store,
+            _task=task,
+        )
+
+    @torch.inference_mode(False)
+    def influence(self, test_task: Task, *, normalize: Normalize = False) -> Tensor:
+        """``[N, M]`` in nats: the estimate of :func:`blr_analysis.influence` on these examples, of
+        the one network that it was built of (``influence`` averages over more of a small one).
+
+        Args:
+            normalize: as there; the lengths are those of ``self_influence``.
+
+        Raises:
+            InputError: another ``normalize``.
+            PosteriorError: a task of another model.
+        """
+        quantity_of(normalize)
+        questions, _ = self._projected(test_task, normalize)
+        parts = self._values(questions, normalize)
+        return torch.cat([values for _, values in parts]) * self._scale(normalize)
+
+    @torch.inference_mode(False)
+    def top(
+        self,
+        test_task: Task,
+        k: int = SHOWN,
+        *,
+        refine: int = 0,
+        normalize: Normalize = False,
+        harmful: bool = True,
+    ) -> Matches:
+        """The k most helpful and most harmful of every question, without the matrix.
+
+        Args:
+            refine: recompute so many of either side exactly, and choose among them: one gradient
+                of each; needs ``Index.open(path, task=task)``.
+            normalize: as for :func:`blr_analysis.influence`: True or "cosine" finds what a question
+                came from, where long texts otherwise lead every list.
+            harmful: False leaves these out, ``[M, 0]``. In a large index the search then takes a
+                fraction of the time, where no value is as far below 0 as the best are above it.
+
+        Raises:
+            InputError: k above the number of examples, ``refine`` below k or without the task,
+                another ``normalize``.
+            PosteriorError: a task of another model.
+        """
+        check_k(k, self.n_data)
+        if refine and (refine < k or self._task is None):
+            raise InputError("refine= is k or more, of an index opened with task=")
+        quantity = quantity_of(normalize)
+        questions, lengths = self._projected(test_task, normalize)
+        candidates = self._best(questions, min(max(k, refine), self.n_data), normalize, harmful)
+        if refine:
+            for sign, (_, rows) in candidates.items():
+                exact = self._exact(test_task, rows)
+                values = exact / lengths.to(exact) / self._lengths(normalize)[rows]
+                candidates[sign] = (values, rows)
+        helpful, helpful_values = self._strongest(k, *candidates[1], sign=1, normalize=normalize)
+        harmful_rows, harmful_values = helpful[:, :0], helpful_values[:, :0]
+        if harmful:
+            harmful_rows, harmful_values = self._strongest(
+                k, *candidates[-1], sign=-1, normalize=normalize
+            )
+        return Matches(
+            helpful,
+            helpful_values,
+            harmful_rows,
+            harmful_values,
+            metadata={n: column for n, column in self.examples.items() if n not in COMPUTED},
+            quantity=quantity,
+            note=self.posterior.note,
+        )
+
+    def _strongest(
+        self, k: int, values: Tensor, rows: Tensor, *, sign: int, normalize: Normalize
+    ) -> tuple[Tensor, Tensor]:
+        """Rows and values ``[M, k]`` of the best of these candidates."""
+        best = values.topk(k, dim=0, largest=sign > 0)
+        scaled = best.values * self._scale(normalize)
+        return rows.gather(0, best.indices).mT.contiguous(), scaled.mT.contiguous()
+
+    @cached_property
+    def self_influence(self) -> Tensor:
+        """g_iᵀ Σ g_i of every stored example, ``[N]``: exact, but for some 1e-3 where signs are
+        stored and the device multiplies bfloat16 faster than float32."""
+        return torch.tensor(self.examples["self_influence"], dtype=torch.float64)
+
+    @cached_property
+    def examples(self) -> dict[str, list[Any]]:
+        """The table of the examples by column: index, self_influence, and the task's metadata."""
+        return self._store.examples()
+
+    def _scale(self, normalize: Normalize) -> float:
+        """τ, or 1 where values are normalized."""
+        return 1.0 if normalize else self.posterior.temperature
+
+    def _lengths(self, normalize: Normalize) -> Tensor:
+        """What the values of stored examples are divided by, ``[N]``."""
+        return rooted(self.self_influence) if normalize else torch.ones(self.n_data)
+
+    def _projected(self, task: Task, normalize: Normalize) -> tuple[Compressed, Tensor]:
+        """The questions, divided by the lengths ``[M]`` that they count with; and these lengths."""
+        instance("test_task", task, Task, "a blr_analysis.Task with the questions")
+        q = self.posterior.on(task, same_data=False)
+        if self._task is not None:
+            task = task.with_model(self._task)
+            q = self.posterior.on(task, same_data=False)
+        projection = Projection(q.judging(task), q, self._compression, self._compression.roots(q))
+        questions = projection.compressed(block_factor=QUESTION_BLOCKS)
+        lengths = torch.ones_like(questions.squares)
+        if normalize == "cosine":
+            lengths = rooted(questions.squares)
+        return questions.over(lengths), lengths
+
+    def _values(
+        self, questions: Compressed, normalize: Normalize
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and their influence on the questions, file by file."""
+
+        def compute(records: Records) -> Tensor:
+            return self._compression.values(records, questions)
+
+        for rows, values in self._store.read(compute):
+            yield rows, self._normalized(rows, values, normalize)
+
+    def _normalized(self, rows: Tensor, values: Tensor, normalize: Normalize) -> Tensor:
+        lengths = self._lengths(normalize)[rows].to(values)
+        return values / lengths.view(-1, *[1] * (values.ndim - 1))
+
+    def _best(
+        self, questions: Compressed, k: int, normalize: Normalize, harmful: bool
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Values and rows ``[k, M]`` of the largest (1) and, if asked for, the smallest (−1)."""
+        signs = (1, -1) if harmful else (1,)
+        counts_bits = hasattr(np, "bitwise_count")  # NumPy 2
+        if not (self.signs and counts_bits):
+            best = Best(k)
+            for rows, values in self._values(questions, normalize):
+                best.add(rows, values)
+            return dict(zip(signs, best.sides(), strict=False))
+        searches = [
+            Search(
+                self._reader(normalize),
+                self._compression,
+                questions.part(group),
+                self.n_data,
+                k,
+                signs,
+            ).best()
+            for group in slices(len(questions.z), QUESTIONS)
+        ]
+        best_of: dict[int, tuple[Tensor, Tensor]] = {}
+        for side, sign in enumerate(signs):
+            values = torch.cat([sides[side][0] for sides in searches], 1)
+            rows = torch.cat([sides[side][1] for sides in searches], 1)
+            best_of[sign] = (values, rows)
+        return best_of
+
+    def _reader(
+        self, normalize: Normalize
+    ) -> Callable[[Callable[[Records], Tensor], Tensor], Tensor]:
+        """Computes something from the records of rows, with a file on each thread."""
+        threads = torch.get_num_threads()
+
+        def read(compute: Callable[[Records], Tensor], rows: Tensor) -> Tensor:
+            parts = self._store.read(compute, rows, threads=threads)
+            return torch.cat([self._normalized(*part, normalize) for part in parts])
+
+        return read
+
+    def _exact(self, test_task: Task, rows: Tensor) -> Tensor:
+        """The exact influence of these candidates ``[r, M]`` on each question."""
+        assert self._task is not None
+        candidates, places = rows.unique(return_inverse=True)
+        exact = pieces(
+            self._task.quiet,
+            self.posterior,
+            test_task.with_model(self._task),
+            train_cotangent=mean_errors(self._task, self.posterior),
+            indices=candidates,
+        )
+        return matrix_of(exact).gather(0, places.view_as(rows))
+
+
+def _of_task(posterior: Posterior, task: Task | None) -> Posterior:
+    """The stored posterior on this task, whose model and data it must know.
+
+    Raises:
+        PosteriorError: another model, or other data.
+    """
+    if task is None:
+        return posterior
+    if posterior.fingerprint is not None:
+        mean = posterior.on(task).mean
+        difference = differs(posterior.fingerprint, fingerprint_of_task(task, mean))
+        if difference:
+            raise PosteriorError(difference)
+    return checked_posterior(task, posterior)
