@@ -12,8 +12,9 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
@@ -21,17 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from blr_analysis.checks import instance, one_of, positive_int, positive_number
+from blr_analysis.checks import bare_name, instance, one_of, positive_int, positive_number
 from blr_analysis.errors import InputError, told_as
 from blr_analysis.likelihoods.reduction import WORDS as REDUCTIONS
 from blr_analysis.modes import WORDS as MODES
 from blr_analysis.modes import Mode
+from blr_analysis.schedules import Schedule, checked, factor_at
 
-SCHEDULES: dict[str | None, Callable[[float], float]] = {
-    None: lambda part: 1.0,
-    "cosine": lambda part: 0.5 + 0.5 * math.cos(math.pi * part),
-    "linear": lambda part: 1.0 - part,
-}
 POINTS = 1000  # at which the mean of a schedule is taken
 OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim adds its own
     name.lower(): kind
@@ -39,10 +36,24 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim ad
     if isinstance(kind, type) and kind is not torch.optim.Optimizer
 }
 SETTINGS = (
-    "lr", "epochs", "batch_size", "schedule", "schedule_epochs", "patience", "reduction", "mode",
-)  # fmt: skip
+    "lr",
+    "epochs",
+    "batch_size",
+    "schedule",
+    "schedule_epochs",
+    "warmup",
+    "groups",
+    "max_grad_norm",
+    "patience",
+    "reduction",
+    "mode",
+    "missing",
+)
+UNSAID: tuple[Any, ...] = (None, 0.0, [])  # what a setting is where nothing was said
 Augment = Callable[[Any], Any] | Dataset[Any]
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
+UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
+MOST_SHOWN = 3  # entries of a list in a repr
 
 
 class Recipe:
@@ -52,9 +63,14 @@ class Recipe:
         optimizer: the name of one of ``torch.optim`` or of the package's own ("ivon", "vogn", …), a
             class, or a function of the parameters that makes one.
         lr: the rate at the start; a function has its own.
-        epochs: the epoch whose weights were kept.
-        batch_size: examples in a minibatch.
-        schedule: of the rate over the epochs: None (constant), "cosine" or "linear", down to 0.
+        epochs: the epoch whose weights were kept; 2.5 where that was in the middle of the third.
+        batch_size: examples of a step of the optimizer.
+        schedule: of the rate over the epochs: None (constant), "cosine" or "linear", down to 0; or
+            points (part of the steps, factor of ``lr``), with straight lines between them.
+        warmup: the share of the steps in which the rate first rises from 0 to ``lr``.
+        groups: parameters with settings of their own, as torch's optimizers have them, by name or
+            by pattern: ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
+        max_grad_norm: of all gradients together, to which a step's are clipped.
         initial: state dict of the first weights, or of the model that was fine-tuned; None: they
             were drawn, and are drawn anew.
         reduction: of a minibatch's losses, where it was not that of the task's loss (its own
@@ -76,6 +92,8 @@ class Recipe:
             of a cosine of 100 epochs that was stopped at the 40th.
         train: in place of all these, your own training, ``train(data, seed)`` -> model or state
             dict.
+        missing: what else the training did, in words; the recipe is then not known, and answers by
+            it are rough.
         options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
             the package's own get the number of examples as ``ess``.
 
@@ -94,9 +112,12 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         optimizer: str | Callable[..., Any] = "adamw",
         *,
         lr: float | None = None,
-        epochs: int | None = None,
+        epochs: float | None = None,
         batch_size: int | None = None,
-        schedule: str | None = None,
+        schedule: Schedule = None,
+        warmup: float = 0.0,
+        groups: Iterable[Mapping[str, Any]] = (),
+        max_grad_norm: float | None = None,
         initial: Mapping[str, Tensor] | None = None,
         reduction: str | None = None,
         mode: Mode | None = None,
@@ -105,15 +126,21 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         patience: int | None = None,
         schedule_epochs: int | None = None,
         train: Train | None = None,
+        missing: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.optimizer, self.lr, self.options = optimizer, lr, options
-        self.schedule, self.initial, self.train = schedule, initial, train
         self.reduction, self.mode = reduction, mode
         self.augment, self.validation = augment, validation
         self.patience, self.schedule_epochs = patience, schedule_epochs
-        self.factor, self.known = 1.0, True  # of the rate; whether somebody told it
-        self.epochs = self.batch_size = 0
+        self.initial, self.train, self.max_grad_norm = initial, train, max_grad_norm
+        self.missing = list(missing)
+        self.schedule, self.warmup = checked(schedule, warmup), float(warmup)
+        self.groups = _checked_groups(groups)
+        self.factor = 1.0  # of the rate
+        self.known = not self.missing  # whether somebody told all of it
+        self.epochs: float = 0
+        self.batch_size = 0
         if train is not None:
             instance("train", train, Callable, "a function (data, seed) -> model or state dict")
             if augment is not None or validation is not None:
@@ -121,23 +148,26 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             return
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
-        self.epochs = positive_int("epochs", epochs)
+        number = positive_number("epochs", epochs)
+        self.epochs = int(number) if number.is_integer() else number
         self.batch_size = positive_int("batch_size", batch_size)
-        if schedule is not None:
-            one_of("schedule", schedule, ("cosine", "linear"))
         if reduction is not None:
             one_of("reduction", reduction, REDUCTIONS)
         if mode is not None and not callable(mode):
             one_of("mode", mode, MODES)
         self._check_ways()
+        if max_grad_norm is not None:
+            self.max_grad_norm = positive_number("max_grad_norm", max_grad_norm)
         if lr is not None:
             positive_number("lr", lr)
         elif isinstance(optimizer, str | type):
             raise InputError("a recipe needs lr=, the rate of its optimizer")
         if initial is not None:
             instance("initial", initial, Mapping, "the state dict before training")
+        self._check_settings()
         with torch.random.fork_rng(devices=[]):  # what is drawn here is not missed in training
-            self.made(nn.Linear(1, 1), n_data=1, steps=1)
+            any_model = nn.Linear(1, 1)
+            self._optimizer([*any_model.parameters()], any_model, n_data=1, steps=1)
 
     def _check_ways(self) -> None:
         """What the training drew, and where it stopped."""
@@ -187,7 +217,9 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     def _told(self) -> dict[str, Any]:
         if self.train is not None:
             return dict(self.options)
-        return {name: getattr(self, name) for name in SETTINGS} | self.options
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        said = {name: value for name, value in settings.items() if value not in UNSAID}
+        return said | self.options
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -198,10 +230,43 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
                 return json.loads(json.dumps({"optimizer": self.optimizer, **self._told}))
         return None
 
+    @property
+    def note(self) -> str:
+        """Why answers by this recipe are rough, in one line; "" where they are not."""
+        if self.missing:
+            return f"the recipe lacks {', '.join(self.missing)} of the training: rough"
+        return "" if self.known else UNKNOWN
+
+    def steps(self, n_data: int) -> int:
+        """How many steps of the optimizer it makes of so many examples."""
+        return max(1, round(self.epochs * math.ceil(n_data / self.batch_size)))
+
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
-        """The optimizer of a model's trainable parameters, for so many examples and steps."""
-        params = [p for p in model.parameters() if p.requires_grad]
-        factory, options = self._factory, {}
+        """The optimizer of a model's trainable parameters, for so many examples and steps.
+
+        Raises:
+            InputError: settings that the optimizer does not take; groups without a parameter.
+        """
+        return self._optimizer(self._grouped(model), model, n_data=n_data, steps=steps)
+
+    def _grouped(self, model: nn.Module) -> list[Any]:
+        """The trainable parameters; in groups, the first of which has no settings of its own."""
+        trained = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.groups:
+            return list(trained.values())
+        grouped = []
+        for group in self.groups:
+            patterns = [bare_name(name) for name in group["params"]]
+            names = [n for n in trained if any(n == p or fnmatchcase(n, p) for p in patterns)]
+            if not names:
+                raise InputError(f"a group of the recipe has no parameter of the model: {patterns}")
+            grouped.append({**group, "params": [trained.pop(name) for name in names]})
+        return [{"params": list(trained.values())}, *grouped] if trained else grouped
+
+    def _optimizer(
+        self, params: list[Any], model: nn.Module, *, n_data: int, steps: int
+    ) -> torch.optim.Optimizer:
+        factory, options = self.factory, {}
         if isinstance(self.optimizer, str | type):
             taken = inspect.signature(factory).parameters
             options = {n: v for n, v in {"ess": n_data, "model": model}.items() if n in taken}
@@ -214,8 +279,17 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             group["peak"] = group["lr"] * self.factor
         return optimizer
 
+    def _check_settings(self) -> None:
+        """Torch's optimizers take any setting of a group, and ignore those they do not know."""
+        if self.groups and isinstance(self.optimizer, str | type):
+            known = inspect.signature(self.factory).parameters
+            wrong = {name for group in self.groups for name in group} - {"params", *known}
+            if wrong:
+                raise InputError(f"groups: the optimizer has no setting {', '.join(sorted(wrong))}")
+
     @property
-    def _factory(self) -> Callable[..., Any]:
+    def factory(self) -> Callable[..., Any]:
+        """What makes the optimizer: its class, or the function that was given."""
         if not isinstance(self.optimizer, str):
             instance("optimizer", self.optimizer, Callable, "a name or a function")
             return self.optimizer
@@ -228,7 +302,13 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     def set_rate(self, optimizer: torch.optim.Optimizer, part: float) -> None:
         """The rate when this part of the steps is made."""
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * SCHEDULES[self.schedule](part)
+            group["lr"] = group["peak"] * factor_at(self.schedule, self.warmup, part)
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradients of a step, where the training did."""
+        if self.max_grad_norm is not None:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def shortened(self, epochs: int) -> Recipe:
         """The same training in so few epochs: half of the run's rate × steps, as a cosine."""
@@ -236,7 +316,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             return self
         made = copy.copy(self)
         made.factor = self.factor * self._mean_rate * self.epochs / epochs
-        made.schedule = "cosine"
+        made.schedule, made.warmup = "cosine", 0.0
         made.epochs = epochs
         made.schedule_epochs = None
         made.validation = None
@@ -252,7 +332,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """The mean of the schedule over this part of the epochs that were trained."""
         end = part * self.epochs / (self.schedule_epochs or self.epochs)
         points = [end * (k + 0.5) / POINTS for k in range(POINTS)]
-        return math.fsum(map(SCHEDULES[self.schedule], points)) / POINTS
+        return math.fsum(factor_at(self.schedule, self.warmup, p) for p in points) / POINTS
 
     def halfway(self, parts: Sequence[float]) -> int:
         """Which of these parts of the steps is nearest to half of the rate × steps."""
@@ -261,6 +341,27 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return min(range(len(parts)), key=lambda k: abs(shares[k] - 0.5))
 
 
+def _checked_groups(groups: Any) -> list[dict[str, Any]]:
+    """Names or patterns, and settings, of each group.
+
+    Raises:
+        InputError: something else.
+    """
+    wanted = 'dicts such as {"params": ["*.bias"], "weight_decay": 0.0}'
+    instance("groups", groups, Iterable, f"a list of {wanted}")
+    made = []
+    for group in groups:
+        named = group.get("params") if isinstance(group, Mapping) else None
+        patterns = [named] if isinstance(named, str) else named
+        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+            raise InputError(f"groups must be {wanted}, got {group!r}")
+        made.append({**group, "params": list(patterns)})
+    return made
+
+
 def _shown(value: Any) -> str:
-    """A setting in a repr; a function by its name."""
-    return getattr(value, "__name__", "function") if callable(value) else repr(value)
+    """A setting in a repr: a function by its name, of a long list how long it is."""
+    if callable(value):
+        return getattr(value, "__name__", "function")
+    is_long = isinstance(value, list) and len(value) > MOST_SHOWN
+    return f"[{len(value)} entries]" if is_long else repr(value)

@@ -51,7 +51,7 @@ class Snapshots:
         self._model = model
         self._sources: list[Any] = _sources(given, model)
         last = state_of(model)
-        alike = [_equal(state, last) for state in self]
+        alike = [equal(state, last) for state in self]
         if any(alike):  # what came after the weights that were kept is no part of their run
             self._sources = self._sources[: alike.index(True)]
 
@@ -106,12 +106,14 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
         if (found := re.fullmatch(r"checkpoint-(\d+)|step-(\d+)\.safetensors", one.name))
     }
     if not numbered:
+        if [*path.glob("_run/step-*.safetensors")]:  # what callbacks keep in a trainer's output
+            return _folder(path / "_run", model)
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
     steps = sorted(numbered)
     last = state_of(model)
 
     def kept(step: int) -> bool:
-        return _equal(checked_state(read(numbered[step]), model, f"checkpoint-{step}"), last)
+        return equal(checked_state(read(numbered[step]), model, f"checkpoint-{step}"), last)
 
     after = 2 * steps[-1] if numbered[steps[-1]].is_file() else steps[-1] + 1
     end = next((step for step in reversed(steps) if kept(step)), after)
@@ -144,5 +146,6 @@ def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> Stat
     return state
 
 
-def _equal(one: State, other: State) -> bool:
+def equal(one: State, other: State) -> bool:
+    """Whether two states are the same, bit by bit."""
     return all(torch.equal(t.to(one[n]), one[n]) for n, t in other.items())

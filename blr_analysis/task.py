@@ -48,6 +48,7 @@ from blr_analysis.modes import training_modes
 from blr_analysis.padding import padding_of
 from blr_analysis.ranks import divided, is_sharded
 from blr_analysis.recipe import Recipe
+from blr_analysis.runs import recipe_of_weights
 from blr_analysis.snapshots import Snapshots
 
 ANOTHER = {"checkpoints": (), "prior_precision": None}  # which other data, or weights, have not
@@ -90,7 +91,8 @@ class Task:
         checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
             trainer's folders, one folder of ``checkpoint-*``, or a
             :class:`blr_analysis.Checkpoints`. The model's own weights are the last.
-        recipe: how the model was trained, a :class:`blr_analysis.Recipe`.
+        recipe: how the model was trained, a :class:`blr_analysis.Recipe`; None: the one that
+            callbacks kept in the folder of the checkpoints, where they did.
         target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
             their order and the model's dtype, its columns of words the metadata, and labels that
             are words count from 0 in the order of their ``pd.Categorical``, else of the alphabet.
@@ -162,7 +164,7 @@ class Task:
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
             recipe.check_examples(self.n_data)
-        self.recipe = recipe
+        self.recipe = recipe or recipe_of_weights(checkpoints, model)
         self.prior_precision: Any = None  # δ, where what was read names it
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?

@@ -27,8 +27,9 @@ PACKAGE = "blr_analysis"
 LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks"},
-    {"likelihoods", "files", "half", "modes"},
+    {"likelihoods", "files", "half", "modes", "schedules"},
     {"adapters", "recipe", "snapshots", "padding"},
+    {"runs"},
     {"terminal"},
     {"data", "estimators"},
     {"task"},

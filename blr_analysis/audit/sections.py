@@ -16,6 +16,7 @@ from blr_analysis.plots.memory import extremes, shares_above
 from blr_analysis.plots.what_if import whole
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.predictive import measure_of
+from blr_analysis.posterior.recognition import elsewhere
 from blr_analysis.posterior.stationarity import stationarity, with_stationarity
 from blr_analysis.sensitivity import WhatIf
 from blr_analysis.task import Task
@@ -92,6 +93,8 @@ def trust(
     said, found = [], stationarity(task, posterior)
     if findings is not None and findings.unlike:
         said.append(f"The test data are unlike the training data: {findings.unlike}")
+    if words := elsewhere(task, posterior):
+        said.append(f"{words[0].upper()}{words[1:]}.")
     if solver in ("replay", "retrain") and not (found.at_minimum or found.near):
         said.append(TRAINED)
     if posterior.note and not posterior.at_minimum:  # else it is the verdict

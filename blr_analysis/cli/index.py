@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.task import Task
 
 SOURCE = "source.json"  # in the folder of an index: where its model and data were
+SAMPLED = 8  # numbers of each tensor by which a model's weights are recognised
 ROUGH = 0.3  # relative error of the influence from which on other sources come first
 
 
@@ -119,6 +120,7 @@ def origin_of(source: Source, task: Task, built: Index) -> dict[str, Any]:
     if source.data is not None:
         origin["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
         origin["frozen"] = fingerprint_of_frozen(task.model)
+        origin["weights"] = sample_of_weights(task.model)
     return origin
 
 
@@ -329,7 +331,6 @@ class Speaker:
             InputError: no model is named, or it is another one.
         """
         from blr_analysis.huggingface.models import load_language_model
-        from blr_analysis.posterior.recognition import check_weights
 
         if not self.origin.get("model"):
             raise InputError(
@@ -340,7 +341,7 @@ class Speaker:
         self._check_tokenizer()
         self._check_base()
         asked = self.columns.task_of(self.loaded, Path(questions), self.say)
-        check_weights(asked, self.opened.posterior)
+        self._check_weights(asked)
         return asked
 
     def training_texts(self) -> Task:
@@ -353,6 +354,20 @@ class Speaker:
             raise InputError("name the training data with --data")
         columns = TextColumns(self.origin["text"], self.origin["max_length"])
         return columns.task_of(self.loaded, Path(self.origin["data"]), self.say)
+
+    def _check_weights(self, asked: Task) -> None:
+        """Raise where the model has been trained since; its weights need not be the posterior's,
+        which may stand at a checkpoint of the training."""
+        from blr_analysis.posterior.recognition import check_weights
+
+        recorded = self.origin.get("weights")
+        if recorded is None:  # an index of an earlier version
+            check_weights(asked, self.opened.posterior)
+        elif not are_same_weights(sample_of_weights(self.loaded.model), recorded):
+            raise InputError(
+                f"the weights of {self.origin['model']!r} are not those that the index was built "
+                "with: name the model with --model, or build the index anew"
+            )
 
     def _check_tokenizer(self) -> None:
         from blr_analysis.huggingface.questions import ids_known_by
@@ -395,6 +410,33 @@ def fingerprint_of_frozen(model: Any) -> str:
     if not frozen:
         return ""
     return fingerprint(Loaded("the base", frozen), most=SAMPLE, progress=False)
+
+
+def sample_of_weights(model: Any) -> dict[str, list[float]]:
+    """A few numbers of every trained tensor, spread over it."""
+    sample = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            flat = parameter.detach().flatten()
+            stride = max(1, len(flat) // SAMPLED)
+            sample[name] = flat[::stride][:SAMPLED].tolist()
+    return sample
+
+
+def are_same_weights(sample: dict[str, list[float]], recorded: dict[str, list[float]]) -> bool:
+    """Whether two samples differ by no more than rounding in half precision."""
+    from blr_analysis.posterior.recognition import ROUNDED, SMALLEST
+
+    if sample.keys() != recorded.keys():
+        return False
+    return all(
+        len(numbers) == len(recorded[name])
+        and all(
+            abs(number - before) <= ROUNDED * abs(before) + SMALLEST
+            for number, before in zip(numbers, recorded[name], strict=True)
+        )
+        for name, numbers in sample.items()
+    )
 
 
 def say_if_rough(say: Teller, index: Index) -> None:

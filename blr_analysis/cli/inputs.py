@@ -140,11 +140,13 @@ class Source:
     def posterior_of(self, task: Task, say: Teller) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
         from blr_analysis.posterior import Posterior
+        from blr_analysis.posterior.recognition import elsewhere
         from blr_analysis.sensitivity import calibrate
 
         if self.posterior is not None:
             posterior = Posterior.load(self.posterior)
-            posterior.on(task)
+            if other_weights := elsewhere(task, posterior.on(task)):
+                say(f"note: {other_weights}")
         else:
             posterior = self._fitted(task, say)
         if self.calibrate:

@@ -19,8 +19,7 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
 else:
     from pytorch_lightning import Callback
 
-SCHEDULES: dict[str, str] = dict.fromkeys(("CosineAnnealingLR", "OneCycleLR"), "cosine")
-SCHEDULES |= dict.fromkeys(("LinearLR", "PolynomialLR"), "linear")
+FULL = ("32", "32-true", "64", "64-true")  # precisions that recipes repeat
 
 
 class LightningCheckpoints(Kept, Callback):
@@ -47,6 +46,10 @@ class LightningCheckpoints(Kept, Callback):
         known = {"steps": int(steps) if math.isfinite(steps) else None}
         self.begin(model, trainer.optimizers[0], trainer.global_step, **known)
 
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        """The rate."""
+        self.look_at_rate(trainer.optimizers[0], trainer.global_step)
+
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
         """After each step of the optimizer."""
         if self.checkpoints is not None and trainer.global_step > self.checkpoints.done:
@@ -54,16 +57,39 @@ class LightningCheckpoints(Kept, Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
-        loader, each = trainer.train_dataloader, trainer.accumulate_grad_batches
-        scheduled = [type(c.scheduler).__name__ for c in trainer.lr_scheduler_configs]
+        loader = trainer.train_dataloader
+        microbatch = getattr(loader, "batch_size", None) or 1
+        steps, factors = trainer.global_step, self.factors(trainer.global_step)
         recipe = recipe_of(
             trainer.optimizers[0],
+            pl_module.get_submodule(self._submodule),
+            steps=steps,
             epochs=trainer.current_epoch,
-            batch_size=(getattr(loader, "batch_size", None) or 1) * each * trainer.world_size,
-            schedule=next((SCHEDULES.get(name) for name in scheduled), None),
+            batch_size=microbatch * trainer.accumulate_grad_batches * trainer.world_size,
+            factors=factors,
+            max_grad_norm=None if _clips_values(trainer) else trainer.gradient_clip_val,
             n_data=length_of(loader),
+            missing=_missing(trainer, factors),
         )
         self.end(recipe)
+
+
+def _clips_values(trainer: Any) -> bool:
+    return str(trainer.gradient_clip_algorithm or "norm").endswith("value")
+
+
+def _missing(trainer: Any, factors: Any) -> list[str]:
+    """What a trainer did that recipes do not repeat."""
+    found = []
+    if factors is None:
+        found.append("the schedule of the rate")
+    if trainer.gradient_clip_val and _clips_values(trainer):
+        found.append("gradient_clip_algorithm='value'")
+    if str(trainer.precision) not in FULL:
+        found.append(f"precision={str(trainer.precision)!r}")
+    if len(trainer.optimizers) > 1:
+        found.append("further optimizers")
+    return found
 
 
 class _Unused(Exception):

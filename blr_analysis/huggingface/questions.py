@@ -22,7 +22,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
-from blr_analysis.huggingface.recording import training_of
+from blr_analysis.runs import training_of
 from blr_analysis.task import Task
 
 MESSAGES = ("messages", "conversations", "conversation")

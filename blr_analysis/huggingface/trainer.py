@@ -17,16 +17,24 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
 from blr_analysis.files.headers import record_text
 from blr_analysis.huggingface.questions import IGNORED
-from blr_analysis.huggingface.recording import RUN, TOLD, Kept, Watching, length_of, recipe_of
+from blr_analysis.huggingface.recording import (
+    Kept,
+    Watching,
+    factors_of,
+    length_of,
+    recipe_of,
+)
 from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.posterior import Posterior, write_captured
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
+from blr_analysis.runs import RUN, TOLD
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
 BY_OUTPUT = {f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")}
-SCHEDULES = {"constant": None, "constant_with_warmup": None, "cosine": "cosine"}
+UNREPEATED = ("label_smoothing_factor", "neftune_noise_alpha", "fp16", "bf16")
+BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that look at losses
 SAVED = "blr_analysis.Monitor"
 """Its name among the states of callbacks in ``trainer_state.json``."""
 
@@ -95,6 +103,10 @@ class CheckpointsCallback(Kept, TrainerCallback):
             known: Any = {"steps": state.max_steps, "folder": folder}
             self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, **known)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The rate, of schedules that are no formula of the step."""
+        self.look_at_rate(kwargs["optimizer"], state.global_step)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After each step of the optimizer."""
         if self.checkpoints is not None:
@@ -104,13 +116,14 @@ class CheckpointsCallback(Kept, TrainerCallback):
         """The recipe so far, into the checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if self.checkpoints is not None and folder.is_dir():
-            _tell(_recipe(args, state, state.global_step, **kwargs), folder)
+            seen = self.factors(state.global_step)
+            _tell(_recipe(args, state, state.global_step, seen=seen, **kwargs), folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The recipe, and no more checkpoints than are wanted."""
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         step = int(best.rpartition("-")[2]) if best else state.global_step
-        self.end(_recipe(args, state, step, **kwargs))
+        self.end(_recipe(args, state, step, seen=self.factors(step), **kwargs))
         if self.checkpoints is not None and self.checkpoints.folder is not None:
             _tell(self._told, self.checkpoints.folder)
 
@@ -122,15 +135,26 @@ def _tell(recipe: Recipe | None, folder: Path) -> None:
             draft.write_text(record_text(record), encoding="utf-8")
 
 
-def _recipe(args: Any, state: Any, step: int, **known: Any) -> Recipe | None:
-    """The recipe of a Trainer's training up to a step."""
+def _recipe(
+    args: Any, state: Any, step: int, *, seen: list[float] | None = None, **known: Any
+) -> Recipe | None:
+    """The recipe of a Trainer's training up to a step; ``seen``: the factor of the rate before."""
+    microbatch = getattr(state, "train_batch_size", None) or args.train_batch_size
+    factors = factors_of(known.get("lr_scheduler"), step)
+    missing = [name for name in UNREPEATED if getattr(args, name, None)]
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if factors is None and (seen is None or schedule in BY_EVALUATION):
+        missing.append(f"lr_scheduler_type={schedule}")
     return recipe_of(
         known["optimizer"],
+        known["model"],
+        steps=step,
         epochs=state.epoch * step / max(1, state.global_step),
-        batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        schedule=SCHEDULES.get(schedule, "linear"),
+        batch_size=microbatch * args.gradient_accumulation_steps * args.world_size,
+        factors=factors or seen,
+        max_grad_norm=args.max_grad_norm or None,
         n_data=length_of(known["train_dataloader"]),
+        missing=missing,
     )
 
 

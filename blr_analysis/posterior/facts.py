@@ -43,11 +43,13 @@ class Rerun:
         seed: of the weights and the order of the data.
         known: whether the recipe was the run's own, not a default one.
         ending: whether such trainings ended elsewhere than the model, in one line; "" if not.
+        missing: what the run did and the recipe does not repeat, in words; "" if nothing.
     """
 
     seed: int = 0
     known: bool = True
     ending: str = ""
+    missing: str = ""
 
 
 @dataclass(frozen=True)

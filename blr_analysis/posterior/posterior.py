@@ -246,11 +246,19 @@ class Posterior:
             return ""
         if self.at_minimum:
             return f"model {self.stationarity.verdict}"
-        has_default_recipe = self.rerun is not None and not self.rerun.known
-        by = "trained by a default recipe; " if has_default_recipe else ""
+        by = self._recipe_note
         if self._is_guessed:
             return f"{by}off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
         return f"{by}off the minimum, uncalibrated: a ranking, no scale"
+
+    @property
+    def _recipe_note(self) -> str:
+        """How the recipe of a rerun differs from the run's own."""
+        if self.rerun is None or self.rerun.known:
+            return ""
+        if self.rerun.missing:
+            return f"trained without {self.rerun.missing}; "
+        return "trained by a default recipe; "
 
     @property
     def structure(self) -> str:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from blr_analysis.checks import bare_name
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.posterior.posterior import Posterior
@@ -25,7 +26,9 @@ FEW = 8  # examples, spread evenly
 ENTRIES = 64  # of a frozen parameter, spread evenly
 CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
 APART = 0.1  # of the weights' norm: a model that is elsewhere
-ROUNDED = 2.0**-8  # of the norm: weights that were stored in bfloat16
+ROUNDED = 2.0**-8  # of a weight: what bfloat16 changes
+SMALLEST = 1e-7  # what float16 changes of the smallest weights
+ELSEWHERE = "the posterior stands at other weights than the model: all numbers are of those weights"
 OTHER_DATA = {"outputs": "another model or other inputs", "targets": "other targets"}
 OTHER_DATA_OR_LOSS = OTHER_DATA | {"losses": "another loss"}
 
@@ -213,10 +216,22 @@ def _too_few_terms(task: Task, q: Posterior) -> str:
     )
 
 
+def elsewhere(task: Task, q: Posterior) -> str:
+    """What to say of a posterior at other weights than the model's, which differ by more than
+    rounding in half precision; "" at the same."""
+    parameters = {bare_name(name): p for name, p in task.model.named_parameters()}
+    for name, mean in q.mean.items():
+        weights = parameters[bare_name(name)].detach().to(mean)
+        bound = ROUNDED * mean.abs() + SMALLEST
+        if bool(((weights - mean).abs() > bound).any()):
+            return ELSEWHERE
+    return ""
+
+
 def check_weights(task: Task, posterior: Posterior) -> None:
     """Raise :class:`PosteriorError` where a model's weights are not a posterior's mean, by more
     than they are rounded in half precision."""
-    if _distance(task, posterior.on(task, same_data=False)) > ROUNDED:
+    if elsewhere(task, posterior.on(task, same_data=False)):
         raise PosteriorError("the weights are not those of the posterior: build the index anew")
 
 

@@ -201,7 +201,7 @@ def _retrained(task: Task, q: Posterior, chosen: Tensor, seed: int) -> tuple[Ten
         return losses_at(task, training(seed + 1), rest)
 
     state = training(seed)
-    note = ""
+    note = recipe.note
     if recipe.known:
         before = losses_at(task, q.mean, rest)
         there = losses_at(task, state, rest)

@@ -46,7 +46,6 @@ DESCENT = 60  # passes of "cg"
 WIDENED = 3.3  # times t · spread, for four of five: python -m benchmarks.field --widening
 ONE_STEP_NOTE = "off the minimum: one step, a ranking of changes"
 DESCENT_NOTE = "off the minimum: shows training that goes on"
-DEFAULT_RECIPE_NOTE = "the recipe of the training is not known, a default one was taken: rough"
 
 
 @dataclass(frozen=True)
@@ -135,11 +134,6 @@ class Solvers:
     def endings(self) -> ReplayEndings:
         """Where the short trainings on all data end."""
         return ReplayEndings(self.task, self.posterior, self.recipe, self.settings.seeds)
-
-    @property
-    def recipe_note(self) -> str:
-        """What to know of answers by trainings, in one line."""
-        return "" if self.recipe.known else DEFAULT_RECIPE_NOTE
 
     def measured(self, state: Mapping[str, Tensor]) -> Evaluation:
         """Losses and hits at these weights and buffers."""
@@ -274,7 +268,7 @@ def replayed(solvers: Solvers, change: Change) -> WhatIf:
         pairs[0][0].nll,
         interval=interval_around(after.nll, [after.nll - base.nll for after, base in pairs]),
         passes=float(2 * recipe.epochs * solvers.settings.seeds),
-        note=solvers.recipe_note or solvers.endings.note(recipe),
+        note=recipe.note or solvers.endings.note(recipe),
     )
 
 
@@ -295,7 +289,7 @@ def retrained(solvers: Solvers, change: Change) -> WhatIf:
     after = replace(first, losses=torch.stack([e.losses for e in evaluations]).mean(0))
     if first.correct is not None:
         after = replace(after, correct=torch.stack([hits_of(e) for e in evaluations]).mean(0))
-    note = solvers.recipe_note
+    note = solvers.recipe.note
     part, stays = objective.parts[0]
     if not note and part is solvers.task:
         share_changed = change.count / solvers.task.n_data
@@ -340,7 +334,7 @@ def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
     return recipe.known and recipe.epochs * groups <= short_epochs
 
 
-def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> int:
+def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> float:
     """Epochs of the trainings of "auto" off a minimum, for one seed; without a recipe, those of the
     default one."""
     epochs = EPOCHS if passes is None else passes

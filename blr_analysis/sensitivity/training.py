@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def trained(
         (_of_training(part, task, under, recipe), rows, places) for part, rows, places in parts
     ]
     epoch = math.ceil(n / recipe.batch_size)  # in steps
-    steps = recipe.epochs * epoch
-    planned = (recipe.schedule_epochs or recipe.epochs) * epoch
+    steps = recipe.steps(n)
+    planned = steps if recipe.schedule_epochs is None else recipe.schedule_epochs * epoch
     optimizer = recipe.made(under.model, n_data=sum(len(i) for _, i, _ in parts), steps=steps)
     reduction = task.reduction if recipe.reduction is None else Reduction(recipe.reduction)
     best = None if recipe.validation is None else Best(under, recipe)
@@ -94,12 +95,12 @@ def trained(
     devices = [task.device] if task.device.type == "cuda" else []
     with torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        batches = _minibatches(frames, n, recipe, seed)
+        batches = islice(_minibatches(frames, n, recipe, seed), steps)
         shown = track(batches, total=steps, label=label, show=task.progress)
         for done, batch in enumerate(shown, start=1):
             if any(len(chosen) for _, chosen in batch):
                 recipe.set_rate(optimizer, (done - 1) / planned)
-                _step(under, batch, optimizer, reduction)
+                _step(under, batch, optimizer, recipe, reduction)
             if states is not None:
                 trail.look(done, under.model)
             if best is not None and done % epoch == 0:
@@ -125,6 +126,7 @@ def _step(
     under: Task,
     batch: list[tuple[Task, Tensor]],
     optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
     reduction: Reduction,
 ) -> None:
     """One step on the loss of a minibatch, reduced as it was in training; none where BatchNorm
@@ -141,6 +143,7 @@ def _step(
         if not bool(loss.isfinite()):
             raise ModelError(DIVERGES)
         loss.backward()
+        recipe.clip(optimizer)
         return loss
 
     buffers = under.model.named_buffers()
@@ -208,7 +211,7 @@ def _minibatches(
     order, joining = (torch.Generator().manual_seed(2 * seed + k) for k in (0, 1))
     new = sum(int((places >= n).sum()) for *_, places in parts)
     each = math.ceil(n / recipe.batch_size)
-    for _ in range(recipe.epochs):
+    for _ in range(math.ceil(recipe.epochs)):
         rank = torch.randperm(n, generator=order).argsort()
         step = torch.cat([rank, torch.randint(n, (new,), generator=joining)]) // recipe.batch_size
         sorted_parts = []
@@ -314,12 +317,13 @@ def rerun(task: Task, seeds: int = 2) -> list[Posterior]:
         losses.append(losses_at(task, last))
         under = on_a_copy(task)
         _load(under.model, last)
-        under.recipe = recipe if recipe.known else None
+        under.recipe = recipe if recipe.known or recipe.missing else None
         under.checkpoints = Snapshots(states, under.model)
         posteriors.append(fit_laplace(under, curvature=curvature))
     note = ending(task, recipe, losses)
+    missing = ", ".join(recipe.missing)
     return [
-        q.changed(rerun=Rerun(seed, recipe.known, note), ending=note)
+        q.changed(rerun=Rerun(seed, recipe.known, note, missing), ending=note)
         for seed, q in enumerate(posteriors)
     ]
 

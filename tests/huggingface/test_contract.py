@@ -269,7 +269,9 @@ class TestAccelerate(TrainerContract):
                         checkpoints.step()
             if epoch == 0 and not how.resume:
                 accelerator.save_state(str(folder / "state"))
-        recipe: Any = recipe_of(wrapped, epochs=EPOCHS, batch_size=BATCH, n_data=N)
+        recipe: Any = recipe_of(
+            wrapped, model, factors=[1.0] * STEPS, steps=STEPS, batch_size=BATCH, n_data=N
+        )
         if recipe is not None:
             recipe.initial = checkpoints.first
         return Run(model, checkpoints, recipe, lambda: checkpoints.posterior(n_data=N))

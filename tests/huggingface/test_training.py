@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_transformers as tiny
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -23,10 +24,10 @@ from blr_analysis.files.headers import read_record
 from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, MonitorCallback
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
-from blr_analysis.huggingface.recording import training_of
 from blr_analysis.huggingface.trainer import TrainerPrecision
 from blr_analysis.posterior import read_precision_record
 from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
+from blr_analysis.runs import training_of
 
 N = 12
 IDS = torch.randint(4, 12, (N, 4), generator=torch.Generator().manual_seed(0))
@@ -118,31 +119,63 @@ def test_the_best_checkpoint_brings_its_own_precision_and_recipe(tmp_path: Path)
     assert list(run.checkpoints.snapshots) == [0, 1]
 
 
-def test_a_trainers_folder_has_checkpoints_and_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    how = {"optim": "adamw_torch", "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
-    how |= {"kind": Trainer, "num_train_epochs": 8}
-    callbacks, model = (CheckpointsCallback(), TrainerPrecision()), bert()
-    prepared(tmp_path, model, *callbacks, **how).train()
-    expected = {"optimizer": "adamw", "lr": 0.1, "epochs": 8, "batch_size": 6}
-    expected |= {"schedule": "cosine", "weight_decay": 0.1}
-    recipe = read_record(tmp_path / "_run" / "recipe.json")
-    assert {key: recipe[key] for key in expected} == expected
+WAY: dict[str, Any] = {
+    "kind": Trainer,
+    "optim": "adamw_torch",
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 8,
+}
+
+
+def recipe_of_way(model: torch.nn.Module) -> dict[str, Any]:
+    """What is written of a training in this way: Trainer decays neither biases nor norms."""
+    undecayed = [n for n, _ in model.named_parameters() if "bias" in n or "LayerNorm" in n]
+    return {
+        "optimizer": "adamw",
+        "lr": 0.1,
+        "epochs": 8,
+        "batch_size": 6,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "groups": [{"params": undecayed, "weight_decay": 0.0}],
+    }
+
+
+def test_a_callback_writes_checkpoints_and_recipe(tmp_path: Path) -> None:
+    """The same ones after a resumption."""
+    callback, model = CheckpointsCallback(), bert()
+    prepared(tmp_path, model, callback, **WAY).train()
+    written = read_record(tmp_path / "_run" / "recipe.json")
+    assert written == recipe_of_way(model)
     names = {p.name for p in (tmp_path / "_run").iterdir()}
     assert names == {"recipe.json", *(f"step-{k:08d}.safetensors" for k in (0, 2, 4, 8))}
-    kept, again = callbacks[0].checkpoints.posterior(n_data=N).run, bert()  # type: ignore[union-attr]
-    resumed = prepared(tmp_path, again, callbacks[0], **how)
+    kept = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
+    resumed = prepared(tmp_path, bert(), callback, **WAY)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    posteriors = callbacks[0].checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
+    posteriors = callback.checkpoints.posterior(n_data=N).run  # type: ignore[union-attr]
     assert len(kept) == 4 and all(map(same, kept, posteriors))
+
+
+def test_a_trainers_folder_tells_checkpoints_and_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bert()
+    prepared(tmp_path, model, CheckpointsCallback(), TrainerPrecision(), **WAY).train()
+    expected = recipe_of_way(model)
     assert (tmp_path / "checkpoint-4" / "training_args.bin").exists()  # a pickle
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("a pickle is read"))
     task = blr.Task(model.eval(), DATA, **training_of(tmp_path))
-    assert task.recipe is not None and task.recipe.record == recipe
+    assert task.recipe is not None and task.recipe.record == expected
     assert task.recipe.initial is not None
     beside = blr.Task(model, DATA, checkpoints=tmp_path)  # of the Trainer's own checkpoint-*
     torch.testing.assert_close([*task.checkpoints], [*beside.checkpoints], rtol=0, atol=0)
+    assert beside.recipe is not None and beside.recipe.record == expected
+    assert beside.recipe.initial is not None
+    half = bert()
+    half.load_state_dict(load_file(tmp_path / "checkpoint-8" / "model.safetensors"))
+    assert blr.Task(half, DATA, checkpoints=tmp_path).recipe.epochs == 4  # type: ignore[union-attr]
     early = training_of(tmp_path / "checkpoint-4")
     assert early["recipe"].epochs == 2 and early["checkpoints"] == tmp_path / "_run"
     assert read_precision_record(tmp_path / "checkpoint-4/precision")["recipe"]["epochs"] == 2

@@ -1,0 +1,86 @@
+"""From a training with checkpoints to the commands of the shell: ``index``, ``query``, ``audit``
+and ``what-if`` of the folder that the Trainer wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_transformers as tiny
+from commands import refused, run
+from transformers import Trainer, TrainingArguments
+
+import blr_analysis as blr
+from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer
+from blr_analysis.posterior.recognition import ELSEWHERE
+
+N = 9
+HALF = "index/posterior.safetensors"  # an index stands at a checkpoint of its training
+WAYS: dict[str, Any] = {
+    "callback": (Trainer, [CheckpointsCallback]),
+    "IVON": (IVONTrainer, []),
+    "checkpoint-*": (Trainer, []),
+}
+
+
+def trained(folder: Path, way: str) -> Path:
+    """A language model that a Trainer trained on sentences, and the sentences."""
+    kind, callbacks = WAYS[way]
+    texts = tiny.sentences(N, low=5, high=5)
+    rows = [{"text": text, "source": "ab"[i % 2]} for i, text in enumerate(texts)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    ids = tiny.tokenizer(pairs=False)(texts).input_ids
+    model, out = tiny.build("llama", "causal_lm", tie_word_embeddings=True), folder / "lm"
+    how: dict[str, Any] = {
+        "num_train_epochs": 8,
+        "per_device_train_batch_size": N,
+        "save_steps": 1,
+        "learning_rate": 0.1 if kind is IVONTrainer else 1e-3,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    kind(
+        model,
+        TrainingArguments(str(out), **how),
+        train_dataset=[{"input_ids": i, "labels": i} for i in ids],
+        callbacks=[callback() for callback in callbacks],
+    ).train()
+    tiny.save(out, model, pairs=False)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainers_folder_is_indexed_queried_and_audited(
+    way: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = trained(tmp_path, way)
+    monkeypatch.chdir(tmp_path)
+    how = ("--fit", "diag", "--prior-precision", 1)
+    assert run(capsys, "index", "lm", "data.jsonl", *how, "--out", "index")[0] == 0
+    stored = blr.Index.open("index").posterior
+    assert "checkpoint" in stored.record  # it stands at half of the run
+    code, said, err = run(capsys, "query", "index", "asked.jsonl", "--top", 1)
+    assert code == 0 and said, err
+    other = f"{out.name}/checkpoint-4"
+    tiny.tokenizer(pairs=False).save_pretrained(other)
+    asked = ("query", "index", "asked.jsonl", "--top", 1, "--model", other)
+    assert "weights" in refused(capsys, *asked)
+
+    question = ("--remove", "source == 'a'", "--solver", "posterior")
+    plain = run(capsys, "what-if", "lm", "data.jsonl", *how, *question)
+    half = run(capsys, "what-if", "lm", "data.jsonl", "-p", HALF, *question)
+    assert plain[0] == half[0] == 0, half[2]
+    assert ELSEWHERE[4:] not in plain[1] + plain[2]
+    assert ELSEWHERE in half[2] and ELSEWHERE[4:] in " ".join(half[1].split())
+    argv = ("lm", "data.jsonl", "--by", "none")
+    code, said, err = run(capsys, "audit", *argv, *how, "--out", "whole")
+    assert code == 0 and ELSEWHERE[4:] not in " ".join(said.split()), err
+    code, said, err = run(capsys, "audit", *argv, "-p", HALF, "--out", "half")
+    assert code == 0 and ELSEWHERE[4:] in " ".join(said.split()), err
+    assert ELSEWHERE[4:] in (tmp_path / "half" / "report.html").read_text()
