@@ -399,14 +399,16 @@ class Task:
         Raises:
             ModelError: a BatchNorm layer is in training mode or keeps no running statistics.
         """
-        for name, module in self.model.named_modules():
+        modules = dict(self.model.named_modules())
+        for name, module in modules.items():
             if isinstance(module, _BatchNorm) and (module.running_mean is None or module.training):
                 raise ModelError(
                     f"BatchNorm layer {name!r} mixes examples; eval() it, or use GroupNorm"
                 )
-        modes = {module: module.training for module in self.model.modules()}
+        modes = {module: module.training for module in modules.values()}
         try:
-            self.model.eval()
+            if any(modes.values()):
+                self.model.eval()
             yield
         finally:
             for module, mode in modes.items():
