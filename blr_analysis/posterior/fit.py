@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,7 +33,7 @@ class Fit:
         task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
         drawn: labels drawn of an example in place of the exact columns of "ggn"; 0: none are.
         measures: whether the first sweep over all data sums the gradient too, from one column more.
-        slope: Σ_i ∇ℓ_i, once it is known.
+        gradient: Σ_i ∇ℓ_i, once it is known.
     """
 
     task: Task
@@ -46,19 +46,23 @@ class Fit:
     kept: Mapping[str, Unfinished]
     drawn: int = 0
     measures: bool = False
-    slope: Tree = field(default_factory=dict)
+    gradient: Tree = field(default_factory=dict)
 
     @cached_property
     def seeds(self) -> Tensor:
-        source = torch.Generator().manual_seed(self.seed)
-        return torch.randint(2**31, (self.task.n_data,), generator=source)
+        """One for each example, ``[N]``."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(2**31, (self.task.n_data,), generator=generator)
 
     def columns(self) -> int:
         """How many G_i an example has."""
         if self.drawn:
             return self.drawn
-        drawn = {"empirical_fisher": 1, "mc_fisher": self.samples}
-        return drawn.get(self.curvature) or n_outputs(self.task, self.params)
+        if self.curvature == "empirical_fisher":
+            return 1
+        if self.curvature == "mc_fisher":
+            return self.samples
+        return n_outputs(self.task, self.params)
 
     def passes(
         self,
@@ -67,31 +71,43 @@ class Fit:
         kept: Unfinished | None = None,
         by_layer: bool = False,
     ) -> Iterator[list[Term]]:
-        """Per chunk the terms of the columns G_i; ``by_layer``: where each layer's are summed by
-        themselves, the last layer's are exact sums in place of columns, if it gives many outputs.
+        """The terms of the columns G_i, chunk by chunk.
+
+        Args:
+            label: of the progress bar.
+            indices: of the examples; None: all.
+            kept: sums that a sweep which was cut off has kept.
+            by_layer: whether the caller sums each layer by itself. The last layer then has exact
+                sums in place of columns, if it gives many outputs.
         """
-        task, params = self.task, self.params
-        first = self.measures and not self.slope and indices is None
-        more = int(first and self.curvature != "empirical_fisher")  # whose own column it is
-        asked = self.columns() + more
-        if first:
-            self.slope.update({n: torch.zeros_like(p) for n, p in params.items()})
-        own = {"indices": shared(task, params, indices), "label": label, "kept": kept}
-        for chunk in chunks(task, params, columns=asked, **own):
+        sums_gradient = self.measures and not self.gradient and indices is None
+        has_error_column = sums_gradient and self.curvature != "empirical_fisher"
+        if sums_gradient:
+            self.gradient.update({n: torch.zeros_like(p) for n, p in self.params.items()})
+        sweep = chunks(
+            self.task,
+            self.params,
+            columns=self.columns() + int(has_error_column),
+            indices=shared(self.task, self.params, indices),
+            label=label,
+            kept=kept,
+        )
+        for chunk in sweep:
             head, parts = self._exact_head(chunk) if by_layer else (None, None)
-            cotangents = self._cotangents(chunk)
-            if more:
-                error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-                cotangents = torch.cat([cotangents, error.unsqueeze(1)], dim=1)
-            terms = chunk.terms(cotangents, last=True)
-            for term in terms if first else ():
-                for name, gradient in term.columns(slice(-1, None)).sum().items():
-                    self.slope[name] += gradient
-            if more:
+            terms = chunk.terms(self._cotangents(chunk, has_error_column), last=True)
+            if sums_gradient:
+                self._add_gradient(terms)
+            if has_error_column:
                 terms = [term.columns(slice(-1)) for term in terms]
             yield with_head(terms, head, parts)
-        if first:
-            ranks.total(self.slope.values())
+        if sums_gradient:
+            ranks.total(self.gradient.values())
+
+    def _add_gradient(self, terms: Sequence[Term]) -> None:
+        """Add the last column of the terms, J_iᵀ e_i, summed over the examples."""
+        for term in terms:
+            for name, gradient in term.columns(slice(-1, None)).sum().items():
+                self.gradient[name] += gradient
 
     def _exact_head(self, chunk: Chunk) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
         """The weight of the layer that gives many outputs, and s, v of Λ = diag(s) − v vᵀ."""
@@ -100,15 +116,25 @@ class Fit:
         parts = chunk.likelihood.hessian_parts(chunk.outputs.double(), chunk.targets)
         return chunk.head, parts
 
-    def _cotangents(self, chunk: Chunk) -> Tensor:
+    def _cotangents(self, chunk: Chunk, with_error: bool) -> Tensor:
+        """The columns in the outputs, ``[B, K, C]``; ``with_error``: and e_i behind them."""
+        columns = self._curvature_columns(chunk)
+        if not with_error:
+            return columns
+        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+        return torch.cat([columns, error.unsqueeze(1)], dim=1)
+
+    def _curvature_columns(self, chunk: Chunk) -> Tensor:
         if self.curvature in ("ggn", "exact") and not self.drawn:
             return curvature_root(chunk)
-        f, y, likelihood = chunk.outputs, chunk.targets, chunk.likelihood
         if self.curvature == "empirical_fisher":
-            return likelihood.error(f, y).unsqueeze(1)
+            return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
         samples = self.drawn or self.samples
-        drawn = drawn_labels(chunk, samples, self.seeds[chunk.indices])
-        return torch.stack([likelihood.drawn_error(f, y, d) for d in drawn], 1) / samples**0.5
+        labels = drawn_labels(chunk, samples, self.seeds[chunk.indices])
+        errors = [
+            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, drawn) for drawn in labels
+        ]
+        return torch.stack(errors, dim=1) / samples**0.5
 
 
 def has_many_outputs(task: Task, params: Mapping[str, Tensor]) -> bool:
@@ -133,14 +159,15 @@ def sampled_examples(task: Task) -> Tensor | None:
     """Sequences at random; None: all. Their tokens are many more than the directions."""
     if not task.likelihood.is_sequence or task.n_data <= SAMPLE:
         return None
-    drawn = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    return drawn[:SAMPLE].sort().values
+    order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
+    return order[:SAMPLE].sort().values
 
 
 def curvature_root(chunk: Chunk) -> Tensor:
     """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
 
-    For sequences, where Λ_i has T·C columns, the empirical Fisher's one instead: e_i.
+    Of sequences, whose Λ_i has T·C columns, there is one column instead, that of the empirical
+    Fisher: e_i.
     """
     if chunk.likelihood.is_sequence:
         return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
@@ -150,28 +177,38 @@ def curvature_root(chunk: Chunk) -> Tensor:
 def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
     """K labels for every example from the model's own predictions: K tensors as the targets.
 
-    Each example has a seed, so that they do not depend on how the data are divided into passes.
+    Each example has a seed, so that its labels do not depend on how the data are divided into
+    chunks.
     """
     counted = chunk.likelihood.counted(chunk.targets)
     if counted is not None:
-        return _sampled_tokens(chunk, counted, samples, seeds)
-    outputs, targets = chunk.outputs.cpu(), chunk.targets.cpu()
-    source, drawn = torch.Generator(), []
+        return _drawn_tokens(chunk, counted, samples, seeds)
+    outputs = chunk.outputs.cpu()
+    targets = chunk.targets.cpu()
+    generator = torch.Generator()
+    labels_by_example = []
     for row, seed in enumerate(seeds.tolist()):
-        source.manual_seed(seed)
-        own = outputs[row : row + 1], targets[row : row + 1]
-        drawn.append([chunk.likelihood.resample(*own, source) for _ in range(samples)])
-    return [torch.cat(labels).to(chunk.outputs.device) for labels in zip(*drawn, strict=True)]
+        generator.manual_seed(seed)
+        output = outputs[row : row + 1]
+        target = targets[row : row + 1]
+        labels_by_example.append(
+            [chunk.likelihood.resample(output, target, generator) for _ in range(samples)]
+        )
+    by_sample = zip(*labels_by_example, strict=True)
+    return [torch.cat(labels).to(chunk.outputs.device) for labels in by_sample]
 
 
-def _sampled_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
-    """The same for sequences, by one uniform number per token that counts: where it falls among
-    the cumulated probabilities."""
-    source, uniform = torch.Generator(), torch.zeros(*counted.shape, samples)
+def _drawn_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
+    """The same for sequences: one uniform number for each token that counts falls among the
+    cumulated probabilities."""
+    generator = torch.Generator()
+    uniform = torch.zeros(*counted.shape, samples)
     for row, seed in enumerate(seeds.tolist()):
-        own = counted[row].cpu()
-        uniform[row, own] = torch.rand(int(own.sum()), samples, generator=source.manual_seed(seed))
-    reached = chunk.outputs.softmax(-1).cumsum(-1)
-    heights = uniform.to(reached) * reached[..., -1:]
-    drawn = torch.searchsorted(reached, heights, right=True).clamp_max(reached.shape[-1] - 1)
-    return [torch.where(counted, y, chunk.targets) for y in drawn.unbind(-1)]
+        generator.manual_seed(seed)
+        places = counted[row].cpu()
+        uniform[row, places] = torch.rand(int(places.sum()), samples, generator=generator)
+    cumulated = chunk.outputs.softmax(-1).cumsum(-1)
+    heights = uniform.to(cumulated) * cumulated[..., -1:]
+    last_token = cumulated.shape[-1] - 1
+    tokens = torch.searchsorted(cumulated, heights, right=True).clamp_max(last_token)
+    return [torch.where(counted, drawn, chunk.targets) for drawn in tokens.unbind(-1)]

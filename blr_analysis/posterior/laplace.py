@@ -51,6 +51,7 @@ CURVATURES = {  # as records call them, and what is summed
     "mc_fisher": ("fisher_mc", "sum_i mean over {samples} sampled labels of g_i g_i^T"),
     "exact": ("hessian", "sum_i Hessian of loss_i"),
 }
+PRIOR_AND = "S = diag(prior_precision) +"
 DRAWN = 16  # labels of an example, where its outputs are many
 TINY = 1e-6  # δ of input moments, where none is given: only that S is positive
 EXACT_LIMIT = 20_000  # parameters: the Hessian is multiplied with as many vectors
@@ -111,14 +112,26 @@ def fit_laplace(
         >>> torch.allclose(q.form.matrix, Z.T @ Z + torch.eye(4), atol=1e-4)
         True
     """
-    how = {name: value for name, value in locals().items() if name != "task"}
-    last = fit_kept(task, **how)
+
+    def fit_at(task: Task, params: dict[str, Tensor] | None = None) -> Posterior:
+        return fit_kept(
+            task,
+            structure=structure,
+            prior_precision=prior_precision,
+            initial=initial,
+            curvature=curvature,
+            samples=samples,
+            rank=rank,
+            params=params,
+        )
+
+    last = fit_at(task)
     if last.at_minimum or last.structure == "gram":
         return last
     earlier = []
     for number, state in enumerate(task.checkpoints or (), 1):
-        there = task.holding({n: state[n] for n in last.buffers if n in state})
-        q = fit_kept(there, **how, params=widened({n: state[n] for n in last.mean}))
+        with_buffers = task.holding({n: state[n] for n in last.buffers if n in state})
+        q = fit_at(with_buffers, widened({n: state[n] for n in last.mean}))
         earlier.append(q.changed(record={**q.record, "checkpoint": number}))
     return last.changed(earlier=tuple(earlier))
 
@@ -137,105 +150,155 @@ def fit_kept(
     params: dict[str, Tensor] | None = None,
     kept: Mapping[str, Unfinished] | None = None,
 ) -> Posterior:
-    """:func:`fit_laplace` at these weights alone (None: the model's), labels drawn by ``seed``,
-    whose sums over "inputs" of "gram", or "factors" and "values" of "kron", are kept meanwhile."""
+    """:func:`fit_laplace` at these weights alone, without earlier posteriors.
+
+    Args:
+        seed: by which labels are drawn.
+        params: the weights; None: the model's.
+        kept: where the sums of a sweep are kept meanwhile, so that a fit that was cut off goes on:
+            "inputs" of "gram", "factors" and "values" of "kron".
+    """
     instance("task", task, Task, "a blr_analysis.Task")
-    params = task.parameters() if params is None else params
-    stated = task.prior_precision if prior_precision is None else prior_precision
-    kind = KINDS[one_of("structure", structure, STRUCTURES)]
-    shapes = {n: tuple(p.shape) for n, p in params.items()}
+    if params is None:
+        params = task.parameters()
+    if prior_precision is None:
+        prior_precision = task.prior_precision
     if initial is None and task.recipe is not None:
         initial = task.recipe.initial
-    prior = Prior.read(1.0 if stated is None else stated, shapes, positive=True)
+    kind = KINDS[one_of("structure", structure, STRUCTURES)]
+    prior_is_known = prior_precision is not None
+    shapes = {n: tuple(p.shape) for n, p in params.items()}
+    prior = Prior.read(prior_precision if prior_is_known else 1.0, shapes, positive=True)
     fit = Fit(task, params, prior, curvature or "ggn", samples, seed, rank, kept or {})
     _check(fit, kind)
     if curvature is None and kind.draws_labels and has_many_outputs(task, params):
         fit.drawn = DRAWN
     fit.prior = prior.around(initial, params)
-    spared = stated is not None and (task.likelihood.is_sequence or bool(kept))
-    fit.measures = not (kind.of_inputs or spared)
-    form, more = _fitted(fit, kind, unknown=stated is None)
+    fit.measures = _needs_gradient(fit, kind, prior_is_known=prior_is_known)
+    form, details = _fitted(fit, kind, prior_is_known=prior_is_known)
+    q = _posterior(fit, form, {**_record(fit, kind), **details})
+    return _with_stationarity(fit, q) if fit.measures else q
+
+
+def _needs_gradient(fit: Fit, kind: type[Structure], *, prior_is_known: bool) -> bool:
+    """Whether Σ_i ∇ℓ_i is summed, for δ and for the distance from the minimum.
+
+    Sequences, and sweeps whose sums are kept, are spared it where δ is known.
+    """
+    is_long = fit.task.likelihood.is_sequence or bool(fit.kept)
+    return not (kind.of_inputs or (prior_is_known and is_long))
+
+
+def _posterior(fit: Fit, form: Structure, record: dict[str, Any]) -> Posterior:
+    task = fit.task
     q = Posterior(
-        widened({n: p.clone() for n, p in narrow(params).items()}),
+        widened({n: p.clone() for n, p in narrow(fit.params).items()}),
         form,
         prior_precision=fit.prior,
         n_data=task.n_data,
-        record={**_record(fit, kind), **more},
+        record=record,
         buffers=buffers_of(task.model),
-    ).changed(
+    )
+    return q.changed(
         source="laplace",
         is_classifier=task.likelihood.is_classification,
-        fingerprint=fingerprint(task, params),
-        frozen_values=frozen_numbers(task, params),
+        fingerprint=fingerprint(task, fit.params),
+        frozen_values=frozen_numbers(task, fit.params),
     )
-    if not fit.measures:
-        return q
-    gradient = fit.slope or loss_and_gradient(task, params)[0]
-    check_connected(task, params, gradient)
-    measurement = measured(task, q, gradient)
+
+
+def _with_stationarity(fit: Fit, q: Posterior) -> Posterior:
+    gradient = fit.gradient or loss_and_gradient(fit.task, fit.params)[0]
+    check_connected(fit.task, fit.params, gradient)
+    measurement = measured(fit.task, q, gradient)
     return q.changed(stationarity=measurement.stationarity, saturated=measurement.saturated)
 
 
-def _fitted(fit: Fit, kind: type[Structure], *, unknown: bool) -> tuple[Structure, dict[str, Any]]:
-    """S, and what the record says of it; a prior that is ``unknown`` is found, and is the fit's."""
+def _fitted(
+    fit: Fit, kind: type[Structure], *, prior_is_known: bool
+) -> tuple[Structure, dict[str, Any]]:
+    """S, and what the record says of it; a prior that is not known is found, and is the fit's."""
+    details: dict[str, Any] = {}
     form: Structure | None = None
-    more: dict[str, Any] = {}
-    if unknown and not kind.of_inputs:
-        form, _ = Kronecker.fitted(fit)
-        if not any(bool(values.any()) for values in form.values.values()):
-            refuse_flat(fit.task, fit.params, fit.curvature)
-        delta, about = chosen_prior(form, fit.prior.gap(fit.params), fit.slope)
-        fit.prior = Prior({None: delta}, fit.prior.mean)
-        more["prior_choice"] = {"delta": delta, **about}
+    if not prior_is_known and not kind.of_inputs:
+        form = _with_found_prior(fit, details)
     if fit.curvature == "exact":
-        form, more["floored"] = _exact(fit, kind)
-        return form, more
+        form, details["floored"] = _exact(fit, kind)
+        return form, details
     if form is None or kind is not Kronecker:
-        form, about = kind.fitted(fit)
-        more |= about
-    if unknown and kind.of_inputs:
-        sums = [float(d.double().sum()) for d in form.diagonal().values()]
-        mean = sum(sums) / sum(p.numel() for p in fit.params.values())
-        fit.prior = Prior({None: TINY * mean}, fit.prior.mean)
-    return form.plus_prior(fit.prior), more
+        form, details_of_kind = kind.fitted(fit)
+        details |= details_of_kind
+    if not prior_is_known and kind.of_inputs:
+        fit.prior = Prior({None: TINY * _mean_diagonal(form)}, fit.prior.mean)
+    return form.plus_prior(fit.prior), details
+
+
+def _with_found_prior(fit: Fit, details: dict[str, Any]) -> Kronecker:
+    """The Kronecker curvature, by which the fit's prior is found."""
+    curvature, _ = Kronecker.fitted(fit)
+    if not any(bool(values.any()) for values in curvature.values.values()):
+        refuse_flat(fit.task, fit.params, fit.curvature)
+    delta, choice = chosen_prior(curvature, fit.prior.gap(fit.params), fit.gradient)
+    fit.prior = Prior({None: delta}, fit.prior.mean)
+    details["prior_choice"] = {"delta": delta, **choice}
+    return curvature
+
+
+def _mean_diagonal(form: Structure) -> float:
+    diagonals = form.diagonal().values()
+    total = sum(float(d.double().sum()) for d in diagonals)
+    return total / sum(d.numel() for d in diagonals)
 
 
 def _record(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
+    """Where the posterior comes from, in words and names."""
     task = fit.task
-    known_as, summed = CURVATURES[fit.curvature]
-    samples = fit.samples
-    drawing: dict[str, Any] = {}
-    if kind.of_inputs:
-        known_as, summed = kind.kind, "sum of a a^T x 1, a the inputs of each layer"
-    elif fit.drawn:
-        known_as, summed = CURVATURES["mc_fisher"]
-        summed += ", the last layer's exact where its outputs are the model's"
-        samples = fit.drawn
-        drawing = {"drawn": {"labels": samples, "outputs": n_outputs(task, fit.params)}}
-    named = list(task.model.named_parameters())
-    return {
-        **drawing,
-        "kind": known_as,
-        "definition": f"S = diag(prior_precision) + {summed.format(samples=samples)}",
+    parameters = list(task.model.named_parameters())
+    record = {
+        **_definition(fit, kind),
         "likelihood": task.likelihood.recorded,
-        "fixed": [n for n, _ in named if n not in fit.params],
-        "frozen": [n for n, p in named if not p.requires_grad],
+        "fixed": [n for n, _ in parameters if n not in fit.params],
+        "frozen": [n for n, p in parameters if not p.requires_grad],
         "tied": tied_names(task.model),
-        **({} if task.recipe is None else {"recipe": task.recipe.record}),
-        **({"estimated": task.likelihood.settings} if task.likelihood.estimated else {}),
     }
+    if task.recipe is not None:
+        record["recipe"] = task.recipe.record
+    if task.likelihood.estimated:
+        record["estimated"] = task.likelihood.settings
+    return record
+
+
+def _definition(fit: Fit, kind: type[Structure]) -> dict[str, Any]:
+    """What S is: its kind, its formula, and how many labels were drawn in place of all outputs."""
+    if kind.of_inputs:
+        return {
+            "kind": kind.kind,
+            "definition": f"{PRIOR_AND} sum of a a^T x 1, a the inputs of each layer",
+        }
+    if fit.drawn:
+        name, formula = CURVATURES["mc_fisher"]
+        sampled = formula.format(samples=fit.drawn)
+        head = "the last layer's exact where its outputs are the model's"
+        return {
+            "kind": name,
+            "definition": f"{PRIOR_AND} {sampled}, {head}",
+            "drawn": {"labels": fit.drawn, "outputs": n_outputs(fit.task, fit.params)},
+        }
+    name, formula = CURVATURES[fit.curvature]
+    return {"kind": name, "definition": f"{PRIOR_AND} {formula.format(samples=fit.samples)}"}
 
 
 def _exact(fit: Fit, kind: type[Structure]) -> tuple[Structure, float]:
     """δ + Σ_i ∇²ℓ_i, nowhere below δ, and the share that was."""
-    task, params = fit.task, fit.params
-    hessian = Hessian(task, params)
+    hessian = Hessian(fit.task, fit.params)
     hessian.check_symmetric()
-    rows = unit_rows(params, hessian.product)
-    form, floored = kind.of_rows(params, rows).plus_prior(fit.prior).floored(fit.prior)
+    rows = unit_rows(fit.params, hessian.product)
+    form, floored = kind.of_rows(fit.params, rows).plus_prior(fit.prior).floored(fit.prior)
     if floored:
-        said = f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on"
-        warnings.warn(said, stacklevel=5)
+        warnings.warn(
+            f"{floored:.1%} of the exact Hessian is negative, and raised to the prior; train on",
+            stacklevel=7,  # who calls fit_laplace
+        )
     return form, floored
 
 
@@ -246,15 +309,20 @@ def _check(fit: Fit, kind: type[Structure]) -> None:
     if kind.of_inputs and fit.curvature != "ggn":
         raise InputError(f"structure={kind.kind!r} has no curvature: leave curvature out")
     if likelihood.is_sequence and fit.curvature == "ggn" and not kind.of_inputs:
-        said = f'curvature="ggn" is too much for sequences ({likelihood.name})'
-        raise InputError(f'{said}; use "empirical_fisher" or "mc_fisher"')
+        raise InputError(
+            f'curvature="ggn" is too much for sequences ({likelihood.name}); use '
+            '"empirical_fisher" or "mc_fisher"'
+        )
     if not fit.params:
         raise ModelError("the model has no trainable parameters; set requires_grad")
     fit.task.check_parameters(fit.params)
-    if bad := [n for n, p in fit.params.items() if not bool(torch.isfinite(p).all())]:
-        raise ModelError(f"the weights of {bad[0]!r} hold NaN or inf; was training stable?")
+    for name, weights in fit.params.items():
+        if not bool(torch.isfinite(weights).all()):
+            raise ModelError(f"the weights of {name!r} hold NaN or inf; was training stable?")
     size = sum(p.numel() for p in fit.params.values())
     kind.check_fit(size, fit.rank)
     if fit.curvature == "exact" and size > EXACT_LIMIT:
-        said = f"curvature='exact' takes {size:,} Hessian products"
-        raise InputError(f"{said}; use 'ggn' above {EXACT_LIMIT:,} parameters")
+        raise InputError(
+            f"curvature='exact' takes {size:,} Hessian products; use 'ggn' above "
+            f"{EXACT_LIMIT:,} parameters"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-DRIFT = 0.1  # of a change's pull: more than that of one's own hides it
+DRIFT = 0.1  # of a change's pull: a model that gains more by training on hides the change
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,23 @@ class Stationarity:
 
     @property
     def least_group(self) -> float:
-        """The examples of the smallest group whose removal is told from training that goes on."""
+        """How many examples the smallest group has whose removal is told from training that goes
+        on."""
         if self.decrement == 0:
             return 1
-        few = self.decrement / (DRIFT * self.pull) if self.pull > 0 else math.inf
-        return max(1, math.ceil(few)) if math.isfinite(few) else few
+        if self.pull <= 0:
+            return math.inf
+        size = self.decrement / (DRIFT * self.pull)
+        return max(1, math.ceil(size)) if math.isfinite(size) else size
 
     @property
     def at_minimum(self) -> bool:
-        """Whether even single examples are told."""
+        """Whether the removal of a single example is told from training that goes on."""
         return self.least_group <= 1
 
     @property
     def near(self) -> bool:
-        """Whether groups of at most half the data are."""
+        """Whether the removal of half the data is."""
         return self.at_minimum or self.least_group <= self.n_data / 2
 
     @property
@@ -51,8 +54,8 @@ class Stationarity:
             return f"at the minimum of this loss ({gain})"
         single = "single examples: ranking only"
         if self.near:
-            few = f"groups from {self.least_group:,.0f} examples: as predicted"
-            return f"near the minimum of this loss ({gain}): {single}; {few}"
+            groups = f"groups from {self.least_group:,.0f} examples: as predicted"
+            return f"near the minimum of this loss ({gain}): {single}; {groups}"
         return f"not at the minimum of this loss ({gain}): {single}; groups: ranking only"
 
     def __repr__(self) -> str:

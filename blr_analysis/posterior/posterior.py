@@ -392,7 +392,9 @@ class Posterior:
         """
         if generator is not None:
             instance("generator", generator, torch.Generator, "a torch.Generator")
-        batch = () if n is None else (positive_int("n", n),)
+        batch: tuple[int, ...] = ()
+        if n is not None:
+            batch = (positive_int("n", n),)
         noise = {name: _normal(m, batch, generator) for name, m in self.mean.items()}
         deviation = self.form.root_solve(noise)
         return {name: m + deviation[name] for name, m in self.mean.items()}

@@ -1,6 +1,7 @@
-"""What users give of a posterior, read once: means, numbers of examples, and the prior. That is its
-precision δ, one number for all parameters or one for each, and its mean θ₀, 0 where nothing else is
-known.
+"""What users give for a posterior, read once: means, numbers of examples, and the prior.
+
+The prior has a precision δ, one number for all parameters or one for each, and a mean θ₀, which is
+0 where nothing else is known.
 
 objective  Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
@@ -29,11 +30,18 @@ MOST = 8  # names that a message lists
 
 
 def take_off(total: Tensor, delta: float, stored: torch.dtype, *, roundings: int = 1) -> Tensor:
-    """H = S − δ, in place of S; 0 where no more is left than some roundings of δ in S as it was
-    ``stored``: one where S is still in memory and the file must lose nothing else, four where it
-    comes from a file, whose maker may have scaled and added it before."""
-    left = total.sub_(delta)
-    return left.masked_fill_(left.abs() <= roundings * torch.finfo(stored).eps * delta, 0.0)
+    """H = S − δ, written into the memory of S; 0 where only rounding is left.
+
+    Args:
+        total: S.
+        stored: the dtype in which S was stored, and δ in it was rounded.
+        roundings: how many roundings of δ may be left: one where S is still in memory and the file
+            must lose nothing else, four where S comes from a file, whose maker may have scaled it
+            and added to it before.
+    """
+    data_part = total.sub_(delta)
+    rounding = roundings * torch.finfo(stored).eps * delta
+    return data_part.masked_fill_(data_part.abs() <= rounding, 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,9 @@ class Prior:
         """A number, a mapping, or a prior, without a look at what is in it."""
         if isinstance(given, Prior):
             return given
-        return cls(dict(given) if isinstance(given, Mapping) else {None: given})  # type: ignore[arg-type]
+        if isinstance(given, Mapping):
+            return cls(dict(given))  # type: ignore[arg-type]
+        return cls({None: given})
 
     @classmethod
     def read(cls, given: Any, shapes: Shapes, *, positive: bool = False) -> Prior:
@@ -62,22 +72,15 @@ class Prior:
             PosteriorError: no finite number, below 0 (``positive``: not above 0), or of other
                 names.
         """
-        prior, entries = cls.of_any(given), dict[str | None, float]()
+        prior = cls.of_any(given)
         if None not in prior.entries and set(prior.entries) != set(shapes):
-            absent = sorted(set(shapes) - set(prior.entries))[:MOST]
-            strange = sorted(map(str, set(prior.entries) - set(shapes)))[:MOST]
-            said = f"missing {absent or 'none'}, unknown {strange or 'none'}"
-            raise PosteriorError(f"prior_precision must have one entry per parameter: {said}")
-        for name, value in prior.entries.items():
-            what = "prior_precision" + ("" if name is None else f" of {name!r}")
-            try:
-                delta = float("" if isinstance(value, bool | str) else value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise PosteriorError(f"{what} must be a number, got {value!r}") from error
-            if not (0 < delta < math.inf or (delta == 0 and not positive)):
-                bound = f"finite and {'above' if positive else 'at least'} 0"
-                raise PosteriorError(f"{what} must be {bound}, got {value!r}")
-            entries[name] = delta
+            missing = sorted(set(shapes) - set(prior.entries))[:MOST]
+            unknown = sorted(map(str, set(prior.entries) - set(shapes)))[:MOST]
+            raise PosteriorError(
+                "prior_precision must have one entry per parameter: missing "
+                f"{missing or 'none'}, unknown {unknown or 'none'}"
+            )
+        entries = {n: _delta_of(n, value, positive) for n, value in prior.entries.items()}
         return cls(entries, prior.mean)
 
     @property
@@ -98,7 +101,9 @@ class Prior:
 
     def placed(self, params: Mapping[str, Tensor]) -> Prior:
         """With its mean beside the parameters, in their dtypes."""
-        return Prior(self.entries, self.mean and {n: m.to(params[n]) for n, m in self.mean.items()})
+        if self.mean is None:
+            return self
+        return Prior(self.entries, {n: m.to(params[n]) for n, m in self.mean.items()})
 
     def around(self, initial: Mapping[str, Tensor] | None, params: Mapping[str, Tensor]) -> Prior:
         """The same precision around the first weights, or the base model, that a user gave.
@@ -112,25 +117,28 @@ class Prior:
         if not isinstance(initial, Mapping):
             got = type(initial).__name__
             raise PosteriorError(f"initial must be the state dict before training, got {got}")
-        held = {n: t for n, t in initial.items() if n in params and isinstance(t, Tensor)}
-        if wrong := differences(held, params, ("initial", "model")):
-            raise PosteriorError(f"initial belongs to another model: {wrong}")
+        tensors = {n: t for n, t in initial.items() if n in params and isinstance(t, Tensor)}
+        if mismatch := differences(tensors, params, ("initial", "model")):
+            raise PosteriorError(f"initial belongs to another model: {mismatch}")
+        if _share_memory(params, initial):
+            raise PosteriorError(
+                "initial is the model's own memory, which training changed: "
+                "copy.deepcopy(model.state_dict()) before it"
+            )
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
-        places = narrow(params), narrow(initial)
-        if params and all(places[0][n].data_ptr() == places[1][n].data_ptr() for n in params):
-            said = "initial is the model's own memory, which training changed"
-            raise PosteriorError(f"{said}: copy.deepcopy(model.state_dict()) before it")
-        if bad := [n for n, m in mean.items() if not bool(torch.isfinite(m).all())]:
-            raise PosteriorError(f"initial holds NaN or inf in {some(bad)}")
+        if not_finite := [n for n, m in mean.items() if not bool(torch.isfinite(m).all())]:
+            raise PosteriorError(f"initial holds NaN or inf in {some(not_finite)}")
         return Prior(self.entries, mean)
 
     def gap(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """θ − θ₀."""
-        m = self.mean
-        return {n: p if m is None else p - m[n] for n, p in params.items()}
+        if self.mean is None:
+            return dict(params.items())
+        return {n: p - self.mean[n] for n, p in params.items()}
 
     @property
     def smallest(self) -> float:
+        """The least δ."""
         return min(self.entries.values())
 
     def numbers(self, names: Any) -> dict[str, float]:
@@ -138,11 +146,33 @@ class Prior:
         return {n: self.of(n) for n in names}
 
 
+def _delta_of(name: str | None, value: Any, positive: bool) -> float:
+    what = "prior_precision" if name is None else f"prior_precision of {name!r}"
+    if isinstance(value, bool | str):
+        raise PosteriorError(f"{what} must be a number, got {value!r}")
+    try:
+        delta = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PosteriorError(f"{what} must be a number, got {value!r}") from error
+    is_large_enough = delta > 0 or (delta == 0 and not positive)
+    if not is_large_enough or delta == math.inf:
+        bound = "above 0" if positive else "at least 0"
+        raise PosteriorError(f"{what} must be finite and {bound}, got {value!r}")
+    return delta
+
+
+def _share_memory(params: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> bool:
+    weights = narrow(params)
+    first = narrow(initial)
+    return bool(params) and all(weights[n].data_ptr() == first[n].data_ptr() for n in params)
+
+
 def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     """Detached floating-point tensors by name, or :class:`PosteriorError`."""
     if isinstance(tree, Widened):
         return tree  # type: ignore[return-value]  # read like one
-    if not isinstance(tree, Mapping) or not all(isinstance(t, Tensor) for t in tree.values()):
+    are_tensors = isinstance(tree, Mapping) and all(isinstance(t, Tensor) for t in tree.values())
+    if not are_tensors:
         got = type(tree).__name__
         raise PosteriorError(f"{name} must be a dict of tensors by parameter name, got {got}")
     for key, tensor in tree.items():
@@ -161,11 +191,23 @@ def n_data_of(n_data: Any, *, least: int = 1) -> int:
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], who: tuple[str, str]) -> str:
     """The names and shapes in which two sets of parameters (or their shapes) differ, for messages;
-    "" in none."""
-    a, b = ({n: tuple(getattr(x, "shape", x)) for n, x in tree.items()} for tree in (mine, theirs))
-    odd = [n for n in {**a, **b} if a.get(n) != b.get(n)]
-    lines = [
-        f"{n}: {a.get(n, 'absent')} in the {who[0]}, {b.get(n, 'absent')} in the {who[1]}"
-        for n in odd[:MOST]
-    ]
-    return "; ".join(lines + [f"and {len(odd) - MOST} more"] * (len(odd) > MOST))
+    "" where they agree.
+
+    Args:
+        who: what a message calls the two.
+    """
+    first = _shapes(mine)
+    second = _shapes(theirs)
+    different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
+    facts = []
+    for name in different[:MOST]:
+        shapes = first.get(name, "absent"), second.get(name, "absent")
+        facts.append(f"{name}: {shapes[0]} in the {who[0]}, {shapes[1]} in the {who[1]}")
+    if len(different) > MOST:
+        facts.append(f"and {len(different) - MOST} more")
+    return "; ".join(facts)
+
+
+def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of tensors or of shapes."""
+    return {name: tuple(getattr(entry, "shape", entry)) for name, entry in tree.items()}
