@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,12 @@ class Predictions(Tabular):
         return columns
 
     def __repr__(self) -> str:
-        said = {"accuracy": self.accuracy, "calibration_error": self.calibration_error}
-        more = "".join(f", {name}={x:.4g}" for name, x in said.items() if x is not None)
-        size = f"{len(self.losses):,}, draws={self.draws}"
-        return f"Predictions({size}, {self.measure}={self.nll:.4g}{more})"
+        facts = [f"{len(self.losses):,}", f"draws={self.draws}", f"{self.measure}={self.nll:.4g}"]
+        if self.accuracy is not None:
+            facts.append(f"accuracy={self.accuracy:.4g}")
+        if self.calibration_error is not None:
+            facts.append(f"calibration_error={self.calibration_error:.4g}")
+        return f"Predictions({', '.join(facts)})"
 
     @property
     def measure(self) -> str:
@@ -78,13 +80,14 @@ class Predictions(Tabular):
 
     @property
     def accuracy(self) -> float | None:
-        """Of the most probable answers; of several labels, of examples with all of them right;
-        None for regression and sequences."""
+        """The share of examples whose most probable answer is right, of several labels all of
+        them; None for regression and sequences."""
         judged = self._judged()
         if judged is None or self.mean is None:
             return None
+        _, hits = judged
         labels = self.mean.shape[-1] if isinstance(self.likelihood, Bernoulli) else 1
-        return float(judged[1].view(-1, labels).amin(-1).mean())
+        return float(hits.view(-1, labels).amin(-1).mean())
 
     @property
     def calibration_error(self) -> float | None:
@@ -93,10 +96,10 @@ class Predictions(Tabular):
         judged = self._judged()
         if judged is None:
             return None
-        confidence, right = judged
+        confidence, hits = judged
         bins = (confidence * BINS).long().clamp(max=BINS - 1)
-        sums = torch.zeros(BINS, dtype=torch.float64).index_add(0, bins, right - confidence)
-        return float(sums.abs().sum() / len(right))
+        gaps = torch.zeros(BINS, dtype=torch.float64).index_add(0, bins, hits - confidence)
+        return float(gaps.abs().sum() / len(hits))
 
     def _judged(self) -> tuple[Tensor, Tensor] | None:
         """Confidence in every answer that counts, and whether it is right."""
@@ -104,16 +107,16 @@ class Predictions(Tabular):
             return None
         p = self.mean.double()
         if isinstance(self.likelihood, Bernoulli):
-            confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (self.targets > 0.5)
-            return confidence.flatten(), right.flatten().double()
-        confidence, said = p.max(-1)
+            hits = (p > 0.5) == (self.targets > 0.5)
+            return torch.maximum(p, 1 - p).flatten(), hits.flatten().double()
+        confidence, answer = p.max(-1)
         truth = self.targets.argmax(-1) if self.targets.ndim == 2 else self.targets
         counts = ~self.losses.isnan()
-        return confidence[counts], (said == truth)[counts].double()
+        return confidence[counts], (answer == truth)[counts].double()
 
 
 def measure_of(kind: Likelihood) -> str:
-    """What its losses are: "nll", or the loss that is no −log p."""
+    """What a likelihood's losses are: "nll", or the loss that is no −log p."""
     if isinstance(kind, Gaussian) and not kind.normalized:
         return "squared error" if kind.variance == 0.5 else f"loss of {kind!r}"
     return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
@@ -127,24 +130,72 @@ def averaged(task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int) -
     Raises:
         ModelError, DataError: as :meth:`Task.run`.
     """
-    scored, passes = scored_by(task.likelihood), max(draws, 1)
-    order = torch.arange(task.n_data).split(task.batch_size)
-    log_p, mean, targets, dtype = torch.empty(0), None, None, torch.float64
-    shown = bar(passes * len(order), "predictions", task.progress)
-    with shown, torch.no_grad(), task.evaluation():
-        for k, params in enumerate(networks):
-            parts: list[tuple[Tensor, ...]] = []
-            for indices in order:
-                f, y = task.run(task.fetch(indices), params, indices)
-                dtype, log_likelihood = f.dtype, -_losses(scored, f, y).double().cpu()
-                said = () if scored.is_sequence else (scored.mean(f).cpu() / passes, y.cpu())
-                parts.append((log_likelihood, *said))
-                shown.update()
-            now, *said = (torch.cat(part) for part in zip(*parts, strict=True))
-            log_p = torch.logaddexp(log_p, now) if k else now
-            if said:
-                mean, targets = said[0] if mean is None else mean + said[0], said[1]
-    return Predictions(mean, (math.log(passes) - log_p).to(dtype), targets, draws, scored)
+    scored = scored_by(task.likelihood)
+    n_networks = max(draws, 1)
+    batches = torch.arange(task.n_data).split(task.batch_size)
+    answers: Answers | None = None
+    progress = bar(n_networks * len(batches), "predictions", task.progress)
+    with progress, torch.no_grad(), task.evaluation():
+        for params in networks:
+            parts = []
+            for indices in batches:
+                parts.append(_answers(task, params, indices, scored, n_networks))
+                progress.update()
+            of_network = Answers.joined(parts)
+            answers = of_network if answers is None else answers.plus(of_network)
+    assert answers is not None
+    losses = (math.log(n_networks) - answers.log_likelihoods).to(answers.dtype)
+    return Predictions(answers.mean, losses, answers.targets, draws, scored)
+
+
+@dataclass
+class Answers:
+    """What a network answers, or several together.
+
+    Attributes:
+        log_likelihoods: log Σ_k p(y_i | f_k(x_i)), of sequences of every token, in float64.
+        dtype: of the outputs.
+        mean: 1/K Σ_k E[y | f_k(x)] over the networks so far; None for sequences.
+        targets: None for sequences.
+    """
+
+    log_likelihoods: Tensor
+    dtype: torch.dtype
+    mean: Tensor | None = None
+    targets: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        """Those for all examples, from those for a batch each."""
+        log_likelihoods = torch.cat([part.log_likelihoods for part in parts])
+        dtype = parts[-1].dtype
+        means = [part.mean for part in parts if part.mean is not None]
+        targets = [part.targets for part in parts if part.targets is not None]
+        if not means:
+            return cls(log_likelihoods, dtype)
+        return cls(log_likelihoods, dtype, torch.cat(means), torch.cat(targets))
+
+    def plus(self, other: Answers) -> Answers:
+        """Those of the networks of both."""
+        log_likelihoods = torch.logaddexp(self.log_likelihoods, other.log_likelihoods)
+        if self.mean is None or other.mean is None:
+            return Answers(log_likelihoods, self.dtype)
+        return Answers(log_likelihoods, self.dtype, self.mean + other.mean, self.targets)
+
+
+def _answers(
+    task: Task,
+    params: Mapping[str, Tensor],
+    indices: Tensor,
+    scored: Likelihood,
+    n_networks: int,
+) -> Answers:
+    """One network's for some examples, its mean divided by K."""
+    f, y = task.run(task.fetch(indices), params, indices)
+    log_likelihoods = -_losses(scored, f, y).double().cpu()
+    if scored.is_sequence:
+        return Answers(log_likelihoods, f.dtype)
+    return Answers(log_likelihoods, f.dtype, scored.mean(f).cpu() / n_networks, y.cpu())
 
 
 def scored_by(likelihood: Likelihood) -> Likelihood:
@@ -155,13 +206,15 @@ def scored_by(likelihood: Likelihood) -> Likelihood:
         return type(kind)(ignore_index=kind.ignore_index)
     if isinstance(kind, MeanAndVariance):
         return MeanAndVariance(full=True, eps=kind.eps)
-    whole = next((k for k in (Bernoulli, Poisson) if isinstance(kind, k)), None)
-    return kind if whole is None else whole()
+    if isinstance(kind, Bernoulli):
+        return Bernoulli()
+    if isinstance(kind, Poisson):
+        return Poisson()
+    return kind
 
 
 def _losses(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """−log p of every example that counts, of sequences of every token; NaN for ignored examples,
-    tokens that are ignored are left out."""
+    """−log p of every example, NaN where it is ignored; of sequences of every token that counts."""
     if isinstance(likelihood, TokenCategorical):
         return likelihood.token_nll(f, y)[likelihood.counted(y)]
     losses = likelihood.nll(f, y)

@@ -33,15 +33,17 @@ class Full(Structure):
     def check_fit(cls, size: int, rank: int | None) -> None:
         super().check_fit(size, rank)
         if size > LIMIT:
-            most = f"use 'kron' or 'lowrank' above {LIMIT:,} parameters"
-            raise InputError(f"structure='full' would hold {size:,} × {size:,} numbers; {most}")
+            raise InputError(
+                f"structure='full' would hold {size:,} × {size:,} numbers; use 'kron' or "
+                f"'lowrank' above {LIMIT:,} parameters"
+            )
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Full, dict[str, Any]]:
         size = sum(p.numel() for p in fit.params.values())
-        like = next(iter(fit.params.values()))
-        zero = cls(like.new_zeros(size, size), {n: p.shape for n, p in fit.params.items()})
-        form = zero.summed(fit)
+        first = next(iter(fit.params.values()))
+        zeros = first.new_zeros(size, size)
+        form = cls(zeros, {n: p.shape for n, p in fit.params.items()}).summed(fit)
         ranks.total([form.matrix])
         return form, {}
 
@@ -66,17 +68,20 @@ class Full(Structure):
 
     def flat(self, v: Mapping[str, Tensor]) -> Tensor:
         """``[..., P]`` from tensors by name."""
-        return torch.cat(
-            [v[n].reshape(*v[n].shape[: v[n].ndim - len(s)], -1) for n, s in self.shapes.items()],
-            dim=-1,
-        )
+        parts = []
+        for name, shape in self.shapes.items():
+            x = v[name]
+            batch = x.shape[: x.ndim - len(shape)]
+            parts.append(x.reshape(*batch, -1))
+        return torch.cat(parts, dim=-1)
 
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-        """A function of columns ``[P, n]``, of vectors by name."""
+        """A function of columns ``[P, n]``, applied to vectors by name."""
         self._take(v)
-        rows = self.flat(v)
-        y = function(rows.reshape(-1, rows.shape[-1]).mT)
-        return tree_of(y.mT.reshape(rows.shape), self.shapes)
+        vectors = self.flat(v)
+        columns = vectors.reshape(-1, vectors.shape[-1]).mT
+        result = function(columns)
+        return tree_of(result.mT.reshape(vectors.shape), self.shapes)
 
     def times(self, v: Tree) -> Tree:
         return self._map(v, lambda x: self.matrix @ x)
@@ -96,23 +101,24 @@ class Full(Structure):
         return 2 * self.factor.diagonal().double().log().sum()
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
-        columns = self._columns(terms)
-        b, k, p = columns.shape
-        half = torch.linalg.solve_triangular(self.factor, columns.reshape(-1, p).mT, upper=False)
-        half = half.mT.reshape(b, k, p)
+        rows = self._gradients(terms)
+        columns = rows.reshape(-1, rows.shape[-1]).mT
+        solved = torch.linalg.solve_triangular(self.factor, columns, upper=False)
+        half = solved.mT.reshape(rows.shape)  # G_i R⁻ᵀ
         return half @ half.mT
 
-    def _columns(self, terms: Sequence[Term]) -> Tensor:
-        columns = {n: g for term in terms for n, g in term.jacobian().items()}
-        like = total(list(columns.values())[:1])
+    def _gradients(self, terms: Sequence[Term]) -> Tensor:
+        """G_i of all parameters, 0 where no term has them, ``[B, K, P]``."""
+        gradients = {n: g for term in terms for n, g in term.jacobian().items()}
+        first = total(list(gradients.values())[:1])
         for name, shape in self.shapes.items():
-            if name not in columns:
-                columns[name] = like.new_zeros(*like.shape[:2], *shape)
-        return self.flat(columns)
+            if name not in gradients:
+                gradients[name] = first.new_zeros(*first.shape[:2], *shape)
+        return self.flat(gradients)
 
     def add(self, terms: Sequence[Term]) -> Full:
-        columns = self._columns(terms).flatten(0, 1)
-        return Full(torch.addmm(self.matrix, columns.mT, columns), self.shapes)
+        rows = self._gradients(terms).flatten(0, 1)
+        return Full(torch.addmm(self.matrix, rows.mT, rows), self.shapes)
 
     def plus(self, other: Full, scale: float = 1.0) -> Full:  # type: ignore[override]
         return Full(torch.add(self.matrix, other.matrix, alpha=scale), self.shapes)
@@ -130,7 +136,9 @@ class Full(Structure):
         delta = self._prior_vector(prior).diag()
         excess = (self.matrix - delta).double()
         slack = 1e-6 * float(self.matrix.diagonal().abs().max())
-        if not torch.linalg.cholesky_ex(excess + slack * torch.eye(len(excess)).to(excess))[1]:
+        identity = torch.eye(len(excess)).to(excess)
+        _, failed = torch.linalg.cholesky_ex(excess + slack * identity)
+        if not failed:
             return self, 0.0
         values, basis = torch.linalg.eigh(excess)
         raised = ((basis * values.clamp_min(0)) @ basis.mT).to(delta) + delta

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.inputs import input_moments
+from blr_analysis.backprop.inputs import InputMoments, input_moments
 from blr_analysis.backprop.layers import upcast
 from blr_analysis.backprop.matrices import Basis, Joint
 from blr_analysis.backprop.outer import Outer
@@ -44,16 +44,16 @@ class Kronecker(Spectral):
         """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
         all data."""
         sample = sampled_examples(fit.task)
-        times = 1.0 if sample is None else fit.task.n_data / len(sample)
+        scale = 1.0 if sample is None else fit.task.n_data / len(sample)
         moments = factor_sums(fit, sample)
-        own = ranks.share(torch.arange(len(moments)))
-        blocks = eigenbases(moments, fit.params, times, own.tolist())
+        of_this_rank = ranks.share(torch.arange(len(moments)))
+        blocks = eigenbases(moments, fit.params, scale, of_this_rank.tolist())
         ranks.total(m for b in blocks for m in (b.right, b.left) if m is not None)
         return cls.empty(blocks, fit.params).summed(fit), {}
 
     @classmethod
     def empty(cls, blocks: tuple[Basis, ...], params: Mapping[str, Tensor]) -> Self:
-        """0 in the basis of these blocks, the other parameters' in their own."""
+        """0, in the basis of these blocks; the other parameters stay in their own."""
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
@@ -64,20 +64,12 @@ class Kronecker(Spectral):
     def read(
         cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
     ) -> Kronecker:
-        blocks = []
-        for entry in record["blocks"]:
-            joint = Joint.read(entry)
-            right = tensors[f"{joint.key}.input_eigenvectors"]
-            left = tensors.get(f"{joint.key}.output_eigenvectors")
-            known = entry.get("inputs"), float(entry.get("chance") or 0.0)
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, *known))
+        blocks = tuple(_read_block(tensors, entry) for entry in record["blocks"])
         joined = {n for b in blocks for n in b.names}
         plain = {n: tuple(record["shapes"][n]) for n in names if n not in joined}
         values = {n: tensors[n] for n in plain}
-        for b in blocks:
-            s, more = tensors[f"{b.key}.eigenvalues"], tensors.get(f"{b.key}{ROWS}")
-            values[b.key] = (s if more is None else s + more).expand(b.shape)
-        return cls(tuple(blocks), values, plain, tuple(names))
+        values |= {block.key: _read_eigenvalues(tensors, block) for block in blocks}
+        return cls(blocks, values, plain, tuple(names))
 
     def record(self) -> dict[str, Any]:
         blocks = [
@@ -109,10 +101,14 @@ class Kronecker(Spectral):
         delta = Prior.of_any(prior)
         values = delta.numbers(self.plain)
         for block in self.blocks:
-            low, high = (f(delta.numbers(block.names).values()) for f in (min, max))
+            of_block = set(delta.numbers(block.names).values())
+            low = min(of_block)
+            high = max(of_block)
             if low != high:
-                said = f"one prior precision is needed for all of {block.names}"
-                raise InputError(f"{said}, got {low:g} … {high:g}; use structure='full' or 'diag'")
+                raise InputError(
+                    f"one prior precision is needed for all of {block.names}, got {low:g} … "
+                    f"{high:g}; use structure='full' or 'diag'"
+                )
             values[block.key] = low
         return values
 
@@ -124,13 +120,15 @@ class Kronecker(Spectral):
 
     def rotation_cost(self) -> tuple[int, int]:
         shapes = [block.shape for block in self.blocks]
-        factored = sum(g * (o * o + i * i) for g, o, i in shapes)
-        return factored, sum(g * o * i * (o + i) for g, o, i in shapes)
+        factored = sum(groups * (o * o + i * i) for groups, o, i in shapes)
+        explicit = sum(groups * o * i * (o + i) for groups, o, i in shapes)
+        return factored, explicit
 
     def paired(self, terms: Sequence[Term]) -> list[tuple[Term, Basis | None]]:
         """Each term with its block; None: its parameters are outside the blocks.
 
-        Terms that cover other parameters than one block does are made dense and regrouped.
+        Terms that cover other parameters than those of one block are made dense, and sorted into
+        the blocks.
         """
         by_names = {block.names: block for block in self.blocks}
         pairs: list[tuple[Term, Basis | None]] = []
@@ -144,17 +142,22 @@ class Kronecker(Spectral):
             else:
                 loose.update(term.jacobian())
         for block in self.blocks:
-            held = [n for n in block.names if n in loose]
-            if held:
-                lead = loose[held[0]].shape[:2]
-                columns = {
-                    n: loose.pop(n)
-                    if n in held
-                    else self.values[block.key].new_zeros(*lead, *self.shapes[n])
-                    for n in block.names
-                }
-                pairs.append((Dense(columns), block))
-        return [*pairs, (Dense(loose), None)] if loose else pairs
+            if any(name in loose for name in block.names):
+                pairs.append((self._taken_from(loose, block), block))
+        if loose:
+            pairs.append((Dense(loose), None))
+        return pairs
+
+    def _taken_from(self, gradients: Tree, block: Basis) -> Dense:
+        """The gradients of a block's parameters, which are taken out; 0 where there are none."""
+        batch = next(gradients[n].shape[:2] for n in block.names if n in gradients)
+        columns = {}
+        for name in block.names:
+            if name in gradients:
+                columns[name] = gradients.pop(name)
+            else:
+                columns[name] = self.values[block.key].new_zeros(*batch, *self.shapes[name])
+        return Dense(columns)
 
     def tensors(self) -> dict[str, Tensor]:
         keys = {block.key for block in self.blocks}
@@ -171,58 +174,107 @@ class Kronecker(Spectral):
         return replace(self, blocks=blocks, values=values)
 
 
+def _read_block(tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -> Basis:
+    joint = Joint.read(entry)
+    return Basis(
+        joint.weight,
+        joint.bias,
+        joint.layout,
+        tensors[f"{joint.key}.input_eigenvectors"],
+        tensors.get(f"{joint.key}.output_eigenvectors"),
+        entry.get("inputs"),
+        float(entry.get("chance") or 0.0),
+    )
+
+
+def _read_eigenvalues(tensors: Mapping[str, Tensor], block: Basis) -> Tensor:
+    eigenvalues = tensors[f"{block.key}.eigenvalues"]
+    of_rows = tensors.get(f"{block.key}{ROWS}")
+    if of_rows is not None:
+        eigenvalues = eigenvalues + of_rows
+    return eigenvalues.expand(block.shape)
+
+
 Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
 
 
 def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
-    where they take more memory than the weights, as the gradients are."""
+    where they take more memory than the weights, in the gradients' dtype."""
     moments: Moments = {}
-    kept, vocabulary = fit.kept.get("factors"), vocabulary_of(fit.task, fit.params)
+    kept = fit.kept.get("factors")
+    vocabulary = vocabulary_of(fit.task, fit.params)
     padded = fit.task.likelihood.is_sequence
     for terms in fit.passes("Kronecker factors", sample, kept, by_layer=True):
         for term in terms:
-            layout = term.joint.layout if isinstance(term, Outer) else None
-            if layout is not None and max(layout.rows, layout.columns) > LARGEST:
-                continue
-            factors = term.factors(padded=padded, vocabulary=vocabulary)
-            if factors is None:
-                continue
-            joint, *pair = factors
-            right, left = pair if vocabulary else (m.double() for m in pair)
-            if joint.key in moments:
-                moments[joint.key][1].add_(right)
-                moments[joint.key][2].add_(left)
-            else:
-                moments[joint.key] = (joint, right, left)
+            factors = None
+            if not _is_too_large(term):
+                factors = term.factors(padded=padded, vocabulary=vocabulary)
+            if factors is not None:
+                _add_factors(moments, *factors, in_double=not vocabulary)
         if kept is not None:
-            inputs = {f"inputs of {key}": right for key, (_, right, _) in moments.items()}
-            outputs = {f"outputs of {key}": left for key, (*_, left) in moments.items()}
-            kept.follow(inputs | outputs)
-    ranks.total(m for _, *pair in moments.values() for m in pair)
+            kept.follow(_by_label(moments))
+    ranks.total(m for _, right, left in moments.values() for m in (right, left))
     return moments
+
+
+def _is_too_large(term: Term) -> bool:
+    layout = term.joint.layout if isinstance(term, Outer) else None
+    return layout is not None and max(layout.rows, layout.columns) > LARGEST
+
+
+def _add_factors(
+    moments: Moments, joint: Joint, right: Tensor, left: Tensor, *, in_double: bool
+) -> None:
+    if in_double:
+        right = right.double()
+        left = left.double()
+    if joint.key in moments:
+        _, right_sum, left_sum = moments[joint.key]
+        right_sum.add_(right)
+        left_sum.add_(left)
+    else:
+        moments[joint.key] = (joint, right, left)
+
+
+def _by_label(moments: Moments) -> dict[str, Tensor]:
+    """As a file of unfinished sums calls them."""
+    inputs = {f"inputs of {key}": right for key, (_, right, _) in moments.items()}
+    outputs = {f"outputs of {key}": left for key, (_, _, left) in moments.items()}
+    return inputs | outputs
 
 
 def eigenbases(
     moments: Moments,
     params: Mapping[str, Tensor],
-    times: float = 1.0,
-    own: Container[int] | None = None,
+    scale: float = 1.0,
+    of_this_rank: Container[int] | None = None,
 ) -> tuple[Basis, ...]:
-    """The eigenvectors of each layer's factors, which are let go one after the other; ``times``
-    makes the input factors sums over all examples. Zeros for layers that are not this rank's
-    ``own``."""
+    """The eigenvectors of each layer's factors, which are let go one after the other.
+
+    Args:
+        scale: makes the input factors sums over all examples.
+        of_this_rank: the numbers of this rank's layers, the others have zeros; None: all.
+    """
     blocks = []
-    for k, key in enumerate(list(moments)):
-        joint, *pair = moments.pop(key)
-        like, mine = params[joint.key].detach(), own is None or k in own
-        if not all(bool(torch.isfinite(m.sum())) for m in pair):
+    for number, key in enumerate(list(moments)):
+        joint, inputs, outputs = moments.pop(key)
+        if not bool(torch.isfinite(inputs.sum()) & torch.isfinite(outputs.sum())):
             raise ModelError(f"the curvature of {joint.key!r} overflows; use float64")
-        right, left = (
-            (_eigenvectors(m) if mine else torch.zeros_like(m)).to(like).contiguous() for m in pair
+        weight = params[joint.key].detach()
+        is_own = of_this_rank is None or number in of_this_rank
+        right = _eigenvectors(inputs) if is_own else torch.zeros_like(inputs)
+        left = _eigenvectors(outputs) if is_own else torch.zeros_like(outputs)
+        blocks.append(
+            Basis(
+                joint.weight,
+                joint.bias,
+                joint.layout,
+                right.to(weight).contiguous(),
+                left.to(weight).contiguous(),
+                scale * float(inputs.double().diagonal(dim1=-2, dim2=-1).mean()),
+            )
         )
-        known = times * float(pair[0].double().diagonal(dim1=-2, dim2=-1).mean())
-        blocks.append(Basis(joint.weight, joint.bias, joint.layout, right, left, known))
     return tuple(blocks)
 
 
@@ -251,41 +303,72 @@ class Gram(Kronecker):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
         """A in one sweep of forward passes; no label is looked at."""
-        seen = input_moments(fit.task, fit.params, kept=fit.kept.get("inputs"))
-        joined = {n for joint, _ in seen.moments.values() for n in joint.names}
+        inputs = input_moments(fit.task, fit.params, kept=fit.kept.get("inputs"))
+        joined = {n for joint, _ in inputs.moments.values() for n in joint.names}
         plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
-        blocks, values = [], {}
-        for name in plain:  # first, as in a file
-            like, counts = fit.params[name], seen.counts.get(name)
-            each = (
-                like.new_tensor(fit.task.n_data) if counts is None else counts.to(like).unsqueeze(1)
-            )
-            values[name] = each.expand_as(like).clone()
-        for joint, moments in seen.moments.values():
-            like = fit.params[joint.key]
-            across, right = torch.linalg.eigh(moments)
-            chance = seen.noise(joint.key) if seen.singular(joint.key) else 0.0
-            right = right.to(like)
-            known = right, None, float(across.mean()), chance
-            blocks.append(Basis(joint.weight, joint.bias, joint.layout, *known))
-            each = across.clamp_min(0).to(like).unsqueeze(1)
-            if (counts := seen.looked_up(joint)) is not None:
-                each = each + counts.to(like)
-            values[joint.key] = each.expand(blocks[-1].shape)
-        noise = max((seen.noise(key, whole=True) for key in seen.moments), default=0.0)
+        values = {name: _counts(fit, inputs, name) for name in plain}  # first, as in a file
+        blocks = []
+        for joint, moments in inputs.moments.values():
+            block, eigenvalues = _input_block(fit, inputs, joint, moments)
+            blocks.append(block)
+            values[joint.key] = eigenvalues
+        noise = max((inputs.noise(key, whole=True) for key in inputs.moments), default=0.0)
         return cls(tuple(blocks), values, plain, tuple(fit.params)), {"noise": noise}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Where all outputs of a layer have the same eigenvalues, or one number more than the least
-        of them, that row of eigenvalues, and those numbers."""
+        """Eigenvalues that all outputs of a layer share are stored once.
+
+        Where outputs have one number more than the least of them, those numbers stand beside.
+        """
         stored = super().tensors()
-        for key in (block.key for block in self.blocks if block.left is None):
-            s = stored[f"{key}.eigenvalues"]
-            rows = s[..., 0]  # of the least eigenvector, that numbers are lost beside the least
-            least = s.gather(1, rows.argmin(1)[:, None, None].expand(-1, 1, s.shape[-1]))
-            more = (rows - least[..., 0]).unsqueeze(-1)
-            if torch.equal(s, least.expand_as(s)):
-                stored[f"{key}.eigenvalues"] = least.contiguous()
-            elif torch.allclose(s, least + more, rtol=1e-6, atol=0.0):
-                stored |= {f"{key}.eigenvalues": least.contiguous(), f"{key}{ROWS}": more}
+        for block in self.blocks:
+            if block.left is None:
+                name = f"{block.key}.eigenvalues"
+                shared, of_rows = _shared_eigenvalues(stored[name])
+                stored[name] = shared
+                if of_rows is not None:
+                    stored[f"{block.key}{ROWS}"] = of_rows
         return stored
+
+
+def _shared_eigenvalues(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The row with the least eigenvalues of ``[g, O, I']``, and what every row has on top of it,
+    ``[g, O, 1]``; None: nothing. As they are where rows differ by more than a number."""
+    first = eigenvalues[..., 0]  # of the least eigenvector: others would round the number away
+    columns = eigenvalues.shape[-1]
+    places = first.argmin(1)[:, None, None].expand(-1, 1, columns)
+    least = eigenvalues.gather(1, places)
+    of_rows = (first - least[..., 0]).unsqueeze(-1)
+    if torch.equal(eigenvalues, least.expand_as(eigenvalues)):
+        return least.contiguous(), None
+    if torch.allclose(eigenvalues, least + of_rows, rtol=1e-6, atol=0.0):
+        return least.contiguous(), of_rows
+    return eigenvalues, None
+
+
+def _counts(fit: Fit, inputs: InputMoments, name: str) -> Tensor:
+    """How often each row of a table was looked up; of other parameters N."""
+    parameter = fit.params[name]
+    counts = inputs.counts.get(name)
+    if counts is None:
+        number = parameter.new_tensor(fit.task.n_data)
+    else:
+        number = counts.to(parameter).unsqueeze(1)
+    return number.expand_as(parameter).clone()
+
+
+def _input_block(
+    fit: Fit, inputs: InputMoments, joint: Joint, moments: Tensor
+) -> tuple[Basis, Tensor]:
+    """The eigenvectors of a layer's A, and the eigenvalues of all its outputs."""
+    weight = fit.params[joint.key]
+    spectrum, vectors = torch.linalg.eigh(moments)
+    chance = inputs.noise(joint.key) if inputs.singular(joint.key) else 0.0
+    right = vectors.to(weight)
+    mean = float(spectrum.mean())
+    block = Basis(joint.weight, joint.bias, joint.layout, right, None, mean, chance)
+    eigenvalues = spectrum.clamp_min(0).to(weight).unsqueeze(1)
+    counts = inputs.looked_up(joint)
+    if counts is not None:
+        eigenvalues = eigenvalues + counts.to(weight)
+    return block, eigenvalues.expand(block.shape)
