@@ -36,17 +36,25 @@ RECORD = {
     "source": "laplace",
     "classifier": True,
     "stationarity": {
-        "residual": 0.5, "decrement": 2.0, "pull": 1.0, "n_data": 10, "likelihood": "categorical",
+        "residual": 0.5,
+        "decrement": 2.0,
+        "pull": 1.0,
+        "n_data": 10,
+        "likelihood": "categorical",
         "blocks": {},
     },
     "saturated": 0.25,
     "calibration": {
-        "temperature": 0.3, "error": 0.1, "how": "exact solves", "examples": 7, "ending": ""
+        "temperature": 0.3,
+        "error": 0.1,
+        "how": "exact solves",
+        "examples": 7,
+        "ending": "",
     },
     "rerun": {"seed": 3, "known": False, "ending": "ended elsewhere"},
     "fingerprint": {"outputs": [1.0], "targets": [2.0], "losses": [3.0]},
     "frozen_values": {"w": [1.0, 2.0]},
-}  # fmt: skip
+}
 
 
 def posterior(record: Any) -> blr.Posterior:
