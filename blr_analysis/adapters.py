@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PAIR = re.compile(rf"(?P<module>{re.escape(PREFIX)}.+)\.lora_(?P<letter>[AB])\.weight")
 BLOCK = 2**16  # elements of W that are computed at a time, in whole rows
-# Settings of LoRA whose meaning is known here, or that say nothing about which weights come out.
-PLAIN = {
+# Settings of plain LoRA: either this module applies them, or they do not change the weights.
+PLAIN_SETTINGS = {
     "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
@@ -63,8 +63,9 @@ PLAIN = {
     "task_type",
     "use_rslora",
 }
-# What acts on some tokens only, or on a base that is not the one that is stored.
-NO_WEIGHTS = {
+# Settings of adapters that no weights of the stored base can express: they act on some tokens
+# only, or on another base.
+INEXPRESSIBLE_SETTINGS = {
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -72,7 +73,7 @@ NO_WEIGHTS = {
     "megatron_config",
     "use_qalora",
 }
-# First values that leave the base's weights as they were: all that is learned is in the adapter.
+# Initialisations that leave the base's weights as they were.
 INITIALISATIONS = ("gaussian", "orthogonal", "eva", "mica")
 
 
@@ -129,18 +130,20 @@ def open_adapter(
     """
     folder = Path(path).expanduser()
     if not is_adapter(folder):
-        raise StorageError(f"{str(path)!r} holds no {CONFIG}, and is no PEFT adapter.")
+        raise StorageError(f"{str(path)!r} is no PEFT adapter: it has no {CONFIG}.")
     entries = read_entries(folder)
     file = Folder.open(folder, stem="adapter_model")
-    whole = [name for name, spec in file.specs.items() if not spec.dtype.is_floating_point]
-    if whole:
+    unusable = [name for name, spec in file.specs.items() if not spec.dtype.is_floating_point]
+    if unusable:
         raise ModelError(
-            f"{some(whole)} of {str(path)!r} are of {file.specs[whole[0]].dtype}: no numbers"
+            f"{some(unusable)} of {str(path)!r} must be of a floating dtype, not "
+            f"{file.specs[unusable[0]].dtype}: save the adapter without quantization"
         )
-    changed: Any = products_of(entries, file, base, str(folder))
-    if changed is None:
-        changed = merge_and_unload(folder, entries, base, file)
-    return Adapted(str(folder), base, file, changed, dtype)
+    products = products_of(entries, file, base, str(folder))
+    if products is not None:
+        return Adapted(str(folder), base, file, products, dtype)
+    tensors = merge_and_unload(folder, entries, base, file)
+    return Adapted(str(folder), base, file, tensors, dtype)
 
 
 def read_entries(folder: Path) -> dict[str, Any]:
@@ -151,15 +154,16 @@ def read_entries(folder: Path) -> dict[str, Any]:
         ModelError: no weight of this base says what the adapter does.
     """
     entries = {key: value for key, value in read_json(folder / CONFIG).items() if value}
-    without_weights = sorted(NO_WEIGHTS & entries.keys())
-    start = entries.get("init_lora_weights")
-    if isinstance(start, str) and start.lower() not in INITIALISATIONS:
-        without_weights.append(f"init_lora_weights={start}")
-    if without_weights:
+    inexpressible = sorted(INEXPRESSIBLE_SETTINGS & entries.keys())
+    initialisation = entries.get("init_lora_weights")
+    is_named = isinstance(initialisation, str)
+    if is_named and initialisation.lower() not in INITIALISATIONS:
+        inexpressible.append(f"init_lora_weights={initialisation}")
+    if inexpressible:
         raise ModelError(
-            f"{str(folder / CONFIG)!r} sets {some(without_weights)}: no weights of this base say "
-            "that; save it with path_initial_model_for_weight_conversion, or name what "
-            "merge_and_unload() gives"
+            f"{str(folder / CONFIG)!r} sets {some(inexpressible)}, which this base's weights "
+            "cannot express: save the adapter with path_initial_model_for_weight_conversion, or "
+            "name a folder of what merge_and_unload() gives"
         )
     return entries
 
@@ -193,7 +197,8 @@ def products_of(
         name = names[f"{module}.weight"]
         rank, scale = _scaling(entries, module, folder)
         product = Product(pair["A"], pair["B"], rank, scale)
-        if len(base.specs[name].shape) > 2 or len(file.specs[product.a].shape) > 2:
+        is_convolution = len(base.specs[name].shape) > 2 or len(file.specs[product.a].shape) > 2
+        if is_convolution:
             return None
         _check_product(product, name, file, base, folder)
         products[name] = product
@@ -205,17 +210,23 @@ def _pairs(file: Source) -> dict[str, dict[str, str]] | None:
     pairs: dict[str, dict[str, str]] = {}
     for key in file.specs:
         match = PAIR.fullmatch(key)
-        if match is None or match["module"].rpartition(".")[2] in TOKEN_TABLES:
+        if match is None:
             return None
-        pairs.setdefault(match["module"].removeprefix(PREFIX), {})[match["letter"]] = key
-    return pairs if all(len(pair) == 2 for pair in pairs.values()) else None
+        module = match["module"].removeprefix(PREFIX)
+        is_token_table = module.rpartition(".")[2] in TOKEN_TABLES
+        if is_token_table:
+            return None
+        pair = pairs.setdefault(module, {})
+        pair[match["letter"]] = key
+    all_complete = all(len(pair) == 2 for pair in pairs.values())
+    return pairs if all_complete else None
 
 
 def _is_plain(entries: Mapping[str, Any], base: Source) -> bool:
     """Whether an adapter's settings say that it adds s·B·A to weights [out, in], and no more."""
     trains_biases = entries.get("bias") not in (None, "none")
     settings = {key for key, value in entries.items() if value} - {"bias"}
-    is_lora = entries["peft_type"] == "LORA" and settings <= PLAIN
+    is_lora = entries["peft_type"] == "LORA" and settings <= PLAIN_SETTINGS
     return is_lora and not trains_biases and not _conv1d(base.specs)
 
 
@@ -225,11 +236,14 @@ def _check_product(product: Product, name: str, file: Source, base: Source, fold
     a = file.specs[product.a].shape
     b = file.specs[product.b].shape
     rank = product.rank
-    has_shape = (*b, *a) == (*spec.shape[:1], rank, rank, *spec.shape[1:])
-    if not has_shape or not spec.dtype.is_floating_point:
+    rows = spec.shape[:1]
+    columns = spec.shape[1:]
+    fits = (*b,) == (*rows, rank) and (*a,) == (rank, *columns)
+    if not fits or not spec.dtype.is_floating_point:
         raise ModelError(
             f"the adapter {folder!r} has B {list(b)} and A {list(a)} (r = {rank}) for {name!r} "
-            f"{list(spec.shape)} of {spec.dtype}: was it trained on this base, not quantized?"
+            f"{list(spec.shape)} of {spec.dtype}: name the base that it was trained on, "
+            "not quantized"
         )
 
 
@@ -240,7 +254,8 @@ def _conv1d(base: Mapping[str, Spec]) -> bool:
         if len(spec.shape) != 2 or bias is None:
             continue
         rows, columns = spec.shape
-        if rows != columns == bias.shape[0]:
+        is_transposed = rows != columns and bias.shape[0] == columns
+        if is_transposed:
             return True
     return False
 
@@ -252,7 +267,8 @@ def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int,
         alpha = _of_module(entries, "alpha_pattern", module, entries.get("lora_alpha"))
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise StorageError(f"{folder!r} has an impossible setting: r={rank}, alpha={alpha!r}")
-        return rank, alpha / (math.sqrt(rank) if entries.get("use_rslora") else rank)
+        divisor = math.sqrt(rank) if entries.get("use_rslora") else rank
+        return rank, alpha / divisor
 
 
 def _of_module(entries: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
@@ -275,32 +291,52 @@ def translate(wanted: Iterable[str], base: Collection[str], folder: str) -> dict
         {'bert.pooler.weight': 'pooler.weight'}
     """
     names = list(dict.fromkeys(wanted))
-    plain = {name: name for name in names}
-    ways = [plain]
-    ways += [{n: n.removeprefix(prefix) for n in names} for prefix in _prefixes(names)]
-    ways += [{n: prefix + n for n in names} for prefix in _prefixes(base)]
-    ways = [way for way in ways if len({*way.values()}) == len(names)]  # two never become one
-    fits = [way for way in ways if all(name in base for name in way.values())]
-    if not fits:
-        lost = min(([n for n in names if way[n] not in base] for way in ways), key=len)
+    translations = _translations(names, base)
+    unknown_names = [
+        [name for name in names if translation[name] not in base] for translation in translations
+    ]
+    fitting = [
+        translation
+        for translation, unknown in zip(translations, unknown_names, strict=True)
+        if not unknown
+    ]
+    if not fitting:
+        unknown = min(unknown_names, key=len)
         raise ModelError(
-            f"the adapter {folder!r} changes {some(sorted(lost))}, which the base has not (a tied "
-            "layer is saved once): was it trained on this base?"
+            f"the adapter {folder!r} changes {some(sorted(unknown))}, which the base does not have "
+            "(a tied layer is stored once): name the base that it was trained on"
         )
-    others = [way for way in fits if way != fits[0]]
-    if fits[0] != plain and others:
-        name = next(n for n in names if fits[0][n] != others[0][n])
+    chosen = fitting[0]
+    others = [translation for translation in fitting if translation != chosen]
+    changes_names = any(chosen[name] != name for name in names)
+    if changes_names and others:
+        ambiguous = next(name for name in names if chosen[name] != others[0][name])
         raise ModelError(
-            f"the adapter {folder!r} may mean {fits[0][name]!r} or {others[0][name]!r}: rename "
-            "the base's tensors"
+            f"the adapter {folder!r} may mean {chosen[ambiguous]!r} or {others[0][ambiguous]!r}: "
+            "rename the base's tensors"
         )
-    return fits[0]
+    return chosen
+
+
+def _translations(names: Sequence[str], base: Collection[str]) -> list[dict[str, str]]:
+    """The names as they are, without a prefix, and with a prefix of the base's names."""
+    candidates = [{name: name for name in names}]
+    for prefix in _prefixes(names):
+        candidates.append({name: name.removeprefix(prefix) for name in names})
+    for prefix in _prefixes(base):
+        candidates.append({name: prefix + name for name in names})
+    # Two different names must stay different.
+    return [candidate for candidate in candidates if len({*candidate.values()}) == len(names)]
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
     """The first one or two words of the names' modules."""
-    words = {tuple(name.split(".")[:-1][:count]) for name in names for count in (1, 2)}
-    return sorted(".".join(some_words) + "." for some_words in words if some_words)
+    prefixes = set()
+    for name in names:
+        modules = name.split(".")[:-1]
+        for count in range(1, 1 + min(2, len(modules))):
+            prefixes.add(".".join(modules[:count]) + ".")
+    return sorted(prefixes)
 
 
 class Adapted(Source):
@@ -324,12 +360,12 @@ class Adapted(Source):
         self.origin = file
         self._file = file
         self._changed = changed
-        self.changes = {key: _words(change) for key, change in changed.items()}
+        self.changes = {key: _description(change) for key, change in changed.items()}
         self.specs = dict(base.specs)
         for key in changed:
             spec = base.specs[key]
-            answered = torch.promote_types(dtype or spec.dtype, spec.dtype)
-            self.specs[key] = Spec(spec.shape, answered)
+            wider_dtype = torch.promote_types(dtype or spec.dtype, spec.dtype)
+            self.specs[key] = Spec(spec.shape, wider_dtype)
 
     def words(self, name: str) -> str:
         return self.changes.get(name, "")
@@ -354,28 +390,32 @@ class Adapted(Source):
             return
         rows, columns = self.specs[name].shape
         dtype = torch.promote_types(torch.float32, self.base.specs[name].dtype)
-        step = max(1, BLOCK // columns)
-        edges = range(start // columns // step * step, min(rows, -(-stop // columns)), step)
-        top = edges[0]
-        bottom = min(rows, edges[-1] + step)
+        rows_per_block = max(1, BLOCK // columns)
+        first_row = start // columns
+        last_row = (stop - 1) // columns
+        top = first_row // rows_per_block * rows_per_block
+        blocks = range(top, last_row + 1, rows_per_block)
+        bottom = min(rows, blocks[-1] + rows_per_block)
         rank = product.rank
         right = self._file.tensor(product.a).to(dtype)
         file_scratch = Owned(scratch, (self, "file"))
         left = self._file.read(product.b, top * rank, bottom * rank, file_scratch)
         left = left.view(-1, rank).to(dtype)
-        for row in edges:
-            left_block = left[row - top : row - top + step].clone()  # placed alike for all pieces
+        for row in blocks:
+            # A copy has the same alignment whatever the piece, and so the same rounding.
+            left_block = left[row - top : row - top + rows_per_block].clone()
             block = torch.mm(left_block, right).mul_(product.scale)
-            first = row * columns
-            end = (row + len(left_block)) * columns
-            weights = self.base.read(name, first, end, Owned(scratch, (self, "base")))
+            block_start = row * columns
+            block_stop = (row + len(left_block)) * columns
+            base_scratch = Owned(scratch, (self, "base"))
+            weights = self.base.read(name, block_start, block_stop, base_scratch)
             flat = block.add_(weights.to(block).view_as(block)).view(-1)
-            low = max(start, first)
-            high = min(stop, end)
-            piece[low - start : high - start] = flat[low - first : high - first]
+            low = max(start, block_start)
+            high = min(stop, block_stop)
+            piece[low - start : high - start] = flat[low - block_start : high - block_start]
 
 
-def _words(change: Product | Tensor) -> str:
+def _description(change: Product | Tensor) -> str:
     """What happens to a tensor."""
     if isinstance(change, Tensor):
         return "by PEFT"
@@ -392,7 +432,7 @@ def merge_and_unload(
             model, or the merged model has other tensors than the base.
     """
     fault = f"{str(folder)!r} is more than plain LoRA, and PEFT cannot merge it"
-    remedy = "name what merge_and_unload() gives, saved"
+    remedy = "save what merge_and_unload() gives, and name that folder"
     with told_as(ModelError, fault, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = _by_peft(folder, entries, base, file)
@@ -421,7 +461,8 @@ def _by_peft(
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     except ImportError as fault:
         raise ModelError(
-            f"{str(folder)!r} is more than plain LoRA, which PEFT merges: {install('peft')}"
+            f"{str(folder)!r} is more than plain LoRA, and only PEFT can merge it: "
+            f"{install('peft')}"
         ) from fault
 
     config = PeftConfig.from_pretrained(str(folder))
@@ -430,7 +471,8 @@ def _by_peft(
         raise ValueError(f"the installed PEFT does not know {some(ignored)}")
     place = Path(base.name).expanduser()
     architectures = transformers.AutoConfig.from_pretrained(place).architectures
-    model_class = getattr(transformers, (architectures or ["AutoModel"])[0])
+    class_name = architectures[0] if architectures else "AutoModel"
+    model_class = getattr(transformers, class_name)
     is_double = any(spec.dtype == torch.float64 for spec in base.specs.values())
     model = model_class.from_pretrained(
         place,
@@ -441,7 +483,9 @@ def _by_peft(
     tuned = PeftModel.from_pretrained(model, str(folder), config=config)
     unmatched = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
     if unmatched:
-        raise ValueError(f"{some(sorted(unmatched))} is of the file or of the adapter alone")
+        raise ValueError(
+            f"{some(sorted(unmatched))} is in the file or in PEFT's adapter, not in both"
+        )
     _check_ties(model, file)
     with tempfile.TemporaryDirectory() as saved:
         tuned.merge_and_unload().save_pretrained(saved)
@@ -456,5 +500,7 @@ def _check_ties(model: Any, file: Source) -> None:
     tied = [name for names in weights.values() if len(names) > 1 for name in names]
     layers = {name.removesuffix(".weight").removesuffix(".base_layer") for name in tied}
     for key in file.specs:
-        if "token_adapter" not in key and any(f".{layer}." in key for layer in layers):
+        changes_some_tokens_only = "token_adapter" in key
+        is_of_tied_layer = any(f".{layer}." in key for layer in layers)
+        if is_of_tied_layer and not changes_some_tokens_only:
             raise ValueError(f"{key!r} adapts one of two tied layers")

@@ -56,7 +56,7 @@ from blr_analysis.files.source import Loaded, specs_of
 from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = {"format": "blr_analysis.precision", "version": 1}
-FIELDS = (  # what every precision beside a model says of itself; None where it does not apply
+FIELDS = (  # in the record of every precision that lies beside a model; None where one is unknown
     "kind",
     "definition",
     "n_data",
@@ -74,10 +74,10 @@ STRUCTURES = ("diag", "gram", "kron")
 SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
 STEM = "precision"
 CONFIG_FILE = "precision_config.json"
-OURS = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
+OWN_FILES = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
 RECORD_KEY = "blr_analysis"
-EVERY = 60.0  # seconds between two writings of unfinished sums, at least
-SHARE = 20  # times the seconds that the last writing took, at least
+MIN_INTERVAL = 60.0  # seconds between two writings of unfinished sums
+MIN_WRITINGS = 20  # the interval is at least as long as so many writings take
 
 
 def write(
@@ -120,8 +120,16 @@ def write(
     """
     target, is_file = _target(path)
     detached = Loaded("tensors", tensors).held
-    if odd := [name for name, t in detached.items() if t.is_complex() or not _is_storable(name)]:
-        raise InputError(f"{some(odd)} cannot be stored: complex, or no name in such a file.")
+    unstorable = [
+        name
+        for name, tensor in detached.items()
+        if tensor.is_complex() or not _is_storable_name(name)
+    ]
+    if unstorable:
+        raise InputError(
+            f"{some(unstorable)} cannot be stored: give real tensors, and names that are valid in "
+            "safetensors files."
+        )
     is_divided = any(map(is_sharded, tensors.values()))
     writes = not is_divided or dist.get_rank() == 0
     dense = {}
@@ -137,9 +145,10 @@ def write(
         dist.barrier()
 
 
-def _is_storable(name: str) -> bool:
+def _is_storable_name(name: str) -> bool:
     """Whether the header of a safetensors file can hold this name."""
-    return name != METADATA and name.encode(errors="replace").decode() == name
+    is_valid_unicode = name.encode(errors="replace").decode() == name
+    return name != METADATA and is_valid_unicode
 
 
 def _write_draft(
@@ -149,7 +158,7 @@ def _write_draft(
     record: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
-    with told_as(InputError, "the record is no JSON", "use plain, finite values"):
+    with told_as(InputError, "the record cannot be written as JSON", "use plain, finite values"):
         text = json.dumps(record, indent=2, allow_nan=False)
     if is_file:
         shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
@@ -198,9 +207,9 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     target, _ = _target(path)
     record = find_record(target)
     if record is None:
-        reason = "holds no record of a posterior" if target.exists() else "is not there"
+        reason = "it holds no record of a posterior" if target.exists() else "it does not exist"
         raise StorageError(
-            f"nothing is stored at {str(target)!r}, which {reason}: name what Posterior.save wrote."
+            f"nothing is stored at {str(target)!r}: {reason}. Name what Posterior.save wrote."
         )
     return record
 
@@ -216,10 +225,11 @@ def find_record(path: Path) -> dict[str, Any] | None:
         record = _record_in_header(path)
     if record is None:
         return None
-    for key, ours in FORMAT.items():
-        if record.get(key) != ours:
+    for key, expected in FORMAT.items():
+        if record.get(key) != expected:
             raise StorageError(
-                f"{str(path)!r} is of {key} {record.get(key)!r}: save it again with this release."
+                f"{str(path)!r} is a file of {key} {record.get(key)!r}, and this release reads "
+                f"{expected!r}: save it again with this release."
             )
     return plain_record(record)
 
@@ -275,9 +285,11 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
     if suffix.lower() in PICKLES:
         raise StorageError(
             f"{str(path)!r} has the name of a pickle, which can run code: name a .safetensors file "
-            "or a folder (of an optimizer: Posterior.from_checkpoint)."
+            "or a folder; Posterior.from_checkpoint reads the state of an optimizer."
         )
-    return Path(os.path.realpath(Path(path).expanduser())), suffix == ".safetensors"
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    is_file = suffix == ".safetensors"
+    return target, is_file
 
 
 def _check_free(target: Path, is_file: bool) -> None:
@@ -287,7 +299,9 @@ def _check_free(target: Path, is_file: bool) -> None:
         return
     if target.exists() and not target.is_dir():
         raise StorageError(f"{str(target)!r} is a file: name a folder, or a .safetensors file.")
-    foreign = set(target.glob("*")).difference(*map(target.glob, OURS))
+    foreign = set(target.glob("*"))
+    for pattern in OWN_FILES:
+        foreign.difference_update(target.glob(pattern))
     if foreign:
         names = sorted(path.name for path in foreign)
         raise StorageError(f"{str(target)!r} holds other files: {some(names)}.")
@@ -304,24 +318,25 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     tied = record.get("tied") or {}
     n_data = record.get("n_data")
     prior = record.get("prior_precision")
+    has_names = bool(names) and _is_names(names)
     fits = {
         "structure": record.get("structure") in STRUCTURES,
-        "parameters": bool(names) and _is_names(names),
+        "parameters": has_names,
         "tied": isinstance(tied, dict) and all(map(_is_names, tied.values())),
         "frozen": _is_names(record.get("frozen") or []),
         "n_data": type(n_data) is int and n_data >= 1,
+        "prior_precision": has_names and _is_prior(prior, names),  # "parameters" is refused first
     }
-    fits["prior_precision"] = not fits["parameters"] or _is_prior(prior, names)
     for key, is_fit in fits.items():
         if not is_fit:
             raise StorageError(
                 f"the record of {where!r} has {key}={record.get(key)!r:.80}: save it again."
             )
     if isinstance(prior, dict):
-        floats: Any = {name: float(delta) for name, delta in prior.items()}
+        prior_precision: Any = {name: float(delta) for name, delta in prior.items()}
     else:
-        floats = float(cast(float, prior))
-    return {**record, "prior_precision": floats}
+        prior_precision = float(cast(float, prior))
+    return {**record, "prior_precision": prior_precision}
 
 
 def _is_names(names: Any) -> bool:
@@ -354,17 +369,18 @@ class Unfinished:
     path: Path
     key: str
     done: int = 0
-    _due: float = field(default_factory=lambda: time.monotonic() + EVERY)
+    _due: float = field(default_factory=lambda: time.monotonic() + MIN_INTERVAL)
 
     def take_up(self, sums: Mapping[str, Tensor]) -> None:
         """Copy the sums in the file into these; without such a file they stay as they are."""
         try:
             source = Folder.open(self.path)
-            if source.metadata.get("key") != self.key or source.specs != specs_of(sums):
+            is_of_this_sweep = source.metadata.get("key") == self.key
+            if not is_of_this_sweep or source.specs != specs_of(sums):
                 return
             for name in sums:
-                source.tensor(name)  # none is copied before all are known to be whole
-        except StorageError:  # none, or damaged
+                source.tensor(name)  # raises if damaged: all are checked before one is copied
+        except StorageError:  # there is no file, or it is damaged
             return
         for name, total in sums.items():
             total.copy_(source.tensor(name))
@@ -384,7 +400,7 @@ class Unfinished:
             with drafted(self.path) as draft:
                 shards.save_file(sums, draft, {"key": self.key, "passes": str(self.done)})
             now = time.monotonic()
-            self._due = now + max(EVERY, SHARE * (now - started))
+            self._due = now + max(MIN_INTERVAL, MIN_WRITINGS * (now - started))
 
     def remove(self) -> None:
         """Remove the file, once the target is whole."""

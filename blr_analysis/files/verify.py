@@ -19,7 +19,7 @@ from blr_analysis.files.headers import CHECKSUM, FILES, read_json
 from blr_analysis.files.storage import check_file_beside
 from blr_analysis.progress import track
 
-DRAFTS = ".unfinished"  # the end of what a run writes just now, or left when it was killed
+DRAFT_ENDING = ".unfinished"  # of names of files that a run writes, or left when it was killed
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Ver
     """
     place = Path(path_of(path)).expanduser()
     files = files_at(place)
-    whole: set[Path] = set()
+    intact: set[Path] = set()
     damaged: dict[Path, StorageError] = {}
     for file in track(files, label="verify", show=progress):
-        check = CHECKS.get(file.suffix, _nothing)
+        check = CHECKS.get(file.suffix, _check_nothing)
         try:
-            whole |= check(file)
+            intact |= check(file)
         except StorageError as error:
             damaged[file] = error
     if damaged:
@@ -75,10 +75,11 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Ver
             raise first
         names = some([str(file.relative_to(place)) for file in damaged])
         raise StorageError(f"{len(damaged)} of {len(files)} files are damaged: {names}. {first}")
-    if not whole:
+    if not intact:
         raise StorageError(f"nothing at {str(path)!r} has a checksum: other programs wrote it.")
-    nbytes = sum(file.stat().st_size for file in whole)
-    return Verified(sorted(whole), nbytes, sorted({*files} - whole))
+    nbytes = sum(file.stat().st_size for file in intact)
+    unknown = set(files) - intact
+    return Verified(sorted(intact), nbytes, sorted(unknown))
 
 
 def files_at(path: Path) -> list[Path]:
@@ -92,7 +93,7 @@ def files_at(path: Path) -> list[Path]:
     if place.is_file():
         files.append(place)
     for file in sorted(place.rglob("*")):
-        is_draft = any(part.endswith(DRAFTS) for part in file.relative_to(place).parts)
+        is_draft = any(part.endswith(DRAFT_ENDING) for part in file.relative_to(place).parts)
         if file.is_file() and not is_draft:
             files.append(file)
     if not files:
@@ -114,13 +115,13 @@ def _check_record(file: Path) -> set[Path]:
     record = read_json(file)
     if CHECKSUM not in record:
         return set()
-    beside = {file.parent / name: checksum for name, checksum in record[FILES].items()}
-    for neighbour, checksum in beside.items():
+    checksums = {file.parent / name: checksum for name, checksum in record[FILES].items()}
+    for neighbour, checksum in checksums.items():
         check_file_beside(neighbour, checksum)
-    return {file, *beside}
+    return {file, *checksums}
 
 
-def _nothing(file: Path) -> set[Path]:
+def _check_nothing(file: Path) -> set[Path]:
     return set()
 
 

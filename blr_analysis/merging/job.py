@@ -14,7 +14,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.merging.methods import CURVED, METHODS, Method, method_of
 from blr_analysis.task import Task
 
-MISSING = ("error", "base", "zero")
+MISSING_PRECISION = ("error", "base", "zero")  # what stands where a model has no precision
 PROPAGATED = (
     "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t / Σ α_t"
 )
@@ -129,7 +129,7 @@ def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> J
     """The merge that the arguments of :func:`merge` describe."""
     models = list(models)
     count = len(models)
-    arguments.pop("validate", None)  # "auto" has chosen by it
+    arguments.pop("validate", None)  # only "auto" needs it, and has used it by now
     precisions = _one_per_model("precisions", arguments.pop("precisions", None), None, count)
     weights = _one_per_model("weights", arguments.pop("weights", None), 1.0, count)
     n_data = _one_per_model("n_data", arguments.pop("n_data", None), None, count)
@@ -145,7 +145,8 @@ def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[A
     is_weight = callable(argument) or isinstance(argument, int | float)
     if name in ("weights", "density") and is_weight:
         return [argument] * count
-    if isinstance(argument, str | bytes | Mapping) or not isinstance(argument, Sequence):
+    is_text_or_mapping = isinstance(argument, str | bytes | Mapping)
+    if is_text_or_mapping or not isinstance(argument, Sequence):
         raise InputError(f"{name} must be a list with one entry per model, got {argument!r:.60}")
     if len(argument) != count:
         raise InputError(f"{name} must have one entry per model: got {len(argument)} for {count}")
@@ -184,7 +185,9 @@ class Call:
     @property
     def has_precisions(self) -> bool:
         """Whether precisions are given, or stand beside these arguments, as in a curve."""
-        return self.arguments.get("precisions") is not None or not (self.has_tasks or self.is_auto)
+        are_given = self.arguments.get("precisions") is not None
+        stand_beside = not self.has_tasks and not self.is_auto
+        return are_given or stand_beside
 
 
 @dataclass(frozen=True)
@@ -211,15 +214,15 @@ RULES = (
         lambda call: call.has_tasks and not call.is_auto,
         "leave tasks= out",
     ),
-    # Without precisions there is nothing to say of them.
+    # Without precisions, the arguments that say how to use them have no effect.
     Rule(OF_PRECISIONS - {"shrink"}, lambda call: not call.has_precisions, "give precisions="),
-    # The statistics of tasks shrink, too.
+    # shrink= acts on the statistics of tasks, too.
     Rule(
         frozenset({"shrink"}),
         lambda call: not (call.has_precisions or call.has_tasks),
         "give precisions= or tasks=",
     ),
-    # Without precisions and tasks, "auto" tries weights of its own alone.
+    # Without precisions and tasks, "auto" tries only weights that it chooses itself.
     Rule(
         frozenset({"weights"}),
         lambda call: not (call.has_precisions or call.has_tasks),
@@ -248,12 +251,15 @@ def refuse_idle(
             continue
         remedy = _remedy(name, call)
         if remedy is not None:
-            raise InputError(f"{name}= has no effect on {call.name} so: leave it out, or {remedy}")
+            raise InputError(
+                f"{name}= has no effect on {call.name} here: leave it out, or {remedy}"
+            )
 
 
 def _is_default(name: str, value: Any) -> bool:
     default = DEFAULTS[name]
-    return value is default or (isinstance(value, int | float | str) and value == default)
+    is_comparable = isinstance(value, int | float | str)  # tensors, for one, are not
+    return value is default or (is_comparable and value == default)
 
 
 def _remedy(name: str, call: Call) -> str | None:

@@ -34,7 +34,7 @@ ICLR 2023; Martens & Grosse, ICML 2015, and George et al., 2018 for the factors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -44,10 +44,11 @@ from blr_analysis.backprop.matrices import Basis
 from blr_analysis.errors import InputError
 from blr_analysis.merging.formula import BOUND
 
-SINGULAR = 1e-6  # of the largest eigenvalue: what float32 factors are good for
+SINGULAR = 1e-6  # of the largest eigenvalue: float32 factors are no more accurate
 TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
-MAX_ITERATIONS = 100  # of conjugate gradients: the report says what is left then
-ROUNDING = 1e-14  # of the right-hand side's terms: less is nothing
+MAX_ITERATIONS = 100  # of conjugate gradients; the report gives the residual
+ROUNDING = 1e-14  # of the right-hand side's terms: a smaller sum of them counts as 0
+SMALLEST_PIVOT = 1e-12  # of the preconditioner's largest number
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Factors:
         object.__setattr__(self, "diagonal", self.basis.squares(self.values))
 
     @property
-    def by_rows(self) -> bool:
+    def acts_on_inputs_only(self) -> bool:
         """Whether it multiplies every row of W with one matrix."""
         return self.basis.left is None and self.values.shape[1] == 1
 
@@ -120,7 +121,7 @@ class Factors:
     def damped(self, damping: float | None) -> Factors:
         """H + d mean(H) 1."""
         if damping is None:
-            damping = 0.0 if self.by_rows else 1.0
+            damping = 0.0 if self.acts_on_inputs_only else 1.0
         if not damping:
             return self
         mean = self.values.mean((-2, -1), keepdim=True)
@@ -155,7 +156,8 @@ class Moments:
 def _shrunk(matrix: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
     """A with its off-diagonals times c, in place."""
     if shrink != 1:
-        matrix.mul_(shrink).diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        matrix.mul_(shrink)
+        matrix.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     return matrix
 
 
@@ -186,26 +188,26 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def solver(
-    parts: Sequence[Part], first: Factors | None, delta: float, shape: tuple[int, int, int]
+    parts: Sequence[Part], base_factors: Factors | None, delta: float, shape: tuple[int, int, int]
 ) -> Solver:
     """What merges rows of a layer, all precisions given.
 
     Args:
         parts: of every model.
-        first: H_0 without δ, or 0.
+        base_factors: H_0 without δ, or 0.
         delta: δ.
         shape: ``(g, O, I')``.
 
     Returns:
         A function of W_0 (None: the average is the reference), the W_t, ``[g, rows, I']``, and the
         number of the first of these rows. It gives W and how it was found. Where factors are not
-        ``by_rows``, it takes all rows.
+        ``acts_on_inputs_only``, it takes all rows.
     """
-    precisions = [first, *(part.precision for part in parts)]
+    precisions = [base_factors, *(part.precision for part in parts)]
     factors = [factor for factor in precisions if isinstance(factor, Factors)]
-    if all(factor.by_rows for factor in factors):
-        return dense(parts, first, delta, shape)
-    return _iterative(parts, first, delta)
+    if all(factor.acts_on_inputs_only for factor in factors):
+        return dense(parts, base_factors, delta, shape)
+    return _iterative(parts, base_factors, delta)
 
 
 @dataclass(frozen=True)
@@ -214,12 +216,12 @@ class _Equation:
 
     Attributes:
         parts: of every model.
-        first: H_0 without δ, or 0.
+        base_factors: H_0 without δ, or 0.
         delta: δ.
     """
 
     parts: Sequence[Part]
-    first: Factors | None
+    base_factors: Factors | None
     delta: float
 
     def reference(self, base: Tensor | None, models: Sequence[Tensor]) -> Tensor:
@@ -237,9 +239,9 @@ class _Equation:
 
     def base_times(self, w: Tensor, low: int = 0) -> Tensor:
         """(H_0 + δ) W."""
-        if self.first is None:
+        if self.base_factors is None:
             return self.delta * w
-        return self.delta * w + self.first.times(w, low)
+        return self.delta * w + self.base_factors.times(w, low)
 
     def part_times(self, part: Part, w: Tensor, low: int = 0) -> Tensor:
         """H_t W."""
@@ -271,20 +273,22 @@ class _Total(NamedTuple):
 
 
 def _total(
-    parts: Sequence[Part], first: Factors | None, delta: float, groups: int, columns: int
+    parts: Sequence[Part], base_factors: Factors | None, delta: float, groups: int, columns: int
 ) -> _Total:
     """Sum the precisions, with one matrix in memory at a time."""
     base_weights = [part.weight for part in parts if part.takes_base]
-    signed = 1 + sum(base_weights)
-    absolute = 1 + sum(map(abs, base_weights))
-    terms: list[tuple[float, float, Factors | Moments | None]] = [(signed, absolute, first)]
+    base_weight = 1 + sum(base_weights)
+    base_magnitude = 1 + sum(map(abs, base_weights))
+    terms: list[tuple[float, float, Factors | Moments | None]]
+    terms = [(base_weight, base_magnitude, base_factors)]
     for part in parts:
         if not part.takes_base:
             terms.append((part.weight, abs(part.weight), part.precision))
-    matrix = torch.eye(columns, dtype=torch.float64).mul_(signed * delta).repeat(groups, 1, 1)
+    matrix = _scaled_identity(base_weight * delta, groups, columns)
     size = matrix
-    if any(part.weight < 0 for part in parts):
-        size = torch.eye(columns, dtype=torch.float64).mul_(absolute * delta).repeat(groups, 1, 1)
+    has_negative_weights = any(part.weight < 0 for part in parts)
+    if has_negative_weights:
+        size = _scaled_identity(base_magnitude * delta, groups, columns)
     rows = torch.zeros(2, groups, 1, 1, dtype=torch.float64)
     for weight, magnitude, precision in terms:
         if precision is None:
@@ -294,17 +298,22 @@ def _total(
         if size is not matrix:
             size.add_(term, alpha=magnitude)
         if precision.rows is not None:
-            rows = rows + torch.stack([weight * precision.rows, magnitude * precision.rows])
+            signed_and_absolute = [weight * precision.rows, magnitude * precision.rows]
+            rows = rows + torch.stack(signed_and_absolute)
     return _Total(matrix, size, rows)
 
 
+def _scaled_identity(scale: float, groups: int, columns: int) -> Tensor:
+    return torch.eye(columns, dtype=torch.float64).mul_(scale).repeat(groups, 1, 1)
+
+
 def dense(
-    parts: Sequence[Part], first: Factors | None, delta: float, shape: tuple[int, int, int]
+    parts: Sequence[Part], base_factors: Factors | None, delta: float, shape: tuple[int, int, int]
 ) -> Solver:
     """:func:`solver` where every H multiplies rows with one matrix."""
     groups, _, columns = shape
-    divide = _division(_total(parts, first, delta, groups, columns))
-    equation = _Equation(parts, first, delta)
+    divide = _division(_total(parts, base_factors, delta, groups, columns))
+    equation = _Equation(parts, base_factors, delta)
 
     def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
         reference = equation.reference(base, models)
@@ -320,15 +329,23 @@ def dense(
 
 
 def _division(total: _Total) -> Division:
-    """R, X ↦ R H̄⁻¹, with X along the directions that H̄ says nothing of, and how many numbers
-    these are."""
+    """A function of R, X and the number of R's first row.
+
+    It gives R H̄⁻¹, with X in its place along the directions where H̄ is not positive, and how many
+    numbers X gives.
+    """
     root, failed = torch.linalg.cholesky_ex(total.matrix)
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
     largest = total.matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     is_regular = not bool(failed.any()) and bool((pivots > SINGULAR * largest).all())
     is_positive = total.matrix is total.size or torch.equal(total.matrix, total.size)
-    if is_regular and is_positive and not bool(total.rows.any()):
-        return lambda right, plain, low: (torch.cholesky_solve(right.mT, root).mT, 0)
+    has_rows = bool(total.rows.any())
+    if is_regular and is_positive and not has_rows:
+
+        def divide_by_cholesky(right: Tensor, plain: Tensor, low: int) -> tuple[Tensor, int]:
+            return torch.cholesky_solve(right.mT, root).mT, 0
+
+        return divide_by_cholesky
     values, vectors = torch.linalg.eigh(total.matrix)
     sizes = (vectors * (total.size @ vectors)).sum(-2)
 
@@ -338,26 +355,30 @@ def _division(total: _Total) -> Division:
             rows = rows[:, :, low : low + right.shape[1]]
         curvature = values.unsqueeze(-2) + rows[0]
         magnitude = sizes.unsqueeze(-2) + rows[1]
-        least = torch.maximum(BOUND * magnitude, SINGULAR * magnitude.amax(-1, keepdim=True))
-        is_defined = (curvature > least).expand_as(right)
+        largest_magnitude = magnitude.amax(-1, keepdim=True)
+        smallest_curvature = torch.maximum(BOUND * magnitude, SINGULAR * largest_magnitude)
+        is_defined = (curvature > smallest_curvature).expand_as(right)
         inverse = torch.where(is_defined, 1 / curvature, 0.0)
-        step = (right @ vectors) * inverse + (plain @ vectors) * ~is_defined
-        return step @ vectors.mT, int((~is_defined).sum())
+        defined_step = (right @ vectors) * inverse
+        undefined_step = (plain @ vectors) * ~is_defined
+        step = (defined_step + undefined_step) @ vectors.mT
+        return step, int((~is_defined).sum())
 
     return divide
 
 
-def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> Solver:
+def _iterative(parts: Sequence[Part], base_factors: Factors | None, delta: float) -> Solver:
     """:func:`solver` by conjugate gradients."""
-    equation = _Equation(parts, first, delta)
-    weighted = _weighted(parts, first)
-    total_delta = delta * (1 + sum(part.weight for part in parts if part.takes_base))
+    equation = _Equation(parts, base_factors, delta)
+    weighted = _weighted(parts, base_factors)
+    total_delta = delta * _base_weight(parts)
     all_positive = all(part.weight >= 0 for part in parts)
     ridge = _ridge(weighted, total_delta) if all_positive else 0.0
     precondition = _preconditioner(weighted, total_delta + ridge)
 
     def times(w: Tensor) -> Tensor:
-        return equation.total_times(w) + ridge * w if ridge else equation.total_times(w)
+        product = equation.total_times(w)
+        return product + ridge * w if ridge else product
 
     def solve(base: Tensor | None, models: Sequence[Tensor], low: int = 0) -> tuple[Tensor, Solved]:
         reference = equation.reference(base, models)
@@ -370,48 +391,61 @@ def _iterative(parts: Sequence[Part], first: Factors | None, delta: float) -> So
             right += pull
             size += float(pull.norm())
         answer = conjugate_gradients(times, right, precondition, rounding=ROUNDING * size)
-        if not answer.is_positive and not all_positive:  # there is no such step
-            return reference + arithmetic, Solved(0.0, answer.iterations, arithmetic.numel())
+        has_no_solution = not answer.is_positive and not all_positive
+        if has_no_solution:  # H̄ has a direction that is not positive: task arithmetic stands
+            undefined = arithmetic.numel()
+            return reference + arithmetic, Solved(0.0, answer.iterations, undefined)
         solved = Solved(answer.residual, answer.iterations)
         return reference + arithmetic + answer.solution, solved
 
     return solve
 
 
-def _weighted(parts: Sequence[Part], first: Factors | None) -> list[tuple[float, Factors]]:
+def _base_weight(parts: Sequence[Part]) -> float:
+    """How often H̄ has the base's precision."""
+    return 1 + sum(part.weight for part in parts if part.takes_base)
+
+
+def _weighted(parts: Sequence[Part], base_factors: Factors | None) -> list[tuple[float, Factors]]:
     """The factors whose sum, each by its weight, is H̄ without δ."""
     weighted = [
         (part.weight, part.precision) for part in parts if isinstance(part.precision, Factors)
     ]
-    if first is not None:
-        weighted.append((1 + sum(part.weight for part in parts if part.takes_base), first))
+    if base_factors is not None:
+        weighted.append((_base_weight(parts), base_factors))
     return weighted
 
 
 def _ridge(weighted: Sequence[tuple[float, Factors]], delta: float) -> float:
     """What is added to H̄ where it is singular, so that the nearest solution is found; else 0."""
-    ridge = SINGULAR * sum(weight * float(factors.values.mean()) for weight, factors in weighted)
-    least = delta + sum(weight * float(factors.values.min()) for weight, factors in weighted)
-    return ridge if least < ridge else 0.0
+    mean = sum(weight * float(factors.values.mean()) for weight, factors in weighted)
+    smallest = delta + sum(weight * float(factors.values.min()) for weight, factors in weighted)
+    ridge = SINGULAR * mean
+    is_singular = smallest < ridge
+    return ridge if is_singular else 0.0
 
 
 def _preconditioner(weighted: Sequence[tuple[float, Factors]], delta: float) -> Operator:
     """The inverse of H̄'s diagonal in the eigenvectors of the average factors."""
     right = _average_inputs(weighted)
     left = _average_outputs(weighted)
-    joint = weighted[0][1].basis
-    basis = Basis(joint.weight, joint.bias, joint.layout, right, left)
+    _, first_factors = weighted[0]
+    basis = replace(first_factors.basis, right=right, left=left)
     diagonal = torch.as_tensor(delta, dtype=torch.float64)
     for weight, factors in weighted:
-        rotated = factors.values @ (factors.basis.right.mT @ right).square()
+        of_product = factors.values @ (factors.basis.right.mT @ right).square()
         if left is not None and factors.basis.left is not None:
-            rotated = (left.mT @ factors.basis.left).square() @ rotated
-        unrotated = factors.diagonal @ right.square()
+            of_product = (left.mT @ factors.basis.left).square() @ of_product
+        of_diagonal = factors.diagonal @ right.square()
         if left is not None:
-            unrotated = left.square().mT @ unrotated
-        diagonal = diagonal + abs(weight) * torch.lerp(unrotated, rotated, factors.shrink)
-    inverse = 1 / diagonal.clamp_min(1e-12 * float(diagonal.max()))
-    return lambda residual: basis.back(basis.turn(residual) * inverse)
+            of_diagonal = left.square().mT @ of_diagonal
+        diagonal = diagonal + abs(weight) * torch.lerp(of_diagonal, of_product, factors.shrink)
+    inverse = 1 / diagonal.clamp_min(SMALLEST_PIVOT * float(diagonal.max()))
+
+    def precondition(residual: Tensor) -> Tensor:
+        return basis.back(basis.turn(residual) * inverse)
+
+    return precondition
 
 
 def _average_inputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor:
@@ -421,7 +455,7 @@ def _average_inputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor:
         vectors = factors.basis.right
         values = factors.values.sum(1, keepdim=True)
         matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
-    return torch.linalg.eigh(sum(matrices[1:], matrices[0]))[1]
+    return _eigenvectors(matrices)
 
 
 def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None:
@@ -433,7 +467,14 @@ def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None
             return None
         values = factors.values.sum(-1).unsqueeze(-2)
         matrices.append(abs(weight) * ((vectors * values) @ vectors.mT))
-    return torch.linalg.eigh(sum(matrices[1:], matrices[0]))[1]
+    return _eigenvectors(matrices)
+
+
+def _eigenvectors(matrices: Sequence[Tensor]) -> Tensor:
+    """Those of the sum of some matrices."""
+    total = sum(matrices[1:], matrices[0])
+    _, vectors = torch.linalg.eigh(total)
+    return vectors
 
 
 class Answer(NamedTuple):
@@ -459,7 +500,7 @@ def conjugate_gradients(
     solution = torch.zeros_like(right)
     goal = float(right.norm())
     if goal <= rounding:
-        return Answer(solution, 0.0, 0, True)
+        return Answer(solution, residual=0.0, iterations=0, is_positive=True)
     residual = right.clone()
     preconditioned = precondition(residual)
     direction = preconditioned
@@ -467,11 +508,11 @@ def conjugate_gradients(
     for iteration in range(MAX_ITERATIONS):
         size = float(residual.norm())
         if size <= TOLERANCE * goal:
-            return Answer(solution, size / goal, iteration, True)
+            return Answer(solution, size / goal, iteration, is_positive=True)
         image = times(direction)
         curvature = (direction * image).sum()
         if not float(curvature) > 0:
-            return Answer(solution, size / goal, iteration, False)
+            return Answer(solution, size / goal, iteration, is_positive=False)
         length = product / curvature
         solution = solution + length * direction
         residual = residual - length * image
@@ -479,4 +520,5 @@ def conjugate_gradients(
         product_before = product
         product = (residual * preconditioned).sum()
         direction = preconditioned + (product / product_before) * direction
-    return Answer(solution, float(residual.norm()) / goal, MAX_ITERATIONS, True)
+    relative_residual = float(residual.norm()) / goal
+    return Answer(solution, relative_residual, MAX_ITERATIONS, is_positive=True)

@@ -16,7 +16,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
 from blr_analysis.merging.formula import BLOCK
-from blr_analysis.merging.job import MISSING, Job, Member
+from blr_analysis.merging.job import MISSING_PRECISION, Job, Member
 from blr_analysis.merging.merge_plan import CHUNK, MergePlan, OpenModel, stored_per_entry
 from blr_analysis.merging.precisions import (
     StoredPrecision,
@@ -201,7 +201,7 @@ def _check_settings(job: Job) -> None:
         raise InputError(f"{job.method} merges {method.models} models, got {len(job.members)}")
     if job.base is None and method.needs_base:
         raise InputError(f"method {job.method!r} needs the base that the models started from")
-    one_of("missing_precision", job.missing_precision, MISSING)
+    one_of("missing_precision", job.missing_precision, MISSING_PRECISION)
     for name, limit in LIMITS.items():
         value = getattr(job, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

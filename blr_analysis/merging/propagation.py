@@ -46,7 +46,7 @@ def stream_propagated(
     tasks = list(plan.job.tasks or ())
     average, outcome = _average(plan, report_progress)
     orders = [
-        _swept(task, _tensors(plan, t, plan.reference.specs), RunOrder())
+        _sums_at(task, _tensors(plan, t, plan.reference.specs), RunOrder())
         for t, task in enumerate(tasks)
     ]
     repeated = {key for order in orders for key in order.repeated}
@@ -61,7 +61,8 @@ def stream_propagated(
             for t, task in enumerate(tasks)
         ]
         for layer in group:
-            solution = _solved(plan, layer, [of_task[layer.key] for of_task in moments])
+            layer_moments = [moments_by_layer[layer.key] for moments_by_layer in moments]
+            solution = _solved(plan, layer, layer_moments)
             merged |= {name: value.to(average[name].dtype) for name, value in solution.items()}
     _put(plan, merged, sink)
     return outcome
@@ -70,12 +71,15 @@ def stream_propagated(
 def _check(plan: MergePlan) -> None:
     """Raise unless there is one weight, 0 or more, and one task for each model."""
     weights = [member.weight for member in plan.job.members]
-    plain = [float(weight) for weight in weights if not callable(weight)]
-    if len(plain) < len(weights) or min(plain) < 0 or not sum(plain) > 0:
-        raise InputError(f"propagated statistics take one weight of at least 0 a model: {weights}")
+    numbers = [float(weight) for weight in weights if not callable(weight)]
+    varies_by_layer = len(numbers) < len(weights)
+    if varies_by_layer or min(numbers) < 0 or not sum(numbers) > 0:
+        raise InputError(
+            f"a merge by tasks needs one weight per model, at least 0 and not all 0: got {weights}"
+        )
     tasks = plan.job.tasks or ()
     if len(tasks) != len(weights):
-        raise InputError(f"{len(tasks)} tasks for {len(weights)} models: give one each")
+        raise InputError(f"got {len(tasks)} tasks for {len(weights)} models: give a task per model")
 
 
 def _average(
@@ -114,10 +118,12 @@ def _moments(
     """
     sums = InputMoments() if repeated else FirstMoments(layers=keys)
     state = {**_tensors(plan, t, plan.reference.specs), **merged}
-    _swept(task, state, sums, keys)
+    _sums_at(task, state, sums, keys)
     if sums.moments.keys() != keys:
         absent = min(keys - sums.moments.keys())
-        raise ModelError(f"task {t + 1} does not run {absent!r}: give tasks of one model")
+        raise ModelError(
+            f"task {t + 1} does not run {absent!r}: give tasks of the same architecture"
+        )
     moments = {}
     for key, (joint, matrix) in sums.moments.items():
         shrink = plan.job.shrink
@@ -130,16 +136,20 @@ def _moments(
 def _solved(plan: MergePlan, layer: Joint, moments: Sequence[Moments]) -> dict[str, Tensor]:
     """One layer's parameters, W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹."""
     parts = []
-    matrices = []
-    for t, (member, matrix) in enumerate(zip(plan.job.members, moments, strict=True)):
+    for member, member_moments in zip(plan.job.members, moments, strict=True):
         assert not callable(member.weight)
-        parts.append(Part(float(member.weight), matrix, False))
-        tensors = _tensors(plan, t, layer.names)
-        matrices.append(layer.join({name: value.double().cpu() for name, value in tensors.items()}))
+        parts.append(Part(float(member.weight), member_moments, takes_base=False))
+    matrices = [_matrix(plan, t, layer) for t in range(len(parts))]
     groups, rows, columns = matrices[0].shape
     solve = dense(parts, None, 0.0, (groups, rows, columns))
     result, _ = solve(None, matrices, 0)
     return layer.split(result)
+
+
+def _matrix(plan: MergePlan, t: int, layer: Joint) -> Tensor:
+    """W_t of a layer."""
+    tensors = _tensors(plan, t, layer.names)
+    return layer.join({name: value.double().cpu() for name, value in tensors.items()})
 
 
 def _put(plan: MergePlan, merged: State, sink: Sink) -> None:
@@ -156,18 +166,20 @@ def _put(plan: MergePlan, merged: State, sink: Sink) -> None:
 
 def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
     """Layers that are always given the same tensor together, in the order in which they run."""
-    apart = {key for order in orders for key in order.apart} | set(repeated)
-    if any(list(order.layers) != list(orders[0].layers) for order in orders):
-        apart |= set(orders[0].layers)
+    layers = orders[0].layers
+    starts_group = {key for order in orders for key in order.apart} | set(repeated)
+    orders_differ = any(list(order.layers) != list(layers) for order in orders)
+    if orders_differ:
+        starts_group |= set(layers)
     groups: list[list[Joint]] = []
-    for key, layer in orders[0].layers.items():
-        if key in apart:
+    for key, layer in layers.items():
+        if key in starts_group:
             groups.append([])
         groups[-1].append(layer)
     return groups
 
 
-def _swept(task: Task, state: State, sums: Sums, layers: Collection[str] | None = None) -> Sums:
+def _sums_at(task: Task, state: State, sums: Sums, layers: Collection[str] | None = None) -> Sums:
     """Sums over a task's examples, at the weights of a state."""
     with at_weights(task, state, "a model") as params:
         return swept(task, params, sums, only=layers)

@@ -21,18 +21,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr_analysis.merging.formula import BLOCK, PrecisionValue
 
-HALF = 2**16  # the values of half of a float32's bits
-NO_WEIGHT = 1e-8  # a sum of weights that nothing is divided by
+HALF = 2**16  # the number of values that half of a float32's bits can have
+NO_WEIGHT = 1e-8  # no total is divided by a smaller sum of weights
 
 
 def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
-    """|δ| √H as whole numbers in the same order: the bits of a float32 that is not negative."""
+    """|δ| √H as whole numbers in the same order.
+
+    These are the bits of a float32: those of floats from 0 on have the order of their values.
+    """
     size = step.abs()
     if isinstance(precision, Tensor):
         size = size * precision.sqrt()
@@ -40,8 +44,10 @@ def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
 
 
 def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]) -> list[int]:
-    """The k-th largest of each model's sizes, exactly, from two passes: the upper half of its bits,
-    then the lower half among those that share the upper one.
+    """The k-th largest of each model's sizes, exactly.
+
+    The first pass finds the upper half of its bits, the second pass the lower half, among the sizes
+    that have this upper half.
 
     Args:
         walk: every call yields the sizes of all models, block by block.
@@ -57,43 +63,63 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
     for block in walk():
         for histogram, size in zip(upper, block, strict=True):
             histogram += torch.bincount(size >> 16, minlength=HALF // 2)
-    upper_halves = [_ranked(histogram, k) for histogram, k in zip(upper, counts, strict=True)]
+    ranked = [_ranked(histogram, count) for histogram, count in zip(upper, counts, strict=True)]
     lower = [torch.zeros(HALF, dtype=torch.int64) for _ in counts]
     for block in walk():
-        for histogram, size, (high, _) in zip(lower, block, upper_halves, strict=True):
-            among_equals = size[size >> 16 == high] & (HALF - 1)
-            histogram += torch.bincount(among_equals, minlength=HALF)
+        for histogram, size, place in zip(lower, block, ranked, strict=True):
+            candidates = size[size >> 16 == place.value]
+            histogram += torch.bincount(candidates & (HALF - 1), minlength=HALF)
     return [
-        (high << 16) + _ranked(histogram, rank)[0]
-        for histogram, (high, rank) in zip(lower, upper_halves, strict=True)
+        (place.value << 16) + _ranked(histogram, place.rank_among_equals).value
+        for histogram, place in zip(lower, ranked, strict=True)
     ]
 
 
-def _ranked(histogram: Tensor, rank: int) -> tuple[int, int]:
-    """The value of the ``rank``-th largest, and its rank among those that have the same value."""
-    at_least = histogram.flip(0).cumsum(0)  # of the largest value, the next, …
-    place = int(torch.searchsorted(at_least, rank))
-    larger = int(at_least[place - 1]) if place else 0
-    return len(histogram) - 1 - place, rank - larger
+class _Ranked(NamedTuple):
+    """A number at a rank of many.
+
+    Attributes:
+        value: of the number.
+        rank_among_equals: its rank among the numbers of the same value.
+    """
+
+    value: int
+    rank_among_equals: int
 
 
-def keep(step: Tensor, size: Tensor, limit: int) -> None:
-    """Leave out of a step what is smaller than a limit of :func:`limits`."""
-    least = torch.tensor(limit, dtype=torch.int32).view(torch.float32)
-    step *= torch.ge(size.view(torch.float32), least.item(), out=torch.empty_like(step))
+def _ranked(histogram: Tensor, rank: int) -> _Ranked:
+    """The ``rank``-th largest number that was counted."""
+    at_least = histogram.flip(0).cumsum(0)  # how many are at least the largest value, the next, …
+    position = int(torch.searchsorted(at_least, rank))
+    larger = 0
+    if position > 0:
+        larger = int(at_least[position - 1])
+    return _Ranked(len(histogram) - 1 - position, rank - larger)
 
 
-def drawn(density: float, count: int, seed: int, model: int, name: str, start: int) -> Tensor:
-    """Which of the entries from ``start``, a multiple of BLOCK, on stay by chance: the same
-    whatever the shards, pieces and threads.
+def zero_below(limit: int, step: Tensor, size: Tensor) -> None:
+    """Set the entries of a step to 0 whose size is below a limit of :func:`limits`."""
+    float_limit = torch.tensor(limit, dtype=torch.int32).view(torch.float32).item()
+    mask = torch.ge(size.view(torch.float32), float_limit, out=torch.empty_like(step))
+    step *= mask
 
-    >>> one = drawn(0.5, 8, 0, 0, "w", 0)
-    >>> torch.equal(one, drawn(0.5, 8, 0, 0, "w", 0)), torch.equal(one, drawn(0.5, 8, 1, 0, "w", 0))
-    (True, False)
+
+def random_mask(density: float, count: int, seed: int, model: int, name: str, start: int) -> Tensor:
+    """Which of the ``count`` entries from ``start`` on, a multiple of BLOCK, stay by chance.
+
+    Shards, pieces and threads do not change them.
+
+    >>> mask = random_mask(0.5, 8, 0, 0, "w", 0)
+    >>> torch.equal(mask, random_mask(0.5, 8, 0, 0, "w", 0))
+    True
+    >>> torch.equal(mask, random_mask(0.5, 8, 1, 0, "w", 0))
+    False
     """
     key = f"{seed}\0{model}\0{name}\0{start}".encode()
-    number = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
-    return torch.rand(count, generator=torch.Generator().manual_seed(number)) < density
+    digest = hashlib.sha256(key).digest()
+    block_seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch takes them
+    generator = torch.Generator().manual_seed(block_seed)
+    return torch.rand(count, generator=generator) < density
 
 
 def combine_sparse(
@@ -119,21 +145,24 @@ def combine_sparse(
     total_weight = torch.zeros_like(out)
     for step, share in zip(steps, shares, strict=True):
         if signs is None:
-            counts = torch.ones_like(out)
+            has_vote = torch.ones_like(out)
         else:
-            counts = step.sign().mul_(signs).clamp_min_(0)  # 1 where it has the elected sign
-        total.addcmul_(step, counts)
-        total_weight += counts.mul_(share)
+            has_vote = step.sign().mul_(signs).clamp_min_(0)  # 1 where it has the elected sign
+        total.addcmul_(step, has_vote)
+        total_weight += has_vote.mul_(share)
     if normalize:
-        weighs = torch.ge(total_weight.abs(), NO_WEIGHT, out=torch.empty_like(total_weight))
-        total /= total_weight.mul_(weighs).add_(1 - weighs)  # 1 where nothing weighs
+        # 1 or 0 as floats, because writing through a boolean mask takes twice as long
+        is_divisor = torch.ge(total_weight.abs(), NO_WEIGHT, out=torch.empty_like(total_weight))
+        total_weight.mul_(is_divisor).add_(1 - is_divisor)  # now 1 where nothing is divided
+        total /= total_weight
     torch.add(base, total, alpha=scale, out=out)
 
 
 def _elected_signs(steps: Sequence[Tensor]) -> Tensor:
     """1 or −1, the sign of the steps' sum."""
     total = torch.stack(list(steps)).sum(0)
-    return torch.ge(total, 0, out=total).mul_(2).sub_(1)
+    is_positive = torch.ge(total, 0, out=total)  # 1 or 0, in the memory of the total
+    return is_positive.mul_(2).sub_(1)
 
 
 def blocks(start: int, stop: int) -> Iterable[tuple[int, int]]:

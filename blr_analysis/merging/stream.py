@@ -195,7 +195,7 @@ class _Worker:
             solution = self._merge_layer(tensor.layer)
             undefined = solution.undefined
             return MergedPiece(tensor.name, tensor.layer, bytes_read, undefined, solution)
-        measures = self._measures(tensor)
+        measures = self._measures(tensor)  # coefficients or limits; None where neither is needed
         undefined = 0
         for start in range(piece.start, piece.stop, self.plan.chunk):
             stop = min(start + self.plan.chunk, piece.stop)
@@ -233,7 +233,9 @@ class _Worker:
         if precision is None or precision.spec(tensor.name) is None:
             return delta
         values = precision.read(tensor.name, start, stop, self.scratch, self.dtype).to(device)
-        return values.to(self.dtype) + delta if delta else values
+        if delta == 0:
+            return values
+        return values.to(self.dtype) + delta
 
     def _merge_entries(
         self, tensor: TensorPlan, start: int, stop: int, measures: Sequence[float] | None
@@ -247,8 +249,8 @@ class _Worker:
         result = self.scratch.array("result", stop - start, self.dtype, inputs.device)
         undefined = self._combine(tensor, start, inputs, measures, result)
         rounded = self._rounded(result, tensor.spec.dtype)
-        has_wild_entries = not bool(rounded.sum().isfinite())  # or their sum is too large
-        if has_wild_entries:
+        may_be_infinite = not bool(rounded.sum().isfinite())  # finite entries can overflow too
+        if may_be_infinite:
             self._check_finite(tensor, result, inputs.base, inputs.models)
         self.sink.put(tensor.name, start, rounded)
         return undefined if self.method.uses_precisions else 0
@@ -270,11 +272,12 @@ class _Worker:
         if self.method.thinned:
             self._combine_thinned(tensor, start, inputs, measures, result)
             return 0
+        weights = tensor.weights if measures is None else measures
         return combine_into(
             result,
             inputs.base,
             inputs.models,
-            tensor.weights if measures is None else measures,
+            weights,
             inputs.precisions,
             inputs.base_precision,
             self.scratch,
@@ -287,21 +290,25 @@ class _Worker:
         return self.scratch.array("rounded", len(result), dtype, result.device).copy_(result)
 
     def _measures(self, tensor: TensorPlan) -> list[float] | None:
-        """What must be measured of a whole tensor before its merge: the coefficients of its sum,
-        or the size from which on entries stay. None where nothing must be."""
+        """What a method needs to know of a whole tensor before it merges the first entry.
+
+        Returns:
+            The coefficients of the sum, or by model the limit of the entries that stay; None where
+            one pass over the tensor is enough.
+        """
         if self.plan.passes(tensor) == 1:
             return None
         if self.method.span is not None:
             weights = torch.tensor(tensor.weights, dtype=torch.float64)
             return self.method.span(self._products(tensor), weights).tolist()
 
-        def sizes() -> Iterator[list[Tensor]]:
+        def sizes_by_block() -> Iterator[list[Tensor]]:
             for inputs in self._blocks(tensor):
                 pairs = zip(inputs.steps(self.dtype), self._weighing(inputs), strict=True)
                 yield [sparse.sizes(step, precision).cpu() for step, precision in pairs]
 
-        counts = [max(1, int(density * tensor.spec.numel)) for density in tensor.densities]
-        return list(sparse.limits(sizes, counts))
+        remaining = [max(1, int(density * tensor.spec.numel)) for density in tensor.densities]
+        return list(sparse.limits(sizes_by_block, remaining))
 
     def _blocks(self, tensor: TensorPlan) -> Iterator[_Inputs]:
         """A whole tensor, block by block."""
@@ -341,7 +348,7 @@ class _Worker:
                 self._drop_by_chance(tensor, start + low, steps)
             elif limits is not None:
                 for step, precision, limit in zip(steps, precisions, limits, strict=True):
-                    sparse.keep(step, sparse.sizes(step, precision), int(limit))
+                    sparse.zero_below(int(limit), step, sparse.sizes(step, precision))
             sparse.combine_sparse(
                 result[low:high],
                 block.base.to(self.dtype),
@@ -357,8 +364,8 @@ class _Worker:
         """DARE: entries of each θ_t − θ_0 become 0, and the others larger, in place."""
         job = self.plan.job
         for t, (step, density) in enumerate(zip(steps, tensor.densities, strict=True)):
-            stays = sparse.drawn(density, len(step), job.seed, t, tensor.name, start)
-            step *= stays.to(step)
+            mask = sparse.random_mask(density, len(step), job.seed, t, tensor.name, start)
+            step *= mask.to(step)
             if job.rescale:
                 step /= density
 
@@ -369,27 +376,24 @@ class _Worker:
         tensors = {tensor.name: tensor for tensor in plan.tensors if tensor.layer == layer}
         rows = joint.layout.rows
         needs_all_rows = any(precision.has_outputs(layer) for precision in plan.precisions)
-        step = rows if needs_all_rows else rows_at_once(joint)
+        rows_per_piece = rows if needs_all_rows else rows_at_once(joint)
         solve = self._solver(layer, joint, tensors[layer])
-        solution = Solved()
-        for low in range(0, rows, step):
-            piece = joint if step == rows else _rows_of(joint, min(step, rows - low))
+        layer_solution = Solved()
+        for low in range(0, rows, rows_per_piece):
+            piece = joint
+            if rows_per_piece != rows:
+                piece = _rows_of(joint, min(rows_per_piece, rows - low))
             base = None if plan.base is None else self._matrix(plan.base, piece, low)
-            models = [
-                self._matrix(
-                    model.source, piece, low, {name: model.names[name] for name in tensors}
-                )
-                for model in plan.models
-            ]
+            models = [self._matrix(model.source, piece, low, model.names) for model in plan.models]
             reference = base if self.method.uses_base_precision else None
-            result, solved = solve(reference, models, low)
-            undefined = solution.undefined + solved.undefined
-            solution = replace(solved, undefined=undefined)
+            result, piece_solution = solve(reference, models, low)
+            undefined = layer_solution.undefined + piece_solution.undefined
+            layer_solution = replace(piece_solution, undefined=undefined)
             self._check_finite(tensors[layer], result, base, models)
             for name, values in piece.split(result).items():
                 written = values.reshape(-1).to(tensors[name].spec.dtype)
                 self.sink.put(name, _offset(piece, name, low), written)
-        return solution
+        return layer_solution
 
     def _solver(self, layer: str, joint: Joint, tensor: TensorPlan) -> Solver:
         """What merges rows of a layer, with the precisions of all models."""
@@ -400,13 +404,15 @@ class _Worker:
             factors = None
             if kind == OWN and model.precision is not None:
                 factors = model.precision.factors(layer, *settings)
-            parts.append(Part(weight, factors, kind == BASE))
-        start = None
+            parts.append(Part(weight, factors, takes_base=kind == BASE))
+        base_factors = None
         if plan.base_precision is not None and layer in plan.base_precision.layers:
-            start = plan.base_precision.factors(layer, *settings)
-        columns = joint.layout.columns + (joint.bias is not None)
+            base_factors = plan.base_precision.factors(layer, *settings)
+        columns = joint.layout.columns
+        if joint.bias is not None:
+            columns += 1
         shape = (joint.layout.groups, joint.layout.rows, columns)
-        return solver(parts, start, plan.delta, shape)
+        return solver(parts, base_factors, plan.delta, shape)
 
     def _matrix(
         self, source: Source, piece: Joint, low: int, names: Mapping[str, str] | None = None
@@ -436,8 +442,8 @@ class _Worker:
         for name, values in inputs.items():
             if not bool(values.isfinite().all()):
                 raise ModelError(
-                    f"{tensor.name!r} of {name!r} holds NaN or inf: a diverged training, a damaged "
-                    "file"
+                    f"{tensor.name!r} of {name!r} holds NaN or inf: the training diverged, or the "
+                    "file is damaged"
                 )
         raise ModelError(
             f"the merge of {tensor.name!r} does not fit into {tensor.spec.dtype}: give a delta, "
@@ -448,7 +454,9 @@ class _Worker:
 def _offset(piece: Joint, name: str, low: int) -> int:
     """Where row ``low`` of a layer begins in one of its parameters."""
     shape = piece.shapes[name]
-    return low * math.prod(shape) // shape[0] if low else 0
+    if low == 0:
+        return 0
+    return low * math.prod(shape) // shape[0]
 
 
 def _rows_of(joint: Joint, count: int) -> Joint:

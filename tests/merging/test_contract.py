@@ -17,7 +17,7 @@ import blr_analysis as blr
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, shards
 from blr_analysis.merging.methods import METHODS
-from blr_analysis.merging.sparse import drawn
+from blr_analysis.merging.sparse import random_mask
 
 DELTA, SCALE = 0.3, 0.8
 
@@ -210,7 +210,7 @@ class TestDareLinear(MergeContract):
         for t, step in enumerate(steps.reshape(len(steps), -1)):
             starts = range(0, len(step), block)
             cuts = [(s, min(block, len(step) - s)) for s in starts]
-            rows.append(torch.cat([drawn(0.25, n, 3, t, name, s) for s, n in cuts]))
+            rows.append(torch.cat([random_mask(0.25, n, 3, t, name, s) for s, n in cuts]))
         return steps * torch.stack(rows).view_as(steps) / 0.25
 
     def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 15
-"""Elements of a tensor that torch works on without splitting them over threads, where it would
-wait for the slowest one some thousand times a step."""
+"""Elements of a tensor that torch works on in one thread.
+
+It splits longer tensors over threads, and would wait for the slowest one thousands of times a step.
+"""
 BLOCK = 1 << 17
 """Elements per block on a CPU."""
 THREADS = 8
-"""At most so many: beyond it they wait for Python's lock."""
+"""The largest number of threads: more of them would wait for Python's lock."""
 
 Value = TypeVar("Value")
 
@@ -58,15 +60,15 @@ def for_blocks(rule: Callable[..., object], columns: Sequence[Sequence[Tensor]])
         >>> x
         [tensor([1., 1., 1.]), tensor([2., 2.])]
     """
-    waiting = list(blocks(columns))
-    threads = min(torch.get_num_threads(), THREADS, len(waiting))
+    block_list = list(blocks(columns))
+    threads = min(torch.get_num_threads(), THREADS, len(block_list))
     if threads < 2:
-        for block in waiting:
+        for block in block_list:
             rule(*block)
         return
-    rule_without_graph = torch.no_grad()(rule)  # torch has this switch for each thread by itself
+    rule_without_graph = torch.no_grad()(rule)  # no_grad acts on one thread only
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda block: rule_without_graph(*block), waiting))
+        list(pool.map(lambda block: rule_without_graph(*block), block_list))
 
 
 def blocks(
@@ -88,8 +90,10 @@ def blocks(
         block: list[tuple[Tensor, ...]] = []
         elements = 0
         for row in group:
-            for views in _cut(row, piece) if on_cpu else [row]:
-                if block and on_cpu and elements + views[0].numel() > size:
+            pieces = _cut(row, piece) if on_cpu else [row]
+            for views in pieces:
+                is_full = on_cpu and elements + views[0].numel() > size
+                if block and is_full:
                     yield _transposed(block)
                     block = []
                     elements = 0
@@ -101,9 +105,11 @@ def blocks(
 def _cut(row: tuple[Tensor, ...], piece: int) -> Iterable[tuple[Tensor, ...]]:
     """The tensors of one parameter as views of at most ``piece`` elements, where all of them lie in
     one piece of memory."""
-    if row[0].numel() <= piece or not all(tensor.is_contiguous() for tensor in row):
+    can_be_cut = all(tensor.is_contiguous() for tensor in row)
+    if row[0].numel() <= piece or not can_be_cut:
         return [row]
-    return zip(*(tensor.detach().view(-1).split(piece) for tensor in row), strict=True)
+    pieces = [tensor.detach().view(-1).split(piece) for tensor in row]
+    return zip(*pieces, strict=True)
 
 
 def _transposed(block: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,23 +43,47 @@ class NoGradient(OptimizerError):
     """A draw without a backward pass."""
 
 
+Gradients = list[Tensor | None]
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer.
+
+    Attributes:
+        visit: what went into the layer and came out of it.
+        gradients: those that came back, by output; None until then.
+    """
+
+    visit: Visit
+    gradients: Gradients
+
+
 @dataclass
 class Pass:
-    """One call of the model on ``batch`` examples: the calls of its layers, and the gradients that
-    came back to each."""
+    """One call of the model.
+
+    Attributes:
+        batch: the number of examples.
+        calls: the calls of the model's layers.
+    """
 
     batch: int
-    seen: list[tuple[Visit, list[Tensor | None]]] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
 
-    def gradients(self, outputs: Any, cotangents: Any) -> list[list[Tensor | None]]:
-        """At every call's outputs, by a backward pass of our own, of which nothing is kept."""
-        edges = [edge for visit, _ in self.seen for edge in visit.edges]
-        found = iter(
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether a gradient came back to a layer."""
+        return any(grad is not None for call in self.calls for grad in call.gradients)
+
+    def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
+        """The gradients at every call's outputs. This backward pass leaves no trace."""
+        edges = [edge for call in self.calls for edge in call.visit.edges]
+        gradients = iter(
             torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
         )
-        for _, grads in self.seen:
-            grads[:] = [None] * len(grads)
-        return [[next(found) for _ in visit.edges] for visit, _ in self.seen]
+        for call in self.calls:
+            call.gradients[:] = [None] * len(call.gradients)
+        return [[next(gradients) for _ in call.visit.edges] for call in self.calls]
 
 
 class Listener:
@@ -74,14 +98,16 @@ class Listener:
     method = "none"
 
     def __init__(self, model: nn.Module, algorithm: str, reduction: str = "mean") -> None:
-        self.model, self.algorithm = model, algorithm
+        self.model = model
+        self.algorithm = algorithm
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
-        self._contexts, self._told = 0, False
+        self._contexts = 0  # those that were started
+        self._has_warned = False
         self._handles: list[Any] = []
         self.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which hears nothing: a graph cannot be copied."""
+        """A copy has no hooks and no passes, because a graph cannot be copied."""
         return {**self.__dict__, "_handles": [], "_passes": [], "_params": {}, "_current": None}
 
     def start(self, params: Sequence[Tensor]) -> None:
@@ -92,20 +118,28 @@ class Listener:
         """
         self._contexts += 1
         names = names_of(self.model)
-        if foreign := [tuple(p.shape) for p in params if id(p) not in names]:
-            raise OptimizerError(f"parameters of {foreign[:5]} are not in model=: pass theirs")
-        self._params = {names[id(p)]: p for p in params}
-        keep = self._handles.append  # one by one: an interrupt leaves none behind
-        keep(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        foreign_shapes = [tuple(param.shape) for param in params if id(param) not in names]
+        if foreign_shapes:
+            raise OptimizerError(
+                f"parameters of shapes {foreign_shapes[:5]} are not in model=: pass "
+                "the model that owns them"
+            )
+        self._params = {names[id(param)]: param for param in params}
+        # Each handle is stored at once, so that an interrupt leaves no hook behind.
+        store = self._handles.append
+        store(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
         for unit in self._units(names):
-            keep(unit.module.register_forward_hook(self._hook(unit), with_kwargs=True))
-        keep(self.model.register_forward_hook(self._leave, always_call=True))
+            store(unit.module.register_forward_hook(self._hook(unit), with_kwargs=True))
+        store(self.model.register_forward_hook(self._leave, always_call=True))
 
     def stop(self) -> None:
-        """Listen no more, and forget what was heard."""
+        """Remove the hooks, and forget the passes."""
         self._passes: list[Pass] = []
         self._params: dict[str, Tensor] = {}
         self._current: Pass | None = None
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
@@ -115,22 +149,23 @@ class Listener:
         Raises:
             OptimizerError: some parameter's per-example gradients cannot be read.
         """
-        while self._handles:  # for layers may run again while they are read
-            self._handles.pop().remove()
+        self._remove_hooks()  # layers may run again while their gradients are read
         try:
-            got = {name: p for name, p in self._params.items() if p.grad is not None}
-            if not got:
+            params = {name: p for name, p in self._params.items() if p.grad is not None}
+            if not params:
                 raise NoGradient(NO_GRADIENT)
-            passed = [p for p in self._passes if any(g is not None for _, at in p.seen for g in at)]
-            if len(passed) != 1:
-                said = f"{len(passed)} calls of model= were differentiated in one context"
-                raise OptimizerError(f"{said}: call it once in each, and say divided_by=")
-            return self._estimates(passed[0], got)
+            differentiated_passes = [call for call in self._passes if call.is_differentiated]
+            if len(differentiated_passes) != 1:
+                raise OptimizerError(
+                    f"{len(differentiated_passes)} calls of model= were differentiated in one "
+                    "context: call the model once in each context, and give divided_by="
+                )
+            return self._estimates(differentiated_passes[0], params)
         finally:
             self.stop()
 
-    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        """Of the pass that was differentiated, for parameters that got a gradient."""
+    def _estimates(self, forward: Pass, params: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        """The curvature estimates of ``params``, which have a gradient from this pass."""
         raise NotImplementedError
 
     # Listening -------------------------------------------------------------------------------
@@ -138,11 +173,18 @@ class Listener:
     def _units(self, names: Mapping[int, str]) -> list[Unit]:
         units = units_of(self.model, {*self._params})
         for path, module in self.model.named_modules():
-            if isinstance(module, nn.MultiheadAttention):  # which never calls its out_proj
-                units = [u for u in units if u.module not in {*module.modules()}]
-                own = {a: names[id(p)] for a, p in module.named_parameters()}
-                own = {a: name for a, name in own.items() if name in self._params}
-                units += [Unit(path, module, own, None)] if own else []
+            if not isinstance(module, nn.MultiheadAttention):
+                continue
+            # Attention never calls its out_proj, so that the whole module is one unit.
+            inner_modules = set(module.modules())
+            units = [unit for unit in units if unit.module not in inner_modules]
+            trained_names = {
+                attribute: names[id(param)]
+                for attribute, param in module.named_parameters()
+                if names[id(param)] in self._params
+            }
+            if trained_names:
+                units.append(Unit(path, module, trained_names, None))
         return units
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -157,135 +199,174 @@ class Listener:
 
     def _hook(self, unit: Unit) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # a copy of the model has copies of its hooks; and in a backward pass activation
-            # checkpointing calls layers again
+            is_of_a_copy = module is not unit.module  # a copied model has copies of the hooks
+            # Activation checkpointing calls layers again in the backward pass.
             in_backward = torch._C._current_graph_task_id() != -1
-            if module is not unit.module or not torch.is_grad_enabled() or in_backward:
+            if is_of_a_copy or in_backward or not torch.is_grad_enabled():
                 return
-            passed = self._current
-            if passed is None:
-                raise OptimizerError(f"layer {unit.path!r} was called outside of model='s forward")
+            forward = self._current
+            if forward is None:
+                raise OptimizerError(
+                    f"layer {unit.path!r} was called outside of the forward pass of model=: call "
+                    "the whole model"
+                )
             leaves = differentiated(output)
             edges = [get_gradient_edge(leaf) for leaf in leaves]
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             values = [leaf.detach() for leaf in leaves]
-            grads: list[Tensor | None] = [None] * len(leaves)
-            passed.seen.append((Visit(unit, 0, args, kwargs, values, edges), grads))
+            visit = Visit(unit, 0, args, kwargs, values, edges)
+            gradients: Gradients = [None] * len(leaves)
+            forward.calls.append(LayerCall(visit, gradients))
             for position, leaf in enumerate(leaves):
-                leaf.register_hook(_receiver(grads, position))
+                leaf.register_hook(_receiver(gradients, position))
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        passed = self._current
-        if module is self.model and passed is not None:
-            self._current = None
-            if passed.seen:
-                self._look(passed, differentiated(output))
+        forward = self._current
+        if module is not self.model or forward is None:
+            return
+        self._current = None
+        if forward.calls:
+            self._after_forward(forward, differentiated(output))
 
-    def _look(self, passed: Pass, outputs: list[Tensor]) -> None:
-        """At a pass whose forward is over: half of the examples' outputs must depend on their own
-        rows alone of every layer with one."""
-        rows = [x for x in outputs if x.shape[:1] == (passed.batch,)]
-        if not self._is_due or not rows:
+    def _after_forward(self, forward: Pass, outputs: list[Tensor]) -> None:
+        """Check that an example's outputs depend on no other example's row of any layer.
+
+        Half of the examples' outputs are differentiated; the rows of the others must get 0.
+        """
+        batch = forward.batch
+        by_example = [output for output in outputs if _has_examples_first(output, batch)]
+        if not self._check_is_due or not by_example:
             return
         generator = torch.Generator().manual_seed(self._contexts)
-        others = torch.randperm(passed.batch, generator=generator)[: passed.batch // 2]
-        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in rows]
+        others = torch.randperm(batch, generator=generator)[: batch // 2]
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in by_example]
         for cotangent in cotangents:
             cotangent[others.to(cotangent.device)] = 0
-        for (visit, _), at in zip(passed.seen, passed.gradients(rows, cotangents), strict=True):
-            grads = [g for g in at if g is not None and g.shape[:1] == (passed.batch,)]
-            if any(bool(g[others.to(g.device)].any()) for g in grads):
-                why = "the model mixes the examples of a batch there (BatchNorm? take GroupNorm)"
-                raise self._unreadable(visit.unit.names.values(), why)
+        gradients = forward.gradients(by_example, cotangents)
+        for call, call_gradients in zip(forward.calls, gradients, strict=True):
+            for grad in call_gradients:
+                if not _has_examples_first(grad, batch):
+                    continue
+                mixes_examples = bool(grad[others.to(grad.device)].any())
+                if mixes_examples:
+                    raise self._unreadable(
+                        call.visit.unit.names.values(),
+                        "the model mixes the examples of a batch there (replace BatchNorm by "
+                        "GroupNorm)",
+                    )
 
     # Reading ---------------------------------------------------------------------------------
 
-    def _read(self, passed: Pass, got: dict[str, Tensor]) -> tuple[list[Term], int]:
-        """G_i, and n, the examples that the loss is a mean of."""
-        terms = self._terms(passed, [grads for _, grads in passed.seen])
-        known = {name for term in terms for name in term.names}
-        if unseen := [name for name in got if name not in known]:
-            raise self._unreadable(unseen, "no layer that owns it was called with it")
-        if self._is_due:
-            self._check_sums(got, terms, passed)
+    def _read(self, forward: Pass, params: dict[str, Tensor]) -> tuple[list[Term], int]:
+        """G_i, and n, the number of examples that the loss is a mean of."""
+        terms = self._terms(forward, [call.gradients for call in forward.calls])
+        names_read = {name for term in terms for name in term.names}
+        unread = [name for name in params if name not in names_read]
+        if unread:
+            raise self._unreadable(unread, "no layer that owns it was called with it")
+        if self._check_is_due:
+            self._check_sums(params, terms, forward)
+        batch = forward.batch
         if self.reduction == "sum":
-            return terms, passed.batch
-        grads = [g for _, at in reversed(passed.seen) for g in at if g is not None]
-        counts = counted([g for g in grads if g.shape[:1] == (passed.batch,)], passed.batch)
-        if not bool(counts.all()):
-            self._told = self._told or warn_of_uncounted(counts)
-        return terms, int(counts.sum())
+            return terms, batch
+        gradients = [grad for call in reversed(forward.calls) for grad in call.gradients]
+        is_counted = counted([g for g in gradients if _has_examples_first(g, batch)], batch)
+        if not bool(is_counted.all()) and not self._has_warned:
+            self._has_warned = warn_of_uncounted(is_counted)
+        return terms, int(is_counted.sum())
 
-    def _terms(self, passed: Pass, grads: Sequence[Sequence[Tensor | None]]) -> list[Term]:
+    def _terms(self, forward: Pass, gradients: Sequence[Gradients]) -> list[Term]:
         """G_i of every layer, for these gradients at the outputs of its calls."""
-        values = {name: p.detach() for name, p in self.model.named_parameters()}
-        names, batch, terms = names_of(self.model), passed.batch, []
-        for (visit, _), at in zip(passed.seen, grads, strict=True):
-            if all(g is None for g in at):
+        values = {name: param.detach() for name, param in self.model.named_parameters()}
+        names = names_of(self.model)
+        batch = forward.batch
+        terms: list[Term] = []
+        for call, call_gradients in zip(forward.calls, gradients, strict=True):
+            if all(grad is None for grad in call_gradients):
                 continue
-            unit = visit.unit
-            inputs = [_axis(leaf, batch) for leaf in tree_leaves((visit.args, visit.kwargs))]
-            axes = [_place(x, batch, g) for x, g in zip(visit.outputs, at, strict=True)]
-            outputs = [axis for axis in axes if axis is not None]
-            lost = unit.rule is not None and (not inputs or inputs[0] is None)
-            if lost or len(outputs) < len(axes):
-                shapes = [tuple(x.shape) for x in visit.outputs]
-                why = f"its outputs {shapes} or inputs do not start with the {batch} examples"
-                raise self._unreadable(unit.names.values(), why)
-            widen = partial(_widened, dtype=working(values[next(iter(unit.names.values()))].dtype))
-            given = (visit.args, visit.kwargs)
-            visit.args, visit.kwargs = tree_map_only(Tensor, widen, given)
-            columns = [
-                [widen(torch.zeros_like(leaf) if g is None else g)]
-                for g, leaf in zip(at, visit.outputs, strict=True)
-            ]
+            visit = call.visit
+            axes = self._axes(visit, call_gradients, batch)
+            columns = _widen(visit, call_gradients, values)
             try:
-                terms += read(names, values, visit, (inputs, outputs), columns, batch)
-            except Exception as error:  # whatever a layer makes of one example at a time
-                reason = f"differentiating {type(unit.module).__name__} by itself failed ({error})"
-                raise self._unreadable(unit.names.values(), reason) from error
+                terms += read(names, values, visit, axes, columns, batch)
+            except Exception as error:  # a layer may raise anything when it runs on one example
+                layer = type(visit.unit.module).__name__
+                reason = f"differentiating {layer} by itself failed ({error})"
+                raise self._unreadable(visit.unit.names.values(), reason) from error
         return merged(terms)
 
+    def _axes(
+        self, visit: Visit, gradients: Gradients, batch: int
+    ) -> tuple[list[Axis | None], list[Axis]]:
+        """Where the examples are in the inputs and in the outputs of a call."""
+        inputs = [_input_axis(leaf, batch) for leaf in tree_leaves((visit.args, visit.kwargs))]
+        outputs = []
+        for output, grad in zip(visit.outputs, gradients, strict=True):
+            axis = _output_axis(output, batch, grad)
+            if axis is not None:
+                outputs.append(axis)
+        lacks_input = visit.unit.rule is not None and (not inputs or inputs[0] is None)
+        lacks_output = len(outputs) < len(visit.outputs)
+        if lacks_input or lacks_output:
+            shapes = [tuple(output.shape) for output in visit.outputs]
+            raise self._unreadable(
+                visit.unit.names.values(),
+                f"its outputs {shapes} or inputs do not start with the {batch} examples",
+            )
+        return inputs, outputs
+
     @property
-    def _is_due(self) -> bool:
-        return self._contexts & (self._contexts - 1) == 0
+    def _check_is_due(self) -> bool:
+        is_power_of_two = self._contexts & (self._contexts - 1) == 0
+        return is_power_of_two
 
-    def _check_sums(self, got: Mapping[str, Tensor], terms: list[Term], passed: Pass) -> None:
-        """Σ_i g_i is p.grad, up to the rounding of the coarsest type on the way. Gradients that are
-        not finite pass: step() refuses them, or a GradScaler skips them."""
-        truths = {name: p.grad.detach() for name, p in got.items() if p.grad is not None}
+    def _check_sums(self, params: Mapping[str, Tensor], terms: list[Term], forward: Pass) -> None:
+        """Check that Σ_i g_i is p.grad, up to the rounding of the coarsest dtype on the way.
+
+        Gradients that are not finite pass: step() refuses them, or a GradScaler skips them.
+        """
+        gradients = {name: p.grad.detach() for name, p in params.items() if p.grad is not None}
         sums = {name: total for term in terms for name, total in term.sum().items()}
-        kinds = {x.dtype for visit, _ in passed.seen for x in visit.outputs}
-        eps = max(torch.finfo(kind).eps for kind in kinds | {g.dtype for g in truths.values()})
-        norms = {name: float(torch.linalg.vector_norm(g)) for name, g in truths.items()}
-        for name, truth in truths.items():
-            gap = torch.linalg.vector_norm(sums[name].view_as(truth).to(truth.dtype) - truth)
-            if float(gap) > eps**0.6 * norms[name] + eps**0.85 * max(norms.values()):
-                why = "those of the examples do not add up to p.grad: call zero_grad() first; "
-                raise self._unreadable([name], why + "use the weight in its layer only")
+        dtypes = {output.dtype for call in forward.calls for output in call.visit.outputs}
+        dtypes |= {grad.dtype for grad in gradients.values()}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        norms = {name: float(torch.linalg.vector_norm(g)) for name, g in gradients.items()}
+        largest = max(norms.values())
+        for name, grad in gradients.items():
+            gap = torch.linalg.vector_norm(sums[name].view_as(grad).to(grad.dtype) - grad)
+            if float(gap) > eps**0.6 * norms[name] + eps**0.85 * largest:
+                raise self._unreadable(
+                    [name],
+                    "the examples' gradients do not add up to p.grad: call zero_grad() first, and "
+                    "use the weight in its layer only",
+                )
 
-    def _unreadable(self, names: Iterable[str], why: str) -> OptimizerError:
+    def _unreadable(self, names: Iterable[str], reason: str) -> OptimizerError:
         return OptimizerError(
             f"{self.algorithm} cannot read the gradient of each example for {some([*names])}: "
-            f"{why}. Freeze it, give it another optimizer, or train with IVON"
+            f"{reason}. Freeze it, give it another optimizer, or train with IVON"
         )
 
 
 class PerExampleSquares(Listener):
-    """The mean of g_i² over the examples; of a loss that is a sum, ``p.grad`` becomes the mean over
-    examples as well."""
+    """The mean of g_i² over the examples.
+
+    Where the loss is a sum over examples, ``p.grad`` becomes their mean as well.
+    """
 
     method = "ggn"
 
-    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        terms, n = self._read(passed, got)
+    def _estimates(self, forward: Pass, params: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, n = self._read(forward, params)
+        # The gradients of a mean's terms are g_i / n, those of a sum's g_i.
+        scale = n if self.reduction == "mean" else 1 / n
         squares = {name: total for term in terms for name, total in term.square_sum().items()}
         means = {}
-        for name, param in got.items():
+        for name, param in params.items():
             square = squares[name].to(working(param.dtype)).view_as(param)
-            means[param] = square.mul_(n if self.reduction == "mean" else 1 / n)
+            means[param] = square.mul_(scale)
             if self.reduction == "sum" and param.grad is not None:
                 param.grad.div_(n)
         return means
@@ -296,27 +377,52 @@ def differentiated(output: Any) -> list[Tensor]:
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _axis(leaf: Any, batch: int) -> Axis | None:
-    """Examples first; None: no tensor, or one that all examples share."""
-    return Axis() if isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) else None
+def _has_examples_first(leaf: Any, batch: int) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,)
 
 
-def _place(leaf: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
-    """Where the examples are in an output: first, or anywhere if nothing depends on it."""
-    dims = [d for d, size in enumerate(leaf.shape) if size == batch]
-    return Axis(dim=dims[0]) if dims and (dims[0] == 0 or grad is None) else None
+def _input_axis(leaf: Any, batch: int) -> Axis | None:
+    """The first axis; None for what is no tensor, or is shared by all examples."""
+    return Axis() if _has_examples_first(leaf, batch) else None
+
+
+def _output_axis(output: Tensor, batch: int, grad: Tensor | None) -> Axis | None:
+    """The axis of the examples: the first one, or any where the loss does not use the output."""
+    dims = [dim for dim, size in enumerate(output.shape) if size == batch]
+    if not dims:
+        return None
+    is_usable = dims[0] == 0 or grad is None
+    return Axis(dim=dims[0]) if is_usable else None
+
+
+def _widen(visit: Visit, gradients: Gradients, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    """Take a call's inputs and its gradients to the dtype of computation.
+
+    Returns:
+        The gradients by output, each a list of one column; zeros where none came back.
+    """
+    first_name = next(iter(visit.unit.names.values()))
+    widen = partial(_widened, dtype=working(values[first_name].dtype))
+    visit.args, visit.kwargs = tree_map_only(Tensor, widen, (visit.args, visit.kwargs))
+    columns = []
+    for output, grad in zip(visit.outputs, gradients, strict=True):
+        cotangent = torch.zeros_like(output) if grad is None else grad
+        columns.append([widen(cotangent)])
+    return columns
 
 
 def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
-def _receiver(grads: list[Tensor | None], position: int) -> Any:
-    """A hook that adds up what comes back to an output. It holds nothing that leads back to the
-    graph: a graph whose hooks know it is never freed."""
+def _receiver(gradients: Gradients, position: int) -> Any:
+    """A hook that adds up the gradients of an output.
+
+    It has no reference to the graph, because a graph that its own hooks refer to is never freed.
+    """
 
     def receive(grad: Tensor) -> None:
-        before = grads[position]
-        grads[position] = grad.detach() if before is None else before + grad.detach()
+        before = gradients[position]
+        gradients[position] = grad.detach() if before is None else before + grad.detach()
 
     return receive

@@ -329,8 +329,8 @@ class GradientRows(Listener):
         self.columns = state["columns"].to(self.rest)
         self.rest = state["rest"].to(self.rest)
 
-    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        terms, self.n = self._read(passed, got)
+    def _estimates(self, forward: Pass, params: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        terms, self.n = self._read(forward, params)
         self.rows = self._flat(terms) * self.n
         return {}
 
@@ -349,22 +349,22 @@ class JacobianRows(GradientRows):
         super().__init__(model, algorithm)
         self.likelihood = likelihood
 
-    def _look(self, passed: Pass, outputs: list[Tensor]) -> None:
-        super()._look(passed, outputs)
+    def _after_forward(self, forward: Pass, outputs: list[Tensor]) -> None:
+        super()._after_forward(forward, outputs)
         if not outputs:
             return
-        f = outputs[0].reshape(passed.batch, -1)
+        f = outputs[0].reshape(forward.batch, -1)
         labels = torch.zeros_like(f)  # Λ does not depend on them
         if isinstance(self.likelihood, Categorical):
             labels = f.new_zeros(len(f), dtype=torch.long)
         blocks = []
         for column in self.likelihood.hessian_root(f.detach(), labels).unbind(-1):
-            gradients = passed.gradients(f, column)
+            gradients = forward.gradients(f, column)
             with torch.no_grad():
-                blocks.append(self._flat(self._terms(passed, gradients)))
+                blocks.append(self._flat(self._terms(forward, gradients)))
         self.rows = torch.cat(blocks)
-        self.n = passed.batch
+        self.n = forward.batch
 
-    def _estimates(self, passed: Pass, got: dict[str, Tensor]) -> dict[Tensor, Tensor]:
-        self._read(passed, got)
+    def _estimates(self, forward: Pass, params: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+        self._read(forward, params)
         return {}
