@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.loss import Evaluation, evaluated
+from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.memory_map import MemoryMap, memory_map
 from blr_analysis.posterior import Posterior
@@ -122,9 +123,13 @@ def investigate(
         say: told in a few words what begins.
 
     Raises:
+        InputError: no task, or no posterior of one run.
         BLRError: as the analyses themselves.
     """
     say = say or (lambda text: None)
+    instance("task", task, Task, "a blr_analysis.Task (ask fitted models one analysis at a time)")
+    wanted = "a blr_analysis.Posterior of one run (ask several one analysis at a time)"
+    instance("posterior", posterior, Posterior, wanted)
     if test is not None:
         test = check_test(test, task)
     posterior = with_stationarity(task, posterior)  # on which the temperature depends

@@ -27,6 +27,7 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.task import ModelAt, Task
 
 LOOKED_AT = 16  # examples whose sizes are compared
+ALONE = 2  # examples that are run alone, where all are of one size
 ROUNDINGS = 30  # times that an output may move as far as by another rounding of the layers' outputs
 LEAST_ROUNDING = 8  # times the eps, at least
 MOST_ROUNDING = 0.1  # of the largest output: half precision
@@ -123,7 +124,8 @@ def check_independent(
 
     The probe's outputs are compared with those in a larger batch, where every example stands at
     another place and some come twice. The shortest and the longest of some examples are compared
-    with their outputs alone, without the padding that they have in company.
+    with their outputs alone, without the padding that they have in company. Of examples of one size
+    two are: what depends on the largest number of a batch is alike alone for the one that holds it.
 
     How much rounding explains is measured: the same examples are run again with every layer's
     output rounded otherwise.
@@ -139,8 +141,8 @@ def check_independent(
     examples = shortest_and_longest(task, probe)
     with torch.no_grad():
         if examples is None:
-            first = (outputs[:1], targets[:1])
-            alone, rounded = _compared_alone(task, params, probe[:1], first, eps)
+            beside = (outputs[:ALONE], targets[:ALONE])
+            alone, rounded = _compared_alone(task, params, probe[:ALONE], beside, eps)
         else:
             beside = task.at(params).run(examples)
             alone, rounded = _compared_alone(task, params, examples, beside, eps)

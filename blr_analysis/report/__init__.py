@@ -21,7 +21,6 @@ from blr_analysis.errors import DataError
 from blr_analysis.task import Task
 
 if TYPE_CHECKING:
-    from blr_analysis.posterior import Posterior
     from blr_analysis.sensitivity import Monitor
 
 __all__ = ["report"]
@@ -29,7 +28,7 @@ __all__ = ["report"]
 
 def report(
     task: Task,
-    posterior: Posterior,
+    posterior: Any = None,
     path: str | os.PathLike[str] = "report.html",
     *,
     test: Task | None = None,
@@ -68,6 +67,7 @@ def report(
 
     Raises:
         StorageError: the file cannot be written, or is a folder; found out before the analyses.
+        InputError: no task, or no posterior of one run.
         InputError, DataError: as the analyses; images, texts or names of another number.
 
     Example:

@@ -92,7 +92,7 @@ def what_if(
 @torch.inference_mode(False)  # also where the caller switched it on
 def what_if_each(
     task: Task,
-    posterior: Posterior | Sequence[Posterior],
+    posterior: Posterior | Sequence[Posterior] | None = None,
     *,
     by: str = "target",
     evaluate: Task | None = None,
@@ -105,6 +105,7 @@ def what_if_each(
     The short trainings on all data are made once for all groups.
 
     Args:
+        task, posterior: as for :func:`what_if`; a fitted probabilistic model stands alone.
         by: "target" or a metadata column of the task.
         evaluate, solver, seeds, passes: as for :func:`what_if`.
 

@@ -95,6 +95,17 @@ def test_small_mixing_is_refused(mixed: float, dtype: torch.dtype) -> None:
         plan_for(task, task.parameters())
 
 
+@pytest.mark.parametrize("holder", [0, 20, 39])
+def test_a_scale_by_the_largest_number_of_a_batch_is_refused(holder: int) -> None:
+    """Whichever example of the probe holds it."""
+    with seeded(0):
+        model = Graph(lambda m, x: m.out(x / x.abs().max()), out=nn.Linear(64, 3)).eval()
+    task = task_with(model, torch.float32)
+    task.dataset.tensors[0][holder] *= 10
+    with pytest.raises(ModelError, match=REFUSED):
+        plan_for(task, task.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("depth", [0, 2, 24])
 def test_rounding_is_not_taken_for_mixing(depth: int, dtype: torch.dtype) -> None:

@@ -120,6 +120,17 @@ def test_groups_of_a_conjugate_model() -> None:
     assert result.before.nll != result.nll
 
 
+@pytest.mark.parametrize("name", ["Bernoulli", "categorical"])
+def test_each_label_taken_out_of_a_conjugate_model(name: str) -> None:
+    model, labels = CONJUGATE[name]
+    test = labels[:5]
+    table = blr.what_if_each(model.fit(labels), evaluate=test)
+    assert table.group.tolist() == labels.unique().tolist()
+    for label, nll in zip(table.group, table.nll_after, strict=True):
+        again = model.fit(labels[labels != label])
+        assert nll == pytest.approx(float(-again.log_predictive(test).mean()), abs=1e-10)
+
+
 def test_a_gaussian_process_classifier() -> None:
     x = normal(30, 2)
     y = (x[:, 0] + 0.5 * normal(30, seed=1) > 0).to(F64)
@@ -349,6 +360,8 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda f: blr.sensitivity(None, f, variance=True), InputError, "variance"),
     (lambda f: blr.sensitivity(f, TASK), InputError, "stands alone"),
     (lambda f: blr.leave_one_out(f, TASK), InputError, "stands alone"),
+    (lambda f: blr.influence(f, f.data), InputError, "test data come third"),
+    (lambda f: blr.report(f), InputError, "one analysis at a time"),
     (lambda f: blr.leave_one_out(None, Fitted(f.q, [0.0], "evidence")), InputError, "no sites"),
     (lambda f: blr.sensitivity(f).top(0), InputError, "k must be"),
     (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "prediction error and variance"),

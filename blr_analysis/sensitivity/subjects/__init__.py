@@ -37,5 +37,7 @@ def subject_of(task: Any, posterior: Any = None) -> Subject:
 def _check_alone(fitted: Any, beside: Any) -> None:
     if beside is None or beside is fitted:
         return
-    names = type(fitted).__name__, type(beside).__name__
-    raise InputError("a fitted {} stands alone: leave out the {}".format(*names))
+    fitted_name, name = type(fitted).__name__, type(beside).__name__
+    raise InputError(
+        f"a fitted {fitted_name} stands alone: leave out the {name}; test data come third"
+    )
