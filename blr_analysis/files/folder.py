@@ -60,7 +60,9 @@ class Folder(Source):
                 self._places[tensor] = (path, spec, offset)
                 if tensor in header.checksums:
                     self._pieces[tensor] = Pieces(header.checksums[tensor], spec.nbytes)
-        self.specs: Mapping[str, Spec] = {n: spec for n, (_, spec, _) in self._places.items()}
+        self.specs: Mapping[str, Spec] = {
+            tensor: spec for tensor, (_, spec, _) in self._places.items()
+        }
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, stem: str = "model") -> Folder:
@@ -85,30 +87,32 @@ class Folder(Source):
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         path, spec, offset = self._places[name]
-        first = start * spec.dtype.itemsize
-        end = stop * spec.dtype.itemsize
-        raw = scratch.take(self, end - first)
+        first_byte = start * spec.dtype.itemsize
+        end_byte = stop * spec.dtype.itemsize
+        raw = scratch.take(self, end_byte - first_byte)
         buffer = raw.numpy().data
         pieces = self._pieces.get(name)
-        is_aligned = first % WORD == 0 and (end % WORD == 0 or end == spec.nbytes)
+        ends_at_word = end_byte % WORD == 0 or end_byte == spec.nbytes
+        is_aligned = first_byte % WORD == 0 and ends_at_word
         checksum = Checksum() if pieces is not None and is_aligned else None
-        count = 0
+        bytes_read = 0
         with reading(path), open(path, "rb") as file:
             state = state_of(file.fileno())
-            file.seek(offset + first)
-            for at in range(0, len(raw), PIECE):
-                part = buffer[at : at + PIECE]
-                count += file.readinto(part)
+            file.seek(offset + first_byte)
+            for position in range(0, len(raw), PIECE):
+                part = buffer[position : position + PIECE]
+                bytes_read += file.readinto(part)
                 if checksum is not None:
-                    checksum.add(part, first + at)
-        if state != self.headers[path].state or count < len(raw):
+                    checksum.add(part, first_byte + position)
+        was_changed = state != self.headers[path].state
+        if was_changed or bytes_read < len(raw):
             raise StorageError(f"{str(path)!r} was changed while it was being read.")
         if pieces is not None and checksum is not None:
             if len(raw) == spec.nbytes:
-                is_whole = checksum.hexdigest() == pieces.wanted
+                is_intact = checksum.hexdigest() == pieces.wanted
             else:
-                is_whole = pieces.add(checksum, first, end)
-            if not is_whole:
+                is_intact = pieces.add(checksum, first_byte, end_byte)
+            if not is_intact:
                 raise StorageError(damaged(path))
         return raw.view(spec.dtype)
 
@@ -139,7 +143,8 @@ def read_index(index: Path) -> dict[str, set[str]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file, suffix):
             raise StorageError(
-                f"{str(index)!r} places {name!r} in {file!r}, no {suffix} file of the same folder."
+                f"{str(index)!r} places {name!r} in {file!r}, which is not a {suffix} file of the "
+                "same folder."
             )
         tensors_by_file.setdefault(file, set()).add(name)
     return tensors_by_file
@@ -151,17 +156,19 @@ def _headers_of_shards(index: Path) -> dict[Path, Header]:
     for file, names in read_index(index).items():
         path = index.parent / file
         headers[path] = read_header(path)
-        if odd := names ^ headers[path].tensors.keys():
+        unmatched = names ^ headers[path].tensors.keys()
+        if unmatched:
             raise StorageError(
-                f"{str(path)!r} and {index.name!r} disagree on {some(sorted(odd))}: {AGAIN}."
+                f"{str(path)!r} and {index.name!r} disagree on {some(sorted(unmatched))}: {AGAIN}."
             )
     return headers
 
 
 def _is_plain(file: str, suffix: str) -> bool:
     """Whether this is a file name of that kind without a folder, under any system's rules."""
-    has_no_folder = PurePath(file).name == file and not set(file) & set("/\\\0:")
-    return has_no_folder and file.endswith(suffix) and not file.startswith(".")
+    is_name = PurePath(file).name == file
+    has_separator = bool(set(file) & set("/\\\0:"))
+    return is_name and not has_separator and file.endswith(suffix) and not file.startswith(".")
 
 
 def _words_for_nothing(folder: Path, stem: str) -> str:

@@ -25,4 +25,6 @@ TOKEN_TABLES = {
 
 def module_word(name: str) -> str:
     """The last word of a tensor's module."""
-    return name.rpartition(".")[0].rpartition(".")[2]
+    module, _, _ = name.rpartition(".")
+    _, _, word = module.rpartition(".")
+    return word

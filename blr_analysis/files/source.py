@@ -42,8 +42,8 @@ class Spec:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
-    """Of tensors in memory."""
-    return {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    """The shapes and dtypes of tensors in memory."""
+    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 class Scratch:
@@ -62,7 +62,7 @@ class Scratch:
         """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < nbytes:
-            self.buffers.pop(key, None)  # before the larger one is made
+            self.buffers.pop(key, None)  # frees the smaller buffer before the larger one is made
             buffer = torch.empty(nbytes, dtype=torch.uint8)
             self.buffers[key] = buffer
         return buffer[:nbytes]
@@ -145,13 +145,13 @@ class Loaded(Source):
             raise InputError(f"{name} must be a state dict with at least one tensor")
         for key, value in tensors.items():
             if not isinstance(key, str) or not _is_dense(value):
-                raise InputError(f"{name}: {key!r} is no dense tensor that holds numbers")
+                raise InputError(f"{name}: {key!r} must be a dense tensor with numbers in memory")
         self.name = name
-        self.held: dict[str, Tensor] = {key: value.detach() for key, value in tensors.items()}
-        self.specs = specs_of(self.held)
+        self.detached: dict[str, Tensor] = {key: value.detach() for key, value in tensors.items()}
+        self.specs = specs_of(self.detached)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        return self.held[name].reshape(-1)[start:stop]
+        return self.detached[name].reshape(-1)[start:stop]
 
 
 def fingerprint(source: Source, *, most: int | None = None, progress: bool | None = None) -> str:
@@ -174,18 +174,19 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
         spec = source.specs[name]
         dtype = str(spec.dtype).removeprefix("torch.")
         digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
-        step = max(1, PIECE // spec.dtype.itemsize)
+        numbers_per_piece = max(1, PIECE // spec.dtype.itemsize)
         end = spec.numel if most is None else min(most, spec.numel)
-        for start in range(0, end, step):
-            flat = source.read(name, start, min(start + step, end), scratch)
-            digest.update(bytes_of(flat))
+        for start in range(0, end, numbers_per_piece):
+            stop = min(start + numbers_per_piece, end)
+            piece = source.read(name, start, stop, scratch)
+            digest.update(bytes_of(piece))
     return digest.hexdigest()
 
 
 def bytes_of(values: Tensor) -> memoryview:
     """The bytes of a tensor's numbers, without a copy where they lie together."""
     dense = values.contiguous()
-    # The stride of a tensor with one entry or none may be anything, also after this.
+    # contiguous() leaves any stride on a tensor with one entry or none; as_strided sets it to 1.
     flat = dense.as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 

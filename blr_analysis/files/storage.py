@@ -119,7 +119,7 @@ def write(
         precision_config.json
     """
     target, is_file = _target(path)
-    detached = Loaded("tensors", tensors).held
+    detached = Loaded("tensors", tensors).detached
     unstorable = [
         name
         for name, tensor in detached.items()

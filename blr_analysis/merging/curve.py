@@ -30,7 +30,8 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
-STEPS = tuple(k / 10 for k in range(16))  # 0 to 1.5: where nobody says which
+STEPS = tuple(k / 10 for k in range(16))  # weights from 0 to 1.5, unless the user gives others
+SMALLEST_TOTAL = 1e-12  # of weights that a merge can be divided by
 Weights = tuple[float, ...]
 
 
@@ -126,8 +127,9 @@ class MergeCurve(Tabular, Plottable):
 def _rank(point: MergePoint) -> tuple[float, float, float]:
     """What decides between points, the smaller the better: loss, then misses, then Σ|α|."""
     loss = round(point.nll, 6) if math.isfinite(point.nll) else math.inf
-    miss = -round(point.accuracy, 6) if not math.isnan(point.accuracy) else math.inf
-    return loss, miss, sum(abs(a) for a in point.weights)
+    inaccuracy = math.inf if math.isnan(point.accuracy) else -round(point.accuracy, 6)
+    length = sum(abs(weight) for weight in point.weights)
+    return loss, inaccuracy, length
 
 
 def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
@@ -137,17 +139,20 @@ def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
         return "grid", list(itertools.product(*axes))
     table = _table(STEPS if weights is None else weights)
     if table.ndim == 1:
-        return "shared", [(a,) * len(models) for a in dict.fromkeys(table.tolist())]
+        different_weights = dict.fromkeys(table.tolist())
+        return "shared", [(weight,) * len(models) for weight in different_weights]
     if table.shape[1] != len(models):
         raise InputError(f"a row of weights needs one number for each of {len(models)} models")
-    return "rows", list(dict.fromkeys(map(tuple, table.tolist())))
+    different_rows = dict.fromkeys(tuple(row) for row in table.tolist())
+    return "rows", list(different_rows)
 
 
 def _table(values: Any) -> torch.Tensor:
     """Finite numbers, one- or two-dimensional."""
     with told_as(InputError, "weights must be numbers, rows of numbers, or a dict of them"):
         table = torch.as_tensor(values, dtype=torch.float64)
-    if table.ndim not in (1, 2) or not table.numel() or not bool(torch.isfinite(table).all()):
+    is_list_or_table = table.ndim in (1, 2) and table.numel() > 0
+    if not is_list_or_table or not bool(torch.isfinite(table).all()):
         raise InputError(f"weights must be at least one finite number, got {values!r:.60}")
     return table
 
@@ -229,8 +234,8 @@ def merge_curve(
         >>> curve.best.weights
         (1.0, 1.0)
     """
-    judges = named_tasks(tasks)
-    start = state_of(base, "base")
+    tasks_by_name = named_tasks(tasks)
+    base_state = state_of(base, "base")
     states = {
         name: state_of(model, f"models[{name!r}]")
         for name, model in named(models, "models").items()
@@ -241,17 +246,21 @@ def merge_curve(
     if precisions is not None:
         arguments["precisions"] = in_order(precisions, names)
     methods = _methods(method, options)
-    evaluations(judges, start, "base")  # so that what fails below is the merge's fault
-    trials = _Trials(start, list(states.values()), judges, arguments, progress)
+    # Tasks that cannot evaluate the base are refused here, so that later errors are the merges'.
+    evaluations(tasks_by_name, base_state, "base")
+    trials = _Trials(base_state, list(states.values()), tasks_by_name, arguments, progress)
     points: list[MergePoint] = []
     for name, row in methods.items():
-        default = tuple(default_weights(name, len(names)))
-        points += trials.points(row, sorted({*rows, default}) if weights is None else rows)
+        tried_rows = rows
+        if weights is None:
+            default = tuple(default_weights(name, len(names)))
+            tried_rows = sorted({*rows, default})
+        points += trials.points(row, tried_rows)
     if all(point.failure for point in points):
         raise ModelError(
             f"none of the {len(points)} merges could be run; the first: {points[0].failure}"
         )
-    return MergeCurve(tuple(points), names, tuple(judges), shape)
+    return MergeCurve(tuple(points), names, tuple(tasks_by_name), shape)
 
 
 @dataclass(frozen=True)
@@ -261,14 +270,14 @@ class _Trials:
     Attributes:
         base: θ_0.
         models: θ_t.
-        judges: the validation tasks, by name.
+        tasks_by_name: the validation tasks, by name.
         arguments: all others of :func:`blr_analysis.merge`; a method gets those that it takes.
         progress: whether a bar is shown.
     """
 
     base: State
     models: list[State]
-    judges: Mapping[str, Task]
+    tasks_by_name: Mapping[str, Task]
     arguments: Mapping[str, Any]
     progress: bool | None
 
@@ -279,7 +288,7 @@ class _Trials:
         points = []
         for weights in track(rows, total=len(rows), label=label, show=self.progress):
             job = job_of(self.base, self.models, row.name, weights=list(weights), **arguments)
-            points.append(_tried(job, weights, self.judges))
+            points.append(_point_of_job(job, weights, self.tasks_by_name))
         return points
 
 
@@ -293,15 +302,17 @@ def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
     return rows
 
 
-def _tried(job: Job, alphas: Weights, judges: Mapping[str, Task]) -> MergePoint:
+def _point_of_job(job: Job, alphas: Weights, tasks_by_name: Mapping[str, Task]) -> MergePoint:
     """One merge: made, run on every task, and forgotten."""
     name = job.method
     total = sum(alphas)
     try:
-        if (job.divides or job.row.divides_by_precisions) and abs(total) <= 1e-12:
+        divides = job.divides or job.row.divides_by_precisions
+        if divides and abs(total) <= SMALLEST_TOTAL:
             raise ModelError(f"the weights sum to {total:g}")
         state = collect(make_plan(job), False)
-        return point_of(name, alphas, evaluations(judges, state, name))
+        return point_of(name, alphas, evaluations(tasks_by_name, state, name))
     except ModelError as error:
-        failed = (math.inf,) * len(judges)
-        return MergePoint(name, alphas, failed, (math.nan,) * len(judges), str(error))
+        nlls = (math.inf,) * len(tasks_by_name)
+        accuracies = (math.nan,) * len(tasks_by_name)
+        return MergePoint(name, alphas, nlls, accuracies, failure=str(error))

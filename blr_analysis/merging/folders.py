@@ -105,7 +105,7 @@ def collect(plan: MergePlan, progress: bool | None = None) -> dict[str, Tensor]:
     """Carry out a plan into memory: a state dict on the devices of the base."""
     devices = {tensor.name: torch.device("cpu") for tensor in plan.tensors}
     if isinstance(plan.reference, Loaded):
-        devices |= {name: tensor.device for name, tensor in plan.reference.held.items()}
+        devices |= {name: tensor.device for name, tensor in plan.reference.detached.items()}
     sink = Memory(plan.tensors, devices)
     _fill(plan, sink, progress)
     return sink.tensors

@@ -14,7 +14,7 @@ from blr_analysis.merging.methods import Method
 from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.tokens import Tokens
 
-CHUNK = 2**19  # entries of a tensor in hand at a time, at most
+CHUNK = 2**19  # the largest number of a tensor's entries that a thread merges at a time
 
 # What becomes of a tensor.
 MERGED = "merged"
@@ -120,9 +120,10 @@ class MergePlan:
         singular, and no H_0 says what they leave out.
         """
         shrink = self.job.shrink
-        has_start = self.base_precision is not None or self.delta > 0
+        has_base_precision = self.base_precision is not None or self.delta > 0
         all_singular = all(precision.chance.get(layer) for precision in self.model_precisions)
-        if shrink is None and (has_start or not all_singular):
+        uses_measured_shrink = all_singular and not has_base_precision
+        if shrink is None and not uses_measured_shrink:
             shrink = 1.0
         return shrink, float(self.job.power), self.job.damping
 
@@ -178,19 +179,25 @@ class MergePlan:
 
     def bytes_of(self, tensor: TensorPlan) -> int:
         """What the merge reads for one tensor, with the factors of its layer at its weight."""
-        numbers = tensor.spec.numel * stored_per_entry(self, tensor) * self.passes(tensor)
-        if tensor.layer != tensor.name:
-            return numbers
-        return numbers + sum(precision.factor_bytes(tensor.name) for precision in self.precisions)
+        bytes_of_entries = tensor.spec.numel * stored_per_entry(self, tensor) * self.passes(tensor)
+        is_weight_of_solved_layer = tensor.layer == tensor.name
+        if not is_weight_of_solved_layer:
+            return bytes_of_entries
+        factors = sum(precision.factor_bytes(tensor.name) for precision in self.precisions)
+        return bytes_of_entries + factors
 
     def passes(self, tensor: TensorPlan) -> int:
-        """How often a tensor is read: once more for its products, twice for what is largest."""
+        """How often a tensor is read.
+
+        The merge reads it once, products of the steps take one pass more, and the limit of the
+        largest entries takes two passes more.
+        """
         if tensor.fate != MERGED:
             return 1
         if self.method.span is not None:
             return 2
-        trims = self.method.thinned == "size" and min(tensor.densities) < 1
-        return 3 if trims else 1
+        needs_limit = self.method.thinned == "size" and min(tensor.densities) < 1
+        return 3 if needs_limit else 1
 
 
 def stored_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:

@@ -64,13 +64,13 @@ class Mixture:
         if not all(_takes_price(optimizer) for optimizer in self.optimizers):
             raise InputError('the components of a mixture are IVON with hess_approx="price"')
         networks = [optimizer._trained() for optimizer in self.optimizers]
-        kinds = {
-            tuple((p.shape, float(group["ess"])) for p, group in network.items())
+        shapes_and_ess = {
+            tuple((param.shape, float(group["ess"])) for param, group in network.items())
             for network in networks
         }
-        if len(kinds) > 1:
+        if len(shapes_and_ess) > 1:
             raise InputError("the networks of a mixture need the same shapes and the same ess")
-        parameters = [p for network in networks for p in network]
+        parameters = [param for network in networks for param in network]
         if len({*parameters}) < len(parameters):
             raise InputError("two optimizers hold the same parameter: copy the network")
 
@@ -80,10 +80,12 @@ class Mixture:
         Inside ``optimizers[k].sampled_params(train=True)`` these are a draw of q_k. It is log 1/K
         over ess, and its gradient 0, where the other components are far.
         """
-        weights = [*self.optimizers[k]._trained()]
-        densities = torch.stack([_log_density(o, weights) for o in self.optimizers])
-        log_q = torch.logsumexp(densities, 0) - math.log(len(densities))
-        return (log_q - densities[k]) / float(self.optimizers[k].param_groups[0]["ess"])
+        component = self.optimizers[k]
+        weights = list(component._trained())
+        log_densities = torch.stack([_log_density(other, weights) for other in self.optimizers])
+        log_q = torch.logsumexp(log_densities, 0) - math.log(len(log_densities))
+        ess = float(component.param_groups[0]["ess"])
+        return (log_q - log_densities[k]) / ess
 
 
 def _takes_price(optimizer: object) -> bool:
@@ -93,11 +95,11 @@ def _takes_price(optimizer: object) -> bool:
 
 def _log_density(optimizer: IVON, weights: list[Tensor]) -> Tensor:
     """log q_j at these weights, up to a constant that all components have."""
-    logs = [
-        0.5 * (s.log() - s * (theta.to(s) - m.to(s)).square()).sum()
-        for theta, (m, s) in zip(weights, _gaussians(optimizer), strict=True)
-    ]
-    return torch.stack([log.to(logs[0]) for log in logs]).sum()
+    terms: list[Tensor] = []
+    for theta, (mean, precision) in zip(weights, _gaussians(optimizer), strict=True):
+        distance = theta.to(precision) - mean.to(precision)
+        terms.append(0.5 * (precision.log() - precision * distance.square()).sum())
+    return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
 
 def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
@@ -106,9 +108,11 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
     if optimizer._open is not None:
         means = optimizer._open.means
     gaussians = []
-    for p, group in optimizer._trained().items():
-        start = torch.full_like(p, group["hess_init"], dtype=working(p.dtype)).detach()
-        hess = optimizer.state.get(p, {}).get("hess", start)
+    for param, group in optimizer._trained().items():
+        dtype = working(param.dtype)
+        initial_hess = torch.full_like(param, group["hess_init"], dtype=dtype).detach()
+        hess = optimizer.state.get(param, {}).get("hess", initial_hess)
         precision = group["ess"] * (hess + group["weight_decay"])
-        gaussians.append((means.get(p, p).detach(), precision))
+        mean = means.get(param, param).detach()
+        gaussians.append((mean, precision))
     return gaussians

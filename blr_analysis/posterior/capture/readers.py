@@ -35,7 +35,9 @@ def steps(state: State, group: State) -> float:
 
 def beta2(group: State) -> float | None:
     """How slowly the second moment forgets."""
-    factor = group["betas"][1] if "betas" in group else group.get("beta2", group.get("alpha"))
+    factor = group.get("beta2", group.get("alpha"))
+    if "betas" in group:
+        factor = group["betas"][1]
     return None if factor is None else float(factor)
 
 
@@ -77,12 +79,22 @@ def split_flat(
 
 def _mean(key: str) -> Callable[[State, State], Tensor]:
     """A running mean that started at 0, without the bias of that."""
-    return lambda state, group: state[key] / (1 - (beta2(group) or 0.0) ** steps(state, group))
+
+    def unbiased(state: State, group: State) -> Tensor:
+        weight_of_start = (beta2(group) or 0.0) ** steps(state, group)
+        return state[key] / (1 - weight_of_start)
+
+    return unbiased
 
 
 def _sum(key: str, start: str) -> Callable[[State, State], Tensor]:
     """A sum of squares, as their mean."""
-    return lambda state, group: (state[key] - float(group.get(start, 0.0))) / steps(state, group)
+
+    def mean(state: State, group: State) -> Tensor:
+        total = state[key] - float(group.get(start, 0.0))
+        return total / steps(state, group)
+
+    return mean
 
 
 @dataclass(frozen=True)
@@ -120,19 +132,20 @@ READERS = (
 )
 
 
-def _started(state: State, group: State) -> Tensor:
+def _without_start_bias(state: State, group: State) -> Tensor:
     """A running mean; where it started at 0, without the bias of that."""
-    return state["hess"] if group["hess_init"] else _mean("hess")(state, group)
+    has_start = bool(group["hess_init"])
+    return state["hess"] if has_start else _mean("hess")(state, group)
 
 
-SECOND = Reader("adam_v", "hess", _started)
+SQUARED_GRADIENTS = Reader("adam_v", "hess", _without_start_bias)
 ROWS: dict[str, Reader] = {
     **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
-    "Adam": SECOND,
-    "AdamW": SECOND,
-    "AdaDelta": replace(SECOND, kind="adadelta_v"),
-    "RMSprop": replace(SECOND, kind="rmsprop_v"),
+    "Adam": SQUARED_GRADIENTS,
+    "AdamW": SQUARED_GRADIENTS,
+    "AdaDelta": replace(SQUARED_GRADIENTS, kind="adadelta_v"),
+    "RMSprop": replace(SQUARED_GRADIENTS, kind="rmsprop_v"),
     "AdaGrad": Reader("adagrad_v", "hess", _sum("hess", "hess_init")),
 }
 """By the row of the Bayesian learning rule that an optimizer's groups say they run."""
@@ -159,13 +172,17 @@ def reader_of_saved(
     if any(map(is_flat, groups)):
         entries.add("hess")
     options = {key for group in groups for key in group}
-    if (entries or kind) and (reader := _of_row(groups)) is not None:
-        return reader
-    bases = {base.__name__ for base in kind.__mro__} if kind else set[str]()
+    if entries or kind:
+        row_reader = _of_row(groups)
+        if row_reader is not None:
+            return row_reader
+    bases: set[str] = set()
+    if kind:
+        bases = {base.__name__ for base in kind.__mro__}
+    has_not_stepped = kind is not None and not entries
     for reader in READERS:
-        is_its_own = bool(bases & set(reader.classes)) if kind else reader.option in options
-        has_not_stepped = kind is not None and not entries
-        if is_its_own and (reader.key in entries or has_not_stepped):
+        matches = bool(bases & set(reader.classes)) if kind else reader.option in options
+        if matches and (reader.key in entries or has_not_stepped):
             return reader
     is_sgd = "SGD" in bases if kind else "dampening" in options
     if is_sgd:
@@ -181,8 +198,10 @@ def reader_of_saved(
 def _of_row(groups: Sequence[State]) -> Reader | None:
     """The row that the groups name; None where they name none."""
     names = {str(group["algorithm"]) for group in groups if "algorithm" in group}
-    if len(names) == 1 and (reader := ROWS.get(next(iter(names)))) is not None:
-        return reader
+    if len(names) == 1:
+        reader = ROWS.get(next(iter(names)))
+        if reader is not None:
+            return reader
     if names:
         raise OptimizerError(
             f"{', '.join(sorted(names))} keeps no diagonal precision: draw from sampled_params(), "
