@@ -56,7 +56,7 @@ class Likelihood(ABC):
         """Raise :class:`DataError` where a target lies outside the likelihood's support."""
 
     def at(self, indices: Tensor) -> Likelihood:
-        """That of some examples of the data; they differ where each has a weight of its own."""
+        """The likelihood of some examples of the data; it differs where examples have weights."""
         return self
 
     @property
@@ -66,28 +66,30 @@ class Likelihood(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was made with, as a record may hold it."""
+        """The settings it was made with, as a record may hold them."""
         return {name: value for name, value in vars(self).items() if name != "estimated"}
 
     def taking(self, settings: Mapping[str, Any]) -> Likelihood:
-        """The same with these :attr:`settings` of another, back from a record."""
-        made = copy(self)
+        """This likelihood with the :attr:`settings` that a record holds."""
+        likelihood = copy(self)
         for name, value in settings.items():
-            setattr(made, name, tuple(value) if isinstance(value, list) else value)
-        return made
+            setting = tuple(value) if isinstance(value, list) else value
+            setattr(likelihood, name, setting)
+        return likelihood
 
     @property
     def kind(self) -> Likelihood:
         """The likelihood that says what a target is and what is predicted."""
         return self
 
-    def same(self, other: Likelihood) -> bool:
-        """Whether the other is of this type, with these settings; the examples' weights aside."""
-        return alike(self.plain, other.plain)
+    def same(self, likelihood: Likelihood) -> bool:
+        """Whether that one has this type and these settings, whatever the examples' weights."""
+        return alike(self.plain, likelihood.plain)
 
     def judged_by(self, test: Likelihood) -> bool:
-        """Whether a test set may be scored by the other: the same, or the same without settings."""
-        return self.same(test) or test.plain.recorded == self.plain.name
+        """Whether a test set's likelihood is this one, or this one without settings."""
+        is_without_settings = test.plain.recorded == self.plain.name
+        return self.same(test) or is_without_settings
 
     def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         """ẽ ``[B, C]`` with E[ẽ ẽᵀ] = Λ over labels ``drawn`` by :meth:`resample`."""
@@ -167,17 +169,22 @@ class Likelihood(ABC):
         return torch.linalg.vector_norm(after - before, dim=-1)
 
     def __repr__(self) -> str:
-        """The class and its settings, but for those that are as they are by default."""
-        known = signature(type(self)).parameters.items()
-        given = ((n, vars(self)[n], p.default) for n, p in known if n in vars(self))
-        shown = ((n, [*v] if isinstance(v, tuple) else v) for n, v, d in given if not alike(v, d))
-        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in shown)})"
+        """The class, and the settings that differ from its defaults."""
+        attributes = vars(self)
+        settings = []
+        for name, parameter in signature(type(self)).parameters.items():
+            if name not in attributes or alike(attributes[name], parameter.default):
+                continue
+            value = attributes[name]
+            shown = list(value) if isinstance(value, tuple) else value
+            settings.append(f"{name}={shown!r}")
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @property
     def recorded(self) -> str:
         """What a record says of it: its name, or all of it where it has settings."""
-        plain = repr(self) == f"{type(self).__name__}()"
-        return self.name if plain else repr(self)
+        has_settings = repr(self) != f"{type(self).__name__}()"
+        return repr(self) if has_settings else self.name
 
     def check_outputs(self, outputs: Tensor) -> None:
         """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C ≥ 1 that fits."""
@@ -189,14 +196,14 @@ class Likelihood(ABC):
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Targets in the shape and dtype that :meth:`error` and :meth:`nll` take, checked."""
+        lacks_last_axis = outputs.shape[-1] == 1 and targets.shape == outputs.shape[:-1]
+        if lacks_last_axis:
+            targets = targets.unsqueeze(-1)
         if targets.shape != outputs.shape:
-            if outputs.shape[-1] == 1 and targets.shape == outputs.shape[:-1]:
-                targets = targets.unsqueeze(-1)
-            else:
-                raise DataError(
-                    f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
-                    f"{tuple(outputs.shape)}; give one target per output"
-                )
+            raise DataError(
+                f"targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}; give one target per output"
+            )
         if targets.is_complex():
             raise DataError(f"{self.name} targets must be real numbers, got {targets.dtype}")
         targets = targets.to(outputs.dtype)
@@ -215,39 +222,45 @@ def alike(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
-    if type(a) is not type(b) or isinstance(a, type | FunctionType | MethodType | partial):
+    is_function_or_class = isinstance(a, type | FunctionType | MethodType | partial)
+    if type(a) is not type(b) or is_function_or_class:
         return False
     if hasattr(a, "__dict__"):
         return alike(vars(a), vars(b))
     return bool(np.array_equal(cast(Any, a), cast(Any, b)))
 
 
-def numbers(name: str, given: Any, *, positive: bool = False) -> tuple[float, ...] | None:
+def numbers(name: str, setting: Any, *, positive: bool = False) -> tuple[float, ...] | None:
     """A setting of a loss: one finite number for all outputs or one for each; None stays None.
 
     Raises:
         InputError: something else, or numbers below 0 (with ``positive``: 0 or below).
     """
-    if given is None:
+    if setting is None:
         return None
     try:
-        values = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+        values = torch.as_tensor(setting, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         values = torch.empty(0)
-    low = values <= 0 if positive else values < 0
-    if values.ndim > 1 or not values.numel() or not bool((~low & values.isfinite()).all()):
-        wanted = "positive" if positive else "0 or more"
-        raise InputError(f"{name} must be finite and {wanted}, one per output, got {given!r}")
+    is_too_low = values <= 0 if positive else values < 0
+    are_usable = bool((~is_too_low & values.isfinite()).all())
+    is_one_row = values.ndim <= 1 and values.numel() > 0
+    if not (is_one_row and are_usable):
+        bound = "positive" if positive else "0 or more"
+        raise InputError(f"{name} must be finite and {bound}, one per output, got {setting!r}")
     return tuple(values.reshape(-1).tolist())
 
 
-def per_output(name: str, given: tuple[float, ...] | None, outputs: Tensor) -> Tensor:
-    """Those numbers as a tensor beside outputs, ``[C]`` or ``[1]``; None is 1.
+def per_output(name: str, values: tuple[float, ...] | None, outputs: Tensor) -> Tensor:
+    """A setting of a loss as a tensor beside outputs, ``[C]`` or ``[1]``; None is 1.
 
     Raises:
-        DataError: their number is not that of the outputs.
+        DataError: there are neither one value nor as many as outputs.
     """
-    given, c = given or (1.0,), outputs.shape[-1]
-    if len(given) not in (1, c):
-        raise DataError(f"{name} has {len(given)} entries for {c} outputs; give one per output")
-    return outputs.new_tensor(given)
+    values = values or (1.0,)
+    n_outputs = outputs.shape[-1]
+    if len(values) not in (1, n_outputs):
+        raise DataError(
+            f"{name} has {len(values)} entries for {n_outputs} outputs; give one per output"
+        )
+    return outputs.new_tensor(values)

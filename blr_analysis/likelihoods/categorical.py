@@ -11,7 +11,7 @@ from blr_analysis.checks import tolerance, whole
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods.base import Likelihood, numbers
 
-SHORT = 16  # numbers of a row from which on torch goes through it by vectors
+SHORT = 16  # torch reads rows of at least so many numbers by vectors
 
 
 class Categorical(Likelihood):
@@ -63,7 +63,8 @@ class Categorical(Likelihood):
 
     def check_outputs(self, outputs: Tensor) -> None:
         shape = tuple(outputs.shape)
-        if outputs.ndim == 3:
+        is_sequence = outputs.ndim == 3
+        if is_sequence:
             raise DataError(f'outputs of shape {shape} need likelihood="tokens" or "causal_lm"')
         super().check_outputs(outputs)
         if shape[1] < 2:
@@ -72,15 +73,19 @@ class Categorical(Likelihood):
 
     def check_weight(self, outputs: Tensor) -> None:
         """Raise :class:`DataError` unless there is a weight for every class."""
-        c = outputs.shape[-1]
-        if self.weight is not None and len(self.weight) != c:
-            raise DataError(f"weight has {len(self.weight)} entries for {c} classes")
+        n_classes = outputs.shape[-1]
+        if self.weight is not None and len(self.weight) != n_classes:
+            raise DataError(f"weight has {len(self.weight)} entries for {n_classes} classes")
 
     def looks_normalised(self, outputs: Tensor) -> bool:
-        return bool((outputs >= 0).all()) and bool(((outputs.sum(-1) - 1).abs() < 1e-4).all())
+        if not bool((outputs >= 0).all()):
+            return False
+        deviations = (outputs.sum(-1) - 1).abs()
+        return bool((deviations < 1e-4).all())
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        if targets.shape == outputs.shape and targets.is_floating_point():
+        are_shares = targets.shape == outputs.shape and targets.is_floating_point()
+        if are_shares:
             return _soft(targets.to(outputs.dtype))
         if targets.ndim == 2 and targets.shape[-1] == 1:
             targets = targets.squeeze(-1)
@@ -93,41 +98,48 @@ class Categorical(Likelihood):
 
     def classes(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """The targets as int64, checked."""
-        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        is_real_or_complex = targets.is_floating_point() or targets.is_complex()
+        if is_real_or_complex or targets.dtype == torch.bool:
             raise DataError(f"{self.name} targets must be integers, got {targets.dtype}; y.long()")
         targets = targets.long()
         self.check_values(targets, outputs)
         return targets
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        ignored, c = self.ignore_index, outputs.shape[-1]
-        kept = targets if ignored is None else targets[targets != ignored]
-        if kept.numel():
-            low, high = (int(v) for v in torch.aminmax(kept))
-            if low < 0 or high >= c:
-                wanted = f"0 … {c - 1}" if ignored is None else f"0 … {c - 1}, or be {ignored}"
-                raise DataError(
-                    f"{self.name} targets must lie in {wanted} (the model has {c} logits), "
-                    f"found {low if low < 0 else high}"
-                )
+        n_classes = outputs.shape[-1]
+        valid = f"0 … {n_classes - 1}"
+        if self.ignore_index is not None:
+            targets = targets[targets != self.ignore_index]
+            valid = f"{valid}, or be {self.ignore_index}"
+        if targets.numel() == 0:
+            return
+        low, high = (int(extreme) for extreme in torch.aminmax(targets))
+        if low < 0 or high >= n_classes:
+            wrong = low if low < 0 else high
+            raise DataError(
+                f"{self.name} targets must lie in {valid} (the model has {n_classes} logits), "
+                f"found {wrong}"
+            )
 
     def _ignored(self, targets: Tensor) -> Tensor | None:
-        """Which targets do not count, as they; None where all do."""
+        """Which targets do not count, bool in their shape; None where all count."""
         if self.ignore_index is None or targets.is_floating_point():
             return None
         ignored = targets == self.ignore_index
         return ignored if bool(ignored.any()) else None
 
     def _plain(self, targets: Tensor) -> bool:
-        """Whether the loss asks of every example for one class, with weight 1 if it counts."""
+        """Whether every example that counts has one class as its target, and weight 1."""
         return not (targets.is_floating_point() or self.weight or self.label_smoothing)
 
     def _shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """t, what the loss asks of every class, in the shape of the outputs."""
-        t, ignored = targets, self._ignored(targets)
-        if not t.is_floating_point():
-            t = torch.zeros_like(outputs).scatter_(-1, _known(targets, ignored), 1)
-        t = (1 - self.label_smoothing) * t + self.label_smoothing / outputs.shape[-1]
+        ignored = self._ignored(targets)
+        if targets.is_floating_point():
+            y = targets
+        else:
+            y = torch.zeros_like(outputs).scatter_(-1, _valid(targets, ignored), 1)
+        t = (1 - self.label_smoothing) * y + self.label_smoothing / outputs.shape[-1]
         if self.weight is not None:
             t = t * outputs.new_tensor(self.weight)
         return t if ignored is None else t.masked_fill(ignored.unsqueeze(-1), 0.0)
@@ -137,7 +149,8 @@ class Categorical(Likelihood):
     ) -> Tensor:
         """Values ``[..., numbers]`` times s^power."""
         if not self._plain(targets):
-            return self._shares(outputs, targets).sum(-1, keepdim=True) ** power * values
+            s = self._shares(outputs, targets).sum(-1, keepdim=True)
+            return s**power * values
         ignored = self._ignored(targets)
         return values if ignored is None else values.masked_fill(ignored.unsqueeze(-1), 0.0)
 
@@ -150,7 +163,9 @@ class Categorical(Likelihood):
     def drawn_error(self, outputs: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         """√s (p − onehot(ŷ)), whose mean square over ŷ ~ p is Λ."""
         e = _less_one(_softmax(outputs), drawn, self._ignored(targets))
-        return e if self._plain(targets) else self._times_mass(e, outputs, targets, 0.5)
+        if self._plain(targets):
+            return e
+        return self._times_mass(e, outputs, targets, 0.5)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         p = _softmax(outputs)
@@ -164,8 +179,9 @@ class Categorical(Likelihood):
 
     def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         p = _softmax(outputs)
-        scale = self._times_mass(p, outputs, targets)
-        return scale, self._times_mass(p, outputs, targets, 0.5)
+        diagonal = self._times_mass(p, outputs, targets)
+        vector = self._times_mass(p, outputs, targets, 0.5)
+        return diagonal, vector
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The Cholesky factor, whose last column is 0 and left out, ``[B, C, C − 1]``: column c is
@@ -175,18 +191,21 @@ class Categorical(Likelihood):
         variance-covariance matrix of the multinomial distribution", 1992.
         """
         p = _softmax(outputs)
-        left = p @ p.new_ones(p.shape[-1], p.shape[-1]).tril()  # p_c + r_c
-        rest, tiny = left[:, 1:], torch.finfo(p.dtype).tiny
-        below = (p.unsqueeze(-1) / rest.clamp_min(tiny).unsqueeze(-2)).tril(-1)
-        size = (p[:, :-1] / left[:, :-1].clamp_min(tiny) * rest).sqrt()
+        tiny = torch.finfo(p.dtype).tiny
+        n_classes = p.shape[-1]
+        tails = p @ p.new_ones(n_classes, n_classes).tril()  # p_c + r_c
+        r = tails[:, 1:]
+        below = (p.unsqueeze(-1) / r.clamp_min(tiny).unsqueeze(-2)).tril(-1)
+        lengths = (p[:, :-1] / tails[:, :-1].clamp_min(tiny) * r).sqrt()
         columns = torch.eye(*below.shape[-2:], dtype=p.dtype, device=p.device) - below
-        return columns * self._times_mass(size, outputs, targets, 0.5).unsqueeze(-2)
+        return columns * self._times_mass(lengths, outputs, targets, 0.5).unsqueeze(-2)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logp = outputs.log_softmax(-1)
         if not self._plain(targets):
             return -(self._shares(outputs, targets) * logp).sum(-1)
-        losses = -logp.gather(-1, _known(targets, self._ignored(targets)))
+        classes = _valid(targets, self._ignored(targets))
+        losses = -logp.gather(-1, classes)
         return self._times_mass(losses, outputs, targets).squeeze(-1)
 
     def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -196,7 +215,8 @@ class Categorical(Likelihood):
         ignored = self._ignored(targets)
         weight = torch.ones_like(outputs[..., 0])
         if self.weight is not None:
-            weight = outputs.new_tensor(self.weight)[_known(targets, ignored).squeeze(-1)]
+            classes = _valid(targets, ignored).squeeze(-1)
+            weight = outputs.new_tensor(self.weight)[classes]
         return weight if ignored is None else weight.masked_fill(ignored, 0.0)
 
     def mean(self, outputs: Tensor) -> Tensor:
@@ -208,34 +228,42 @@ class Categorical(Likelihood):
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Whether the largest logit is of the target's class (or largest share), ``[B]``; NaN if
         ignored."""
-        right = outputs.argmax(-1) == (targets.argmax(-1) if targets.ndim == 2 else targets)
+        classes = targets.argmax(-1) if targets.ndim == 2 else targets
+        right = outputs.argmax(-1) == classes
         ignored = self._ignored(targets)
-        return right if ignored is None else right.to(outputs.dtype).masked_fill(ignored, torch.nan)
+        if ignored is None:
+            return right
+        return right.to(outputs.dtype).masked_fill(ignored, torch.nan)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.multinomial(_softmax(outputs), 1, generator=generator).squeeze(-1)
 
 
 def _softmax(outputs: Tensor) -> Tensor:
-    """Over the classes; few of them for all examples at once: torch's is slow along short rows."""
+    """The softmax over the classes, along columns where rows are short: torch is slow on those."""
     if outputs.shape[-1] >= SHORT:
         return outputs.softmax(-1)
     return outputs.mT.softmax(-2).mT.contiguous()
 
 
-def _known(classes: Tensor, ignored: Tensor | None) -> Tensor:
-    """The classes ``[..., 1]``, the first one where they are ignored."""
-    return (classes if ignored is None else classes.masked_fill(ignored, 0)).unsqueeze(-1)
+def _valid(classes: Tensor, ignored: Tensor | None) -> Tensor:
+    """The classes ``[..., 1]``, with class 0 in place of those that are ignored."""
+    if ignored is not None:
+        classes = classes.masked_fill(ignored, 0)
+    return classes.unsqueeze(-1)
 
 
 def _less_one(p: Tensor, classes: Tensor, ignored: Tensor | None) -> Tensor:
     """p − onehot(classes), 0 where they are ignored, in place."""
-    p = p.scatter_add_(-1, _known(classes, ignored), -torch.ones_like(p[..., :1]))
-    return p if ignored is None else p.masked_fill_(ignored.unsqueeze(-1), 0.0)
+    minus_one = -torch.ones_like(p[..., :1])
+    e = p.scatter_add_(-1, _valid(classes, ignored), minus_one)
+    return e if ignored is None else e.masked_fill_(ignored.unsqueeze(-1), 0.0)
 
 
 def _soft(targets: Tensor) -> Tensor:
-    sums = targets.sum(-1)
-    if not bool(((sums - 1).abs() < 1e-3).all()) or bool((targets < 0).any()):
+    """Shares of classes, checked."""
+    deviations = (targets.sum(-1) - 1).abs()
+    sum_to_one = bool((deviations < 1e-3).all())
+    if not sum_to_one or bool((targets < 0).any()):
         raise DataError("soft targets must be 0 or more and sum to one in every row")
     return targets

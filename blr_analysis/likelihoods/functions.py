@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods.base import Likelihood
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-CLOSE = 1e-4  # relative: an example's loss in its batch against the same alone
+CLOSE = 1e-4  # relative: between an example's loss in its batch and alone
 
 
 class Function(Likelihood):
@@ -47,21 +47,27 @@ class Function(Likelihood):
     def __init__(self, loss: Loss, like: Likelihood | None = None) -> None:
         if not callable(loss):
             raise InputError(f"a loss must be a function (outputs, targets), got {loss!r}")
-        self.loss, self.like = loss, like
+        self.loss = loss
+        self.like = like
         self.name = "function" if like is None else like.name
         self.is_classification = like is not None and like.is_classification
         self.integer_targets = like is not None and like.integer_targets
 
     def __repr__(self) -> str:
-        said = getattr(self.loss, "__qualname__", None) or repr(self.loss)
-        return f"Function({said}{'' if self.like is None else f', like={self.like!r}'})"
+        arguments = [getattr(self.loss, "__qualname__", None) or repr(self.loss)]
+        if self.like is not None:
+            arguments.append(f"like={self.like!r}")
+        return f"Function({', '.join(arguments)})"
 
     @property
     def kind(self) -> Likelihood:
         return self if self.like is None else self.like
 
     def check_outputs(self, outputs: Tensor) -> None:
-        (super() if self.like is None else self.like).check_outputs(outputs)
+        if self.like is None:
+            super().check_outputs(outputs)
+        else:
+            self.like.check_outputs(outputs)
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         if self.like is not None:
@@ -74,61 +80,82 @@ class Function(Likelihood):
         return targets
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        """What a target may be is the loss's own affair."""
+        """Any target may be right: only the loss knows."""
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
-        """The losses of a batch, [B], each the same alone, with curvature somewhere."""
-        of = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-        with told_as(InputError, lambda: f"the loss {self!r} failed on {of}"):
+        """Raise unless the loss is one finite number per example, which depends on that example
+        alone and curves in the outputs."""
+        shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
+        with told_as(InputError, lambda: f"the loss {self!r} failed on {shapes}"):
             losses = self.loss(outputs, targets)
-            of = "the CPU in float64 (use w.to(outputs) on its constants)"
-            first = targets[:1].cpu()
-            first = first.double() if first.is_floating_point() else first
-            alone = self.loss(outputs[:1].cpu().double(), first)
+        in_float64 = "the CPU in float64 (use w.to(outputs) on its constants)"
+        with told_as(InputError, lambda: f"the loss {self!r} failed on {in_float64}"):
+            loss_alone = self._loss_alone(outputs, targets)
+        self._check_losses(losses, outputs)
+        if not torch.allclose(loss_alone, losses[:1].to(loss_alone), rtol=CLOSE, atol=CLOSE):
+            lacks_last_axis = outputs.shape[-1] == 1 and targets.ndim == 1
+            remedy = "give y[:, None] as targets" if lacks_last_axis else "leave out batch means"
+            raise InputError(f"the loss of an example depends on the others; {remedy}")
+        self._check_curvature(outputs, targets)
+
+    def _loss_alone(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the first example without the others, on the CPU in float64."""
+        target = targets[:1].cpu()
+        if target.is_floating_point():
+            target = target.double()
+        return self.loss(outputs[:1].cpu().double(), target)
+
+    def _check_losses(self, losses: Any, outputs: Tensor) -> None:
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
-            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            is_tensor = isinstance(losses, Tensor)
+            answer = tuple(losses.shape) if is_tensor else type(losses).__name__
             raise InputError(
-                f"the loss must give one number per example, [{len(outputs)}], got {got}; use "
+                f"the loss must give one number per example, [{len(outputs)}], got {answer}; use "
                 'reduction="none" and sum over the outputs'
             )
         if not bool(torch.isfinite(losses).all()):
             raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
-        if not torch.allclose(alone, losses[:1].to(alone), rtol=CLOSE, atol=CLOSE):
-            flat = outputs.shape[-1] == 1 and targets.ndim == 1
-            remedy = "give y[:, None] as targets" if flat else "leave out batch means"
-            raise InputError(f"the loss of an example depends on the others; {remedy}")
-        drawn = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
-        places = [outputs, drawn]
-        if targets.numel() == outputs.numel():  # a loss of linear tails curves only here
-            places.append(targets.to(outputs).view_as(outputs) + 0.01 * drawn)
-        flat = "the loss has no second derivative in the outputs"
-        with told_as(InputError, flat, f"use {_curved_loss(outputs, targets)}"):
-            if any(bool(self._hessian_times(f, targets, drawn).any()) for f in places):
+
+    def _check_curvature(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise where the loss is linear at the outputs, at random ones and near the targets."""
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(outputs.shape, generator=generator).to(outputs)
+        places = [outputs, noise]
+        if targets.numel() == outputs.numel():  # a loss with linear tails curves only here
+            places.append(targets.to(outputs).view_as(outputs) + 0.01 * noise)
+        problem = "the loss has no second derivative in the outputs"
+        remedy = f"use {_curved_loss(outputs, targets)}"
+        with told_as(InputError, problem, remedy):
+            if any(bool(self._hessian_times(f, targets, noise).any()) for f in places):
                 return
-        raise InputError(f"{flat} (it is linear there); use {_curved_loss(outputs, targets)}")
+        raise InputError(f"{problem} (it is linear there); {remedy}")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(outputs, targets)
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
-        counted = getattr(self.loss, "entries", None)
-        return len(outputs) if counted is None else counted(outputs, targets)
+        loss_entries = getattr(self.loss, "entries", None)
+        return len(outputs) if loss_entries is None else loss_entries(outputs, targets)
 
     def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        taken = getattr(self.loss, "taken", None)
-        return (outputs, targets) if taken is None else taken(outputs, targets)
+        as_module_takes = getattr(self.loss, "as_module_takes", None)
+        if as_module_takes is None:
+            return outputs, targets
+        return as_module_takes(outputs, targets)
 
     def _slope(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """f and e with the graph between them."""
+        """f, and e with the graph back to it."""
         f = outputs.detach().requires_grad_()
         loss = self.loss(f, targets).sum()
         if not loss.requires_grad:
             raise InputError("the loss does not depend on the outputs by differentiable steps")
-        return f, torch.autograd.grad(loss, f, create_graph=True)[0]
+        (e,) = torch.autograd.grad(loss, f, create_graph=True)
+        return f, e
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         with torch.enable_grad():
-            return self._slope(outputs, targets)[1].detach()
+            _, e = self._slope(outputs, targets)
+        return e.detach()
 
     def _hessian_times(self, outputs: Tensor, targets: Tensor, vector: Tensor) -> Tensor:
         """(∂²ℓ/∂f²) u, negative curvature included."""
@@ -142,14 +169,17 @@ class Function(Likelihood):
             units = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
             columns = [_derivative(e, f, unit.expand_as(f)) for unit in units]
         exact = torch.stack(columns, -1)
-        values, turn = torch.linalg.eigh((exact + exact.mT) / 2)
-        return turn * values.clamp_min(0).sqrt().unsqueeze(-2)
+        symmetric = (exact + exact.mT) / 2
+        eigenvalues, eigenvectors = torch.linalg.eigh(symmetric)
+        return eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs if self.like is None else self.like.mean(outputs)
 
     def prediction(self, outputs: Tensor) -> Tensor:
-        return (super() if self.like is None else self.like).prediction(outputs)
+        if self.like is None:
+            return super().prediction(outputs)
+        return self.like.prediction(outputs)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         return None if self.like is None else self.like.correct(outputs, targets)
@@ -174,14 +204,16 @@ def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
 
 
 def _are_log_probabilities(outputs: Tensor) -> bool:
-    return bool(((outputs.exp().sum(-1) - 1).abs() < CLOSE).all())
+    deviations = (outputs.exp().sum(-1) - 1).abs()
+    return bool((deviations < CLOSE).all())
 
 
 def _are_shares(targets: Tensor) -> bool:
     """Whether every row is a distribution over several classes."""
     if targets.shape[-1] < 2 or bool((targets < 0).any()):
         return False
-    return bool(((targets.sum(-1) - 1).abs() < 1e-3).all())
+    deviations = (targets.sum(-1) - 1).abs()
+    return bool((deviations < 1e-3).all())
 
 
 def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Bernoulli(_Independent):
         """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
         if len(outputs) < SEVERAL:
             return False
-        low, high = (float(x) for x in outputs.aminmax())
+        low, high = (float(extreme) for extreme in outputs.aminmax())
         return 0 <= low < 0.1 and 0.9 < high <= 1
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
@@ -77,11 +77,13 @@ class Bernoulli(_Independent):
             raise DataError("bernoulli targets must lie in 0 … 1; found other values")
 
     def _weights(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """a and w."""
+        """a and w, of every output."""
         a = per_output("pos_weight", self.pos_weight, outputs)
-        return a, per_output("weight", self.weight, outputs)
+        w = per_output("weight", self.weight, outputs)
+        return a, w
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """s, of every output."""
         a, w = self._weights(outputs)
         return w * (a * targets + (1 - targets))
 
@@ -107,8 +109,8 @@ class Bernoulli(_Independent):
         return outputs.sigmoid()
 
     def prediction(self, outputs: Tensor) -> Tensor:
-        hard = (outputs > 0).long()
-        return hard.squeeze(-1) if hard.shape[-1] == 1 else hard
+        labels = (outputs > 0).long()
+        return labels.squeeze(-1) if labels.shape[-1] == 1 else labels
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return ((outputs > 0) == (targets > 0.5)).all(-1)
@@ -139,18 +141,24 @@ class Gaussian(_Independent):
         self.normalized = normalized
 
     def __repr__(self) -> str:
-        said = list(self.variance) if isinstance(self.variance, tuple) else f"{self.variance:g}"
-        return f"Gaussian(variance={said}{'' if self.normalized else ', normalized=False'})"
+        if isinstance(self.variance, tuple):
+            variance = str(list(self.variance))
+        else:
+            variance = f"{self.variance:g}"
+        arguments = [f"variance={variance}"]
+        if not self.normalized:
+            arguments.append("normalized=False")
+        return f"Gaussian({', '.join(arguments)})"
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
         self._variances(outputs)
 
     def _variances(self, outputs: Tensor) -> Tensor:
-        if self.variance != self.variance:
+        values = self.variance if isinstance(self.variance, tuple) else (self.variance,)
+        if any(math.isnan(value) for value in values):
             raise InputError("the residuals are 0: no noise to estimate; give one as likelihood=")
-        given = self.variance if isinstance(self.variance, tuple) else (self.variance,)
-        return per_output("variance", given, outputs)
+        return per_output("variance", values, outputs)
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""
@@ -163,8 +171,10 @@ class Gaussian(_Independent):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         variances = self._variances(outputs)
-        constant = (2 * math.pi * variances.double()).log().to(outputs) if self.normalized else 0.0
-        return 0.5 * ((outputs - targets).square() / variances + constant).sum(-1)
+        losses = (outputs - targets).square() / variances
+        if self.normalized:
+            losses = losses + (2 * math.pi * variances.double()).log().to(outputs)
+        return 0.5 * losses.sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -191,14 +201,16 @@ class Poisson(_Independent):
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)
         log_rates = outputs.detach()
-        if bool((log_rates > math.log(torch.finfo(log_rates.dtype).max)).any()):
+        largest = math.log(torch.finfo(log_rates.dtype).max)
+        if bool((log_rates > largest).any()):
             raise ModelError(
                 f"the model's log-rates reach {float(log_rates.max()):.3g}, whose exp overflows "
                 f"{log_rates.dtype}; check the weights (poisson takes the log of the rate)"
             )
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        if not bool(((targets >= 0) & (targets == targets.round())).all()):
+        are_counts = (targets >= 0) & (targets == targets.round())
+        if not bool(are_counts.all()):
             raise DataError("poisson targets must be counts 0, 1, 2, …; found other values")
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -208,10 +220,11 @@ class Poisson(_Independent):
         return outputs.exp()
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.constant != "exact":
-            full = self.constant == "stirling"
-            return F.poisson_nll_loss(outputs, targets, full=full, reduction="none").sum(-1)
-        return (outputs.exp() - targets * outputs + torch.lgamma(targets + 1)).sum(-1)
+        if self.constant == "exact":
+            return (outputs.exp() - targets * outputs + torch.lgamma(targets + 1)).sum(-1)
+        full = self.constant == "stirling"
+        losses = F.poisson_nll_loss(outputs, targets, full=full, reduction="none")
+        return losses.sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs.exp()

@@ -43,13 +43,15 @@ READ: dict[type[nn.Module], Callable[..., Likelihood]] = {
 
 
 def read_module(loss: nn.Module) -> Likelihood:
-    """The likelihood of a loss module; of one that is not known, the function that it is.
+    """The likelihood of a loss module; of a module that is not in the table, a ``Function``.
 
     >>> read_module(nn.CrossEntropyLoss(label_smoothing=0.1))
     Categorical(label_smoothing=0.1, ignore_index=-100)
     """
-    known = READ.get(type(loss))
-    return Function(Summed(loss)) if known is None else known(loss)
+    to_likelihood = READ.get(type(loss))
+    if to_likelihood is None:
+        return Function(Summed(loss))
+    return to_likelihood(loss)
 
 
 def is_mean_over_outputs(loss: object) -> bool:
@@ -58,32 +60,42 @@ def is_mean_over_outputs(loss: object) -> bool:
     >>> is_mean_over_outputs(nn.MSELoss()), is_mean_over_outputs(nn.CrossEntropyLoss())
     (True, False)
     """
-    mean = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean"
-    own = type(loss).__module__ == "torch.nn.modules.loss"
-    return mean and own and not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    is_mean = isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean"
+    is_over_classes = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    return is_mean and _is_of_torch(loss) and not is_over_classes
+
+
+def _is_of_torch(loss: object) -> bool:
+    """Whether a loss is one of ``torch.nn``, and not a subclass."""
+    return type(loss).__module__ == "torch.nn.modules.loss"
 
 
 class Summed:
-    """A module's loss of every example: without its reduction, summed over the outputs; torch's
-    own take targets [B] for outputs [B, 1]."""
+    """A module's loss of every example: without its reduction, summed over the outputs.
+
+    The modules of ``torch.nn`` get targets ``[B]`` as ``[B, 1]`` where the outputs are.
+    """
 
     def __init__(self, loss: nn.Module) -> None:
-        self.each, self.__qualname__ = copy.copy(loss), repr(loss)
+        self.unreduced = copy.copy(loss)
         if hasattr(loss, "reduction"):
-            self.each.__dict__["reduction"] = "none"
-        self.own = type(loss).__module__ == "torch.nn.modules.loss"
+            self.unreduced.__dict__["reduction"] = "none"
+        self.is_of_torch = _is_of_torch(loss)
+        self.__qualname__ = repr(loss)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = self.each(*self.taken(outputs, targets))
+        losses = self.unreduced(*self.as_module_takes(outputs, targets))
         return losses.flatten(1).sum(-1) if losses.ndim > 1 else losses
 
-    def taken(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and targets as the module takes them."""
-        if self.own and outputs.shape[-1] == 1 and targets.ndim == 1:
+        lacks_last_axis = outputs.shape[-1] == 1 and targets.ndim == 1
+        if self.is_of_torch and lacks_last_axis:
             targets = targets.to(outputs).unsqueeze(-1)
         return outputs, targets
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
-        """How many losses the module has of them before it reduces."""
+        """How many losses the module has before it reduces them."""
         with torch.no_grad():
-            return self.each(*self.taken(outputs, targets)).numel()
+            losses = self.unreduced(*self.as_module_takes(outputs, targets))
+        return losses.numel()

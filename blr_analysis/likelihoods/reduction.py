@@ -66,13 +66,16 @@ class Reduction:
         with torch.no_grad():
             total = likelihood.nll(outputs, targets).sum()
             reduced = self.loss(*likelihood.as_module_takes(outputs, targets))
-        divisor = total / reduced if reduced.ndim == 0 else entries
-        usable = bool(divisor.isfinite()) and float(divisor) > 0
-        return divisor if usable else entries
+        is_reduced = reduced.ndim == 0
+        if not is_reduced:
+            return entries
+        divisor = total / reduced
+        is_usable = bool(divisor.isfinite()) and float(divisor) > 0
+        return divisor if is_usable else entries
 
 
 def reduction_of(loss: object) -> Reduction:
-    """That of what is given as ``likelihood=``.
+    """The reduction of the loss that a task has as ``likelihood=``.
 
     >>> reduction_of(nn.MSELoss()).word, reduction_of(nn.CrossEntropyLoss()).word
     ('entries', 'mean')

@@ -41,13 +41,14 @@ class MeanAndVariance(Likelihood):
     is_classification = False
 
     def __init__(self, *, full: bool = False, eps: float = 1e-6) -> None:
-        self.full, self.eps = full, positive_number("eps", eps)
+        self.full = full
+        self.eps = positive_number("eps", eps)
 
     def join(self, outputs: Any) -> Any:
-        pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
-        if not (pair and all(isinstance(x, Tensor) for x in outputs)):
+        is_pair = isinstance(outputs, (tuple, list)) and len(outputs) == 2
+        if not (is_pair and all(isinstance(part, Tensor) for part in outputs)):
             return outputs
-        mean, v = (x.unsqueeze(-1) if x.ndim == 1 else x for x in outputs)
+        mean, v = (part.unsqueeze(-1) if part.ndim == 1 else part for part in outputs)
         if mean.shape != v.shape:
             raise DataError(f"means {tuple(mean.shape)} and variances {tuple(v.shape)} differ")
         return torch.cat((mean, v), -1)
@@ -59,11 +60,12 @@ class MeanAndVariance(Likelihood):
                 f"means and variances are 2·C outputs, got {outputs.shape[-1]}; join them with "
                 "torch.cat((mean, var), -1)"
             )
-        if bool((outputs.detach().chunk(2, -1)[1] < 0).any()):
+        _, variances = outputs.detach().chunk(2, -1)
+        if bool((variances < 0).any()):
             raise ModelError("a predicted variance is negative; end the model in exp or softplus")
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        return super().prepare_targets(targets, outputs.chunk(2, -1)[0])
+        return super().prepare_targets(targets, self.mean(outputs))
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""
@@ -74,12 +76,15 @@ class MeanAndVariance(Likelihood):
     def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """μ and v; below eps, v is eps with the gradient of v."""
         mean, v = outputs.chunk(2, -1)
-        return mean, v + (v.detach().clamp_min(self.eps) - v.detach())
+        rise = v.detach().clamp_min(self.eps) - v.detach()
+        return mean, v + rise
 
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
-        rest = mean - targets
-        return torch.cat((rest / v, (v - rest.square()) / (2 * v.square())), -1)
+        residual = mean - targets
+        of_mean = residual / v
+        of_variance = (v - residual.square()) / (2 * v.square())
+        return torch.cat((of_mean, of_variance), -1)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _, v = self._parts(outputs)
@@ -88,10 +93,12 @@ class MeanAndVariance(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, v = self._parts(outputs)
         constant = math.log(2 * math.pi) if self.full else 0.0
-        return 0.5 * (v.log() + (mean - targets).square() / v + constant).sum(-1)
+        losses = v.log() + (mean - targets).square() / v + constant
+        return 0.5 * losses.sum(-1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return outputs.chunk(2, -1)[0]
+        mean, _ = outputs.chunk(2, -1)
+        return mean
 
     def distance(self, before: Tensor, after: Tensor) -> Tensor:
         """‖μ' − μ‖₂."""
@@ -100,9 +107,10 @@ class MeanAndVariance(Likelihood):
     def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
         """Linear in μ and log v, v' = v exp(Δv / v): a variance stays above 0."""
         mean, v = self._parts(outputs)
-        ahead, wider = step.chunk(2, -1)
-        return torch.cat((mean + ahead, v * (wider / v).exp()), -1)
+        mean_step, v_step = step.chunk(2, -1)
+        return torch.cat((mean + mean_step, v * (v_step / v).exp()), -1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
         mean, v = self._parts(outputs)
-        return mean + v.sqrt() * torch.empty_like(mean).normal_(generator=generator)
+        noise = torch.empty_like(mean).normal_(generator=generator)
+        return mean + v.sqrt() * noise

@@ -12,19 +12,21 @@ from blr_analysis.likelihoods.base import Likelihood
 
 
 def _plainly(name: str) -> Any:
-    """The method of this name, as it is without weights."""
+    """The method of this name, without weights."""
 
-    def method(self: Weighted, *given: Any, **named: Any) -> Any:
-        return getattr(self._plain, name)(*given, **named)
+    def method(self: Weighted, *arguments: Any, **options: Any) -> Any:
+        plain_method = getattr(self._plain, name)
+        return plain_method(*arguments, **options)
 
     return method
 
 
 def _times(name: str, power: float = 1.0) -> Any:
-    """The method of this name, its values times w to a power."""
+    """The method of this name, whose values are multiplied by w to a power."""
 
-    def method(self: Weighted, *given: Any) -> Tensor:
-        return self._beside(getattr(self._plain, name)(*given), power)
+    def method(self: Weighted, *arguments: Any) -> Tensor:
+        plain_method = getattr(self._plain, name)
+        return self._times_weights(plain_method(*arguments), power)
 
     return method
 
@@ -50,14 +52,15 @@ class Weighted(Likelihood):
     """
 
     def __init__(self, plain: Likelihood, of: Tensor) -> None:
-        self._plain, self._of = plain, of
+        self._plain = plain
+        self._weights = of
         self.name = plain.name
         self.is_classification = plain.is_classification
         self.integer_targets = plain.integer_targets
         self.is_sequence = plain.is_sequence
 
     def __repr__(self) -> str:
-        return f"{self._plain!r} with {len(self._of)} weights"
+        return f"{self._plain!r} with {len(self._weights)} weights"
 
     @property
     def recorded(self) -> str:
@@ -72,35 +75,51 @@ class Weighted(Likelihood):
         return self._plain.kind
 
     def at(self, indices: Tensor) -> Likelihood:
-        return Weighted(self._plain, self._of[indices.cpu()])
+        return Weighted(self._plain, self._weights[indices.cpu()])
 
-    def _beside(self, values: Tensor, power: float = 1.0) -> Tensor:
-        if len(values) != len(self._of):
+    def _times_weights(self, values: Tensor, power: float = 1.0) -> Tensor:
+        """Values ``[B, ...]`` times w^power."""
+        n_weights = len(self._weights)
+        if len(values) != n_weights:
             raise InputError(
-                f"{len(self._of)} weights for {len(values)} examples; use likelihood.at(indices)"
+                f"{n_weights} weights for {len(values)} examples; use likelihood.at(indices)"
             )
-        w = self._of.to(values) ** power
-        return values * w.view(-1, *[1] * (values.ndim - 1))
+        w = self._weights.to(values) ** power
+        trailing = [1] * (values.ndim - 1)
+        return values * w.view(-1, *trailing)
 
-    error, nll, hessian = _times("error"), _times("nll"), _times("hessian")
+    nll = _times("nll")
     mass = _times("mass")
-    drawn_error, hessian_root = _times("drawn_error", 0.5), _times("hessian_root", 0.5)
+    error = _times("error")
+    hessian = _times("hessian")
+    drawn_error = _times("drawn_error", 0.5)
+    hessian_root = _times("hessian_root", 0.5)
 
     def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
         parts = self._plain.hessian_parts(outputs, targets)
         if parts is None:
             return None
-        scale, low = parts
-        return self._beside(scale), self._beside(low, 0.5)
+        diagonal, vector = parts
+        return self._times_weights(diagonal), self._times_weights(vector, 0.5)
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        w = self._beside(torch.ones_like(outputs))  # vectors may lead with other dimensions
+        w = self._times_weights(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)
 
-    check_outputs, check_values = _plainly("check_outputs"), _plainly("check_values")
-    prepare, prepare_targets = _plainly("prepare"), _plainly("prepare_targets")
-    entries, as_module_takes = _plainly("entries"), _plainly("as_module_takes")
-    join, counted, looks_normalised = map(_plainly, ("join", "counted", "looks_normalised"))
-    moved, distance = _plainly("moved"), _plainly("distance")
-    mean, prediction, correct = map(_plainly, ("mean", "prediction", "correct"))
-    sample, resample = _plainly("sample"), _plainly("resample")
+    join = _plainly("join")
+    check_outputs = _plainly("check_outputs")
+    check_values = _plainly("check_values")
+    prepare = _plainly("prepare")
+    prepare_targets = _plainly("prepare_targets")
+    looks_normalised = _plainly("looks_normalised")
+    as_module_takes = _plainly("as_module_takes")
+    entries = _plainly("entries")
+    counted = _plainly("counted")
+
+    mean = _plainly("mean")
+    prediction = _plainly("prediction")
+    correct = _plainly("correct")
+    moved = _plainly("moved")
+    distance = _plainly("distance")
+    sample = _plainly("sample")
+    resample = _plainly("resample")
