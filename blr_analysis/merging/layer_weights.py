@@ -74,9 +74,14 @@ class LayerWeights:
         return self.default if rule is None else rule.at(depth_of(name, self.depths))
 
     def __repr__(self) -> str:
-        whole = next((k for k, rule in enumerate(self.rules) if not rule.part), None)
-        rest = [self.default] if whole is None else []
-        return "; ".join(map(repr, [*self.rules[: None if whole is None else whole + 1], *rest]))
+        facts = []
+        for rule in self.rules:
+            facts.append(repr(rule))
+            applies_to_all = not rule.part
+            if applies_to_all:  # later rules have no effect
+                return "; ".join(facts)
+        facts.append(repr(self.default))
+        return "; ".join(facts)
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
@@ -93,7 +98,11 @@ def depths(names: Iterable[str]) -> dict[str, int]:
         prefix, index = layer_of(name)
         if index is not None:
             stacks.setdefault(prefix, set()).add(index)
-    return {prefix: len(at) for prefix, at in stacks.items() if max(at) == len(at) - 1}
+    return {
+        prefix: len(indices)
+        for prefix, indices in stacks.items()
+        if max(indices) == len(indices) - 1  # they are 0, 1, 2, … without a gap
+    }
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> float:
@@ -112,7 +121,8 @@ def depth_of(name: str, depths: Mapping[str, int]) -> float:
 def layer_of(name: str) -> tuple[str, int | None]:
     """What stands before the first number among the parts of a name, and that number."""
     parts = name.split(".")
-    for at, part in enumerate(parts):
-        if part.isascii() and part.isdecimal() and len(part) < 7:
-            return ".".join(parts[:at]), int(part)
+    for position, part in enumerate(parts):
+        is_index = part.isascii() and part.isdecimal() and len(part) < 7
+        if is_index:
+            return ".".join(parts[:position]), int(part)
     return "", None

@@ -53,14 +53,15 @@ def match(reference: Source, other: Source) -> dict[str, str]:
     """
     names = {name: name for name in reference.specs if name in other.specs}
     for name in reference.specs.keys() - names.keys():
-        twin = _twin(reference, name, lambda n: n in other.specs and n in reference.specs)
+        twin = _twin(reference, name, lambda candidate: candidate in other.specs)
         if twin is not None:
             names[name] = twin
     missing = [name for name in reference.specs if name not in names]
     extra = [
         name
         for name in other.specs
-        if name not in reference.specs and not _twin(other, name, lambda n: n in reference.specs)
+        if name not in reference.specs
+        and not _twin(other, name, lambda candidate: candidate in reference.specs)
     ]
     if missing or extra:
         raise ModelError(
@@ -81,7 +82,8 @@ def match(reference: Source, other: Source) -> dict[str, str]:
 def _difference(name: str, expected: Spec, spec: Spec) -> str:
     """What makes one tensor another than is expected, in words; "" where nothing does."""
     if expected.shape != spec.shape:
-        is_table = expected.shape[1:] == spec.shape[1:] and module_word(name) in TOKEN_TABLES
+        only_rows_differ = expected.shape[1:] == spec.shape[1:]
+        is_table = only_rows_differ and module_word(name) in TOKEN_TABLES
         hint = " (a vocabulary: set tokenizer_source)" if is_table else ""
         return f"{name!r} is {list(spec.shape)}, expected {list(expected.shape)}{hint}"
     if (expected.dtype in MERGEABLE) != (spec.dtype in MERGEABLE):
@@ -117,22 +119,28 @@ Counted = tuple[Source, int]  # a model, and how many rows of its tables stand f
 
 def table_lengths(source: Source) -> frozenset[int]:
     """How many rows the tables of a model have, by the names of their modules."""
-    specs = source.specs.items()
-    return frozenset(
-        _length(s) for name, s in specs if s.shape and module_word(name) in TOKEN_TABLES
-    )
+    tables = [
+        spec
+        for name, spec in source.specs.items()
+        if spec.shape and module_word(name) in TOKEN_TABLES
+    ]
+    return frozenset(_length(table) for table in tables)
 
 
 def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
-    """The tensors that have a row, or a number, for each token: those of the usual names, and those
-    that are as long as the tables in every model where the models' tables differ in length."""
+    """The tensors that have a row, or a number, for each token.
+
+    These have one of the usual names. Where the models' tables differ in length, a tensor that is
+    as long as the tables in every model is one of them, too.
+    """
     lengths = [max(table_lengths(source), default=0) for source, _ in models]
     names = {name for source, _ in models for name, spec in source.specs.items() if spec.shape}
-    return frozenset(
-        name
-        for name in names
-        if _is_table(name, models) or (len({*lengths}) > 1 and _follows(name, models, lengths))
-    )
+    by_name = {name for name in names if _is_table(name, models)}
+    lengths_differ = len(set(lengths)) > 1
+    if not lengths_differ:
+        return frozenset(by_name)
+    by_length = {name for name in names if _has_length_of_tables(name, models, lengths)}
+    return frozenset(by_name | by_length)
 
 
 def _is_table(name: str, models: Sequence[Counted]) -> bool:
@@ -144,7 +152,7 @@ def _is_table(name: str, models: Sequence[Counted]) -> bool:
     )
 
 
-def _follows(name: str, models: Sequence[Counted], lengths: Sequence[int]) -> bool:
+def _has_length_of_tables(name: str, models: Sequence[Counted], lengths: Sequence[int]) -> bool:
     """Whether a tensor is as long as the tables in every model."""
     return all(
         name not in source.specs or _length(source.specs[name]) == length
@@ -153,7 +161,7 @@ def _follows(name: str, models: Sequence[Counted], lengths: Sequence[int]) -> bo
 
 
 def _length(spec: Spec) -> int:
-    """The first size that is not 1: that of a bias may stand behind one."""
+    """The first size that is not 1: a bias may have the shape [1, length]."""
     return next((size for size in spec.shape if size != 1), 1)
 
 
@@ -182,10 +190,12 @@ class Lengthened(Source):
     ) -> None:
         model, _ = own
         self._own = model
-        self.name, self.origin = model.name, model.origin
-        self.whole, self._empty = model.whole or model, empty or {}
+        self.name = model.name
+        self.origin = model.origin
+        self.whole = model.whole or model
+        self._empty = empty or {}
         self.specs = dict(model.specs)
-        # By tensor, who has the entries up to which end, and under which name.
+        # By tensor: a source, its name of the tensor, and the end of the entries that it gives.
         self._owners: dict[str, list[tuple[Source, str, int]]] = {}
         for name in model.specs.keys() & tables:
             spec = model.specs[name]
@@ -193,13 +203,15 @@ class Lengthened(Source):
             shape = (*spec.shape[:axis], rows, *spec.shape[axis + 1 :])
             self.specs[name] = Spec(shape, spec.dtype)
             width = math.prod(shape[axis + 1 :])
-            owners = [(source, _lent(model, name, source), k) for source, k in (own, *lenders)]
+            owners = [
+                (source, _name_in(source, model, name), count) for source, count in (own, *lenders)
+            ]
             if lenders:
                 owners.append((model, name, rows))
             self._owners[name] = [
-                (source, lent, min(count, _length(source.specs[lent])) * width)
-                for source, lent, count in owners
-                if lent is not None
+                (source, stored_name, min(count, _length(source.specs[stored_name])) * width)
+                for source, stored_name, count in owners
+                if stored_name is not None
             ]
 
     def words(self, name: str) -> str:
@@ -211,16 +223,16 @@ class Lengthened(Source):
         spec = self.specs[name]
         scratch = Owned(scratch, self)
         out = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
-        at = start
-        for source, lent, end in self._owners[name]:
-            until = min(stop, end)
-            if at < until:
-                out[at - start : until - start] = source.read(lent, at, until, scratch)
-                at = until
+        low = start
+        for source, stored_name, end in self._owners[name]:
+            high = min(stop, end)
+            if low < high:
+                out[low - start : high - start] = source.read(stored_name, low, high, scratch)
+                low = high
         return out
 
 
-def _lent(model: Source, name: str, lender: Source) -> str | None:
+def _name_in(lender: Source, model: Source, name: str) -> str | None:
     """The lender's name of a model's table: its own, or that of the table it is tied to."""
     if name in lender.specs:
         return name
