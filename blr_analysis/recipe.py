@@ -134,7 +134,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.augment, self.validation = augment, validation
         self.patience, self.schedule_epochs = patience, schedule_epochs
         self.initial, self.train, self.max_grad_norm = initial, train, max_grad_norm
-        self.missing = list(missing)
+        self.missing = [missing] if isinstance(missing, str) else list(missing)
         self.schedule, self.warmup = checked(schedule, warmup), float(warmup)
         self.groups = _checked_groups(groups)
         self.factor = 1.0  # of the rate

@@ -8,6 +8,7 @@ import math
 from torch import nn
 
 from blr_analysis.backprop.loss import evaluated
+from blr_analysis.errors import InputError
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import PARTS, State, state_of, thinned
 from blr_analysis.task import Task
@@ -57,9 +58,15 @@ class Best:
         self.step = self.epochs_since = 0
 
     def look(self, done: int) -> None:
-        """After an epoch, at this step; the model is left in eval mode."""
+        """After an epoch, at this step; the model is left in eval mode.
+
+        Raises:
+            InputError: no validation example counts, or some loss is not finite.
+        """
         model = self.task.model.eval()
         nll = evaluated(self.task.quiet, self.task.parameters())[0].nll
+        if not math.isfinite(nll):
+            raise InputError(f"the mean loss of the recipe's validation= is {nll}: none counts?")
         self.epochs_since += 1
         if nll < self.nll:
             self.nll = nll

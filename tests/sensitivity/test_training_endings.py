@@ -201,6 +201,19 @@ def test_the_epoch_that_does_best_on_validation_data_is_kept(patience: int | Non
     assert same(found, each[best])
 
 
+def test_validation_data_of_which_none_counts_choose_no_epoch() -> None:
+    ignored = torch.full_like(CLASSES, -100)
+    recipe = recipe_of(validation=(inputs(), ignored))
+    task = blr.Task(network(), plain(), likelihood=nn.CrossEntropyLoss(), progress=False)
+    with pytest.raises(InputError, match="validation= is nan"):
+        trained(task, whole_data(task), recipe, 0)
+
+
+def test_what_a_recipe_misses_may_be_one_word() -> None:
+    recipe = recipe_of(missing="augmentation")
+    assert recipe.missing == ["augmentation"] and not recipe.known
+
+
 def test_a_rerun_that_stops_early_keeps_the_states_before() -> None:
     recipe = recipe_of(validation=(inputs().flip(0), CLASSES), epochs=9)
     (q,) = blr.rerun(task_of(recipe), seeds=1)
