@@ -1,4 +1,4 @@
-"""What all pictures share: axes of one's own, colours, and when an axis is logarithmic.
+"""What all pictures share: new axes, colours, and the rule for logarithmic axes.
 
 Nothing here touches pyplot or rcParams: a figure made here belongs to its caller alone.
 """
@@ -18,10 +18,14 @@ from matplotlib.ticker import MaxNLocator
 
 from blr_analysis.errors import InputError
 
-# Okabe & Ito (2008): told apart with any kind of colour blindness. Markers and hatches differ
-# as well wherever colours do, so that a grey print says the same.
-BLACK, BLUE, ORANGE, VERMILLION = "#000000", "#0072B2", "#E69F00", "#D55E00"
-SKY, GREY = "#56B4E9", "#7F7F7F"
+# Okabe & Ito (2008): readers with any kind of colour blindness can tell these colours apart.
+# Markers and hatches differ wherever colours do, so that a grey print says the same.
+BLACK = "#000000"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+VERMILLION = "#D55E00"
+SKY = "#56B4E9"
+GREY = "#7F7F7F"
 FOUR = (GREY, BLUE, ORANGE, VERMILLION)
 
 Labels = Sequence[Any] | Mapping[int, Any]
@@ -35,9 +39,10 @@ UNITS = {
     "left_out_loss": "left-out loss [nats]  (→ worse)",
 }
 THUMBNAIL = 26  # points of the longer side
+BAR_WIDTH = 0.38  # of the distance between two places
 LEADER = {"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkB": 3, "relpos": (0, 0.5)}
 LOO = "leave-one-out, from training data"
-# Colour, marker and line of what is measured where, in every picture.
+# Label, colour, marker and line of each data set, in every picture.
 LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "train": ("training data", {"color": GREY, "marker": "s", "ls": ":"}),
     "loo": (LOO, {"color": BLUE, "marker": "o", "ls": "-"}),
@@ -46,7 +51,7 @@ LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Picture(Axes):
-    """Axes of a figure of their own, which show themselves at the end of a notebook's cell."""
+    """Axes of a new figure, which a notebook shows at the end of a cell."""
 
     name = "blr_analysis"
 
@@ -61,7 +66,7 @@ class Picture(Axes):
 
 
 def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
-    """The Axes given, or those of a new figure that pyplot does not know.
+    """``ax`` itself, or the Axes of a new figure that pyplot does not know.
 
     Raises:
         InputError: ``ax`` is something else than Axes.
@@ -84,10 +89,12 @@ def scale_of(values: np.ndarray) -> dict[str, Any]:
     positive = values[values > 0]
     if len(positive) < 2:
         return {"value": "linear"}
-    least, low, middle, high, top = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
-    if high <= 30 * low and top <= 30 * middle:
+    quantiles = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
+    one_percent, low, median, high, largest = map(float, quantiles)
+    fits_linear_axis = high <= 30 * low and largest <= 30 * median
+    if fits_linear_axis:
         return {"value": "linear"}
-    floor = max(float(positive.min()), min(float(top) * 1e-6, float(least)), float(top) * 1e-12)
+    floor = max(float(positive.min()), min(largest * 1e-6, one_percent), largest * 1e-12)
     return {"value": "symlog", "linthresh": floor, "linscale": 0.3}
 
 
@@ -97,20 +104,31 @@ def label_points(
     texts: Sequence[str],
     images: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Label points [K, 2] in a column beside the axes, in the order of their heights; each with its
-    image, where given, before its text."""
-    order = np.argsort(-ax.transData.transform(points)[:, 1], kind="stable") if len(points) else []
-    step = min(0.11, 1 / max(1, len(points)))
-    for place, k in enumerate(map(int, order)):
+    """Label points [K, 2] in a column beside the axes, in the order of their heights. The image of
+    a point stands before its text."""
+    if not len(points):
+        return
+    heights = ax.transData.transform(points)[:, 1]
+    order: list[int] = np.argsort(-heights, kind="stable").tolist()
+    step = min(0.11, 1 / len(points))
+    for place, k in enumerate(order):
         content: OffsetBox = TextArea(texts[k], textprops={"fontsize": 8})
         if images is not None:
             zoom = THUMBNAIL / max(images[k].shape[:2])
             picture = OffsetImage(images[k], zoom=zoom, cmap="gray", interpolation="nearest")
             content = HPacker(children=[picture, content], align="center", pad=0, sep=3)
-        at = (float(points[k, 0]), float(points[k, 1]))
-        box = AnnotationBbox(content, at, xybox=(1.03, 0.97 - place * step), pad=0, frameon=False,
-                             boxcoords="axes fraction", box_alignment=(0, 0.5), arrowprops=LEADER,
-                             annotation_clip=False, zorder=5)  # fmt: skip
+        box = AnnotationBbox(
+            content,
+            (float(points[k, 0]), float(points[k, 1])),
+            xybox=(1.03, 0.97 - place * step),
+            boxcoords="axes fraction",
+            box_alignment=(0, 0.5),
+            arrowprops=LEADER,
+            annotation_clip=False,
+            frameon=False,
+            pad=0,
+            zorder=5,
+        )
         ax.add_artist(box)
 
 
@@ -132,8 +150,10 @@ def named(indices: Iterable[int], labels: Labels | None) -> list[str]:
     Raises:
         InputError: labels that do not cover an index.
     """
+    if labels is None:
+        return [str(i) for i in indices]
     try:
-        return [f"{i}" if labels is None else f"{i}: {labels[i]}" for i in indices]
+        return [f"{i}: {labels[i]}" for i in indices]
     except (IndexError, KeyError) as fault:
         raise InputError("labels do not cover every example: pass one for each index") from fault
 
@@ -144,28 +164,31 @@ def name_of(value: Any, names: Names | None = None) -> str:
         return str(names[value])  # type: ignore[index]
     if not isinstance(value, float | np.floating):
         return str(value)
-    return f"{value:.{15 if float(value).is_integer() else 4}g}"
+    digits = 15 if float(value).is_integer() else 4
+    return f"{value:.{digits}g}"
 
 
-def shortened(text: str, most: int = 24) -> str:
-    """Somebody's word as a tick label, in one line."""
+def shortened(text: str, limit: int = 24) -> str:
+    """A user's text as a tick label, in one line."""
     text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    if len(text) <= limit:
+        return text
+    return text[: limit - 1] + "…"
 
 
 def drawn(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
     """A curve of values where they are finite: [K] bool."""
     values = as_array(values)
-    known = np.isfinite(values)
-    if known.any():
+    finite = np.isfinite(values)
+    if finite.any():
         look = {"lw": 1.6, "ms": 5, "mec": "black", "mew": 0.5, **look}
-        shown = np.where(known, values, np.nan)
-        ax.plot(x, shown, label=label, markevery=max(1, len(values) // 30), **look)
-    return known
+        heights = np.where(finite, values, np.nan)
+        ax.plot(x, heights, label=label, markevery=max(1, len(values) // 30), **look)
+    return finite
 
 
 def diamond(ax: Axes, x: float, y: float, label: str, **look: Any) -> None:
-    """The point that was chosen."""
+    """Mark the chosen point."""
     look = {"ms": 9, "mfc": VERMILLION, "mec": "black", "zorder": 5, **look}
     ax.plot([x], [y], ls="", marker="D", label=label, **look)
 
@@ -185,18 +208,22 @@ def whole_figure(ax: Axes) -> Figure:
 def paired_bars(
     ax: Axes, first: np.ndarray, second: np.ndarray, labels: tuple[str, str], colour: str
 ) -> np.ndarray:
-    """Two bars side by side for each place, with their values where they are few.
+    """Draw two bars side by side at each place; up to six pairs show their values.
 
     Returns:
-        Where the second bars stand.
+        The places of the second bars.
     """
-    place, width = np.arange(len(first)), 0.38
-    looks = ((first, -1, colour, ""), (second, 1, ORANGE, "///"))
-    for (values, side, color, hatch), label in zip(looks, labels, strict=True):
-        bars = ax.bar(place + side * width / 2, values, width, color=color, ec="black", lw=0.7,
-                      hatch=hatch, label=label)  # fmt: skip
-        if len(first) <= 6:
+    places = np.arange(len(first))
+    left = places - BAR_WIDTH / 2
+    right = places + BAR_WIDTH / 2
+    edge: dict[str, Any] = {"ec": "black", "lw": 0.7}
+    first_bars = ax.bar(left, first, BAR_WIDTH, color=colour, label=labels[0], **edge)
+    second_bars = ax.bar(
+        right, second, BAR_WIDTH, color=ORANGE, hatch="///", label=labels[1], **edge
+    )
+    if len(first) <= 6:
+        for bars in (first_bars, second_bars):
             ax.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     if len(first) == 1:
         ax.set_xlim(-1, 1)
-    return place + width / 2
+    return right

@@ -1,4 +1,4 @@
-"""Examples one by one: as points (deviations, sums of sites, what looks suspicious), as images."""
+"""Single examples as points (deviations, sums of sites, suspicions) and as images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plot_deviations(
 ) -> Axes:
     """Draw the deviations in falling order, the largest labelled by their index.
 
-    A steep start means that a few examples shape the model; a flat curve, that all do alike.
+    A steep start means that a few examples shape the model; a flat curve means that all do alike.
     Ranks are on a logarithmic axis from 100 examples on, deviations where the first is more
     than a hundred times that at 5 % of the ranks. Where the scores carry no deviation (too many
     outputs), the self-influence takes its place, and the axis says so.
@@ -48,46 +48,64 @@ def plot_deviations(
         [0.3, 0.2, 0.1]
     """
     values, unit = _values(scores)
-    index = np.asarray(scores["index"]) if hasattr(scores, "iloc") else np.arange(len(values))
-    order = np.argsort(-values, kind="stable")[: np.isfinite(values).sum()]
-    height, few = values[order], len(order) <= 100
-    points = np.column_stack([np.arange(1, len(order) + 1), height])
+    n_finite = np.isfinite(values).sum()
+    order = np.argsort(-values, kind="stable")[:n_finite]
     ax = canvas.axes_or_new(ax)
-    ax.plot(*points.T, color=canvas.BLUE, lw=1.5, marker="." if few else "", zorder=2)
-    ax.fill_between(*points.T, color=canvas.BLUE, alpha=0.15, lw=0)  # type: ignore[misc]
-    ax.set_xscale("linear" if few else "log")
-    if height[0] > 100 * height[len(order) // 20]:
-        ax.set_yscale(**canvas.scale_of(height))
-    if few:
-        canvas.count_ticks(ax)
-    ax.set_ylim(0)
-    top = order[: max(n_labels, 0)]
-    top = top[values[top] > 0]
-    ax.plot(*points[: len(top)].T, **LARGEST)
-    canvas.label_points(ax, points[: len(top)], canvas.named(index[top].tolist(), labels))
+    _draw_ranked(ax, values[order])
+    largest = order[: max(n_labels, 0)]
+    largest = largest[values[largest] > 0]
+    points = np.column_stack([np.arange(1, len(largest) + 1), values[largest]])
+    ax.plot(*points.T, **LARGEST)
+    index = largest
+    if hasattr(scores, "iloc"):  # a part of a table names its examples itself
+        index = np.asarray(scores["index"])[largest]
+    canvas.label_points(ax, points, canvas.named(index.tolist(), labels))
     ax.set_xlabel("rank (1 = shapes the model most)")
     ax.set_ylabel(unit)
     ax.set_title(f"How far predictions would move: {canvas.count_of(len(order))}")
     return ax
 
 
+def _draw_ranked(ax: Axes, heights: np.ndarray) -> None:
+    """Draw falling heights over their ranks."""
+    n = len(heights)
+    rank = np.arange(1, n + 1)
+    shows_every_point = n <= 100
+    marker = "." if shows_every_point else ""
+    ax.plot(rank, heights, color=canvas.BLUE, lw=1.5, marker=marker, zorder=2)
+    ax.fill_between(rank, heights, color=canvas.BLUE, alpha=0.15, lw=0)
+    ax.set_xscale("linear" if shows_every_point else "log")
+    starts_steeply = heights[0] > 100 * heights[n // 20]
+    if starts_steeply:
+        ax.set_yscale(**canvas.scale_of(heights))
+    if shows_every_point:
+        canvas.count_ticks(ax)
+    ax.set_ylim(0)
+
+
 def _values(scores: Any) -> tuple[np.ndarray, str]:
     """The deviations and their name with units, or the self-influences where there are none."""
-    if (before := getattr(scores, "losses_before", None)) is not None:  # of a leave-one-out
-        return canvas.as_array(scores.losses - before), RISE
+    losses_before = getattr(scores, "losses_before", None)
+    if losses_before is not None:  # a leave-one-out
+        return canvas.as_array(scores.losses - losses_before), RISE
     for name in ("deviation", "self_influence"):
-        found = getattr(scores, name, None)
-        values = canvas.as_array([] if found is None else found).reshape(-1)
+        column = getattr(scores, name, None)
+        if column is None:
+            continue
+        values = canvas.as_array(column).reshape(-1)
         if np.isinf(values).any():
             raise InputError(f"{np.isinf(values).sum()} {name}s are not finite")
         if np.isfinite(values).any():
             return values, _unit(scores, name)
-    got = type(scores).__name__
-    raise InputError(f"expected scores of examples with a deviation or self_influence, got {got}")
+    raise InputError(
+        "expected scores of examples with a deviation or self_influence, "
+        f"got {type(scores).__name__}"
+    )
 
 
 def _unit(scores: Any, name: str) -> str:
-    if name == "deviation" and (likelihood := getattr(scores, "likelihood", None)) is not None:
+    likelihood = getattr(scores, "likelihood", None)
+    if name == "deviation" and likelihood is not None:
         unit = "‖Δp‖₁, 0 to 2" if likelihood.is_classification else "‖Δf‖₂ [output]"
         return f"deviation {unit}  (→ shapes more)"
     return canvas.UNITS[name]
@@ -101,18 +119,25 @@ def plot_suspicious(suspicions: Any, ax: Axes | None = None) -> Axes:
         ax: where to draw; a new figure if None.
     """
     ax = canvas.axes_or_new(ax, (7.2, 5.0))
-    unfamiliarity, losses = (
-        canvas.as_array(suspicions.unfamiliarity),
-        canvas.as_array(suspicions.losses),
-    )
+    unfamiliarity = canvas.as_array(suspicions.unfamiliarity)
+    losses = canvas.as_array(suspicions.losses)
     kinds = np.array(suspicions.kind)
     for kind, colour in COLOURS.items():
         chosen = kinds == kind
-        size, alpha = (8, 0.4) if kind == NO_FAULT else (26, 0.9)
-        label = f"{'nothing suspected' if kind == NO_FAULT else kind} ({int(chosen.sum()):,})"
-        if chosen.any():
-            ax.scatter(unfamiliarity[chosen], losses[chosen], s=size, c=colour,
-                       marker=MARKERS[kind], alpha=alpha, label=label)  # fmt: skip
+        count = int(chosen.sum())
+        if not count:
+            continue
+        is_fault = kind != NO_FAULT
+        name = kind if is_fault else "nothing suspected"
+        ax.scatter(
+            unfamiliarity[chosen],
+            losses[chosen],
+            s=26 if is_fault else 8,
+            c=colour,
+            marker=MARKERS[kind],
+            alpha=0.9 if is_fault else 0.4,
+            label=f"{name} ({count:,})",
+        )
     ax.set_xscale(**canvas.scale_of(unfamiliarity))
     ax.set_ylabel("mean loss over the run [nats]  (→ label more suspicious)")
     ax.set_xlabel("unfamiliarity tr ΛV [parameters]  (→ less familiar)")
@@ -134,33 +159,57 @@ def image_of(images: Any, index: int) -> np.ndarray:
         InputError: there is no such example, or it is no image.
     """
     try:
-        item = images[int(index)]
+        example = images[int(index)]
     except (IndexError, KeyError, TypeError) as fault:
         raise InputError(f"images[{index}] does not exist: pass one image per example") from fault
-    item = item[0] if isinstance(item, tuple) else item
-    if hasattr(item, "convert"):  # of PIL
-        item = item.convert("L" if item.mode in ("1", "L") else "RGB")
-    picture = np.asarray(item.detach().cpu() if hasattr(item, "detach") else item)
-    shape = picture.shape
-    if picture.ndim == 1 and math.isqrt(picture.size) ** 2 == picture.size > 0:
-        picture = picture.reshape(math.isqrt(picture.size), -1)
-    if picture.ndim == 3 and shape[0] in (1, 3, 4) and shape[-1] not in (1, 3, 4):
-        picture = np.moveaxis(picture, 0, -1)
-    if picture.ndim == 3 and picture.shape[-1] == 1:
-        picture = picture[:, :, 0]
-    fits = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] in (3, 4))
-    if not fits or not picture.size or picture.dtype.kind not in "buif":
+    pixels = _pixels_of(example)
+    picture = _channels_last(pixels)
+    has_colours = picture.ndim == 3 and picture.shape[-1] in (3, 4)
+    has_shape_of_image = picture.ndim == 2 or has_colours
+    if not has_shape_of_image or not picture.size or picture.dtype.kind not in "buif":
         raise InputError(
-            f"images[{index}] of shape {shape}, {picture.dtype}, is no image: expected [H, W], "
-            "[C, H, W], [H, W, C] or a flattened square"
+            f"images[{index}] of shape {pixels.shape}, {picture.dtype}, is no image: "
+            "expected [H, W], [C, H, W], [H, W, C] or a flattened square"
         )
+    return _between_0_and_1(picture)
+
+
+def _pixels_of(example: Any) -> np.ndarray:
+    """The image of an example as an array, in its own layout and range."""
+    image = example[0] if isinstance(example, tuple) else example
+    if hasattr(image, "convert"):  # a PIL image
+        image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+    if hasattr(image, "detach"):  # a tensor
+        image = image.detach().cpu()
+    return np.asarray(image)
+
+
+def _channels_last(pixels: np.ndarray) -> np.ndarray:
+    """[H, W] or [H, W, C], where the array is an image in one of the layouts that we read."""
+    if pixels.ndim == 1:
+        side = math.isqrt(pixels.size)
+        is_square = side**2 == pixels.size > 0
+        return pixels.reshape(side, side) if is_square else pixels
+    if pixels.ndim != 3:
+        return pixels
+    channel_counts = (1, 3, 4)
+    is_channels_first = pixels.shape[0] in channel_counts and pixels.shape[-1] not in channel_counts
+    if is_channels_first:
+        pixels = np.moveaxis(pixels, 0, -1)
+    return pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels
+
+
+def _between_0_and_1(picture: np.ndarray) -> np.ndarray:
     if picture.dtype == np.uint8:
         return picture / 255
     picture = np.nan_to_num(picture.astype(np.float64), posinf=0.0, neginf=0.0)
-    low, high = picture.min(), picture.max()
+    low = picture.min()
+    high = picture.max()
     if low >= 0 and high <= 1:
         return picture
-    return (picture - low) / (high - low) if high > low else np.zeros_like(picture)
+    if high == low:
+        return np.zeros_like(picture)
+    return (picture - low) / (high - low)
 
 
 def plot_examples(
@@ -205,18 +254,27 @@ def plot_examples(
     across = min(columns or 8, len(chosen))
     down = math.ceil(len(chosen) / across)
     lines = max(text.count("\n") + 1 for text in titles)
-    room = 0.05 + 0.17 * lines  # of a cell, for its title
-    ax = canvas.axes_or_new(ax, (1.15 * across + 0.2, 1.15 * (1 + room) * down + 0.2))
+    title_height = 0.05 + 0.17 * lines  # in heights of an image
+    cell_height = 1 + title_height
+    ax = canvas.axes_or_new(ax, (1.15 * across + 0.2, 1.15 * cell_height * down + 0.2))
     for k, (picture, text) in enumerate(zip(pictures, titles, strict=True)):
-        x, y = k % across + 0.5, (k // across) * (1 + room) + 0.5
-        half = 0.46 * np.array(picture.shape[1::-1]) / max(picture.shape[:2])  # of its cell
-        extent = (x - half[0], x + half[0], y + half[1], y - half[1])
-        shown = ax.imshow(picture, cmap=cmap, extent=extent, interpolation="nearest")
-        if picture.ndim == 2:
-            shown.set_clim(0, 1)
-        ax.text(x, y - half[1] - 0.02, text, ha="center", va="bottom", fontsize=8)
-    ax.set(xlim=(0, across), ylim=(down * (1 + room) - room, -room), aspect="equal")
+        row, column = divmod(k, across)
+        _draw_image(ax, picture, text, column + 0.5, row * cell_height + 0.5, cmap)
+    ax.set(xlim=(0, across), ylim=(down * cell_height - title_height, -title_height))
+    ax.set_aspect("equal")
     ax.set_axis_off()
     if title is not None:
         ax.set_title(title)
     return ax
+
+
+def _draw_image(ax: Axes, picture: np.ndarray, text: str, x: float, y: float, cmap: str) -> None:
+    """Draw an image, its centre at (x, y), into a cell of width 1, and its title above it."""
+    height, width = picture.shape[:2]
+    half_width = 0.46 * width / max(height, width)
+    half_height = 0.46 * height / max(height, width)
+    extent = (x - half_width, x + half_width, y + half_height, y - half_height)
+    image = ax.imshow(picture, cmap=cmap, extent=extent, interpolation="nearest")
+    if picture.ndim == 2:
+        image.set_clim(0, 1)
+    ax.text(x, y - half_height - 0.02, text, ha="center", va="bottom", fontsize=8)

@@ -62,35 +62,52 @@ def plot_influence(
         torch.cat([helpful[:k], harmful[:k].flip(0)]).numpy()
         for helpful, harmful in zip(helps, harms, strict=True)
     )
-    place = np.arange(len(values))
+    places = np.arange(len(values))
     ax = canvas.axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
-    for at, value in zip(place, values, strict=True):
-        colour, hatch = (canvas.BLUE, "") if value >= 0 else (canvas.ORANGE, "///")
-        ax.barh(at, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
+    for place, value in zip(places, values, strict=True):
+        helps_test = value >= 0
+        colour = canvas.BLUE if helps_test else canvas.ORANGE
+        hatch = "" if helps_test else "///"
+        ax.barh(place, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
     ax.axvline(0, color="black", lw=0.8)
-    known = result.pairs.described(torch.from_numpy(indices.copy()))
-    ticks = [f"#{i}" for i in indices]
-    if known:
-        targets = zip(ticks, known["target"].tolist(), strict=True)
-        ticks = [f"{tick}  {_name(target, names)}" for tick, target in targets]
-    ax.set_yticks(place, ticks)
+    ax.set_yticks(places, _ticks(result, indices, names))
     ax.invert_yaxis()
     if images is not None:
         pictures = [image_of(images, int(index)) for index in indices]
-        canvas.label_points(ax, np.column_stack([values, place]), [""] * len(place), pictures)
-    measure, quantity = result.pairs.measure, result.pairs.quantity
-    unit = "of the test loss [nats]" if measure == "loss" else f"of {measure}"
-    what = f"rise {unit} without the training example"
-    what = what if quantity == "influence" else quantity.replace("_", " ")
-    ax.set_xlabel(f"{what}\n← it harms      it helps →")
+        canvas.label_points(ax, np.column_stack([values, places]), [""] * len(places), pictures)
+    ax.set_xlabel(f"{_quantity(result)}\n← it harms      it helps →")
     ax.set_ylabel("training example")
-    asked = result.pairs.described(torch.tensor([test]), test=True)
-    title = f"What shapes test example #{test}"
-    if asked:
-        said = [_name(asked[key].tolist()[0], names) for key in ("target", "prediction")]
-        title += ": {}, predicted {}".format(*said)
-    ax.set_title(title)
+    ax.set_title(_title(result, test, names))
     return ax
+
+
+def _ticks(result: TopInfluence, indices: np.ndarray, names: canvas.Names | None) -> list[str]:
+    """The index and, where there are targets, the target of each training example."""
+    columns = result.pairs.described(torch.from_numpy(indices.copy()))
+    if not columns:
+        return [f"#{index}" for index in indices]
+    pairs = zip(indices, columns["target"].tolist(), strict=True)
+    return [f"#{index}  {_name(target, names)}" for index, target in pairs]
+
+
+def _quantity(result: TopInfluence) -> str:
+    """The length of a bar, in words with units."""
+    measure = result.pairs.measure
+    quantity = result.pairs.quantity
+    if quantity != "influence":
+        return quantity.replace("_", " ")
+    unit = "of the test loss [nats]" if measure == "loss" else f"of {measure}"
+    return f"rise {unit} without the training example"
+
+
+def _title(result: TopInfluence, test: int, names: canvas.Names | None) -> str:
+    title = f"What shapes test example #{test}"
+    columns = result.pairs.described(torch.tensor([test]), test=True)
+    if not columns:
+        return title
+    target = _name(columns["target"].tolist()[0], names)
+    prediction = _name(columns["prediction"].tolist()[0], names)
+    return f"{title}: {target}, predicted {prediction}"
 
 
 def _name(target: Any, names: canvas.Names | None) -> str:

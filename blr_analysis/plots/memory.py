@@ -15,6 +15,13 @@ from blr_analysis.plots.examples import image_of
 __all__ = ["extremes", "plot_memory_map", "shares_above"]
 
 LOOKS = dict(zip(REGIONS, zip(canvas.FOUR, "os^D", strict=True), strict=True))
+# Of each region's name: x, y, and how the text is aligned there.
+CORNERS = (
+    (0.015, 0.015, "left", "bottom"),
+    (0.985, 0.015, "right", "bottom"),
+    (0.015, 0.985, "left", "top"),
+    (0.985, 0.985, "right", "top"),
+)
 
 
 def plot_memory_map(
@@ -47,12 +54,7 @@ def plot_memory_map(
     points = np.column_stack([memory.variance.numpy(), memory.error.numpy()])
     ax.set_xscale(**canvas.scale_of(points[:, 0]))
     ax.set_yscale(**canvas.scale_of(points[:, 1]))
-    n = len(points)
-    size, alpha = (22, 0.85) if n <= 300 else (12, 0.55) if n <= 3000 else (4, 0.2)
-    for order, (region, (colour, marker)) in enumerate(LOOKS.items()):
-        edge = {"linewidths": 0.5, "edgecolors": "black"} if order and n <= 3000 else {"lw": 0}
-        ax.scatter(*points[memory.region == region].T, s=size, c=colour, marker=marker,
-                   alpha=alpha, label=region, zorder=2 + order / 10, **edge)  # fmt: skip
+    _draw_regions(ax, memory, points)
     ax.axvline(memory.variance_threshold, color="0.25", lw=0.9, ls="--", zorder=1.5)
     ax.axhline(memory.error_threshold, color="0.25", lw=0.9, ls="--", zorder=1.5)
     ax.margins(x=0.05, y=0.2)  # room for the regions' names
@@ -61,13 +63,42 @@ def plot_memory_map(
     kind = VARIANCES[memory.variance_kind]
     ax.set_xlabel(f"prediction {kind} [output²], {beyond:.0%} beyond the line  (→ less certain)")
     ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output], {above:.0%} above  (→ more wrong)")
-    ax.set_title(f"Memory map of {canvas.count_of(n)}")
+    ax.set_title(f"Memory map of {canvas.count_of(len(points))}")
     chosen = extremes(memory, n_extremes)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
     canvas.label_points(ax, points[chosen], canvas.named(chosen, labels), pictures)
-    rings = {"s": 30, "fc": "none", "ec": "black", "lw": 0.9, "zorder": 4, "label": "extremes"}
-    ax.scatter(*points[chosen].T, **rings)
+    x, y = points[chosen].T
+    ax.scatter(x, y, s=30, fc="none", ec="black", lw=0.9, zorder=4, label="extremes")
     return ax
+
+
+def _draw_regions(ax: Axes, memory: MemoryMap, points: np.ndarray) -> None:
+    """Draw the points of each region in its colour and marker, smaller where they are many."""
+    n = len(points)
+    if n <= 300:
+        size = 22
+        alpha = 0.85
+    elif n <= 3000:
+        size = 12
+        alpha = 0.55
+    else:
+        size = 4
+        alpha = 0.2
+    for order, (region, (colour, marker)) in enumerate(LOOKS.items()):
+        x, y = points[memory.region == region].T
+        has_edges = order > 0 and n <= 3000
+        ax.scatter(
+            x,
+            y,
+            s=size,
+            c=colour,
+            marker=marker,
+            alpha=alpha,
+            linewidths=0.5 if has_edges else 0,
+            edgecolors="black" if has_edges else None,
+            label=region,
+            zorder=2 + order / 10,
+        )
 
 
 def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
@@ -76,9 +107,10 @@ def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
     Memorable ones first; where there are fewer than ``n``, uncertain and unpredictable ones
     follow. Regular ones never.
     """
-    rest = np.concatenate([memory.indices(r).numpy() for r in ("uncertain", "unpredictable")])
-    rest = rest[np.argsort(-memory.product.numpy()[rest], kind="stable")]
-    return [int(i) for i in np.concatenate([memory.memorable.numpy(), rest])[: max(n, 0)]]
+    doubtful = np.concatenate([memory.indices(r).numpy() for r in ("uncertain", "unpredictable")])
+    doubtful = doubtful[np.argsort(-memory.product.numpy()[doubtful], kind="stable")]
+    indices = np.concatenate([memory.memorable.numpy(), doubtful])
+    return [int(i) for i in indices[: max(n, 0)]]
 
 
 def shares_above(memory: MemoryMap) -> tuple[float, float]:
@@ -89,12 +121,19 @@ def shares_above(memory: MemoryMap) -> tuple[float, float]:
 
 
 def _name_regions(ax: Axes, memory: MemoryMap) -> None:
-    """In the corners, with their counts."""
-    for place, (region, count) in enumerate(memory.counts().items()):
-        right, top = place % 2, place >= 2
-        weight = "bold" if region == "memorable" else "normal"
-        ax.text(0.985 if right else 0.015, 0.985 if top else 0.015,
-                f"{region}\n{count:,} ({count / len(memory.region):.1%})",
-                transform=ax.transAxes, ha="right" if right else "left",
-                va="top" if top else "bottom", fontsize=9, fontweight=weight, zorder=4,
-                bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1.5})  # fmt: skip
+    """Write each region's name and count into its corner."""
+    n = len(memory.region)
+    for (region, count), corner in zip(memory.counts().items(), CORNERS, strict=True):
+        x, y, across, up = corner
+        ax.text(
+            x,
+            y,
+            f"{region}\n{count:,} ({count / n:.1%})",
+            transform=ax.transAxes,
+            ha=across,
+            va=up,
+            fontsize=9,
+            fontweight="bold" if region == "memorable" else "normal",
+            zorder=4,
+            bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 1.5},
+        )

@@ -14,22 +14,21 @@ from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["plot_merge_curve", "plot_mismatch"]
 
-COLOURS, MARKERS, LINES = (
-    (canvas.BLUE, canvas.ORANGE, canvas.GREY, canvas.SKY, canvas.BLACK),
-    "o^sDv",
-    ("-", "--", ":", "-.", "-"),
-)
+COLOURS = (canvas.BLUE, canvas.ORANGE, canvas.GREY, canvas.SKY, canvas.BLACK)
+MARKERS = "o^sDv"
+LINES = ("-", "--", ":", "-.", "-")
 ACROSS = "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N  (→ worse)"
-FEW, MOST_LABELS = 12, 24
+LABELS_OF_ALL = 12  # up to here, every point has its label
+MOST_LABELS = 24
 
 
 def plot_mismatch(result: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
     """Draw each task's gradient mismatch against what the merge costs it.
 
-    One point per task and merge, named after its task (of more than 12, for each task that where
-    it loses most); with several merges, a line leads from each task's point in one merge to its
-    point in the next. Where held-out tasks were given, the
-    cost is that on them, else that on the training data.
+    One point per task and merge, named after its task; of more than 12 points, those are named
+    where a task loses most. With several merges, a line leads from each task's point in one merge
+    to its point in the next. The cost is measured on the held-out tasks where there are any, else
+    on the training data.
 
     Args:
         result: what :func:`blr_analysis.gradient_mismatch` returns.
@@ -45,53 +44,62 @@ def plot_mismatch(result: Any, ax: Axes | None = None, *, measure: str = "nll") 
     one_of("measure", measure, tuple(canvas.MEASURES))
     rows = list(result.rows)
     x = np.array([row["mismatch_per_example"] for row in rows], dtype=float)
-    y, where = _costs(rows, measure)
-    known = np.isfinite(x) & np.isfinite(y)
-    if not known.any():
+    y, data = _costs(rows, measure)
+    finite = np.isfinite(x) & np.isfinite(y)
+    if not finite.any():
         raise InputError(f"there is no finite mismatch with a finite {measure} to draw")
     ax = canvas.axes_or_new(ax)
-    merges = list(dict.fromkeys(row["merge"] for row in rows))
+    merges = np.array([row["merge"] for row in rows])
     tasks = np.array([row["task"] for row in rows])
-    of = np.array([merges.index(row["merge"]) for row in rows])
-    for name in dict.fromkeys(tasks):
-        path = (tasks == name) & known
+    for task in dict.fromkeys(tasks):
+        path = (tasks == task) & finite
         if path.sum() > 1:
             ax.plot(x[path], y[path], color="0.75", lw=0.8, zorder=1)
-    for k, merge in enumerate(merges):
-        mine = (of == k) & known
+    names = list(dict.fromkeys(merges.tolist()))
+    for k, name in enumerate(names):
+        points = (merges == name) & finite
         look = {**_look(k), "ls": "", "s": 46, "linewidths": 0.6, "edgecolors": "black"}
-        ax.scatter(x[mine], y[mine], label=merge, zorder=3, **look)
+        ax.scatter(x[points], y[points], label=name, zorder=3, **look)
     ax.axhline(0.0, color="0.4", lw=0.8, ls="--", zorder=0)
-    ax.set_xscale(**canvas.scale_of(x[known]))
+    ax.set_xscale(**canvas.scale_of(x[finite]))
     ax.margins(x=0.12, y=0.12)
     ax.set_xlabel(ACROSS)
-    what = "rise of the NLL [nats per example]" if measure == "nll" else "accuracy lost"
-    ax.set_ylabel(f"{what}, {where}  (→ worse)")
+    cost = "rise of the NLL [nats per example]" if measure == "nll" else "accuracy lost"
+    ax.set_ylabel(f"{cost}, {data}  (→ worse)")
     ax.set_title("What the merge costs each task")
-    if len(merges) > 1:
+    if len(names) > 1:
         ax.legend()
-    shown = np.flatnonzero(known)
-    if len(shown) > FEW:  # of each task the point where it loses most
-        highest = {str(tasks[k]): k for k in shown[np.argsort(y[shown], kind="stable")]}
-        shown = np.array(sorted(highest.values()))[:MOST_LABELS]
-    canvas.label_points(ax, np.column_stack([x, y])[shown], [str(t) for t in tasks[shown]])
+    labelled = _labelled(tasks, y, np.flatnonzero(finite))
+    points_labelled = np.column_stack([x, y])[labelled]
+    canvas.label_points(ax, points_labelled, [str(task) for task in tasks[labelled]])
     return ax
 
 
+def _labelled(tasks: np.ndarray, costs: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """The points to label: all where they are few, else the costliest point of each task."""
+    if len(points) <= LABELS_OF_ALL:
+        return points
+    rising = points[np.argsort(costs[points], kind="stable")]
+    costliest = {str(tasks[k]): k for k in rising}  # the last point of a task replaces the others
+    return np.array(sorted(costliest.values()))[:MOST_LABELS]
+
+
 def _costs(rows: Sequence[Any], measure: str) -> tuple[np.ndarray, str]:
-    """How much worse than at θ_t, on held-out data where there are any."""
+    """The cost of the merge against θ_t, on held-out data where there are any, and its data."""
     sign = 1 if measure == "nll" else -1
 
     def lost(prefix: str) -> np.ndarray:
         ends = [[row[f"{prefix}{measure}_{at}"] for at in ("own", "merged")] for row in rows]
         return sign * np.diff(np.array(ends, dtype=float), axis=1)[:, 0]
 
-    test = lost("test_")
-    return (test, "test data") if np.isfinite(test).any() else (lost(""), "training data")
+    on_test_data = lost("test_")
+    if np.isfinite(on_test_data).any():
+        return on_test_data, "test data"
+    return lost(""), "training data"
 
 
 def _look(k: int) -> dict[str, Any]:
-    """Colour, marker and line of the k-th thing."""
+    """Colour, marker and line of the k-th merge, method or task."""
     k %= len(COLOURS)
     return {"color": COLOURS[k], "marker": MARKERS[k], "ls": LINES[k]}
 
@@ -114,42 +122,78 @@ def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str = "nll"
         InputError: an unknown measure, or nothing finite to draw.
     """
     one_of("measure", measure, tuple(canvas.MEASURES))
-    methods, points, best = curve.methods, curve.points, curve.best
-    values = canvas.as_array([getattr(p, measure) for p in points])
-    if not np.isfinite(values).any():
+    values = canvas.as_array([getattr(point, measure) for point in curve.points])
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         raise InputError(f"the merges have no finite {measure} to draw")
-    ax, shared = canvas.axes_or_new(ax), curve.shape == "shared"
-    x = np.array([p.weights[0] for p in points]) if shared else np.arange(1, len(points) + 1)
-    for k, name in enumerate(methods):
-        mine = np.flatnonzero([p.method == name for p in points])
-        mine = mine[np.argsort(x[mine], kind="stable")]
-        if shared and len(methods) == 1 and len(curve.tasks) > 1:
-            each = canvas.as_array([p.nlls if measure == "nll" else p.accuracies for p in points])
-            for t, task in enumerate(curve.tasks):
-                thin = {**_look(t + 1), "lw": 1.0, "ms": 4, "mew": 0.4}
-                canvas.drawn(ax, x[mine], each[mine, t], task, thin)
-        label = name if len(methods) > 1 or not shared else "mean"
-        label = curve.tasks[0] if label == "mean" and len(curve.tasks) == 1 else label
-        look = {**_look(k), "lw": 2.0} if shared else {**_look(k), "ls": ""}
-        canvas.drawn(ax, x[mine], values[mine], label, look)
-    place = best.weights[0] if shared else points.index(best) + 1
-    said = f"α = {best.weights[0]:.3g}"
-    if not shared:
-        said = "α = (" + ", ".join(f"{a:.3g}" for a in best.weights[:6]) + ")"
-    said = f"{best.method}, {said}" if shared and len(methods) > 1 else said
-    canvas.diamond(ax, place, getattr(best, measure), f"best: {said}")
-    known = values[np.isfinite(values)]
-    if measure == "nll" and bool((known > 0).all()):
-        ax.set_yscale(**canvas.scale_of(known))
-    if not shared:
+    ax = canvas.axes_or_new(ax)
+    if curve.shape == "shared":
+        x = np.array([point.weights[0] for point in curve.points])
+        best_x = curve.best.weights[0]
+        _draw_over_weights(ax, curve, x, values, measure)
+        ax.set_xlabel("weight α of every model")
+    else:
+        x = np.arange(1, len(curve.points) + 1)
+        best_x = curve.points.index(curve.best) + 1
+        _draw_in_order(ax, curve, x, values)
         canvas.count_ticks(ax)
-    ax.set_xlabel("weight α of every model" if shared else "merge, in the order tried")
-    ax.set_ylabel(
-        f"mean {canvas.MEASURES[measure]}" if len(curve.tasks) > 1 else canvas.MEASURES[measure]
-    )
+        ax.set_xlabel("merge, in the order tried")
+    canvas.diamond(ax, best_x, getattr(curve.best, measure), f"best: {_best_weights(curve)}")
+    if measure == "nll" and (finite > 0).all():
+        ax.set_yscale(**canvas.scale_of(finite))
+    unit = canvas.MEASURES[measure]
+    ax.set_ylabel(f"mean {unit}" if len(curve.tasks) > 1 else unit)
     ax.legend(fontsize=8)
-    lost, n = sum(bool(p.failure) for p in curve.points), len(curve.tasks)
-    who = methods[0] if len(methods) == 1 else "Merges"
-    note = f" ({lost} could not be run)" if lost else ""
-    ax.set_title(f"{who} on {n:,} validation task{'s' * (n != 1)}{note}")
+    ax.set_title(_curve_title(curve))
     return ax
+
+
+def _draw_over_weights(
+    ax: Axes, curve: Any, x: np.ndarray, values: np.ndarray, measure: str
+) -> None:
+    """Draw the curve of each method over α; of a single method, the curves of its tasks too."""
+    has_single_method = len(curve.methods) == 1
+    has_single_task = len(curve.tasks) == 1
+    for k, method in enumerate(curve.methods):
+        points = np.flatnonzero([point.method == method for point in curve.points])
+        points = points[np.argsort(x[points], kind="stable")]
+        label = method
+        if has_single_method:
+            label = curve.tasks[0] if has_single_task else "mean"
+        if has_single_method and not has_single_task:
+            _draw_tasks(ax, curve, x, points, measure)
+        canvas.drawn(ax, x[points], values[points], label, {**_look(k), "lw": 2.0})
+
+
+def _draw_tasks(ax: Axes, curve: Any, x: np.ndarray, points: np.ndarray, measure: str) -> None:
+    column = "nlls" if measure == "nll" else "accuracies"
+    values = canvas.as_array([getattr(point, column) for point in curve.points])  # [K, tasks]
+    for t, task in enumerate(curve.tasks):
+        thin = {**_look(t + 1), "lw": 1.0, "ms": 4, "mew": 0.4}
+        canvas.drawn(ax, x[points], values[points, t], task, thin)
+
+
+def _draw_in_order(ax: Axes, curve: Any, x: np.ndarray, values: np.ndarray) -> None:
+    """Draw the merges of each method as points, in the order tried."""
+    for k, method in enumerate(curve.methods):
+        points = np.flatnonzero([point.method == method for point in curve.points])
+        canvas.drawn(ax, x[points], values[points], method, {**_look(k), "ls": ""})
+
+
+def _best_weights(curve: Any) -> str:
+    """The best α, with its method where several were tried over one α."""
+    best = curve.best
+    if curve.shape != "shared":
+        weights = ", ".join(f"{alpha:.3g}" for alpha in best.weights[:6])
+        return f"α = ({weights})"
+    alpha = f"α = {best.weights[0]:.3g}"
+    return f"{best.method}, {alpha}" if len(curve.methods) > 1 else alpha
+
+
+def _curve_title(curve: Any) -> str:
+    n = len(curve.tasks)
+    tasks = "1 validation task" if n == 1 else f"{n:,} validation tasks"
+    merges = curve.methods[0] if len(curve.methods) == 1 else "Merges"
+    n_failures = sum(bool(point.failure) for point in curve.points)
+    note = f" ({n_failures} could not be run)" if n_failures else ""
+    return f"{merges} on {tasks}{note}"

@@ -60,9 +60,9 @@ def plot_monitor(
 
 def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
     one_of("measure", measure, tuple(canvas.MEASURES))
-    for where in ("train", "loo", "test"):
-        values = [row[f"{where}_{measure}"] for row in monitor.rows]
-        canvas.drawn(ax, monitor.epochs, values, *canvas.LOOKS[where])
+    for data, (label, look) in canvas.LOOKS.items():
+        values = [row[f"{data}_{measure}"] for row in monitor.rows]
+        canvas.drawn(ax, monitor.epochs, values, label, look)
     if not ax.lines:
         raise InputError(f"the monitor has recorded no finite {measure}")
     ax.set_ylabel(canvas.MEASURES[measure])
@@ -73,25 +73,26 @@ def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
 def _sensitivities(monitor: Any, ax: Axes, measure: str | None) -> None:
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
-    default = "deviation" if "deviation" in monitor.keep else monitor.keep[0]
-    kept: str = default if measure is None else measure
-    values = canvas.as_array(monitor.history(kept))  # [E, n]
+    if measure is None:
+        measure = "deviation" if "deviation" in monitor.keep else str(monitor.keep[0])
+    values = canvas.as_array(monitor.history(measure))  # [E, n]
     if not np.isfinite(values).all():
-        raise InputError(f"the monitor's {kept} is not finite everywhere; draw another measure")
-    epochs, marker = np.asarray(monitor.epochs), "." if len(monitor.epochs) <= 30 else ""
+        raise InputError(f"the monitor's {measure} is not finite everywhere; draw another measure")
+    epochs = np.asarray(monitor.epochs)
+    marker = "." if len(epochs) <= 30 else ""
     for low, high, label, alpha in BANDS:
         edges = np.quantile(values, [low, high], axis=1)
         ax.fill_between(
             epochs, *edges, color=canvas.SKY, alpha=alpha, lw=0, label=f"{label} of examples"
         )
-    middle = np.median(values, axis=1)
-    ax.plot(epochs, middle, color=canvas.BLACK, lw=1.8, marker=marker, label="median")
+    median = np.median(values, axis=1)
+    ax.plot(epochs, median, color=canvas.BLACK, lw=1.8, marker=marker, label="median")
     order = np.argsort(-values[-1], kind="stable")[: len(LINES)]
     for place, color, dash in zip(order.tolist(), reversed(canvas.FOUR), LINES, strict=False):
         label = f"example {int(monitor.indices[place])}"
         ax.plot(epochs, values[:, place], color=color, lw=1.2, marker=marker, ls=dash, label=label)
     ax.set_yscale(**canvas.scale_of(values.reshape(-1)))
-    ax.set_ylabel(canvas.UNITS[kept])
+    ax.set_ylabel(canvas.UNITS[measure])
     ax.set_title(f"Sensitivities while training: {canvas.count_of(values.shape[1])}")
     ax.legend(fontsize=8)
 
@@ -110,16 +111,15 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     """
     ax = canvas.axes_or_new(ax)
     delta = np.array([row["prior_precision"] for row in selection.rows])
-    for where in ("train", "loo", "test"):
-        values = np.array([row[f"{where}_nll"] for row in selection.rows], dtype=float)
-        known = canvas.drawn(ax, delta, values, *canvas.LOOKS[where])
-        stuck = known & [row.get("converged") is False for row in selection.rows]
-        if where == "loo" and stuck.any():
-            ax.plot(delta[stuck], values[stuck], ls="", marker="x", ms=9, color=canvas.BLACK,
-                    zorder=4, label="did not converge")  # fmt: skip
-    (chosen,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
+    for data, (label, look) in canvas.LOOKS.items():
+        values = np.array([row[f"{data}_nll"] for row in selection.rows], dtype=float)
+        finite = canvas.drawn(ax, delta, values, label, look)
+        if data == "loo":
+            failed = np.array([row.get("converged") is False for row in selection.rows])
+            _cross_out(ax, delta[finite & failed], values[finite & failed])
+    (loo_nll,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
     ax.axvline(selection.best, color=canvas.VERMILLION, lw=0.8, ls="-", zorder=1)
-    canvas.diamond(ax, selection.best, chosen, f"chosen: {selection.best:g}", zorder=3)
+    canvas.diamond(ax, selection.best, loo_nll, f"chosen: {selection.best:g}", zorder=3)
     ax.set_xscale("log")
     ax.set_xlabel("prior precision δ")
     ax.set_ylabel(canvas.MEASURES["nll"])
@@ -127,6 +127,22 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
     ax.set_title(f"Prior precision by leave-one-out{edge}")
     ax.legend()
     return ax
+
+
+def _cross_out(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """Cross out the fits that did not converge."""
+    if not len(x):
+        return
+    ax.plot(
+        x,
+        y,
+        ls="",
+        marker="x",
+        ms=9,
+        color=canvas.BLACK,
+        zorder=4,
+        label="did not converge",
+    )
 
 
 def plot_leave_one_out(
@@ -139,7 +155,7 @@ def plot_leave_one_out(
 ) -> Axes:
     """Draw leave-one-out estimates beside the test values they foretell.
 
-    Pairs of bars: of two numbers, or of one for each class, model or prior precision.
+    A pair of bars stands for two numbers, or for each class, model or prior precision.
 
     Args:
         loo_values: a number, [K] numbers, or what :func:`blr_analysis.leave_one_out` returns.
@@ -159,15 +175,17 @@ def plot_leave_one_out(
         >>> [bars.get_label() for bars in ax.containers]
         ['leave-one-out, from training data', 'test data']
     """
-    loo, test = _numbers(loo_values, measure), _numbers(test_values, measure)
-    for name, other in (("test_values", test), ("labels", labels)):
-        if other is not None and len(other) != len(loo):
-            raise InputError(f"{name} holds {len(other)} values for {len(loo)} loo_values")
+    loo = _numbers(loo_values, measure)
+    test = _numbers(test_values, measure)
+    names = range(1, len(loo) + 1) if labels is None else labels
+    for argument, values in (("test_values", test), ("labels", names)):
+        if len(values) != len(loo):
+            raise InputError(f"{argument} holds {len(values)} values for {len(loo)} loo_values")
     if not np.isfinite(np.concatenate([loo, test])).any():
         raise InputError("loo_values and test_values must be finite numbers (NaN marks a gap)")
     ax = canvas.axes_or_new(ax)
     canvas.paired_bars(ax, loo, test, (canvas.LOO, "test data"), canvas.BLUE)
-    ax.set_xticks(range(len(loo)), [str(name) for name in labels or range(1, len(loo) + 1)])
+    ax.set_xticks(range(len(loo)), [str(name) for name in names])
     ax.margins(y=0.25)
     ax.set_ylabel(canvas.MEASURES.get(measure, measure))
     ax.set_title("Leave-one-out estimate against test data")
@@ -176,13 +194,14 @@ def plot_leave_one_out(
 
 
 def _numbers(values: Any, measure: str) -> np.ndarray:
-    return canvas.as_array(
-        getattr(values, measure, values) if measure in canvas.MEASURES else values
-    ).reshape(-1)
+    """The measure of a leave-one-out result as [1], or numbers as [K]."""
+    if measure in canvas.MEASURES:
+        values = getattr(values, measure, values)
+    return canvas.as_array(values).reshape(-1)
 
 
 def plot_history(fitted: Any, ax: Axes | None = None) -> Axes:
-    """The objective of a :class:`blr_analysis.learning_rule.inference.Fitted` by iteration.
+    """Draw the objective of a :class:`blr_analysis.learning_rule.inference.Fitted` by iteration.
 
     A fit that stopped at its limit of iterations ends in a cross.
 

@@ -15,7 +15,7 @@ from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["has_classes", "plot_what_if", "whole"]
 
-MOST_GROUPS = 20  # of more, those that change most are drawn, and the title says so
+MOST_GROUPS = 20  # of more groups, those that change most are drawn, and the title says so
 
 
 def plot_what_if(
@@ -52,54 +52,102 @@ def plot_what_if(
         ['before', 'after, predicted']
     """
     one_of("measure", measure, tuple(canvas.MEASURES))
-    table, by_group = (result, True) if hasattr(result, "columns") else (whole(result), False)
+    is_by_group = hasattr(result, "columns")
+    table = result if is_by_group else whole(result)
     key = "group" if "group" in table else "class"
-    wanted = {key, f"{measure}_before", f"{measure}_after"}
-    if not wanted <= {*table} or not len(table):
-        got = f"{len(table)} rows of {list(table)}"
-        raise InputError(f"expected a table with rows and {', '.join(sorted(wanted))}; got {got}")
-    values = table[[f"{measure}_before", f"{measure}_after"]].to_numpy(float)
-    if not np.isfinite(values).all():
-        raise InputError(f"the {measure} is not a finite number for every group")
-    known = _truths(truth or {}, table[key].tolist())
-    kept = np.sort(np.argsort(-np.abs(values[:, 1] - values[:, 0]), kind="stable")[:MOST_GROUPS])
-    groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in kept]
+    values = _before_and_after(table, key, measure)
+    retrained = _truths(truth or {}, table[key].tolist())
+    change = np.abs(values[:, 1] - values[:, 0])
+    drawn = np.sort(np.argsort(-change, kind="stable")[:MOST_GROUPS])
+    groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in drawn]
     ax = canvas.axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
-    ends = table[["nll_low", "nll_high"]].to_numpy(float)[kept] if "nll_low" in table else None
-    before, after = values[kept].T
-    _draw(ax, before, after, known[kept], ends if measure == "nll" else None)
-    long = sum(map(len, groups)) > 60 or max(map(len, groups)) > 12
-    ax.set_xticks(range(len(groups)), groups, **({"rotation": 45, "ha": "right"} if long else {}))
-    ax.set_xlabel("group taken out" if by_group else "evaluated on")
+    intervals = None
+    if measure == "nll" and "nll_low" in table:
+        intervals = table[["nll_low", "nll_high"]].to_numpy(float)[drawn]
+    before, after = values[drawn].T
+    _draw(ax, before, after, retrained[drawn], intervals)
+    _name_groups(ax, groups)
+    title = "What if?"
+    ax.set_xlabel("evaluated on")
+    if is_by_group:
+        title = "What if a group were gone?"
+        ax.set_xlabel("group taken out")
+    if len(groups) < len(table):
+        title += f" ({len(groups)} of {len(table)} groups, the largest changes)"
+    ax.set_title(title)
     ax.set_ylabel(canvas.MEASURES[measure])
-    rest = f" ({len(groups)} of {len(table)} groups, the largest changes)"
-    title = "What if a group were gone?" if by_group else "What if?"
-    ax.set_title(title + rest * (len(groups) < len(table)))
     if measure == "accuracy":
         ax.set_yticks(np.linspace(0, 1, 6))
     ax.legend(loc="upper center", ncols=2, fontsize=9)
     return ax
 
 
+def _before_and_after(table: pd.DataFrame, key: str, measure: str) -> np.ndarray:
+    """The measure before and after for each group: [G, 2]."""
+    ends = [f"{measure}_before", f"{measure}_after"]
+    columns = {key, *ends}
+    if not columns <= set(table) or not len(table):
+        raise InputError(
+            f"expected a table with rows and {', '.join(sorted(columns))}; "
+            f"got {len(table)} rows of {list(table)}"
+        )
+    values = table[ends].to_numpy(float)
+    if not np.isfinite(values).all():
+        raise InputError(f"the {measure} is not a finite number for every group")
+    return values
+
+
 def _draw(
-    ax: Axes, before: np.ndarray, after: np.ndarray, known: np.ndarray, ends: np.ndarray | None
+    ax: Axes,
+    before: np.ndarray,
+    after: np.ndarray,
+    retrained: np.ndarray,
+    intervals: np.ndarray | None,
 ) -> None:
-    second = canvas.paired_bars(ax, before, after, ("before", "after, predicted"), canvas.SKY)
-    drawn = np.concatenate([before, after, known, [0.0]])
-    if ends is not None and np.isfinite(ends).any():
-        ax.vlines(second, *ends.T, color="black", lw=1.5, label="likely between", zorder=2.5)
-        drawn = np.append(drawn, ends)
-    if (there := np.isfinite(known)).any():
-        ax.plot(second[there], known[there], ls="", marker="D", ms=8, mfc="white", mec="black",
-                mew=1.5, label="after, retrained", zorder=3)  # fmt: skip
-    low, high = 1.3 * float(np.nanmin(drawn)), 1.3 * float(np.nanmax(drawn))
-    ax.set_ylim(low, high or -0.3 * low or 1.0)  # room for the legend above losses below 0
+    places = canvas.paired_bars(ax, before, after, ("before", "after, predicted"), canvas.SKY)
+    heights = np.concatenate([before, after, retrained, [0.0]])
+    if intervals is not None and np.isfinite(intervals).any():
+        low, high = intervals.T
+        ax.vlines(places, low, high, color="black", lw=1.5, label="likely between", zorder=2.5)
+        heights = np.append(heights, intervals)
+    is_retrained = np.isfinite(retrained)
+    if is_retrained.any():
+        ax.plot(
+            places[is_retrained],
+            retrained[is_retrained],
+            ls="",
+            marker="D",
+            ms=8,
+            mfc="white",
+            mec="black",
+            mew=1.5,
+            label="after, retrained",
+            zorder=3,
+        )
+    bottom = 1.3 * float(np.nanmin(heights))
+    top = 1.3 * float(np.nanmax(heights))
+    if top == 0:
+        top = -0.3 * bottom or 1.0  # room for the legend above losses below 0
+    ax.set_ylim(bottom, top)
+
+
+def _name_groups(ax: Axes, groups: list[str]) -> None:
+    """Name the groups below the axis, slanted where the names are long."""
+    places = range(len(groups))
+    lengths = [len(group) for group in groups]
+    are_long = sum(lengths) > 60 or max(lengths) > 12
+    if are_long:
+        ax.set_xticks(places, groups, rotation=45, ha="right")
+    else:
+        ax.set_xticks(places, groups)
 
 
 def whole(result: Any) -> pd.DataFrame:
-    """The whole evaluation set, then its classes where they can be told apart."""
-    ends = {"before": result.before, "after": result}
-    measured = {f"{m}_{at}": [getattr(r, m)] for m in canvas.MEASURES for at, r in ends.items()}
+    """The whole evaluation set, then its classes where it has classes."""
+    measured = {}
+    for measure in canvas.MEASURES:
+        measured[f"{measure}_before"] = [getattr(result.before, measure)]
+        measured[f"{measure}_after"] = [getattr(result, measure)]
     table = pd.DataFrame({"class": ["all"], "n": len(result.targets), **measured})
     if has_classes(result):
         table = pd.concat([table, result.by_class], ignore_index=True)
@@ -107,9 +155,11 @@ def whole(result: Any) -> pd.DataFrame:
 
 
 def has_classes(result: Any) -> bool:
-    """Whether what-if results can be told apart by class."""
+    """Whether a what-if result has one class for each example."""
+    if result.accuracy is None:
+        return False
     targets = result.targets
-    return result.accuracy is not None and (targets.ndim == 1 or targets.shape[-1] == 1)
+    return targets.ndim == 1 or targets.shape[-1] == 1
 
 
 def _truths(truth: Mapping[Any, float], groups: list[Any]) -> np.ndarray:
