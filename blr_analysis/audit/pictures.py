@@ -19,14 +19,16 @@ from blr_analysis.task import Task
 
 MOST_CLASSES = 20  # beside one another in the leave-one-out picture
 GRID = 24
-# What only some audits find, by its files.
+CHANNELS = (1, 3, 4)  # grey, colour, colour and transparency
+# Files that only some audits write.
 SOMETIMES = ["leave_one_out.png", "suspicious.png"]
 SOMETIMES += [f"removals.{suffix}" for suffix in ("csv", "parquet", "png")]
 
 
 def pictures(findings: Findings) -> Iterator[tuple[str, Axes]]:
     """Each picture that the findings allow, as (file stem, its axes)."""
-    images, labels = images_of(findings.task), verdicts(findings)
+    images = images_of(findings.task)
+    labels = verdicts(findings)
     yield "memory_map", plots.plot_memory_map(findings.memory, images=images, labels=labels)
     yield "deviations", plots.plot_deviations(findings.scores, labels=labels)
     if findings.on_test is not None:
@@ -42,49 +44,69 @@ def pictures(findings: Findings) -> Iterator[tuple[str, Axes]]:
 
 
 def verdicts(findings: Findings) -> Mapping[int, str]:
-    """What stands beside an example's index in a picture: "3", or "3 or 8?" where its label is
-    suspected; the second is the best other one."""
+    """The text beside an example's index in a picture.
+
+    It is the label ("3"), or "3 or 8?" where the label looks wrong and 8 is the best other one.
+    """
     table = findings.suspicions.table.sort_values("index")
     if "target" not in table:
         return {int(i): "" for i in table["index"]}
     labels = table["target"].map(name_of).tolist()
-    others = table["proposed"].map(name_of).tolist()
+    proposals = table["proposed"].map(name_of).tolist()
     doubts = (table["kind"] == "label") & table["proposed"].notna()
-    told = zip(labels, others, doubts, strict=True)
-    return {i: f"{y} or {z}?" if doubt else y for i, (y, z, doubt) in enumerate(told)}
+    verdict_of = {}
+    for i, (label, proposal, doubt) in enumerate(zip(labels, proposals, doubts, strict=True)):
+        verdict_of[i] = f"{label} or {proposal}?" if doubt else label
+    return verdict_of
 
 
 def _against_test(findings: Findings) -> Axes:
     """The leave-one-out loss beside the test loss, of all data and of each of a few classes."""
-    loo, on_test, there = findings.loo, findings.on_test, findings.test_targets
-    assert on_test is not None and there is not None
-    labels, ours, theirs = ["all"], [loo.nll], [on_test.nll]
-    classifies = findings.task.likelihood.is_classification
-    if classifies and loo.targets is not None and loo.targets.ndim == 1:
-        classes = loo.targets.unique().tolist()
-        for c in classes if len(classes) <= MOST_CLASSES else ():
-            labels.append(name_of(c))
-            ours.append(float(loo.losses[loo.targets == c].double().mean()))
-            theirs.append(float(on_test.losses[there == c].double().mean()))
-    return plots.plot_leave_one_out(ours, theirs, labels=labels)
+    loo = findings.loo
+    on_test = findings.on_test
+    test_targets = findings.test_targets
+    assert on_test is not None and test_targets is not None
+    classes = _classes(findings)
+    loo_nll = [loo.nll]
+    test_nll = [on_test.nll]
+    for c in classes:
+        loo_nll.append(float(loo.losses[loo.targets == c].double().mean()))
+        test_nll.append(float(on_test.losses[test_targets == c].double().mean()))
+    labels = ["all", *map(name_of, classes)]
+    return plots.plot_leave_one_out(loo_nll, test_nll, labels=labels)
+
+
+def _classes(findings: Findings) -> list[Any]:
+    """The classes of the training targets; none where they are too many for one picture."""
+    targets = findings.loo.targets
+    if not findings.task.likelihood.is_classification or targets is None or targets.ndim != 1:
+        return []
+    classes = targets.unique().tolist()
+    return classes if len(classes) <= MOST_CLASSES else []
 
 
 def images_of(task: Task) -> Any:
     """The task's dataset where its inputs are images, [C, H, W] or [H, W, C]; else None."""
-    item = task.dataset[0]
-    x = item[0] if isinstance(item, tuple) and item else None
+    example = task.dataset[0]
+    if not isinstance(example, tuple) or not example:
+        return None
+    x = example[0]
     if not isinstance(x, Tensor | np.ndarray) or x.ndim != 3:
         return None
-    first, *_, last = x.shape
-    sides = x.shape[1:] if first in (1, 3, 4) else x.shape[:2]
-    return task.dataset if (first in (1, 3, 4) or last in (1, 3, 4)) and min(sides) >= 4 else None
+    if x.shape[0] in CHANNELS:
+        sides = x.shape[1:]
+    elif x.shape[-1] in CHANNELS:
+        sides = x.shape[:2]
+    else:
+        return None
+    return task.dataset if min(sides) >= 4 else None
 
 
 def write(
     findings: Findings, folder: Path, *, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Write tables, posterior and pictures; the paths come back in the order of reading. What an
-    earlier audit wrote there, and this one did not find, is removed.
+    """Write tables, posterior and pictures; the paths come back in the order of reading. Files of
+    an earlier audit that this one does not write are removed.
 
     Raises:
         StorageError: a file cannot be written; what was there before stays.

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: train, audit, compare with retraining, write, say."""
+"""The demo from beginning to end: train, audit, compare with retraining, write, print."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run(
         out: the folder to write; made if need be, files of the same names are replaced.
         seed: of the split, the initial weights, the noise and the shuffling.
         console: where the findings are printed; standard output if None.
-        say: told in a few words what begins; nothing is said if None.
+        say: called with a few words when a step begins; silent if None.
 
     Returns:
         The findings, and the test NLL of networks retrained without two of the classes.
 
     Raises:
-        StorageError: the folder cannot be written; found out before the training.
+        StorageError: the folder cannot be written; raised before the training.
     """
     say = say or (lambda text: None)
     console = console or Console(highlight=False)
@@ -56,64 +56,78 @@ def run(
         posterior = calibrate(task, fit_laplace(task))
         findings = audit.investigate(task, posterior, test=test, say=say)
         truth = retrained(findings, say)
-        told = audit.sections(findings)
-        told["removals"] = beside(told["removals"], truth)
-        results = audit.in_text(*told.values())
+        sections = audit.sections(findings)
+        sections["removals"] = beside(sections["removals"], truth)
+        results = audit.in_text(*sections.values())
         files = audit.write(findings, folder, say=say)
-        files.append(
-            audit.write_picture(plot_what_if(findings.removals, truth=truth), folder, "removals")
-        )
+        picture = plot_what_if(findings.removals, truth=truth)
+        files.append(audit.write_picture(picture, folder, "removals"))
         files.append(audit.write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
         files.append(audit.write_text(as_text(results), folder, "summary.txt"))
         page = write_page(findings, folder / "report.html", truth=truth)
         files.append(page)
     show(Group(results, audit.written(folder, files)), console)
-    script, posterior_file = folder / "digits.py", folder / "posterior.safetensors"
-    lines = (
-        "Next, the same from a script that states a task, as one of your own would:",
-        f'  blr-analysis what-if {script}:train -p {posterior_file} --remove "target == 3"',
-        f"  blr-analysis audit {script}:train -p {posterior_file} --test test --out again",
-        f"Open {page} in a browser: the same, to look at and to hand on.",
-    )
-    for line in lines:
-        console.print(Text(f"\n{line}" if line[0] != " " else line), soft_wrap=True)
+    for line in _next_steps(folder, page):
+        console.print(Text(line), soft_wrap=True)
     return findings, truth
+
+
+def _next_steps(folder: Path, page: Path) -> tuple[str, ...]:
+    script = folder / "digits.py"
+    posterior = folder / "posterior.safetensors"
+    return (
+        "\nNext, the same from a script that states a task, as one of your own would:",
+        f'  blr-analysis what-if {script}:train -p {posterior} --remove "target == 3"',
+        f"  blr-analysis audit {script}:train -p {posterior} --test test --out again",
+        f"\nOpen {page} in a browser: the same, to look at and to hand on.",
+    )
 
 
 def tasks(model: nn.Module, data: Digits, checkpoints: Path) -> tuple[Task, Task]:
     """The training data and the test data under the model; ``row`` is the row in scikit-learn."""
-    ours = Task(
+    task = Task(
         model,
         (data.images, data.labels),
         metadata={"row": data.rows.tolist()},
         checkpoints=checkpoints,
         recipe=recipe(len(data.labels)),
     )
-    metadata = {"row": data.test_rows.tolist()}
-    return ours, Task(model, (data.test_images, data.test_labels), metadata=metadata)
+    test = Task(
+        model,
+        (data.test_images, data.test_labels),
+        metadata={"row": data.test_rows.tolist()},
+    )
+    return task, test
 
 
 def retrained(findings: audit.Findings, say: Callable[[str], None]) -> dict[int, float]:
-    """The test NLL without the classes of which the short trainings expect most and least, by one
-    whole training each."""
+    """The test NLL without each of two classes, by one whole training each: those classes for which
+    the short trainings predict the highest and the lowest NLL."""
     assert findings.removals is not None
-    groups, expected = findings.removals["group"].tolist(), findings.removals["nll_after"]
+    groups = findings.removals["group"].tolist()
+    predicted = findings.removals["nll_after"].to_numpy()
     truth: dict[int, float] = {}
-    for place in (int(expected.to_numpy().argmax()), int(expected.to_numpy().argmin())):
+    for place in (int(predicted.argmax()), int(predicted.argmin())):
         c = int(groups[place])
         say(f"retraining from scratch without class {c}, to compare")
-        asked = {"remove": f"target == {c}", "evaluate": findings.test}
-        how = {"solver": "retrain", "seeds": 1}
-        truth[c] = what_if(findings.task, findings.posterior, **asked, **how).nll
+        result = what_if(
+            findings.task,
+            findings.posterior,
+            remove=f"target == {c}",
+            evaluate=findings.test,
+            solver="retrain",
+            seeds=1,
+        )
+        truth[c] = result.nll
     return truth
 
 
 def beside(section: audit.Section, truth: dict[int, float]) -> audit.Section:
-    """The section on groups with what retraining gave."""
-    known = {str(c): f"{nll:.3f}" for c, nll in truth.items()}
+    """The section on groups with a column of the retrained networks' NLL."""
+    losses = {str(c): f"{nll:.3f}" for c, nll in truth.items()}
     groups = next(iter(section.columns.values()))
-    columns = {**section.columns, "retrained": [known.get(str(g), "") for g in groups]}
-    return replace(section, columns=columns)
+    retrained_column = [losses.get(str(group), "") for group in groups]
+    return replace(section, columns={**section.columns, "retrained": retrained_column})
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from blr_analysis.progress import track
 from blr_analysis.recipe import Recipe
 
 TRAIN_SHARE = 2 / 3
-EPOCHS, BATCH = 50, 100
+EPOCHS = 50
+BATCH = 100
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,17 @@ def load(seed: int = 0) -> Digits:
     images = torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(y, dtype=torch.long)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    ours, theirs = order.split([n := int(len(order) * TRAIN_SHARE), len(order) - n])
-    return Digits(images[ours], labels[ours], ours, images[theirs], labels[theirs], theirs)
+    n = int(len(order) * TRAIN_SHARE)
+    train_rows = order[:n]
+    test_rows = order[n:]
+    return Digits(
+        images[train_rows],
+        labels[train_rows],
+        train_rows,
+        images[test_rows],
+        labels[test_rows],
+        test_rows,
+    )
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -69,8 +79,16 @@ def network(seed: int = 0) -> nn.Sequential:
 
 def recipe(n: int, epochs: int = EPOCHS) -> Recipe:
     """How the network is trained on n digits."""
-    how: dict[str, Any] = {"hess_init": 0.12, "beta2": 0.999, "weight_decay": 1.0 / n}
-    return Recipe("ivon", lr=0.3, epochs=epochs, batch_size=BATCH, schedule="cosine", **how)
+    return Recipe(
+        "ivon",
+        lr=0.3,
+        epochs=epochs,
+        batch_size=BATCH,
+        schedule="cosine",
+        hess_init=0.12,
+        beta2=0.999,
+        weight_decay=1.0 / n,
+    )
 
 
 def train(
@@ -81,8 +99,9 @@ def train(
     epochs: int = EPOCHS,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, Checkpoints]:
-    """Train a new network from scratch by :func:`recipe`; its checkpoints are kept in a folder."""
-    n, model = len(labels), network(seed)
+    """Train a new network from scratch by :func:`recipe`, and keep its checkpoints in a folder."""
+    n = len(labels)
+    model = network(seed)
     steps = epochs * math.ceil(n / BATCH)
     optimizer: Any = recipe(n, epochs).made(model, n_data=n, steps=steps)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -39,21 +39,7 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         sizing_mode="stretch_width",
         name="map",
     )
-    n = len(rows)
-    shown = {"x": across.drawn[rows].astype(np.float32), "y": up.drawn[rows].astype(np.float32)}
-    looks = {"colour": [canvas.GREY] * n, "mark": ["circle"] * n}
-    size, alpha = (8, 0.8) if n <= 1000 else (5, 0.5) if n <= 3000 else (4, 0.3)
-    points = chart.scatter(
-        "x",
-        "y",
-        source=ColumnDataSource({**shown, **looks}, name="points"),
-        view=CDSView(filter=BooleanFilter(name="shown")),
-        marker="mark",
-        size=size,
-        color="colour",
-        alpha=alpha,
-        nonselection_alpha=0.06,
-    )
+    points = _points(chart, across.drawn[rows], up.drawn[rows])
     focus = ColumnDataSource({"x": [], "y": []}, name="focus")
     chart.scatter(
         "x", "y", source=focus, size=17, fill_color=None, line_color=canvas.ORANGE, line_width=3
@@ -63,9 +49,41 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
     chart.add_tools(HoverTool(renderers=[points], tooltips=None))
     chart.toolbar.stylesheets = [InlineStyleSheet(css=ON_PAPER)]
     chart.toolbar.logo = None
-    chart.background_fill_color = chart.border_fill_color = None  # the paper is the page's own
+    chart.background_fill_color = None  # the page's background shows through
+    chart.border_fill_color = None
     chart.outline_line_color = None
     return dict(json_item(chart))
+
+
+def _points(chart: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    """Draw the examples, smaller and fainter where they are many."""
+    n = len(x)
+    if n <= 1000:
+        size = 8
+        alpha = 0.8
+    elif n <= 3000:
+        size = 5
+        alpha = 0.5
+    else:
+        size = 4
+        alpha = 0.3
+    columns = {
+        "x": x.astype(np.float32),
+        "y": y.astype(np.float32),
+        "colour": [canvas.GREY] * n,
+        "mark": ["circle"] * n,
+    }
+    return chart.scatter(
+        "x",
+        "y",
+        source=ColumnDataSource(columns, name="points"),
+        view=CDSView(filter=BooleanFilter(name="shown")),
+        marker="mark",
+        size=size,
+        color="colour",
+        alpha=alpha,
+        nonselection_alpha=0.06,
+    )
 
 
 def drawn_here(ax: Axes) -> str:
@@ -76,17 +94,20 @@ def drawn_here(ax: Axes) -> str:
 
 
 class _Axis:
-    """One axis of the map: logarithmic or not; Bokeh's has no zero, which stands at its edge."""
+    """One axis of the map. Bokeh's logarithmic axis has no zero: zeros stand at its edge."""
 
     def __init__(self, values: np.ndarray, threshold: float) -> None:
         scale = canvas.scale_of(values)
-        log = scale["value"] != "linear"
-        self.kind: Any = "log" if log else "linear"
+        is_logarithmic = scale["value"] != "linear"
+        self.kind: Any = "log" if is_logarithmic else "linear"
         floor = scale.get("linthresh", -np.inf)
         self.drawn = np.where(values < floor, floor / 2, values)
-        self.line = max(threshold, floor / 1.4) if log else threshold
-        every = np.append(self.drawn, self.line)
-        low, high = np.quantile(np.log10(every) if log else every, [0, 1])
+        self.line = max(threshold, floor / 1.4) if is_logarithmic else threshold
+        places = np.append(self.drawn, self.line)
+        if is_logarithmic:
+            places = np.log10(places)
+        low, high = np.quantile(places, [0, 1])
         pad = PAD * ((high - low) or abs(high) or 1.0)
-        ends = (float(low - pad), float(high + pad))
-        self.limits: Any = (10 ** ends[0], 10 ** ends[1]) if log else ends
+        self.limits: Any = (float(low - pad), float(high + pad))
+        if is_logarithmic:
+            self.limits = (10 ** self.limits[0], 10 ** self.limits[1])

@@ -26,9 +26,10 @@ from blr_analysis.task import Task
 
 MOST_SINGLE = 10_000  # examples with a point, a row and a thumbnail of their own
 GALLERY = 60
-TESTS = (35, 15)  # test examples asked about: of the largest loss, and at even distances
+TESTS = (35, 15)  # test examples on the page: of the largest loss, and at even distances
 NEIGHBOURS = 5  # of either sign
-MOST_COLUMNS, MOST_INPUTS = 24, 32
+MOST_COLUMNS = 24
+MOST_INPUTS = 32
 TEXT = (80, 400, 1_500_000)  # characters of a text: at least, at most, and of all together
 FIRST = ("index", "target", "left_out_prediction", "kind", "region")
 LAST = ("loss", "left_out_loss", "deviation", "leverage", "prediction", "error", "variance")
@@ -90,31 +91,42 @@ def neighbours_of(findings: Findings) -> Neighbours | None:
 def rows_of(
     findings: Findings, texts: Sequence[str] | None, neighbours: Neighbours | None
 ) -> Shown:
-    """All examples where they are few; else the telling ones and an even share of the others."""
-    table, n = findings.table, len(findings.table)
-    index = np.arange(n)
-    if n > MOST_SINGLE:
-        told = [findings.suspects["index"].to_numpy()[:GALLERY]]
-        told += [table.nlargest(MOST_SINGLE // 2, findings.influence).index.to_numpy()]
-        if neighbours is not None:
-            told += [neighbours.top.helpful.flatten().numpy()]
-            told += [neighbours.top.harmful.flatten().numpy()]
-        telling = np.unique(np.concatenate(told))
-        others = np.setdiff1d(index, telling)
-        even = np.linspace(0, len(others) - 1, MOST_SINGLE - len(telling)).astype(int)
-        index = np.sort(np.concatenate([telling, others[even]]))
-    shown = table.iloc[index].reset_index(drop=True)
-    rows = pd.DataFrame([findings.task.examples.row(int(i)) for i in index])
-    rows = rows.iloc[:, :MOST_INPUTS].rename(columns=lambda n: f"{n} (input)" if n in shown else n)
-    shown = pd.concat([shown, rows], axis=1)
+    """All examples where they are few; else the important ones and an even share of the others."""
+    index = _shown_indices(findings, neighbours)
+    table = findings.table.iloc[index].reset_index(drop=True)
+    inputs = pd.DataFrame([findings.task.examples.row(int(i)) for i in index])
+    inputs = inputs.iloc[:, :MOST_INPUTS]
+    inputs = inputs.rename(columns=lambda name: f"{name} (input)" if name in table else name)
+    table = pd.concat([table, inputs], axis=1)
     if texts is not None:
         texts = [texts[int(i)] for i in index]
-    elif (column := text_column(shown)) is not None:
-        texts = list(shown.pop(column))
-    least, most, together = TEXT
-    length = min(most, max(least, together // max(len(index), 1)))
-    told_texts = None if texts is None else [_short(str(text), length) for text in texts]
-    return Shown(index, shown, told_texts, tuple(str(name) for name in rows if name in shown))
+    else:
+        column = text_column(table)
+        texts = None if column is None else list(table.pop(column))
+    if texts is not None:
+        shortest, longest, total = TEXT
+        length = min(longest, max(shortest, total // max(len(index), 1)))
+        texts = [_short(str(text), length) for text in texts]
+    return Shown(index, table, texts, tuple(str(name) for name in inputs if name in table))
+
+
+def _shown_indices(findings: Findings, neighbours: Neighbours | None) -> np.ndarray:
+    """The examples with a row on the page, in the order of the dataset."""
+    table = findings.table
+    index = np.arange(len(table))
+    if len(table) <= MOST_SINGLE:
+        return index
+    important = [
+        findings.suspects["index"].to_numpy()[:GALLERY],
+        table.nlargest(MOST_SINGLE // 2, findings.influence).index.to_numpy(),
+    ]
+    if neighbours is not None:
+        important.append(neighbours.top.helpful.flatten().numpy())
+        important.append(neighbours.top.harmful.flatten().numpy())
+    chosen = np.unique(np.concatenate(important))
+    remaining = np.setdiff1d(index, chosen)
+    places = np.linspace(0, len(remaining) - 1, MOST_SINGLE - len(chosen)).astype(int)
+    return np.sort(np.concatenate([chosen, remaining[places]]))
 
 
 def text_column(table: pd.DataFrame) -> str | None:
@@ -127,54 +139,67 @@ def text_column(table: pd.DataFrame) -> str | None:
 
 
 def class_names(findings: Findings, given: Sequence[str] | None) -> dict[int, str] | None:
-    """The classes' names: those given, or a Hugging Face model's; None where there are none.
+    """The classes' names from ``given`` or a Hugging Face model; None where there are none.
 
     Raises:
         InputError: fewer names than there are classes, or names of a regression.
     """
-    task, table = findings.task, findings.table
-    if not (task.likelihood.is_classification and {"target", "left_out_prediction"} <= {*table}):
+    task = findings.task
+    table = findings.table
+    class_columns = ["target", "left_out_prediction"]
+    has_classes = task.likelihood.is_classification and set(class_columns) <= set(table)
+    if not has_classes:
         if given is not None:
             raise InputError("classes= names classes, which these targets are not")
         return None
-    count = 1 + int(table[["target", "left_out_prediction"]].to_numpy().max())
-    known = getattr(getattr(task.model, "config", None), "id2label", None) or {}
-    known = known if given is None else dict(enumerate(given))
-    names = {i: str(known[i]) or "(empty)" for i in range(len(known)) if i in known}
-    if given is not None and len(names) < count:
+    count = 1 + int(table[class_columns].to_numpy().max())
+    if given is None:
+        config = getattr(task.model, "config", None)
+        labels = getattr(config, "id2label", None) or {}
+    else:
+        labels = dict(enumerate(given))
+    names = {i: str(labels[i]) or "(empty)" for i in range(len(labels)) if i in labels}
+    are_too_few = len(names) < count
+    if given is not None and are_too_few:
         raise InputError(f"classes= names {len(names)} classes of {count}")
-    unnamed = len(names) < count or all(n == f"LABEL_{i}" for i, n in names.items())
-    return None if unnamed else names
+    are_placeholders = all(name == f"LABEL_{i}" for i, name in names.items())
+    return None if are_too_few or are_placeholders else names
 
 
 def columns_of(rows: Shown, names: Names | None = None) -> list[dict[str, Any]]:
     """Each column of the table: its name, whether it holds numbers, and its values; classes by
     their names."""
-    first, last = ([name for name in side if name in rows.table] for side in (FIRST, LAST))
+    first = [name for name in FIRST if name in rows.table]
+    last = [name for name in LAST if name in rows.table]
     between = [name for name in rows.table if name not in (*first, *last, *rows.inputs)]
+    ordered = [*first, *between, *last]
     columns = []
-    for name in [*[*first, *between, *last][:MOST_COLUMNS], *rows.inputs]:
+    for name in [*ordered[:MOST_COLUMNS], *rows.inputs]:
         values = rows.table[name]
         if names is not None and name in OF_CLASSES:
-            values = values.map(lambda v: name_of(v, names))
-        numbers = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
-        shown = [_cell(v) for v in values]
-        columns.append({"name": str(name), "number": bool(numbers), "values": shown})
+            values = values.map(lambda value: name_of(value, names))
+        is_bool = pd.api.types.is_bool_dtype(values)
+        is_number = pd.api.types.is_numeric_dtype(values) and not is_bool
+        cells = [_cell(value) for value in values]
+        columns.append({"name": str(name), "number": bool(is_number), "values": cells})
     return columns
 
 
 def colours_of(rows: Shown) -> list[str]:
     """The columns worth colouring by: the region, the kind, classes, sources."""
-    found = ["region", "kind", *(["leverage"] if "leverage" in rows.table else [])]
-    for name in rows.table.drop(columns=[*rows.inputs, *found, "index"]):
+    columns = ["region", "kind"]
+    if "leverage" in rows.table:
+        columns.append("leverage")
+    for name in rows.table.drop(columns=[*rows.inputs, *columns, "index"]):
         values = rows.table[name]
-        if not pd.api.types.is_float_dtype(values) and 2 <= len({*values.map(str)}) <= 50:
-            found.append(str(name))
-    return found
+        is_float = pd.api.types.is_float_dtype(values)
+        if not is_float and 2 <= len(set(values.map(str))) <= 50:
+            columns.append(str(name))
+    return columns
 
 
 def filters_of(rows: Shown, colours: Sequence[str]) -> list[str]:
-    """The columns to choose a value of: few values, and what somebody would ask for."""
+    """The columns by which a reader filters the table: few values, and no answers of the audit."""
     answers = ("region", "prediction", "left_out_prediction", "leverage")
     return [name for name in colours if name not in answers and len({*rows.table[name]}) > 1]
 
@@ -185,39 +210,73 @@ def tests_of(
     """Each test example with its target, answer and loss, and rows and nats of its neighbours."""
     if neighbours is None:
         return []
-    top, chosen, told = neighbours.top, neighbours.chosen, []
-    known = top.pairs.described(torch.arange(len(chosen)), test=True)
-    for k, index in enumerate(chosen.tolist()):
-        one: dict[str, Any] = {"index": index, "loss": _cell(float(neighbours.losses[k]))}
-        for side, (at, by) in zip(("helpful", "harmful"), top.sides(k), strict=True):
-            pairs = zip(at.tolist(), by.tolist(), strict=True)
-            one[side] = [[rows.place(i), _cell(v)] for i, v in pairs]
-        for name, values in known.items():
-            value = values[k].tolist()
-            several = value if isinstance(value, list) else [value]
-            one[name] = ", ".join(name_of(v, names) for v in several)
-        words = (v[index] for v in neighbours.test.metadata.values())
-        texts = [w for w in words if isinstance(w, str) and len(w) > LONG]
-        one["text"] = _short(texts[0], TEXT[1]) if texts else None
-        one["inputs"] = [[n, _cell(v)] for n, v in neighbours.test.examples.row(index).items()]
-        told.append(one)
-    return told
+    n = len(neighbours.chosen)
+    answers = neighbours.top.pairs.described(torch.arange(n), test=True)
+    records = []
+    for k, index in enumerate(neighbours.chosen.tolist()):
+        helps, harms = neighbours.top.sides(k)
+        inputs = neighbours.test.examples.row(index)
+        record = {
+            "index": index,
+            "loss": _cell(float(neighbours.losses[k])),
+            "helpful": _links(rows, *helps),
+            "harmful": _links(rows, *harms),
+            "text": _text_of(neighbours.test, index),
+            "inputs": [[name, _cell(value)] for name, value in inputs.items()],
+        }
+        for name, values in answers.items():
+            record[name] = _named(values[k].tolist(), names)
+        records.append(record)
+    return records
+
+
+def _links(rows: Shown, indices: torch.Tensor, influences: torch.Tensor) -> list[list[Any]]:
+    """The row and the influence of each neighbour."""
+    pairs = zip(indices.tolist(), influences.tolist(), strict=True)
+    return [[rows.place(index), _cell(nats)] for index, nats in pairs]
+
+
+def _named(target: Any, names: Names | None) -> str:
+    values = target if isinstance(target, list) else [target]
+    return ", ".join(name_of(value, names) for value in values)
+
+
+def _text_of(test: Task, index: int) -> str | None:
+    """The first long text among an example's metadata; None where there is none."""
+    for column in test.metadata.values():
+        value = column[index]
+        if isinstance(value, str) and len(value) > LONG:
+            return _short(value, TEXT[1])
+    return None
 
 
 def suspects_of(findings: Findings, rows: Shown) -> list[dict[str, Any]]:
-    """The gallery: the first rows of :func:`blr_analysis.suspicious`, each with its row here, its
-    kind, twin and a new target, as :func:`blr_analysis.what_if` takes it: the best other label,
-    else what the model says without the example, of counts the nearest one."""
-    told, counts = [], isinstance(findings.task.likelihood.kind, Poisson)
+    """The gallery: the first rows of :func:`blr_analysis.suspicious`.
+
+    A suspect has its row on the page, its kind, its twin, and a new target, as
+    :func:`blr_analysis.what_if` takes it: the best other label, else the model's prediction
+    without the example, rounded where targets are counts.
+    """
+    has_counts = isinstance(findings.task.likelihood.kind, Poisson)
+    has_predictions = "left_out_prediction" in rows.table
+    records = []
     for suspect in findings.suspects.head(GALLERY).to_dict("records"):
-        place, other = rows.place(suspect["index"]), suspect.get("proposed", np.nan)
-        if other != other and "left_out_prediction" in rows.table:
-            other = rows.table["left_out_prediction"].iloc[place]
-            other = round(other) if counts else other
-        one = {"row": place, "kind": str(suspect["kind"]), "proposed": _cell(other)}
-        one["twin"] = suspect["twin"] if suspect["kind"] == "duplicate" else None
-        told.append(one | {"loss": _cell(suspect["loss"])})
-    return told
+        row = rows.place(suspect["index"])
+        proposed = suspect.get("proposed", np.nan)
+        is_missing = proposed != proposed  # NaN
+        if is_missing and has_predictions:
+            proposed = rows.table["left_out_prediction"].iloc[row]
+            proposed = round(proposed) if has_counts else proposed
+        is_duplicate = suspect["kind"] == "duplicate"
+        record = {
+            "row": row,
+            "kind": str(suspect["kind"]),
+            "proposed": _cell(proposed),
+            "twin": suspect["twin"] if is_duplicate else None,
+            "loss": _cell(suspect["loss"]),
+        }
+        records.append(record)
+    return records
 
 
 def classes_of(findings: Findings, names: dict[int, str] | None = None) -> list[Any]:
@@ -226,12 +285,17 @@ def classes_of(findings: Findings, names: dict[int, str] | None = None) -> list[
     table = findings.suspicions.table
     if not findings.task.likelihood.is_classification or "target" not in table:
         return []
-    labels = sorted({_cell(v) for v in table[["target", "proposed"]].to_numpy().flat} - {None})
-    return [[v, (names or {}).get(v, v)] for v in labels]
+    values = table[["target", "proposed"]].to_numpy()
+    labels = sorted({_cell(value) for value in values.flat} - {None})
+    if names is None:
+        return [[label, label] for label in labels]
+    return [[label, names.get(label, label)] for label in labels]
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+def _short(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} … ({len(text):,} characters)"
 
 
 def _cell(value: Any) -> Any:
@@ -243,7 +307,8 @@ def _cell(value: Any) -> Any:
     if isinstance(value, float | np.floating):
         if not np.isfinite(value):
             return None
-        return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.4g}")
+        is_whole = value == int(value) and abs(value) < 1e15
+        return int(value) if is_whole else float(f"{value:.4g}")
     return None if value is None else _short(str(value), WORD)
 
 
@@ -271,31 +336,39 @@ class Thumbnails:
 def pictures_of(
     findings: Findings, rows: Shown, neighbours: Neighbours | None, images: Any
 ) -> list[np.ndarray] | None:
-    """Thumbnails of the rows, then of the test examples asked about; None where there are none."""
-    images = images_of(findings.task) if images is None else images
+    """Thumbnails of the rows, then of the chosen test examples; None where there are no images."""
+    if images is None:
+        images = images_of(findings.task)
     if images is None:
         return None
     pictures = [picture_of(images, int(i)) for i in rows.index]
-    if neighbours is not None and (theirs := images_of(neighbours.test)) is not None:
-        pictures += [picture_of(theirs, int(i)) for i in neighbours.chosen]
+    if neighbours is None:
+        return pictures
+    test_images = images_of(neighbours.test)
+    if test_images is not None:
+        pictures += [picture_of(test_images, int(i)) for i in neighbours.chosen]
     return pictures
 
 
 def sheet_of(pictures: Sequence[np.ndarray]) -> Thumbnails:
-    """Pictures [H, W] or [H, W, 3] of bytes on one sheet; where there are very many, tiles become
-    smaller, and only small sheets keep every pixel."""
-    n, largest = len(pictures), max(max(p.shape[:2]) for p in pictures)
+    """Pictures [H, W] or [H, W, 3] of bytes on one sheet. Very many pictures have smaller tiles,
+    and only small sheets keep every pixel."""
+    n = len(pictures)
+    largest = max(max(picture.shape[:2]) for picture in pictures)
     edge = min(largest, EDGE, max(8, math.isqrt(SHEET // n)))
     across = min(math.ceil(math.sqrt(n)), 16383 // edge)
-    mode = "RGB" if any(p.ndim == 3 for p in pictures) else "L"
+    mode = "RGB" if any(picture.ndim == 3 for picture in pictures) else "L"
     sheet = Image.new(mode, (across * edge, math.ceil(n / across) * edge), 128)
     for k, picture in enumerate(pictures):
         tile = Image.fromarray(picture)
         tile.thumbnail((edge, edge), Image.Resampling.BOX)
-        left, top = (edge - tile.size[0]) // 2, (edge - tile.size[1]) // 2
-        sheet.paste(tile, (k % across * edge + left, k // across * edge + top))
-    file, exact = io.BytesIO(), n * edge**2 <= EXACT
-    sheet.save(file, "WEBP", method=2, lossless=exact, quality=80 if exact else 50)
+        row, column = divmod(k, across)
+        left = (edge - tile.width) // 2
+        top = (edge - tile.height) // 2
+        sheet.paste(tile, (column * edge + left, row * edge + top))
+    file = io.BytesIO()
+    is_lossless = n * edge**2 <= EXACT
+    sheet.save(file, "WEBP", method=2, lossless=is_lossless, quality=80 if is_lossless else 50)
     uri = "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
     return Thumbnails(uri, edge, across, n)
 

@@ -1,4 +1,4 @@
-"""What somebody decided about suspicious examples on the page: a CSV file, read back here."""
+"""The decisions about suspicious examples that a reader exports from the page as a CSV file."""
 
 from __future__ import annotations
 
@@ -40,13 +40,21 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
     relabel: dict[int, int | float] = {}
     for row, (index, action, label) in enumerate(rows):
         try:
-            place, where = int(index), ACTIONS.index(action)
-            if where == 1:
-                relabel[place] = int(label) if label.lstrip("-").isdigit() else float(label)
+            ACTIONS.index(action)  # a ValueError where it is none of them
+            example = int(index)
+            if action == "relabel":
+                relabel[example] = _target(label)
         except ValueError:
-            said = f"{index!r}, {action!r}, {label!r}"
-            raise InputError(f"row {row} of {str(path)!r} is no decision: {said}") from None
-        remove += [place] * (where == 2)
+            decision = f"{index!r}, {action!r}, {label!r}"
+            raise InputError(f"row {row} of {str(path)!r} is no decision: {decision}") from None
+        if action == "drop":
+            remove.append(example)
     if not remove and not relabel:
         raise InputError(f"{str(path)!r} keeps every example: nothing to ask")
     return {"remove": remove or None, "relabel": relabel or None}
+
+
+def _target(label: str) -> int | float:
+    """A new label as a number."""
+    is_class = label.lstrip("-").isdigit()
+    return int(label) if is_class else float(label)

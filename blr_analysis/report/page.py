@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bokeh.resources import Resources
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from blr_analysis.audit import Findings, sections
@@ -40,14 +40,47 @@ def write_page(
     rows = contents.rows_of(findings, texts, neighbours)
     pictures = contents.pictures_of(findings, rows, neighbours, images)
     sheet = None if pictures is None else contents.sheet_of(pictures)
-    chosen = names if findings.by == "target" else None  # names of groups
-    drawn = {}
-    if findings.removals is not None:
-        drawn["removals"] = drawn_here(plot_what_if(findings.removals, truth=truth, names=chosen))
-    if monitor is not None and len(monitor.rows):
-        drawn["training"] = drawn_here(plot_monitor(monitor))
+    group_names = names if findings.by == "target" else None
+    data = _data_of(findings, rows, neighbours, sheet, names)
+    script = _asset("page.js")
+    library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+    text = _template().render(
+        title=f"Audit of {findings.task.n_data:,} training examples",
+        question=question(findings),
+        said=sections(findings, group_names),
+        policy=policy(library, script),
+        style=Markup(_asset("page.css")),
+        script=Markup(script),
+        library=Markup(library),
+        licence=metadata.distribution("bokeh").read_text("licenses/LICENSE.txt") or "BSD-3-Clause",
+        data=Markup(_harmless(data)),
+        sheet=sheet,
+        n=len(findings.table),
+        n_shown=len(rows.index),
+        regions=findings.memory.counts(),
+        suspects=data["suspects"],
+        drawn=_drawings(findings, monitor, truth, group_names),
+        noun=findings.noun,
+        tests=data["tests"],
+        influence_note="" if neighbours is None else neighbours.top.note,
+        version=package_version(),
+        bokeh=metadata.version("bokeh"),
+    )
+    with drafted(path) as draft:
+        draft.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def _data_of(
+    findings: Findings,
+    rows: contents.Shown,
+    neighbours: contents.Neighbours | None,
+    sheet: contents.Thumbnails | None,
+    names: dict[int, str] | None,
+) -> dict[str, Any]:
+    """The data of the page's script."""
     colours = contents.colours_of(rows)
-    data = {
+    return {
         "n": len(findings.table),
         "columns": contents.columns_of(rows, names),
         "by": findings.influence,
@@ -62,42 +95,37 @@ def write_page(
         "across": None if sheet is None else sheet.across,
         "charts": {"map": memory_chart(findings.memory, rows.index)},
     }
-    script = _own("page.js")
-    library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+
+
+def _drawings(
+    findings: Findings,
+    monitor: Monitor | None,
+    truth: Mapping[Any, float] | None,
+    group_names: dict[int, str] | None,
+) -> dict[str, str]:
+    """The pictures of the removals and of the training, where there are any."""
+    drawings = {}
+    if findings.removals is not None:
+        ax = plot_what_if(findings.removals, truth=truth, names=group_names)
+        drawings["removals"] = drawn_here(ax)
+    if monitor is not None and len(monitor.rows):
+        drawings["training"] = drawn_here(plot_monitor(monitor))
+    return drawings
+
+
+def _template() -> Template:
     loader = PackageLoader("blr_analysis.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    text = env.get_template("page.html.jinja").render(
-        title=f"Audit of {findings.task.n_data:,} training examples",
-        question=question(findings),
-        said=sections(findings, chosen),
-        policy=policy(library, script),
-        style=Markup(_own("page.css")),
-        script=Markup(script),
-        library=Markup(library),
-        licence=metadata.distribution("bokeh").read_text("licenses/LICENSE.txt") or "BSD-3-Clause",
-        data=Markup(_harmless(data)),
-        sheet=sheet,
-        n=len(findings.table),
-        n_shown=len(rows.index),
-        regions=findings.memory.counts(),
-        suspects=data["suspects"],
-        drawn=drawn,
-        noun=findings.noun,
-        tests=data["tests"],
-        influence_note="" if neighbours is None else neighbours.top.note,
-        version=package_version(),
-        bokeh=metadata.version("bokeh"),
-    )
-    with drafted(path) as draft:
-        draft.write_text(text, encoding="utf-8", errors="replace")
-    return path
+    return env.get_template("page.html.jinja")
 
 
 def question(findings: Findings) -> str:
-    """What was asked, in a sentence."""
+    """The question of this audit, in a sentence."""
     task = findings.task
     size = sum(p.numel() for p in findings.posterior.mean.values())
-    groups = f", and without each {findings.noun}" * (findings.removals is not None)
+    groups = ""
+    if findings.removals is not None:
+        groups = f", and without each {findings.noun}"
     return (
         f"Which of {task.n_data:,} training examples shape this model "
         f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
@@ -108,14 +136,15 @@ def question(findings: Findings) -> str:
 def policy(*scripts: str) -> str:
     """A Content-Security-Policy: these scripts, this file's style and pictures, nothing else."""
     hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    allowed = " ".join(f"'sha256-{code}'" for code in hashes)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
+    """A file of the package, as text."""
     return files("blr_analysis.report").joinpath(name).read_text("utf-8")
 
 
