@@ -29,7 +29,7 @@ from blr_analysis.modes import WORDS as MODES
 from blr_analysis.modes import Mode
 from blr_analysis.schedules import Schedule, checked, factor_at
 
-POINTS = 1000  # at which the mean of a schedule is taken
+POINTS = 1000  # a schedule's mean is over so many points
 OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by name; learning_rule.optim adds its own
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
@@ -49,7 +49,7 @@ SETTINGS = (
     "mode",
     "missing",
 )
-UNSAID: tuple[Any, ...] = (None, 0.0, [])  # what a setting is where nothing was said
+UNSET: tuple[Any, ...] = (None, 0.0, [])  # values of settings that were left at their default
 Augment = Callable[[Any], Any] | Dataset[Any]
 Train = Callable[[Any, int], "nn.Module | Mapping[str, Tensor]"]
 UNKNOWN = "the recipe of the training is not known, a default one was taken: rough"
@@ -129,50 +129,74 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         missing: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self.optimizer, self.lr, self.options = optimizer, lr, options
-        self.reduction, self.mode = reduction, mode
-        self.augment, self.validation = augment, validation
-        self.patience, self.schedule_epochs = patience, schedule_epochs
-        self.initial, self.train, self.max_grad_norm = initial, train, max_grad_norm
-        self.missing = [missing] if isinstance(missing, str) else list(missing)
-        self.schedule, self.warmup = checked(schedule, warmup), float(warmup)
-        self.groups = _checked_groups(groups)
-        self.factor = 1.0  # of the rate
-        self.known = not self.missing  # whether somebody told all of it
+        self.optimizer = optimizer
+        self.lr = lr
+        self.options = options
         self.epochs: float = 0
         self.batch_size = 0
+        self.schedule = checked(schedule, warmup)
+        self.schedule_epochs = schedule_epochs
+        self.warmup = float(warmup)
+        self.factor = 1.0  # of the rate
+        self.groups = _checked_groups(groups)
+        self.max_grad_norm = max_grad_norm
+        self.initial = initial
+        self.reduction = reduction
+        self.mode = mode
+        self.augment = augment
+        self.validation = validation
+        self.patience = patience
+        self.train = train
+        self.missing = [missing] if isinstance(missing, str) else list(missing)
+        self.known = not self.missing  # whether the recipe describes the whole training
         if train is not None:
-            instance("train", train, Callable, "a function (data, seed) -> model or state dict")
-            if augment is not None or validation is not None:
-                raise InputError("train= does all of it: leave augment= and validation= out")
-            return
+            self._check_own_training()
+        else:
+            self._set_sizes(epochs, batch_size)
+            self._check()
+
+    def _check_own_training(self) -> None:
+        instance("train", self.train, Callable, "a function (data, seed) -> model or state dict")
+        if self.augment is not None or self.validation is not None:
+            raise InputError("train= does all of it: leave augment= and validation= out")
+
+    def _set_sizes(self, epochs: float | None, batch_size: int | None) -> None:
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
         number = positive_number("epochs", epochs)
         self.epochs = int(number) if number.is_integer() else number
         self.batch_size = positive_int("batch_size", batch_size)
-        if reduction is not None:
-            one_of("reduction", reduction, REDUCTIONS)
-        if mode is not None and not callable(mode):
-            one_of("mode", mode, MODES)
-        self._check_ways()
-        if max_grad_norm is not None:
-            self.max_grad_norm = positive_number("max_grad_norm", max_grad_norm)
-        if lr is not None:
-            positive_number("lr", lr)
-        elif isinstance(optimizer, str | type):
-            raise InputError("a recipe needs lr=, the rate of its optimizer")
-        if initial is not None:
-            instance("initial", initial, Mapping, "the state dict before training")
-        self._check_settings()
-        with torch.random.fork_rng(devices=[]):  # what is drawn here is not missed in training
-            any_model = nn.Linear(1, 1)
-            self._optimizer([*any_model.parameters()], any_model, n_data=1, steps=1)
 
-    def _check_ways(self) -> None:
-        """What the training drew, and where it stopped."""
+    def _check(self) -> None:
+        if self.reduction is not None:
+            one_of("reduction", self.reduction, REDUCTIONS)
+        if self.mode is not None and not callable(self.mode):
+            one_of("mode", self.mode, MODES)
+        self._check_augment()
+        self._check_stopping()
+        if self.max_grad_norm is not None:
+            self.max_grad_norm = positive_number("max_grad_norm", self.max_grad_norm)
+        if self.lr is not None:
+            positive_number("lr", self.lr)
+        elif isinstance(self.optimizer, str | type):
+            raise InputError("a recipe needs lr=, the rate of its optimizer")
+        if self.initial is not None:
+            instance("initial", self.initial, Mapping, "the state dict before training")
+        self._check_settings()
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Make the optimizer once, of any model, so that a wrong setting is refused here."""
+        with torch.random.fork_rng(devices=[]):  # the user's generator stays where it is
+            any_model = nn.Linear(1, 1)
+            params = list(any_model.parameters())
+            self._optimizer(params, any_model, n_data=1, steps=1)
+
+    def _check_augment(self) -> None:
         if self._drawing is not None and not hasattr(self._drawing, "__getitem__"):
             raise InputError("augment= takes a function of the inputs, or a data set")
+
+    def _check_stopping(self) -> None:
         if self.patience is not None:
             positive_int("patience", self.patience)
             if self.validation is None:
@@ -187,7 +211,9 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """The data set that draws; None where a function does, or nothing is drawn."""
         if self.augment is None or callable(self.augment):
             return None
-        return self.augment.dataset if isinstance(self.augment, DataLoader) else self.augment
+        if isinstance(self.augment, DataLoader):
+            return self.augment.dataset
+        return self.augment
 
     def check_examples(self, n_data: int) -> None:
         """Raise :class:`InputError` where ``augment`` has another number of examples."""
@@ -198,36 +224,41 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """The recipe for some of the examples of its task."""
         if self._drawing is None:
             return self
-        made = copy.copy(self)
-        made.augment = Subset(self._drawing, chosen)
-        return made
+        recipe = copy.copy(self)
+        recipe.augment = Subset(self._drawing, chosen)
+        return recipe
 
     def __repr__(self) -> str:
-        rate = self.lr and self.lr * self.factor
-        told = self._told if self.train else self._told | {"lr": rate}
-        said = [f"{name}={_shown(value)}" for name, value in told.items() if value is not None]
+        settings = self._settings
+        if not self.train:
+            settings["lr"] = self.lr and self.lr * self.factor
+        arguments = [_shown(self.train or self.optimizer)]
+        for name, value in settings.items():
+            if value is not None:
+                arguments.append(f"{name}={_shown(value)}")
         for name in ("augment", "validation", "initial"):
             if getattr(self, name) is not None:
-                said.append(f"{name}=...")
-        name = self.train or self.optimizer
-        name = _shown(name)
-        return f"Recipe({', '.join([name, *said])})"
+                arguments.append(f"{name}=...")
+        return f"Recipe({', '.join(arguments)})"
 
     @property
-    def _told(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, and the optimizer's options."""
         if self.train is not None:
             return dict(self.options)
         settings = {name: getattr(self, name) for name in SETTINGS}
-        said = {name: value for name, value in settings.items() if value not in UNSAID}
-        return said | self.options
+        changed = {name: value for name, value in settings.items() if value not in UNSET}
+        return changed | self.options
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What a posterior's file keeps; None of what is no plain text and numbers."""
+        """The recipe as a posterior's file keeps it; None if it is not all text and numbers."""
         needs_data = self.augment is not None or self.validation is not None
-        if self.train is None and isinstance(self.optimizer, str) and not needs_data:
-            with suppress(TypeError):
-                return json.loads(json.dumps({"optimizer": self.optimizer, **self._told}))
+        has_name = self.train is None and isinstance(self.optimizer, str)
+        if needs_data or not has_name:
+            return None
+        with suppress(TypeError):
+            return json.loads(json.dumps({"optimizer": self.optimizer, **self._settings}))
         return None
 
     @property
@@ -238,8 +269,9 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return "" if self.known else UNKNOWN
 
     def steps(self, n_data: int) -> int:
-        """How many steps of the optimizer it makes of so many examples."""
-        return max(1, round(self.epochs * math.ceil(n_data / self.batch_size)))
+        """The number of the optimizer's steps on so many examples."""
+        steps_per_epoch = math.ceil(n_data / self.batch_size)
+        return max(1, round(self.epochs * steps_per_epoch))
 
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
         """The optimizer of a model's trainable parameters, for so many examples and steps.
@@ -250,28 +282,36 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return self._optimizer(self._grouped(model), model, n_data=n_data, steps=steps)
 
     def _grouped(self, model: nn.Module) -> list[Any]:
-        """The trainable parameters; in groups, the first of which has no settings of its own."""
-        trained = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+        """The trainable parameters; in groups, where those without settings come first."""
+        ungrouped = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.groups:
-            return list(trained.values())
-        grouped = []
+            return list(ungrouped.values())
+        groups = []
         for group in self.groups:
             patterns = [bare_name(name) for name in group["params"]]
-            names = [n for n in trained if any(n == p or fnmatchcase(n, p) for p in patterns)]
+            names = [name for name in ungrouped if _matches(name, patterns)]
             if not names:
                 raise InputError(f"a group of the recipe has no parameter of the model: {patterns}")
-            grouped.append({**group, "params": [trained.pop(name) for name in names]})
-        return [{"params": list(trained.values())}, *grouped] if trained else grouped
+            params = [ungrouped.pop(name) for name in names]
+            groups.append({**group, "params": params})
+        if not ungrouped:
+            return groups
+        return [{"params": list(ungrouped.values())}, *groups]
 
     def _optimizer(
         self, params: list[Any], model: nn.Module, *, n_data: int, steps: int
     ) -> torch.optim.Optimizer:
-        factory, options = self.factory, {}
+        factory = self.factory
+        options: dict[str, Any] = {}
         if isinstance(self.optimizer, str | type):
-            taken = inspect.signature(factory).parameters
-            options = {n: v for n, v in {"ess": n_data, "model": model}.items() if n in taken}
+            parameters = inspect.signature(factory).parameters
+            if "ess" in parameters:
+                options["ess"] = n_data
+            if "model" in parameters:
+                options["model"] = model
             options |= {"lr": self.lr, **self.options}
-            options |= {"steps": steps} if "steps" in options else {}
+            if "steps" in options:
+                options["steps"] = steps
         with told_as(InputError, "the recipe's optimizer cannot be made"):
             optimizer = factory(params, **options)
         instance("what it makes", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
@@ -280,16 +320,18 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return optimizer
 
     def _check_settings(self) -> None:
-        """Torch's optimizers take any setting of a group, and ignore those they do not know."""
-        if self.groups and isinstance(self.optimizer, str | type):
-            known = inspect.signature(self.factory).parameters
-            wrong = {name for group in self.groups for name in group} - {"params", *known}
-            if wrong:
-                raise InputError(f"groups: the optimizer has no setting {', '.join(sorted(wrong))}")
+        """Raise where a group has a setting that the optimizer lacks; torch would ignore it."""
+        if not self.groups or not isinstance(self.optimizer, str | type):
+            return
+        parameters = inspect.signature(self.factory).parameters
+        names = {name for group in self.groups for name in group}
+        unknown = names - {"params", *parameters}
+        if unknown:
+            raise InputError(f"groups: the optimizer has no setting {', '.join(sorted(unknown))}")
 
     @property
     def factory(self) -> Callable[..., Any]:
-        """What makes the optimizer: its class, or the function that was given."""
+        """The class of the optimizer, or the user's function that makes it."""
         if not isinstance(self.optimizer, str):
             instance("optimizer", self.optimizer, Callable, "a name or a function")
             return self.optimizer
@@ -300,7 +342,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return OPTIMIZERS[name]
 
     def set_rate(self, optimizer: torch.optim.Optimizer, part: float) -> None:
-        """The rate when this part of the steps is made."""
+        """Set the rate that the schedule has after this part of the steps."""
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor_at(self.schedule, self.warmup, part)
 
@@ -314,14 +356,15 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """The same training in so few epochs: half of the run's rate × steps, as a cosine."""
         if epochs >= self.epochs:
             return self
-        made = copy.copy(self)
-        made.factor = self.factor * self._mean_rate * self.epochs / epochs
-        made.schedule, made.warmup = "cosine", 0.0
-        made.epochs = epochs
-        made.schedule_epochs = None
-        made.validation = None
-        made.patience = None
-        return made
+        recipe = copy.copy(self)
+        recipe.factor = self.factor * self._mean_rate * self.epochs / epochs
+        recipe.schedule = "cosine"
+        recipe.schedule_epochs = None
+        recipe.warmup = 0.0
+        recipe.epochs = epochs
+        recipe.validation = None
+        recipe.patience = None
+        return recipe
 
     @property
     def _mean_rate(self) -> float:
@@ -332,7 +375,8 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         """The mean of the schedule over this part of the epochs that were trained."""
         end = part * self.epochs / (self.schedule_epochs or self.epochs)
         points = [end * (k + 0.5) / POINTS for k in range(POINTS)]
-        return math.fsum(factor_at(self.schedule, self.warmup, p) for p in points) / POINTS
+        factors = [factor_at(self.schedule, self.warmup, point) for point in points]
+        return math.fsum(factors) / POINTS
 
     def halfway(self, parts: Sequence[float]) -> int:
         """Which of these parts of the steps is nearest to half of the rate × steps."""
@@ -347,20 +391,29 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
     Raises:
         InputError: something else.
     """
-    wanted = 'dicts such as {"params": ["*.bias"], "weight_decay": 0.0}'
-    instance("groups", groups, Iterable, f"a list of {wanted}")
-    made = []
+    example = 'dicts such as {"params": ["*.bias"], "weight_decay": 0.0}'
+    instance("groups", groups, Iterable, f"a list of {example}")
+    checked_groups = []
     for group in groups:
-        named = group.get("params") if isinstance(group, Mapping) else None
-        patterns = [named] if isinstance(named, str) else named
-        if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
-            raise InputError(f"groups must be {wanted}, got {group!r}")
-        made.append({**group, "params": list(patterns)})
-    return made
+        patterns: Any = group.get("params") if isinstance(group, Mapping) else None
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        if not _are_texts(patterns):
+            raise InputError(f"groups must be {example}, got {group!r}")
+        checked_groups.append({**group, "params": list(patterns)})
+    return checked_groups
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _shown(value: Any) -> str:
-    """A setting in a repr: a function by its name, of a long list how long it is."""
+    """A setting as a repr shows it: the name of a function, the length of a long list."""
     if callable(value):
         return getattr(value, "__name__", "function")
     is_long = isinstance(value, list) and len(value) > MOST_SHOWN
