@@ -27,11 +27,12 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
-HALVINGS = 6  # of the steps that are told: snapshots from 1/64 of them on
-EVERY = 5  # passes for each whose Kronecker factors are recorded
-LOOKS = 8  # numbers of a tensor by which the weights of a step are known again
-OPTIMIZER, RECORDER = "optimizer/", "recorder/"  # before what is theirs
-MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # of which no posterior is made
+HALVINGS = 6  # of ``steps``: snapshots from 1/64 of them on
+EVERY = 5  # the Kronecker factors of one pass in so many are recorded
+LOOKS = 8  # so many numbers of a tensor identify the weights of a step
+OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
+RECORDER = "recorder/"  # prefix of the recorder's means
+MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
 COUNTS = ("passes", "recorded")  # of the recorder, beside its means
 
 
@@ -77,7 +78,8 @@ class Checkpoints:
         structure: str | None = None,
     ) -> None:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
-        self.model, self.optimizer = unwrapped(model), optimizer
+        self.model = unwrapped(model)
+        self.optimizer = optimizer
         self.steps = None if steps is None else positive_int("steps", steps)
         self.folder = None if folder is None else Path(path_of(folder)).expanduser()
         if structure is not None:
@@ -89,11 +91,11 @@ class Checkpoints:
         self._steps_by_look: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
-        kept = ", ".join(map(str, self._thinned(self.model)))
-        return f"Checkpoints({self.done} steps, kept: {kept or 'none'})"
+        steps = ", ".join(str(step) for step in self._thinned(self.model))
+        return f"Checkpoints({self.done} steps, kept: {steps or 'none'})"
 
     def step(self) -> None:
-        """After each step of the optimizer.
+        """Call this after each step of the optimizer.
 
         Raises:
             OptimizerError: inside ``sampled_params``, where the weights are a draw.
@@ -108,83 +110,114 @@ class Checkpoints:
             self._keep()
 
     def _due(self) -> bool:
+        """Whether a snapshot is taken at this step."""
         if self.steps is None:
-            return self.done & (self.done - 1) == 0
-        return any(self.done == max(1, round(self.steps / 2**k)) for k in range(1, HALVINGS + 1))
+            is_power_of_two = self.done & (self.done - 1) == 0
+            return is_power_of_two
+        halvings = [round(self.steps / 2**k) for k in range(1, HALVINGS + 1)]
+        return any(self.done == max(1, step) for step in halvings)
 
     def _keep(self) -> None:
-        held = self._present()
-        self.snapshots[self.done] = held
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.snapshots[self.done] = place = self.folder / f"step-{self.done:08d}.safetensors"
-            with drafted(place) as draft:
-                save_file({n: t.contiguous() for n, t in held.items()}, draft, {"format": "pt"})
+        snapshot = self._present()
+        if self.folder is None:
+            self.snapshots[self.done] = snapshot
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"step-{self.done:08d}.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in snapshot.items()}
+        with drafted(file) as draft:
+            save_file(tensors, draft, {"format": "pt"})
+        self.snapshots[self.done] = file
 
     def _learned(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Each number that the optimizer keeps of a parameter: its name, and where it stands."""
-        for name, p in self.model.named_parameters() if self.optimizer is not None else ():
-            state = self.optimizer.state.get(p, {})  # type: ignore[union-attr]
+        """Names of the numbers that the optimizer learned; of each its dict and its key there."""
+        if self.optimizer is None:
+            return
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if key not in MOMENTA and isinstance(value, Tensor | int | float):
                     yield f"{OPTIMIZER}{name}/{key}", state, key
-
-        for k, group in enumerate(self.optimizer.param_groups if self.optimizer else ()):
+        for k, group in enumerate(self.optimizer.param_groups):
             if is_flat(group):
                 yield f"{OPTIMIZER}group {k}/hess", group, "hess"
-        if hasattr(self.optimizer, "current_step"):  # of ivon-opt, which counts for all
+        if hasattr(self.optimizer, "current_step"):  # ivon-opt has one count for all parameters
             yield f"{OPTIMIZER}current_step", vars(self.optimizer), "current_step"
 
     def _present(self) -> State:
         """Weights, buffers and what was learned, as they are now."""
-        held = dict(state_of(self.model))
-        held |= {name: torch.as_tensor(state[key]) for name, state, key in self._learned()}
+        tensors = dict(state_of(self.model))
+        for name, state, key in self._learned():
+            tensors[name] = torch.as_tensor(state[key])
         if self.recorder is not None:
-            state = self.recorder.state_dict()
-            held |= {f"{RECORDER}{n}/": torch.tensor(state[n]) for n in COUNTS}
-            held |= {f"{RECORDER}{n}": mean for n, mean in state["means"].items()}
-        return {n: t.detach().cpu().clone() for n, t in held.items()}
+            recorded = self.recorder.state_dict()
+            for name in COUNTS:
+                tensors[f"{RECORDER}{name}/"] = torch.tensor(recorded[name])
+            for name, mean in recorded["means"].items():
+                tensors[f"{RECORDER}{name}"] = mean
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
-    def _write(self, held: State) -> None:
+    def _write(self, snapshot: State) -> None:
+        """Put a snapshot back into model, optimizer and recorder."""
         with torch.no_grad():
-            for name, place in state_of(self.model).items():
-                place.copy_(held[name])
+            for name, tensor in state_of(self.model).items():
+                tensor.copy_(snapshot[name])
             for name, state, key in list(self._learned()):
-                if name in held and isinstance(state[key], Tensor):
-                    state[key].copy_(held[name])
-                elif name in held:
-                    state[key] = held[name].item()
+                if name not in snapshot:
+                    continue
+                if isinstance(state[key], Tensor):
+                    state[key].copy_(snapshot[name])
+                else:
+                    state[key] = snapshot[name].item()
         if self.recorder is not None:
-            means = {n.removeprefix(RECORDER): t for n, t in held.items() if n.startswith(RECORDER)}
-            counts = {n: int(means.pop(f"{n}/")) for n in COUNTS}
-            state = self.recorder.state_dict()
-            self.recorder.load_state_dict({**state, **counts, "means": means})
+            self._write_recorder(self.recorder, snapshot)
+
+    def _write_recorder(self, recorder: KroneckerRecorder, snapshot: State) -> None:
+        means = {
+            name.removeprefix(RECORDER): tensor
+            for name, tensor in snapshot.items()
+            if name.startswith(RECORDER)
+        }
+        counts = {name: int(means.pop(f"{name}/")) for name in COUNTS}
+        state = recorder.state_dict()
+        recorder.load_state_dict({**state, **counts, "means": means})
 
     def begin(self, step: int = 0) -> None:
-        """Before the first step, whose weights are kept too; or after this many, where a training
-        is resumed, with what the folder holds of them."""
-        self.done, self.snapshots, self._steps_by_look = step, {}, {}
-        for place in [] if self.folder is None else sorted(self.folder.glob("step-*.safetensors")):
-            taken = int(place.stem.removeprefix("step-"))
-            if step and taken <= step:
-                self.snapshots[taken] = place
+        """Call this before the first step, whose weights are kept too; or, where a training is
+        resumed, after so many steps: the folder's snapshots of them stay."""
+        self.done = step
+        self.snapshots = {}
+        self._steps_by_look = {}
+        for file in self._files():
+            file_step = int(file.stem.removeprefix("step-"))
+            is_of_resumed_training = step > 0 and file_step <= step
+            if is_of_resumed_training:
+                self.snapshots[file_step] = file
             else:
-                place.unlink()  # of another training
+                file.unlink()
         if step == 0:
             self._keep()
 
+    def _files(self) -> list[Path]:
+        if self.folder is None:
+            return []
+        return sorted(self.folder.glob("step-*.safetensors"))
+
     @property
     def first(self) -> State | None:
-        """The weights and buffers that training began with, where they were kept."""
-        held = read(self.snapshots[0]) if 0 in self.snapshots else None
-        return None if held is None else {name: held[name] for name in state_of(self.model)}
+        """The weights and buffers that training began with; None where they were not kept."""
+        if 0 not in self.snapshots:
+            return None
+        snapshot = read(self.snapshots[0])
+        return {name: snapshot[name] for name in state_of(self.model)}
 
     def settle(self) -> None:
         """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
-        kept = {0, *self._thinned(self.model)}
-        for held in [self.snapshots.pop(step) for step in {*self.snapshots} - kept]:
-            if isinstance(held, Path):
-                held.unlink(missing_ok=True)
+        useful_steps = {0, *self._thinned(self.model)}
+        for step in self.snapshots.keys() - useful_steps:
+            snapshot = self.snapshots.pop(step)
+            if isinstance(snapshot, Path):
+                snapshot.unlink(missing_ok=True)
 
     def states(self, model: nn.Module) -> list[State | Path]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
@@ -210,31 +243,45 @@ class Checkpoints:
         """
         if self.optimizer is None and self.recorder is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
-        make, source = Posterior.from_recorder, self.recorder
+        make: Any = Posterior.from_recorder
+        source: Any = self.recorder
         if source is None:
-            make, source = Posterior.from_optimizer, self.optimizer
-        told = {"n_data": n_data, "prior_precision": prior_precision, "initial": initial}
-        now = partial(make, source, self.model, **told)  # type: ignore[arg-type]
+            make = Posterior.from_optimizer
+            source = self.optimizer
+        now = partial(
+            make,
+            source,
+            self.model,
+            n_data=n_data,
+            prior_precision=prior_precision,
+            initial=initial,
+        )
         return self.before(now(), now)
 
     def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:
         """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
         as they were at the snapshots."""
-        found, present = [], self._present()
+        earlier = []
+        present = self._present()
         try:
             for k, step in enumerate(self._thinned(self.model)):
                 self._write(read(self.snapshots[step]))
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", InitialPrecisionWarning)  # which is early's own
+                    warnings.simplefilter("ignore", InitialPrecisionWarning)  # usual so early
                     q = now()
-                found.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+                earlier.append(q.changed(record={**q.record, "checkpoint": k + 1}))
         finally:
             self._write(present)
-        return last.changed(earlier=tuple(found))
+        return last.changed(earlier=tuple(earlier))
 
 
 def _look(model: nn.Module) -> tuple[float, ...]:
-    """Some numbers of the first and the last weights, by which a step is known again."""
+    """Some numbers of the first and the last weights, which identify a step."""
     trained = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
-    seen = [p[:: max(1, len(p) // LOOKS)][:LOOKS] for p in (trained[0], trained[-1])]
-    return tuple(torch.cat([s.double() for s in seen]).tolist())
+    samples = [_sample(weights).double() for weights in (trained[0], trained[-1])]
+    return tuple(torch.cat(samples).tolist())
+
+
+def _sample(weights: Tensor) -> Tensor:
+    stride = max(1, len(weights) // LOOKS)
+    return weights[::stride][:LOOKS]

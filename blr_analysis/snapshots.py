@@ -19,41 +19,46 @@ from blr_analysis.checks import bare_name, instance, some
 from blr_analysis.errors import InputError, ModelError, StorageError
 from blr_analysis.files import Folder
 
-PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the weights that were kept
+PARTS = (1 / 8, 1 / 4, 1 / 2)  # of the steps up to the model's weights
+CHECKPOINT = re.compile(r"checkpoint-(\d+)|step-(\d+)\.safetensors")
 State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's own trainable parameters and persistent buffers."""
-    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     return trained | buffers_of(model)
 
 
 def buffers_of(model: nn.Module) -> State:
     """A model's persistent buffers."""
-    kept = model.state_dict()
-    return {n: b for n, b in model.named_buffers() if n in kept}
+    persistent = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 class Snapshots:
     """Checkpoints of one training, oldest first, each read when it is asked for.
 
     Args:
-        given: state dicts, safetensors files, folders that a trainer wrote, or one folder of
-            ``checkpoint-*``; what keeps checkpoints itself answers ``states(model)``.
+        checkpoints: state dicts, safetensors files, folders that a trainer wrote, or one folder of
+            ``checkpoint-*``; or an object with a method ``states(model)`` that lists them.
         model: the trained model, whose own weights are the last.
 
     Raises:
         InputError: something else. ModelError: another model's, or NaN. StorageError: no file.
     """
 
-    def __init__(self, given: Any, model: nn.Module) -> None:
+    def __init__(self, checkpoints: Any, model: nn.Module) -> None:
         self._model = model
-        self._sources: list[Any] = _sources(given, model)
+        self._sources: list[Any] = _sources(checkpoints, model)
         last = state_of(model)
-        alike = [equal(state, last) for state in self]
-        if any(alike):  # what came after the weights that were kept is no part of their run
-            self._sources = self._sources[: alike.index(True)]
+        are_last = [equal(state, last) for state in self]
+        if any(are_last):  # the run of the model's weights ends here
+            self._sources = self._sources[: are_last.index(True)]
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -64,7 +69,7 @@ class Snapshots:
 
 
 def thinned(steps: Sequence[int], end: int) -> list[int]:
-    """Of these steps those nearest 1/8, 1/4 and 1/2 of the last, on a log scale; each once.
+    """The steps nearest 1/8, 1/4 and 1/2 of the end, on a log scale; each once.
 
     >>> thinned([1, 2, 4, 8, 16, 32, 64, 100], 100)
     [16, 32, 64]
@@ -72,80 +77,114 @@ def thinned(steps: Sequence[int], end: int) -> list[int]:
     before = [step for step in steps if 0 < step < end]
     if not before:
         return []
-    wanted = (max(1.0, part * end) for part in PARTS)
-    return sorted({min(before, key=lambda s: abs(log(s / at))) for at in wanted})
+    targets = [max(1.0, part * end) for part in PARTS]
+    return sorted({_nearest(before, target) for target in targets})
 
 
-def _sources(given: Any, model: nn.Module) -> list[Any]:
-    if callable(kept := getattr(given, "states", None)):
-        given = kept(model)
-    if isinstance(given, str | os.PathLike):
-        return _folder(Path(given), model)
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+def _nearest(steps: Sequence[int], target: float) -> int:
+    """The step nearest a target on a log scale."""
+    return min(steps, key=lambda step: abs(log(step / target)))
+
+
+def _sources(checkpoints: Any, model: nn.Module) -> list[Any]:
+    states = getattr(checkpoints, "states", None)
+    if callable(states):
+        checkpoints = states(model)
+    if isinstance(checkpoints, str | os.PathLike):
+        return _folder(Path(checkpoints), model)
+    if isinstance(checkpoints, Mapping) or not isinstance(checkpoints, Iterable):
         raise InputError("checkpoints must be a list of state dicts or files, or a folder")
-    return list(given)
+    return list(checkpoints)
 
 
-def read(one: Any) -> Any:
-    """The state by name, as it was kept."""
-    if isinstance(one, nn.Module):
-        return one.state_dict()
-    if isinstance(one, Mapping):
-        return one
-    instance("a checkpoint", one, str | os.PathLike, "a state dict or a file")
-    adapter = (Path(one) / "adapter_model.safetensors").is_file()
-    return Folder.open(one, stem="adapter_model" if adapter else "model").tensors()
+def read(checkpoint: Any) -> Any:
+    """A checkpoint's tensors by the names that it has for them."""
+    if isinstance(checkpoint, nn.Module):
+        return checkpoint.state_dict()
+    if isinstance(checkpoint, Mapping):
+        return checkpoint
+    instance("a checkpoint", checkpoint, str | os.PathLike, "a state dict or a file")
+    is_adapter = (Path(checkpoint) / "adapter_model.safetensors").is_file()
+    stem = "adapter_model" if is_adapter else "model"
+    return Folder.open(checkpoint, stem=stem).tensors()
 
 
 def _folder(path: Path, model: nn.Module) -> list[Any]:
-    """Those of a trainer's ``checkpoint-*``, or of the files that :class:`blr_analysis.Checkpoints`
-    writes, that are nearest 1/8, 1/4 and 1/2 of the run."""
-    numbered = {
-        int(found.group(1) or found.group(2)): one
-        for one in path.glob("*-*")
-        if (found := re.fullmatch(r"checkpoint-(\d+)|step-(\d+)\.safetensors", one.name))
-    }
-    if not numbered:
-        if [*path.glob("_run/step-*.safetensors")]:  # what callbacks keep in a trainer's output
+    """The checkpoints nearest 1/8, 1/4 and 1/2 of the run: a trainer's ``checkpoint-*``, or files
+    that :class:`blr_analysis.Checkpoints` wrote."""
+    checkpoints = _numbered(path)
+    if not checkpoints:
+        written_by_callbacks = [*path.glob("_run/step-*.safetensors")]
+        if written_by_callbacks:
             return _folder(path / "_run", model)
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
-    steps = sorted(numbered)
+    steps = sorted(checkpoints)
     last = state_of(model)
 
-    def kept(step: int) -> bool:
-        return equal(checked_state(read(numbered[step]), model, f"checkpoint-{step}"), last)
+    def has_last_weights(step: int) -> bool:
+        tensors = read(checkpoints[step])
+        return equal(checked_state(tensors, model, f"checkpoint-{step}"), last)
 
-    after = 2 * steps[-1] if numbered[steps[-1]].is_file() else steps[-1] + 1
-    end = next((step for step in reversed(steps) if kept(step)), after)
-    return [numbered[step] for step in thinned(steps, end)]
+    is_of_powers_of_two = checkpoints[steps[-1]].is_file()
+    end_beyond = 2 * steps[-1] if is_of_powers_of_two else steps[-1] + 1
+    end = next((step for step in reversed(steps) if has_last_weights(step)), end_beyond)
+    return [checkpoints[step] for step in thinned(steps, end)]
 
 
-def checked_state(held: Mapping[str, Any], model: nn.Module, where: str) -> State:
-    """The state by the model's own names."""
+def _numbered(path: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, by step."""
+    checkpoints = {}
+    for checkpoint in path.glob("*-*"):
+        match = CHECKPOINT.fullmatch(checkpoint.name)
+        if match:
+            step = match.group(1) or match.group(2)
+            checkpoints[int(step)] = checkpoint
+    return checkpoints
 
-    def plain(name: str) -> str:
-        return bare_name(name).replace(".default.", ".")
 
-    places = {plain(n): t for n, t in held.items()}
-    aliases: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(p), []).append(name)
-    own, state, wrong = dict(model.named_parameters()), {}, []
-    for name, tensor in state_of(model).items():
-        names = map(plain, aliases.get(id(own.get(name)), [name]))
-        found = next((places[n] for n in names if n in places), None)
-        if isinstance(found, Tensor) and found.shape == tensor.shape:
-            state[name] = found.detach().to(tensor.device)
+def checked_state(tensors: Mapping[str, Any], model: nn.Module, label: str) -> State:
+    """A checkpoint's state by the model's own names.
+
+    Raises:
+        ModelError: tensors are missing or of another shape; NaN or inf. It names the ``label``.
+    """
+    by_plain_name = {_plain(name): tensor for name, tensor in tensors.items()}
+    names = _plain_names(model)
+    state = {}
+    missing = []
+    for name, place in state_of(model).items():
+        present = [plain for plain in names[name] if plain in by_plain_name]
+        tensor = by_plain_name[present[0]] if present else None
+        if isinstance(tensor, Tensor) and tensor.shape == place.shape:
+            state[name] = tensor.detach().to(place.device)
         else:
-            wrong.append(name)
-    if wrong:
-        raise ModelError(f"{where} is another model's: no {some(wrong)} of this model's shape")
+            missing.append(name)
+    if missing:
+        raise ModelError(f"{label} is another model's: no {some(missing)} of this model's shape")
     for name, tensor in state.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ModelError(f"{where} holds NaN or inf in {name!r}; was training stable?")
+            raise ModelError(f"{label} holds NaN or inf in {name!r}; was training stable?")
     return state
 
 
-def equal(one: State, other: State) -> bool:
-    """Whether two states are the same, bit by bit."""
-    return all(torch.equal(t.to(one[n]), one[n]) for n, t in other.items())
+def _plain(name: str) -> str:
+    """A tensor's name without what wrappers and adapters add."""
+    return bare_name(name).replace(".default.", ".")
+
+
+def _plain_names(model: nn.Module) -> dict[str, list[str]]:
+    """The plain names of every parameter and buffer; several where a parameter is tied."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(_plain(name))
+    names = {name: [_plain(name)] for name in buffers_of(model)}
+    for name, parameter in model.named_parameters():
+        names[name] = aliases[id(parameter)]
+    return names
+
+
+def equal(state: State, reference: State) -> bool:
+    """Whether a state has the reference's tensors, bit by bit."""
+    return all(
+        torch.equal(tensor.to(state[name]), state[name]) for name, tensor in reference.items()
+    )
