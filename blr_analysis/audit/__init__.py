@@ -18,7 +18,7 @@ The command line and the demo are two ways to call it; from Python:
 
 from __future__ import annotations
 
-from blr_analysis.audit.findings import Findings, check_column, investigate
+from blr_analysis.audit.findings import Findings, check_auditable, check_column, investigate
 from blr_analysis.audit.pictures import write, write_picture, write_text
 from blr_analysis.audit.sections import Section, sections
 from blr_analysis.audit.text import in_text, written
@@ -26,6 +26,7 @@ from blr_analysis.audit.text import in_text, written
 __all__ = [
     "Findings",
     "Section",
+    "check_auditable",
     "check_column",
     "in_text",
     "investigate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,14 +26,14 @@ from blr_analysis.sensitivity import (
 from blr_analysis.sensitivity.door import check_test
 from blr_analysis.sensitivity.other_units import unlike_training
 from blr_analysis.sensitivity.results import NO_FAULT
-from blr_analysis.sensitivity.subjects import subject_of
+from blr_analysis.sensitivity.subjects import Sites, subject_of
 from blr_analysis.sensitivity.suspicious import suspicions_of
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
-MOST_GROUPS = 100  # without being asked; each group costs its trainings
+MOST_GROUPS = 100  # that "auto" takes out; each group costs its trainings
 AUTO = "auto"
-TWINS = 3  # examples, below which none can be another's
+LEAST_FOR_TWINS = 3  # with fewer examples, nearness says nothing
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Findings(Tabular):
     """What :func:`investigate` found.
 
     Attributes:
-        task, posterior, test: what was asked about; ``test`` under the trained model, or None.
+        task, posterior, test: the subject of the audit; ``test`` under the trained model, or None.
         scores, loo, memory, suspicions: the analyses of the training data.
         on_test, test_targets: losses, hits and targets on ``test``; None without one.
         unlike: how ``test`` differs from the training data, in one line; "".
@@ -66,22 +66,25 @@ class Findings(Tabular):
     @cached_property
     def table(self) -> pd.DataFrame:
         """One row per training example: the memory map's table, and behind the region what the
-        model says without the example: ``left_out_prediction``, ``left_out_loss``, and ``kind``,
+        model says without the example (``left_out_prediction``, ``left_out_loss``) and ``kind``,
         the fault that is suspected."""
-        columns: dict[str, Any] = {}
-        if self.loo.predictions is not None:
-            predictions = self.loo.predictions.reshape(len(self.loo), -1)
-            several = predictions.shape[1] > 1
-            for c, column in enumerate(predictions.unbind(1)):
-                name = f"left_out_prediction_{c}" if several else "left_out_prediction"
-                columns[name] = column.numpy()
+        columns = self._left_out_predictions()
         columns["left_out_loss"] = self.loo.losses.numpy()
         columns["kind"] = self.suspicions.kind
         table = self.memory.table.rename(columns={name: f"{name}_metadata" for name in columns})
-        after = list(table).index("region") + 1
-        for place, (name, column) in enumerate(columns.items()):
-            table.insert(after + place, name, column)
+        first_position = list(table).index("region") + 1
+        for position, (name, column) in enumerate(columns.items(), first_position):
+            table.insert(position, name, column)
         return table
+
+    def _left_out_predictions(self) -> dict[str, Any]:
+        """A column for each number that the model predicts of an example."""
+        if self.loo.predictions is None:
+            return {}
+        predictions = self.loo.predictions.reshape(len(self.loo), -1).numpy()
+        if predictions.shape[1] == 1:
+            return {"left_out_prediction": predictions[:, 0]}
+        return {f"left_out_prediction_{c}": column for c, column in enumerate(predictions.T)}
 
     @property
     def suspects(self) -> pd.DataFrame:
@@ -91,15 +94,18 @@ class Findings(Tabular):
 
     @property
     def influence(self) -> str:
-        """ "deviation"; "self_influence" where there are too many outputs for it."""
-        known = "deviation" in self.table and self.table["deviation"].notna().to_numpy().any()
-        return "deviation" if known else "self_influence"
+        """The column that ranks: "deviation", or "self_influence" where there are too many outputs
+        for it."""
+        if "deviation" in self.table and self.table["deviation"].notna().to_numpy().any():
+            return "deviation"
+        return "self_influence"
 
     @property
     def noun(self) -> str:
-        """What one group is called."""
-        classes = self.task.likelihood.is_classification and self.by in (None, "target")
-        return "class" if classes else str(self.by)
+        """What one group is called: "class", or the column that tells groups apart."""
+        if self.task.likelihood.is_classification and self.by in (None, "target"):
+            return "class"
+        return str(self.by)
 
 
 def investigate(
@@ -123,55 +129,103 @@ def investigate(
         say: told in a few words what begins.
 
     Raises:
-        InputError: no task, or no posterior of one run.
+        InputError: a fitted probabilistic model in the place of a task, no task, no posterior, or
+            several.
         BLRError: as the analyses themselves.
     """
+    check_auditable(task, posterior)
     say = say or (lambda text: None)
     instance("task", task, Task, "a blr_analysis.Task (ask fitted models one analysis at a time)")
     wanted = "a blr_analysis.Posterior of one run (ask several one analysis at a time)"
     instance("posterior", posterior, Posterior, wanted)
     if test is not None:
         test = check_test(test, task)
-    posterior = with_stationarity(task, posterior)  # on which the temperature depends
+    posterior = with_stationarity(task, posterior)  # the temperature depends on it
     say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
     subject = subject_of(task, posterior)
     scores = subject.scores(variance=task.likelihood.is_sequence or None)
-    memory = memory_map(scores)
     say("leave-one-out: every prediction without its own example")
     loo = subject.left_out()
     say("wrong labels, strangers and duplicates")
-    suspicions = suspicions_of(subject, loo, duplicates=task.n_data >= TWINS)
-    tested: tuple[Any, ...] = (None, None, "")
+    findings = Findings(
+        task=task,
+        posterior=posterior,
+        scores=scores,
+        loo=loo,
+        memory=memory_map(scores),
+        suspicions=suspicions_of(subject, loo, duplicates=task.n_data >= LEAST_FOR_TWINS),
+    )
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
-        mean = posterior.on(test, same_data=False).mean
-        tested = (*evaluated(test, mean), unlike_training(task, test, mean))
-    found = Findings(task, posterior, scores, loo, memory, suspicions, test, *tested)
-    column = by if by != AUTO else "target" if len(groups_of(task, by)) > 1 else None
+        findings = with_test(findings, test)
+    column = column_to_remove_by(task, by)
     if column is None:
-        return found
+        return findings
     say(f"what if: without each {column}")
     removals = what_if_each(task, posterior, by=column, evaluate=test, passes=passes)
-    return Findings(**{**vars(found), "by": column, "removals": removals})
+    return replace(findings, by=column, removals=removals)
+
+
+def check_auditable(task: Any, posterior: Any) -> None:
+    """Raise :class:`InputError` where an audit has nothing to work on: it takes a task and one
+    posterior."""
+    subject = subject_of(task, posterior)
+    if isinstance(subject, Sites):
+        remedy = "ask sensitivity, leave_one_out, suspicious and what_if of it"
+        raise subject.lacks("audit or report", remedy)
+    instance("posterior", posterior, Posterior, "one Posterior")
+
+
+def with_test(findings: Findings, test: Task) -> Findings:
+    """The findings with losses, hits and targets on the test data."""
+    mean = findings.posterior.on(test, same_data=False).mean
+    on_test, test_targets = evaluated(test, mean)
+    return replace(
+        findings,
+        test=test,
+        on_test=on_test,
+        test_targets=test_targets,
+        unlike=unlike_training(findings.task, test, mean),
+    )
+
+
+def column_to_remove_by(task: Task, by: str | None) -> str | None:
+    """The column whose groups are taken out; "auto" means the classes, where there are several."""
+    if by != AUTO:
+        return by
+    return "target" if len(groups_of(task, by)) > 1 else None
 
 
 def groups_of(task: Task, by: str | None) -> list[Any]:
     """The groups that an audit takes out, as far as the data alone tell."""
+    if by is None:
+        return []
     if by in task.metadata:
         return sorted({str(value) for value in task.metadata[by]})
-    classes = task.likelihood.is_classification and not task.likelihood.is_sequence
-    if by is None or (by == AUTO and not classes):
+    has_classes = task.likelihood.is_classification and not task.likelihood.is_sequence
+    if by == AUTO and not has_classes:
         return []
-    rows = torch.arange(task.n_data).split(task.batch_size)
-    with torch.no_grad(), task.evaluation():
-        each = [task.run(task.fetch(i), task.parameters(), i)[1].cpu() for i in rows]
-    targets = torch.cat(each).reshape(task.n_data, -1)
-    found = targets.unique(dim=0).tolist()
-    return [] if by == AUTO and (targets.shape[1] > 1 or len(found) > MOST_GROUPS) else found
+    targets = all_targets(task).reshape(task.n_data, -1)
+    groups = targets.unique(dim=0).tolist()
+    has_several_targets = targets.shape[1] > 1
+    if by == AUTO and (has_several_targets or len(groups) > MOST_GROUPS):
+        return []
+    return groups
+
+
+def all_targets(task: Task) -> Tensor:
+    """The targets of all examples, as the task's forward function gives them."""
+    batches = torch.arange(task.n_data).split(task.batch_size)
+    model = task.at(task.parameters())
+    with torch.no_grad():
+        return torch.cat([model.run(indices)[1].cpu() for indices in batches])
 
 
 def check_column(by: str | None, task: Task) -> None:
     """Raise :class:`InputError` before the work where ``by`` can be no column."""
-    if by is not None and by not in (AUTO, "target", "prediction", *task.metadata):
-        known = ", ".join(["target", "prediction", *task.metadata])
-        raise InputError(f"there is no column {by!r} to group by; the task has {known}")
+    if by is None or by == AUTO:
+        return
+    columns = ["target", "prediction", *task.metadata]
+    if by not in columns:
+        names = ", ".join(columns)
+        raise InputError(f"there is no column {by!r} to group by; the task has {names}")

@@ -67,7 +67,7 @@ def sections(findings: Findings, names: Names | None = None) -> dict[str, Sectio
     """All that the findings allow, in the order of reading; ``names`` are those of groups."""
     removals = findings.removals
     solver = "" if removals is None else str(removals["solver"].iloc[0])
-    found = {
+    parts = {
         "trust": trust(findings.task, findings.posterior, findings, names, solver),
         "influential": influential(findings),
         "suspicious": suspects(findings),
@@ -75,9 +75,11 @@ def sections(findings: Findings, names: Names | None = None) -> dict[str, Sectio
         "map": regions(findings.memory),
     }
     if removals is not None:
-        where = "the test data" if findings.test is not None else "the training data themselves"
-        found["removals"] = without_each(removals, findings.noun, where, names)
-    return found
+        measured_on = "the test data"
+        if findings.test is None:
+            measured_on = "the training data themselves"
+        parts["removals"] = without_each(removals, findings.noun, measured_on, names)
+    return parts
 
 
 def trust(
@@ -87,47 +89,80 @@ def trust(
     names: Names | None = None,
     solver: str = "",
 ) -> Section:
-    """How far the answers hold: what the reader must know before the first number; ``solver`` is
-    by what groups were taken out."""
+    """How far the answers hold: what the reader must know before the first number.
+
+    Args:
+        task, posterior: the subject.
+        findings: of a whole audit; None of a single question.
+        names: what groups are called.
+        solver: by which groups were taken out; "" if none were.
+    """
     posterior = with_stationarity(task, posterior)
-    said, found = [], stationarity(task, posterior)
+    minimum = stationarity(task, posterior)
+    notes = []
     if findings is not None and findings.unlike:
-        said.append(f"The test data are unlike the training data: {findings.unlike}")
-    if words := elsewhere(task, posterior):
-        said.append(f"{words[0].upper()}{words[1:]}.")
-    if solver in ("replay", "retrain") and not (found.at_minimum or found.near):
-        said.append(TRAINED)
-    if posterior.note and not posterior.at_minimum:  # else it is the verdict
-        said.append(f"Single examples: {posterior.note}.")
-    if (error := posterior.temperature_error) is not None:
-        measured = f"{posterior.temperature:.3g}, give or take {error:.0%}"
-        said.append(f"The temperature was measured: {measured}.")
-    if posterior.structure == "diag":
-        said.append(DIAGONAL)
-    if (posterior.record.get("initial_share") or 0.0) > 0.5:
-        said.append(STARTING)
-    leverage = getattr(findings and findings.loo, "leverage", None)
-    if leverage is not None and (many := int((leverage >= 1).sum())):
-        out = "; leave_one_out(refine=) takes them out by a descent" if posterior.at_minimum else ""
-        said.append(
-            f"Leverage of 1 or more: {many:,} of {len(leverage):,} examples, whose own estimates "
-            f"are rough{out}."
-        )
+        notes.append(f"The test data are unlike the training data: {findings.unlike}")
+    warning = elsewhere(task, posterior)
+    if warning:
+        notes.append(f"{warning[0].upper()}{warning[1:]}.")
+    is_near_minimum = minimum.at_minimum or minimum.near
+    if solver in ("replay", "retrain") and not is_near_minimum:
+        notes.append(TRAINED)
+    notes += notes_on_posterior(posterior)
+    if findings is not None:
+        notes += notes_on_leverage(findings)
     if findings is not None and findings.removals is not None:
-        said += doubts(findings.removals, names)
-    return Section("How far to trust it", f"The model is {found.verdict}.", notes=said)
+        notes += doubts(findings.removals, names)
+    return Section("How far to trust it", f"The model is {minimum.verdict}.", notes=notes)
+
+
+def notes_on_posterior(posterior: Posterior) -> list[str]:
+    """What to know of its scale and of its structure."""
+    notes = []
+    if posterior.note and not posterior.at_minimum:  # at a minimum the verdict says it
+        notes.append(f"Single examples: {posterior.note}.")
+    error = posterior.temperature_error
+    if error is not None:
+        temperature = f"{posterior.temperature:.3g}, give or take {error:.0%}"
+        notes.append(f"The temperature was measured: {temperature}.")
+    if posterior.structure == "diag":
+        notes.append(DIAGONAL)
+    share_of_the_start = posterior.record.get("initial_share") or 0.0
+    if share_of_the_start > 0.5:
+        notes.append(STARTING)
+    return notes
+
+
+def notes_on_leverage(findings: Findings) -> list[str]:
+    """How many left-out estimates are rough, and what solves them."""
+    leverage = findings.loo.leverage
+    if leverage is None:
+        return []
+    rough = int((leverage >= 1).sum())
+    if not rough:
+        return []
+    sentence = (
+        f"Leverage of 1 or more: {rough:,} of {len(leverage):,} examples, whose own estimates "
+        "are rough"
+    )
+    if findings.posterior.at_minimum:
+        sentence += "; leave_one_out(refine=) takes them out by a descent"
+    return [f"{sentence}."]
 
 
 def influential(findings: Findings) -> Section:
     """The examples that shape the model most."""
     measure = findings.influence
     worst = findings.table.nlargest(SHOWN, measure)
-    lead = "How far their own prediction would move without them"
-    lead += " (0 to 2)." if findings.task.likelihood.is_classification else " (in its own units)."
+    columns = {"index": worst["index"], **_answers(worst, "left_out_prediction")}
+    columns[measure.replace("_", "-")] = short(worst[measure])
+    columns["region"] = worst["region"]
     if measure == "self_influence":
         lead = "How far their own loss would rise without them (to first order, in nats)."
-    columns = {"index": worst["index"], **_answers(worst, "left_out_prediction")}
-    columns |= {measure.replace("_", "-"): short(worst[measure]), "region": worst["region"]}
+    elif findings.task.likelihood.is_classification:
+        lead = "How far their own prediction would move without them (0 to 2)."
+    else:
+        lead = "How far their own prediction would move without them (in its own units)."
     return Section("Most influential examples", lead, columns)
 
 
@@ -135,92 +170,121 @@ def suspects(findings: Findings) -> Section:
     """The first rows of :func:`blr_analysis.suspicious`."""
     table = findings.suspects
     counts = table["kind"].value_counts().to_dict()
-    told = [f"{counts[kind]:,} {means}" for kind, means in FAULTS.items() if counts[kind]]
-    lead = f"Of {len(findings.table):,}: {', '.join(told) or 'none'}. Suspicious is not wrong."
-    if (precision := findings.suspicions.precision) is not None:
+    faults = [f"{counts[kind]:,} {meaning}" for kind, meaning in FAULTS.items() if counts[kind]]
+    lead = f"Of {len(findings.table):,}: {', '.join(faults) or 'none'}. Suspicious is not wrong."
+    precision = findings.suspicions.precision
+    if precision is not None:
         lead += f" Of these labels {precision:.0%} are expected to be wrong."
+    if not len(table):
+        return Section("Suspicious examples", lead)
     worst = table.head(SHOWN)
     columns = {"index": worst["index"], "kind": worst["kind"], **_answers(worst, "proposed")}
-    losses = {"loss": "loss", "training_loss": "at the end", "left_out_loss": "left-out loss"}
-    columns |= {shown: short(worst[name]) for name, shown in losses.items()}
-    if (worst["kind"] == "duplicate").to_numpy().any():
-        pairs = zip(worst["kind"].tolist(), worst["twin"].tolist(), strict=True)
-        columns["twin"] = [twin if kind == "duplicate" else "" for kind, twin in pairs]
-    return Section("Suspicious examples", lead, columns if len(worst) else {})
+    columns["loss"] = short(worst["loss"])
+    columns["at the end"] = short(worst["training_loss"])
+    columns["left-out loss"] = short(worst["left_out_loss"])
+    kinds = worst["kind"].tolist()
+    if "duplicate" in kinds:
+        twins = zip(kinds, worst["twin"].tolist(), strict=True)
+        columns["twin"] = [twin if kind == "duplicate" else "" for kind, twin in twins]
+    return Section("Suspicious examples", lead, columns)
 
 
 def generalisation(findings: Findings) -> Section:
     """The estimate of the loss on new data, beside what it was made from and what came true."""
-    scores, on_test = findings.scores, findings.on_test
-    lead = "From the training data alone: the mean loss, in nats, of each example when left out."
-    estimated = not findings.loo.is_below_chance
-    estimate = ESTIMATE if estimated else "left out, no estimate"
-    names = ("training data", estimate, "test data")
-    if scores.tokens is not None:
-        rows: list[Any] = [r for r in (scores, findings.loo, on_test) if r is not None]
-        columns = {"": names[: len(rows)], "NLL": [f"{r.nll_per_token:.4f}" for r in rows]}
-        columns["perplexity"] = [f"{r.perplexity:.4g}" for r in rows]
+    loo = findings.loo
+    on_test = findings.on_test
+    has_estimate = not loo.is_below_chance
+    estimate = ESTIMATE if has_estimate else "left out, no estimate"
+    names = ["training data", estimate]
+    if on_test is not None:
+        names.append("test data")
+    if findings.scores.tokens is not None:
+        rows: list[Any] = [findings.scores, loo, on_test][: len(names)]
         lead = "From the training data alone: the mean loss of a token, its text left out, in nats."
+        columns: dict[str, Sequence[Any]] = {
+            "": names,
+            "NLL": [f"{row.nll_per_token:.4f}" for row in rows],
+            "perplexity": [f"{row.perplexity:.4g}" for row in rows],
+        }
     else:
-        assert scores.outputs is not None and scores.targets is not None
-        hits = findings.task.likelihood.correct(scores.outputs, scores.targets)
-        before = Evaluation(scores.losses, hits)
-        rows = [r for r in (before, findings.loo, on_test) if r is not None]
-        columns = {"": names[: len(rows)], measured(findings): [f"{r.nll:.4f}" for r in rows]}
-        if before.accuracy is not None:
-            columns["accuracy"] = [f"{r.accuracy:.1%}" for r in rows]
-    notes = [f"A rough estimate: {findings.loo.note}."] if findings.loo.note else []
-    if on_test is not None and estimated:
-        notes.append(agreement(findings.loo, on_test))
+        rows = [on_training_data(findings), loo, on_test][: len(names)]
+        lead = (
+            "From the training data alone: the mean loss, in nats, of each example when left out."
+        )
+        columns = {"": names, measured(findings): [f"{row.nll:.4f}" for row in rows]}
+        if loo.accuracy is not None:
+            columns["accuracy"] = [f"{row.accuracy:.1%}" for row in rows]
+    notes = []
+    if loo.note:
+        notes.append(f"A rough estimate: {loo.note}.")
+    if on_test is not None and has_estimate:
+        notes.append(agreement(loo, on_test))
     return Section("How well will it generalise?", lead, columns, notes)
 
 
+def on_training_data(findings: Findings) -> Evaluation:
+    """Losses and hits on the data that the model was trained on."""
+    scores = findings.scores
+    assert scores.outputs is not None and scores.targets is not None
+    hits = findings.task.likelihood.correct(scores.outputs, scores.targets)
+    return Evaluation(scores.losses, hits)
+
+
 def measured(findings: Findings) -> str:
-    """What the losses of single targets are."""
+    """What the losses of an example are called: "NLL", or another measure and of how many
+    outputs it is summed."""
     measure = measure_of(findings.task.likelihood.kind)
+    if measure == "nll":
+        return "NLL"
     error = findings.scores.error
     assert error is not None
     outputs = error.shape[-1]
-    several = f", summed over {outputs} outputs" if outputs > 1 else ""
-    return "NLL" if measure == "nll" else measure + several
+    return f"{measure}, summed over {outputs} outputs" if outputs > 1 else measure
 
 
 def agreement(loo: Any, on_test: Evaluation) -> str:
     """How far the estimate is from the test data, against the latter's own uncertainty."""
-    losses, gap = on_test.counted.double(), loo.nll - on_test.nll
-    if isinstance(on_test, SequenceEvaluation):  # of a ratio of sums
+    losses = on_test.counted.double()
+    gap = loo.nll - on_test.nll
+    if isinstance(on_test, SequenceEvaluation):  # Σ losses / Σ tokens, a ratio of sums
         nll = on_test.nll_per_token
-        losses, gap = losses - nll * on_test.tokens, loo.nll_per_token - nll
-        losses = losses / on_test.tokens.double().mean()
-    said = f"The estimate is {abs(gap):.4f} nats {'above' if gap >= 0 else 'below'} the test NLL"
-    if (m := len(losses)) > 1:
-        noise = float(losses.std() / m**0.5)
-        said += f" (whose standard error is {noise:.4f} with {m:,} examples)"
-    return said + "."
+        gap = loo.nll_per_token - nll
+        losses = (losses - nll * on_test.tokens) / on_test.tokens.double().mean()
+    side = "above" if gap >= 0 else "below"
+    sentence = f"The estimate is {abs(gap):.4f} nats {side} the test NLL"
+    n = len(losses)
+    if n > 1:
+        standard_error = float(losses.std() / n**0.5)
+        sentence += f" (whose standard error is {standard_error:.4f} with {n:,} examples)"
+    return f"{sentence}."
 
 
 def regions(memory: MemoryMap) -> Section:
     """How many examples each region of the memory map holds, and what that means."""
-    counts, n = memory.counts(), len(memory.region)
+    counts = memory.counts()
+    n = len(memory.region)
     columns = {
         "region": list(counts),
         "examples": [f"{count:,}" for count in counts.values()],
         "share": [f"{count / n:.1%}" for count in counts.values()],
         "the example is": [REGION_MEANS[name] for name in counts],
     }
-    above, beyond = shares_above(memory)
+    share_of_errors, share_of_variances = shares_above(memory)
     lead = (
         f"Prediction error above {memory.error_threshold:.3g} counts as poorly fitted, prediction "
         f"variance above {memory.variance_threshold:.3g} as little support: quantiles of these "
-        f"data, so that {above:.0%} and {beyond:.0%} lie above whatever the model."
+        f"data, so that {share_of_errors:.0%} and {share_of_variances:.0%} lie above whatever the "
+        "model."
     )
-    first = ", ".join(map(str, extremes(memory, SHOWN)))
-    notes = [f"Largest error times variance, memorable ones first: {first}."] if first else []
+    notes = []
+    largest = ", ".join(map(str, extremes(memory, SHOWN)))
+    if largest:
+        notes.append(f"Largest error times variance, memorable ones first: {largest}.")
     return Section("Memory map", lead, columns, notes)
 
 
 def without_each(
-    removals: pd.DataFrame, noun: str, where: str, names: Names | None = None
+    removals: pd.DataFrame, noun: str, measured_on: str, names: Names | None = None
 ) -> Section:
     """What each group is worth: the table of ``what_if_each``, the largest change first."""
     order = removals["nll_change"].abs().argsort(kind="stable").to_numpy()[::-1]
@@ -228,44 +292,53 @@ def without_each(
     columns: dict[str, Sequence[Any]] = {
         noun: [name_of(group, names) for group in table["group"]],
         "examples": [f"{n:,}" for n in table["n"]],
-        "NLL without": [f"{v:.3f}" for v in table["nll_after"]],
-        "change": [f"{v:+.3f}" for v in table["nll_change"]],
+        "NLL without": [f"{nll:.3f}" for nll in table["nll_after"]],
+        "change": [f"{change:+.3f}" for change in table["nll_change"]],
     }
-    known = table["nll_low"].notna().to_numpy()
-    if known.any():
-        ends = zip(table["nll_low"], table["nll_high"], known, strict=True)
-        columns["likely between"] = [f"{a:.2f} and {b:.2f}" if k else "" for a, b, k in ends]
+    notes = []
+    has_range = table["nll_low"].notna().to_numpy()
+    if has_range.any():
+        ranges = zip(table["nll_low"], table["nll_high"], has_range, strict=True)
+        columns["likely between"] = [
+            f"{low:.2f} and {high:.2f}" if is_known else "" for low, high, is_known in ranges
+        ]
+        notes.append(WIDTHS)
     if not table["accuracy_after"].isna().to_numpy().any():
-        columns["accuracy without"] = [f"{v:.1%}" for v in table["accuracy_after"]]
-    before, passes = removals["nll_before"].iloc[0], float(removals["passes"].to_numpy().max())
-    done = how(str(removals["solver"].iloc[0]), passes)
-    lead = f"Each predicted {done}, measured on {where} (NLL with all data: {before:.3f})."
-    notes = [WIDTHS] if known.any() else []
+        columns["accuracy without"] = [f"{accuracy:.1%}" for accuracy in table["accuracy_after"]]
+    before = removals["nll_before"].iloc[0]
+    passes = float(removals["passes"].to_numpy().max())
+    manner = how(str(removals["solver"].iloc[0]), passes)
+    lead = f"Each predicted {manner}, measured on {measured_on} (NLL with all data: {before:.3f})."
     return Section(f"What if one {noun} were gone?", lead, columns, notes)
 
 
 def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
     """Why not to trust the answers for some groups, a sentence for each reason."""
-    said = []
-    for why, rows in removals[removals["note"] != ""].groupby("note", sort=False):
+    sentences = []
+    for reason, rows in removals[removals["note"] != ""].groupby("note", sort=False):
         groups = [name_of(group, names) for group in rows["group"]]
-        more = f" and {len(groups) - NAMED} more" if len(groups) > NAMED else ""
-        some = f"Without {', '.join(groups[:NAMED])}{more}"
-        said.append(f"{'Groups taken out' if len(groups) == len(removals) else some}: {why}.")
-    return said
+        if len(groups) == len(removals):
+            subject = "Groups taken out"
+        elif len(groups) > NAMED:
+            subject = f"Without {', '.join(groups[:NAMED])} and {len(groups) - NAMED} more"
+        else:
+            subject = f"Without {', '.join(groups)}"
+        sentences.append(f"{subject}: {reason}.")
+    return sentences
 
 
 def how(solver: str, passes: float) -> str:
-    """How a group was taken out."""
-    return {
+    """How a group was taken out, in words."""
+    manners = {
         "posterior": "in one step, without training",
         "cg": f"by a descent of {passes:.0f} passes over the data that stay",
         "replay": f"by short trainings with and without it, {passes:.0f} passes over the data",
         "retrain": f"by whole trainings without it, {passes:.0f} passes over the data",
-    }.get(solver, solver)
+    }
+    return manners.get(solver, solver)
 
 
-def what_if_section(result: WhatIf, where: str, n_data: int) -> Section:
+def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
     """One what-if: before and after, on the whole and by class."""
     table = whole(result)
     columns: dict[str, Sequence[Any]] = {
@@ -277,10 +350,11 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> Section:
     if result.accuracy is not None:
         columns["accuracy"] = [f"{v:.1%}" for v in table["accuracy_before"]]
         columns["without "] = [f"{v:.1%}" for v in table["accuracy_after"]]
-    changes = [f"{result.removed:,} of {n_data:,} training examples taken out"]
-    changes += [f"{result.relabelled:,} relabelled"] * bool(result.relabelled)
-    done = how(result.solver, result.passes)
-    lead = f"{', '.join(changes)}; predicted {done}, measured on {where}."
+    change = f"{result.removed:,} of {n_data:,} training examples taken out"
+    if result.relabelled:
+        change += f", {result.relabelled:,} relabelled"
+    manner = how(result.solver, result.passes)
+    lead = f"{change}; predicted {manner}, measured on {measured_on}."
     notes = []
     if result.interval is not None:
         low, high = result.interval
@@ -290,9 +364,9 @@ def what_if_section(result: WhatIf, where: str, n_data: int) -> Section:
     return Section("What if they were gone?", lead, columns, notes)
 
 
-def sources(table: pd.DataFrame, quantity: str, asked: Sequence[str] | None = None) -> Section:
-    """The training examples that each question rests on; ``asked`` are the questions' words."""
-    names = {
+def sources(table: pd.DataFrame, quantity: str, questions: Sequence[str] | None = None) -> Section:
+    """The training examples that each question rests on; ``questions`` are their words."""
+    titles = {
         "question": "question",
         "test_target": "its label",
         "test_prediction": "prediction",
@@ -300,12 +374,14 @@ def sources(table: pd.DataFrame, quantity: str, asked: Sequence[str] | None = No
         "train_target": "label",
     }
     columns: dict[str, Sequence[Any]] = {
-        shown: table[name].map(name_of).tolist() for name, shown in names.items() if name in table
+        title: table[name].map(name_of).tolist() for name, title in titles.items() if name in table
     }
-    if asked is not None:
-        first = ~table["question"].duplicated()
-        each = zip(table["question"], first, strict=True)
-        columns["question"] = [f"{q}  {asked[q][:EXCERPT]}" if told else "" for q, told in each]
+    if questions is not None:
+        is_first_row = ~table["question"].duplicated()
+        rows = zip(table["question"], is_first_row, strict=True)
+        columns["question"] = [
+            f"{index}  {questions[index][:EXCERPT]}" if is_first else "" for index, is_first in rows
+        ]
         columns["text"] = [str(text)[:EXCERPT] for text in table["text"]]
     columns[quantity.replace("_", " ")] = short(table[quantity])
     lead = "How far a question's loss would rise without them"
@@ -315,14 +391,16 @@ def sources(table: pd.DataFrame, quantity: str, asked: Sequence[str] | None = No
 
 def short(values: Any) -> list[str]:
     """Numbers to three digits."""
-    return [f"{v:.3g}" for v in values]
+    return [f"{value:.3g}" for value in values]
 
 
 def _answers(table: pd.DataFrame, other: str) -> dict[str, Any]:
-    """The label and what the model says instead, where each is one value; of texts how they
-    begin."""
-    said = {"target": "label", "left_out_prediction": "without it", "proposed": "proposed"}
-    columns = [c for c in ("target", other) if c in table and table[c].notna().to_numpy().any()]
-    if not columns and "text" in table:
+    """Columns of the label and of the column ``other``, where they are single values; of texts,
+    how they begin."""
+    titles = {"target": "label", "left_out_prediction": "without it", "proposed": "proposed"}
+    names = [
+        name for name in ("target", other) if name in table and table[name].notna().to_numpy().any()
+    ]
+    if not names and "text" in table:
         return {"text": [str(text)[:EXCERPT] for text in table["text"]]}
-    return {said[name]: table[name].map(name_of).tolist() for name in columns}
+    return {titles[name]: table[name].map(name_of).tolist() for name in names}

@@ -14,11 +14,12 @@ MOST_ROWS = 20
 
 
 def in_text(*sections: Section, most: int = MOST_ROWS) -> RenderableType:
-    """One below the other; of long tables the first rows."""
-    return Group(*(section(s.title, s.lead, *_parts(s, most)) for s in sections))
+    """The sections, one below the other; of long tables the first ``most`` rows."""
+    return Group(*(section(part.title, part.lead, *_body(part, most)) for part in sections))
 
 
-def _parts(part: Section, most: int) -> Iterable[RenderableType]:
+def _body(part: Section, most: int) -> Iterable[RenderableType]:
+    """The table of a section and its notes."""
     if part.columns:
         yield grid({name: list(values)[:most] for name, values in part.columns.items()})
         if len(part.rows) > most:
@@ -27,6 +28,6 @@ def _parts(part: Section, most: int) -> Iterable[RenderableType]:
 
 
 def written(folder: Path, files: Iterable[Path]) -> RenderableType:
-    """What was written, by name."""
+    """The names of the files that were written."""
     names = ", ".join(dict.fromkeys(path.name for path in files))
     return section("Written", f"{folder}: {names}")

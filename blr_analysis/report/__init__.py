@@ -44,8 +44,8 @@ def report(
     The page needs no network and no program but a browser: an interactive memory map, every
     example as a row to sort, search and export, suspicious labels with keep, relabel and drop,
     groups taken out, and what each of some test examples rests on. It begins with how far all
-    that can be trusted. Below 6 MB for 10,000 examples with thumbnails; of more, 10,000 are shown
-    one by one.
+    that can be trusted. With thumbnails of 10,000 examples it takes less than 6 MB; of more
+    examples, 10,000 are shown one by one.
 
     Args:
         task: the model and the data it was trained on; metadata become columns, and a column of
@@ -67,8 +67,8 @@ def report(
 
     Raises:
         StorageError: the file cannot be written, or is a folder; found out before the analyses.
-        InputError: no task, or no posterior of one run.
-        InputError, DataError: as the analyses; images, texts or names of another number.
+        InputError, DataError: as the analyses; images, texts or names of another number; a fitted
+            probabilistic model in the place of a task, or several posteriors.
 
     Example:
         >>> import tempfile, torch, blr_analysis as blr
@@ -79,16 +79,18 @@ def report(
         ...     report(task, q, f"{folder}/report.html").stat().st_size < 2e6
         True
     """
-    from blr_analysis.audit import investigate
+    from blr_analysis.audit import check_auditable, investigate
     from blr_analysis.files.placing import check_file, held
     from blr_analysis.report.page import write_page
 
+    check_auditable(task, posterior)
     target = Path(path_of(path)).expanduser()
     check_file(target)
-    for name, given in (("images", images), ("texts", texts)):
-        if isinstance(given, Sized) and len(given) != task.n_data:
-            raise DataError(f"{len(given)} {name} for {task.n_data} examples: pass one for each")
+    for name, values in (("images", images), ("texts", texts)):
+        if isinstance(values, Sized) and len(values) != task.n_data:
+            raise DataError(f"{len(values)} {name} for {task.n_data} examples: pass one for each")
     with held(target):
         findings = investigate(task, posterior, test=test, by=by, passes=passes)
-        shown = {"images": images, "texts": texts, "monitor": monitor, "classes": classes}
-        return write_page(findings, target, **shown)
+        return write_page(
+            findings, target, images=images, texts=texts, monitor=monitor, classes=classes
+        )

@@ -6,6 +6,7 @@ A new kind of model and data is one class here that inherits :class:`SubjectCont
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.audit import investigate
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import Beta, FullGaussian
 from blr_analysis.learning_rule.inference import (
@@ -236,6 +238,13 @@ class OfSites(SubjectContract):
 
     def losses_without(self, asked: tuple[Any, Any]) -> Tensor:
         raise NotImplementedError
+
+    def test_no_audit_and_no_page(self, asked: tuple[Any, Any], tmp_path: Path) -> None:
+        page = tmp_path / "report.html"
+        for refused in (partial(blr.report, *asked, page), partial(investigate, *asked)):
+            with pytest.raises(InputError, match="a sum of sites has no audit or report; ask"):
+                refused()
+        assert not page.exists()
 
 
 class TestConjugate(OfSites):
