@@ -36,8 +36,8 @@ from blr_analysis.sensitivity.corrections import (
 from blr_analysis.sensitivity.door import checked_runs
 from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.removal import UNTIL_REST, descended_removals
-from blr_analysis.sensitivity.run import losses_at, mean_errors, widest
 from blr_analysis.sensitivity.training import recipe_of, trained
+from blr_analysis.sensitivity.training_errors import losses_at, mean_errors, widest
 from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 

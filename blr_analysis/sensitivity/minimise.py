@@ -16,6 +16,7 @@ Gauss–Newton step.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -29,9 +30,9 @@ from blr_analysis.sensitivity.objective import Objective, Point, whole
 from blr_analysis.task import Task
 
 SERVES = 20  # moves that a fitted posterior serves, in training
-STILL = 0.9  # of the residual before them: what was no better than that has not got on
-LEVEL = 1e-3  # of F: nor has what fell less
-MEMORY = 20  # pairs of moves and changes of the gradient that a move knows of
+STILL = 0.9  # of the residual before: moves that leave more of it have not got on …
+LEVEL = 1e-3  # … if F fell by less than this share of it, too
+MEMORY = 20  # moves, with the change of the gradient along each, that a move remembers
 SUFFICIENT = 1e-4  # of the decrease that the slope promises (Armijo)
 LESS = 0.9  # of the slope along a move, at its end
 NOTHING = 1e-14  # nats
@@ -47,8 +48,8 @@ class Descent:
         passes: over the data, one for F with its gradient.
         decrements: ½ ∇Fᵀ M⁻¹ ∇F at the start and after every accepted move: the decrease of F in
             nats that the posterior expects of the next.
-        enough: of the first decrement, what may be left.
         stalled: no step along the last direction lowered F (as far as rounding lets one see).
+        enough: the share of the first decrement that may be left.
     """
 
     data: Objective
@@ -85,14 +86,20 @@ class Descent:
     def move(self) -> None:
         """One quasi-Newton step; the first is the posterior's own, and so is the next where the
         memory has led nowhere."""
-        self._search(scaled(self._inverse_hessian(self.point.gradient), -1.0))
+        self._search(self._direction())
         if self.stalled and self._pairs and not self.converged:
-            self._pairs, self.stalled = [], False
-            self._search(scaled(self._inverse_hessian(self.point.gradient), -1.0))
+            self._pairs = []
+            self.stalled = False
+            self._search(self._direction())
+
+    def _direction(self) -> Tree:
+        """−H ∇F."""
+        return scaled(self._inverse_hessian(self.point.gradient), -1.0)
 
     def _inverse_hessian(self, v: Tree) -> Tree:
         """H v by the two-loop recursion (Nocedal, 1980), from M⁻¹ scaled to the last pair."""
-        r, coefficients = dict(v), []
+        r = dict(v)
+        coefficients: list[float] = []
         for s, y, along in reversed(self._pairs):
             a = dot(s, r) / along
             coefficients.append(a)
@@ -107,33 +114,39 @@ class Descent:
 
     def _search(self, direction: Tree) -> None:
         """Go along the direction as far as F falls; F and its gradient are taken together."""
-        here = self.point
-        slope = dot(here.gradient, direction)
+        slope = dot(self.point.gradient, direction)
+        if not slope < 0:
+            self.stalled = True
+            return
         size = 1.0
-        for _ in range(HALVINGS if slope < 0 else 0):
-            there = self._at(add(here.params, size, direction))
-            rise = float("inf") if there is None else there.value - here.value
-            if there is not None and (
-                rise <= SUFFICIENT * size * slope or self._flatter(there, direction, rise, slope)
-            ):
-                self._remember(scaled(direction, size), add(there.gradient, -1.0, here.gradient))
-                self.point = there
-                self._note()
+        for _ in range(HALVINGS):
+            point = self._at(add(self.point.params, size, direction))
+            rise = math.inf if point is None else point.value - self.point.value
+            if point is not None and self._falls(point, direction, size, slope):
+                self._go(scaled(direction, size), point)
                 return
-            best = -slope * size**2 / (2 * (rise - slope * size))  # of a parabola
-            size = min(0.5 * size, max(0.1 * size, best)) if rise < float("inf") else 0.1 * size
+            size = _shorter(size, rise, slope)
         self.stalled = True
 
-    def _flatter(self, there: Point, direction: Tree, rise: float, slope: float) -> bool:
-        """Whether F is level as far as rounding lets one see, and its slope is less than before
-        (the approximate Wolfe condition of Hager & Zhang, 2005)."""
+    def _falls(self, point: Point, direction: Tree, size: float, slope: float) -> bool:
+        """Whether F falls by enough of what the slope promises; or F is level as far as rounding
+        lets one see, and its slope is less than before (the approximate Wolfe condition of Hager &
+        Zhang, 2005)."""
+        rise = point.value - self.point.value
+        if rise <= SUFFICIENT * size * slope:
+            return True
         level = 4 * self._eps * max(1.0, abs(self.point.value))
-        return abs(rise) <= level and abs(dot(there.gradient, direction)) <= LESS * abs(slope)
+        return abs(rise) <= level and abs(dot(point.gradient, direction)) <= LESS * abs(slope)
 
-    def _remember(self, move: Tree, change: Tree) -> None:
-        """The gradient's change along a move, unless no curvature is seen in it."""
-        if (along := dot(move, change)) > 1e-12 * dot(move, move):
+    def _go(self, move: Tree, point: Point) -> None:
+        """Stand at the new point, and remember the gradient's change along the move, unless there
+        is no curvature in it."""
+        change = add(point.gradient, -1.0, self.point.gradient)
+        along = dot(move, change)
+        if along > 1e-12 * dot(move, move):
             self._pairs = [*self._pairs, (move, change, along)][-MEMORY:]
+        self.point = point
+        self._note()
 
     def _at(self, params: Tree) -> Point | None:
         """F and its gradient; None where the model breaks down so far out."""
@@ -144,11 +157,21 @@ class Descent:
             return None
 
     def _note(self) -> None:
+        """Write down ½ ∇Fᵀ M⁻¹ ∇F."""
         gradient = self.point.gradient
         decrement = 0.5 * dot(gradient, self.preconditioner.solve(gradient))
         if not decrement >= 0:
             raise PosteriorError("the changed data's gradient is not finite; raise prior_precision")
         self.decrements.append(decrement)
+
+
+def _shorter(size: float, rise: float, slope: float) -> float:
+    """The next step to try along a direction: to the lowest point of a parabola through F here,
+    its slope, and F at the step before."""
+    if not rise < math.inf:
+        return 0.1 * size
+    lowest = -slope * size**2 / (2 * (rise - slope * size))
+    return min(0.5 * size, max(0.1 * size, lowest))
 
 
 def train(
@@ -174,15 +197,16 @@ def train(
         if point.residual <= tolerance:
             break
         form = fit_laplace(task.quiet, structure=structure, prior_precision=prior).form
-        before, descent = point, Descent(data, form, point)
+        before = point
+        descent = Descent(data, form, point)
         while len(descent.decrements) <= SERVES and not descent.stalled:
             if descent.point.residual <= tolerance:
                 break
             descent.move()
         point = descent.point
         write(task, point.params)
-        fell = before.value - point.value
-        if fell <= LEVEL * abs(point.value) and point.residual > STILL * before.residual:
+        is_level = before.value - point.value <= LEVEL * abs(point.value)
+        if is_level and point.residual > STILL * before.residual:
             break
     return point
 
@@ -200,7 +224,7 @@ def on_a_copy(task: Task) -> Task:
 
 def write(task: Task, params: Tree) -> None:
     """Put these weights into the task's model."""
-    own = dict(task.model.named_parameters())
+    parameters = dict(task.model.named_parameters())
     with torch.no_grad():
         for name, value in params.items():
-            own[name].copy_(value)
+            parameters[name].copy_(value)

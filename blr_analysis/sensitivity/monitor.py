@@ -27,24 +27,33 @@ from blr_analysis.backprop.loss import Evaluation, evaluated
 from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InitialPrecisionWarning, InputError, PosteriorError
+from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.door import check_test, checked_posterior
 from blr_analysis.sensitivity.leave_one_out import CORRECTIONS
-from blr_analysis.sensitivity.run import mean_errors
 from blr_analysis.sensitivity.selection import each_once
 from blr_analysis.sensitivity.subjects.network import MOST_OUTPUTS, moves_at
 from blr_analysis.sensitivity.subjects.tokens import sequence_scores
+from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 from blr_analysis.views import Plottable, make_table
 
 COLUMNS = (
     "epoch",
-    *("train_nll", "train_accuracy", "loo_nll", "loo_accuracy", "test_nll", "test_accuracy"),
-    *("mean_deviation", "mean_self_influence", "max_leverage", "seconds"),
+    "train_nll",
+    "train_accuracy",
+    "loo_nll",
+    "loo_accuracy",
+    "test_nll",
+    "test_accuracy",
+    "mean_deviation",
+    "mean_self_influence",
+    "max_leverage",
+    "seconds",
 )
 MEASURES = ("deviation", "self_influence", "leverage", "loss", "left_out_loss")
-KEPT = ("deviation", "self_influence")
+DEFAULT_MEASURES = ("deviation", "self_influence")
 Source = Posterior | Callable[[], Posterior]
 
 
@@ -72,7 +81,7 @@ class Monitor(Plottable):
         correction: as in :func:`blr_analysis.leave_one_out`.
 
     Attributes:
-        rows: what was recorded, one mapping per epoch; NaN where there is nothing to say (no test
+        rows: what was recorded, one mapping per epoch; NaN where a number does not exist (no test
             task, the accuracy of a regression). Losses in nats per example.
         indices: the watched examples, ``[n]``.
 
@@ -109,7 +118,7 @@ class Monitor(Plottable):
         every: int = 1,
         test: Task | None = None,
         examples: int | Sequence[int] | Tensor | None = None,
-        keep: Sequence[str] = KEPT,
+        keep: Sequence[str] = DEFAULT_MEASURES,
         correction: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -122,7 +131,7 @@ class Monitor(Plottable):
         self.keep = tuple(dict.fromkeys(one_of("keep", name, MEASURES) for name in names))
         self.correction = one_of("correction", correction, CORRECTIONS)
         self.rows: list[dict[str, float]] = []
-        self._kept: dict[str, list[Tensor]] = {name: [] for name in self.keep}
+        self._history: dict[str, list[Tensor]] = {name: [] for name in self.keep}
         self._note = ""
         self._last = -1  # the last epoch that was passed in, recorded or not
 
@@ -171,13 +180,13 @@ class Monitor(Plottable):
         start = perf_counter()
         with _resting(self.task.model):
             q = self._posterior(posterior)
-            row, seen = observed(self.task, q, self.indices, self.correction)
+            row, measures = observed(self.task, q, self.indices, self.correction)
             row |= {"epoch": epoch, "test_nll": math.nan, "test_accuracy": math.nan}
             if self.test is not None:
                 row |= evaluated(self.test, q.mean)[0].row("test")
         row["seconds"] = perf_counter() - start
         for name in self.keep:
-            self._kept[name].append(seen[name].float())
+            self._history[name].append(measures[name].float())
         self.rows.append({name: row[name] for name in COLUMNS})
         self._last = epoch
         return dict(self.rows[-1])
@@ -185,11 +194,12 @@ class Monitor(Plottable):
     def _posterior(self, source: Source) -> Posterior:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InitialPrecisionWarning)  # it is early
-            made = source() if callable(source) else source
-        q = checked_posterior(self.task, made)
+            posterior = source() if callable(source) else source
+        q = checked_posterior(self.task, posterior)
         self._note = f"; {q.note}" if q.note else ""
-        if odd := [name for name, m in q.mean.items() if not bool(torch.isfinite(m).all())]:
-            raise PosteriorError(f"the mean of {odd[0]!r} holds NaN or inf; is training stable?")
+        for name, mean in q.mean.items():
+            if not bool(torch.isfinite(mean).all()):
+                raise PosteriorError(f"the mean of {name!r} holds NaN or inf; is training stable?")
         return q
 
     def __len__(self) -> int:
@@ -223,10 +233,10 @@ class Monitor(Plottable):
         Raises:
             InputError: nothing recorded, or no finite estimate.
         """
-        known = [row for row in self.rows if math.isfinite(row["loo_nll"])]
-        if not known:
+        usable = [row for row in self.rows if math.isfinite(row["loo_nll"])]
+        if not usable:
             raise InputError("the monitor has recorded no epoch with a finite estimate yet")
-        return int(min(known, key=lambda row: row["loo_nll"])["epoch"])
+        return int(min(usable, key=lambda row: row["loo_nll"])["epoch"])
 
     @property
     def deviations(self) -> Tensor:
@@ -240,8 +250,8 @@ class Monitor(Plottable):
         Raises:
             InputError: not among ``keep``.
         """
-        parts = self._kept[one_of("measure", measure, self.keep)]
-        return torch.stack(parts) if parts else torch.empty(0, len(self.indices))
+        epochs = self._history[one_of("measure", measure, self.keep)]
+        return torch.stack(epochs) if epochs else torch.empty(0, len(self.indices))
 
     @property
     def table(self) -> Any:
@@ -276,89 +286,115 @@ class Monitor(Plottable):
                 recorded here stays.
         """
         try:
-            columns = {name: [float(v) for v in state["rows"][name]] for name in COLUMNS}
-            rows = [
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            ]
-            seen = state["kept"].items()
-            kept = {name: [torch.as_tensor(v).float() for v in values] for name, values in seen}
-            last, note = int(state["last_epoch"]), str(state["note"])
+            rows = _rows_of(state["rows"])
+            history = {
+                name: [torch.as_tensor(values).float() for values in epochs]
+                for name, epochs in state["kept"].items()
+            }
+            last_epoch = int(state["last_epoch"])
+            note = str(state["note"])
             indices = torch.as_tensor(state["indices"])
-            same = state["n_data"] == self.task.n_data and torch.equal(indices, self.indices)
-            shapes = {(len(seen), len(v)) for seen in kept.values() for v in seen or [indices]}
+            n_data = state["n_data"]
+            n_epochs = {len(epochs) for epochs in history.values()}
+            n_examples = {len(values) for epochs in history.values() for values in epochs}
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise InputError(f"this is no state_dict() of a Monitor ({error!r})") from error
-        if not same:
+        if n_data != self.task.n_data or not torch.equal(indices, self.indices):
             raise InputError("the state is of other data or examples: use the same task")
-        if set(kept) != set(self.keep) or not shapes <= {(len(rows), len(indices))}:
-            raise InputError(f"the state keeps {sorted(kept)} of every example: give keep=")
-        self.rows = [{**row, "epoch": int(row["epoch"])} for row in rows]
-        self._kept, self._last, self._note = kept, last, note
+        is_complete = n_epochs <= {len(rows)} and n_examples <= {len(indices)}
+        if set(history) != set(self.keep) or not is_complete:
+            raise InputError(f"the state keeps {sorted(history)} of every example: give keep=")
+        self.rows = rows
+        self._history = history
+        self._last = last_epoch
+        self._note = note
+
+
+def _rows_of(table: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """One mapping per epoch, from the columns of a state."""
+    columns = [[float(value) for value in table[name]] for name in COLUMNS]
+    rows: list[dict[str, float]] = []
+    for values in zip(*columns, strict=True):
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    for row in rows:
+        row["epoch"] = int(row["epoch"])
+    return rows
 
 
 def observed(
     task: Task, q: Posterior, indices: Tensor, correction: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """What is said of an epoch, and the measures ``[n]`` of these examples, as the analyses find
-    them.
+    """The row of an epoch, and the measures ``[n]`` of these examples, as the analyses find them.
 
-    Where there are too many outputs for V_i, and of sequences, deviation and leverage are NaN, and
+    Of sequences, and where there are too many outputs for V_i, deviation and leverage are NaN, and
     the left-out loss is ℓ_i + ē_iᵀ τV_i ē_i, to first order, without hits.
     """
     if task.likelihood.is_sequence:
         scores = sequence_scores(task, q, indices=indices)
-        before, influence = Evaluation(scores.losses, None), scores.self_influence
-        assert influence is not None
+        assert scores.self_influence is not None
+        influence = scores.self_influence
+        before = Evaluation(scores.losses, None)
     elif n_outputs(task, q.mean) > MOST_OUTPUTS:
         before, influence = _first_order(task, q, indices)
     else:
         return _with_variance(task, q, indices, correction)
     unknown = torch.full_like(influence, torch.nan)
     after = Evaluation(before.losses + influence, None)
-    return _said(before, after, unknown, influence, unknown)
+    return _row_and_measures(before, after, unknown, influence, unknown)
 
 
 def _with_variance(
     task: Task, q: Posterior, indices: Tensor, correction: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     moves = moves_at(task, q, correction, indices)
-    f, y = moves.outputs, moves.targets
     likelihood = task.likelihood.at(indices)
-    after = likelihood.moved(f, moves.move)
-    before, left = (Evaluation(likelihood.nll(g, y), likelihood.correct(g, y)) for g in (f, after))
-    deviation = likelihood.distance(f, after)
-    return _said(before, left, deviation, moves.self_influence, moves.leverage)
+    left_out = likelihood.moved(moves.outputs, moves.move)
+    return _row_and_measures(
+        _evaluation(likelihood, moves.outputs, moves.targets),
+        _evaluation(likelihood, left_out, moves.targets),
+        likelihood.distance(moves.outputs, left_out),
+        moves.self_influence,
+        moves.leverage,
+    )
+
+
+def _evaluation(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Evaluation:
+    losses = likelihood.nll(outputs, targets)
+    return Evaluation(losses, likelihood.correct(outputs, targets))
 
 
 def _first_order(task: Task, q: Posterior, indices: Tensor) -> tuple[Evaluation, Tensor]:
-    errors, parts = mean_errors(task, q), []
+    """Losses and hits, and the self-influences, without V_i."""
+    errors = mean_errors(task, q)
+    outputs: list[Tensor] = []
+    targets: list[Tensor] = []
+    influences: list[Tensor] = []
     for chunk in chunks(task, q.mean, columns=1, indices=indices, label="monitor"):
         influence = q.temperature * self_influence(q, chunk, errors(task, chunk), last=True)
-        parts.append([t.cpu() for t in (chunk.outputs, chunk.targets, influence)])
-    f, y, influence = (torch.cat(part) for part in zip(*parts, strict=True))
+        outputs.append(chunk.outputs.cpu())
+        targets.append(chunk.targets.cpu())
+        influences.append(influence.cpu())
     likelihood = task.likelihood.at(indices)
-    return Evaluation(likelihood.nll(f, y), likelihood.correct(f, y)), influence
+    evaluation = _evaluation(likelihood, torch.cat(outputs), torch.cat(targets))
+    return evaluation, torch.cat(influences)
 
 
-def _said(
+def _row_and_measures(
     before: Evaluation, after: Evaluation, deviation: Tensor, influence: Tensor, leverage: Tensor
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    seen = {
+    measures = {
         "deviation": deviation,
         "self_influence": influence,
         "leverage": leverage,
         "loss": before.losses,
         "left_out_loss": after.losses,
     }
-    row = {
-        **before.row("train"),
-        **after.row("loo"),
-        "loo_nll": replace(after, correct=before.correct).nll,  # of those that count
-        "mean_deviation": float(deviation.double().mean()),
-        "mean_self_influence": float(influence.double().mean()),
-        "max_leverage": float(leverage.max()),
-    }
-    return row, seen
+    row = before.row("train") | after.row("loo")
+    row["loo_nll"] = replace(after, correct=before.correct).nll  # of the examples that count
+    row["mean_deviation"] = float(deviation.double().mean())
+    row["mean_self_influence"] = float(influence.double().mean())
+    row["max_leverage"] = float(leverage.max())
+    return row, measures
 
 
 def _watched(examples: Any, task: Task, seed: int) -> Tensor:
@@ -388,7 +424,7 @@ def _test_task(test: Any, task: Task) -> Task:
 
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, also for BatchNorm; every module has its own mode back after."""
+    """Inside, every module is in eval mode, also BatchNorm; then each returns to its own mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

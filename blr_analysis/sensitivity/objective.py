@@ -73,13 +73,14 @@ class Objective:
         Raises:
             ModelError, DataError: as :meth:`Task.run`.
         """
-        pull, value = self.prior.times(self.prior.gap(params)), self._penalty(params)
-        slope = {n: torch.zeros_like(p) for n, p in params.items()}
+        value = self._penalty(params)
+        gradient = {name: torch.zeros_like(p) for name, p in params.items()}
         for task, indices in self.parts:
-            grads, part = loss_and_gradient(task, params, indices)
-            slope = {n: g + grads[n] for n, g in slope.items()}
-            value += part
-        gradient = {n: g + pull[n] for n, g in slope.items()}
+            part_gradient, loss = loss_and_gradient(task, params, indices)
+            gradient = {name: g + part_gradient[name] for name, g in gradient.items()}
+            value += loss
+        prior_pull = self.prior.times(self.prior.gap(params))
+        gradient = {name: g + prior_pull[name] for name, g in gradient.items()}
         return Point(params, value, gradient, self.prior)
 
     def _penalty(self, params: Tree) -> float:
@@ -89,7 +90,7 @@ class Objective:
 
 
 def whole(task: Task, prior: Prior) -> Objective:
-    """That of a task as it is."""
+    """The objective of a task as it is."""
     return Objective(((task, torch.arange(task.n_data)),), prior)
 
 
@@ -101,22 +102,24 @@ def changed(
     added: Task | None = None,
     labels: Mapping[int, Any] | None = None,
 ) -> Objective:
-    """The data of a task without ``leaving``, with ``added``, with other labels for some."""
-    labels = labels or {}
+    """The objective of a task without ``leaving``, with ``added``, with other labels for some."""
+    relabelled = torch.tensor(list(labels or {}), dtype=torch.long)
     stays = torch.ones(task.n_data, dtype=torch.bool)
     stays[leaving] = False
-    stays[torch.tensor(list(labels), dtype=torch.long)] = False
+    stays[relabelled] = False
     parts: list[tuple[Task, Tensor]] = []
     places: list[Tensor] = []
     if bool(stays.any()):
-        parts.append((task, stays.nonzero().flatten()))
-        places.append(parts[-1][1])
+        staying = stays.nonzero().flatten()
+        parts.append((task, staying))
+        places.append(staying)
     if added is not None:
-        parts.append((added, torch.arange(added.n_data)))
-        places.append(task.n_data + parts[-1][1])
+        new = torch.arange(added.n_data)
+        parts.append((added, new))
+        places.append(task.n_data + new)
     if labels:
         parts.append((with_labels(task, labels), torch.arange(len(labels))))
-        places.append(torch.tensor(list(labels)))
+        places.append(relabelled)
     return Objective(tuple(parts), prior, places=tuple(places))
 
 
@@ -163,25 +166,29 @@ class Relabelled(Dataset[Any]):
     """Items (x, y), or dicts with "labels" or "label", each with another target inside."""
 
     def __init__(self, items: Any, targets: Tensor) -> None:
-        self.items, self.targets = items, targets
+        self.items = items
+        self.targets = targets
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> Any:
-        item, new = self.items[index], self.targets[index]
+        item = self.items[index]
+        target = self.targets[index]
         try:
             if isinstance(item, Mapping):
                 name = "labels" if "labels" in item else "label"
-                return {**item, name: _in_form_of(item[name], new)}
+                return dict(item) | {name: _in_form_of(item[name], target)}
             x, old = item
-            return x, _in_form_of(old, new)
+            return x, _in_form_of(old, target)
         except (KeyError, TypeError, ValueError) as error:
-            said = "no target in the items: relabel= takes (x, y) or a dict's 'labels'"
-            raise DataError(said) from error
+            raise DataError(
+                "no target in the items: relabel= takes (x, y) or a dict's 'labels'"
+            ) from error
 
 
 def _in_form_of(old: Any, new: Tensor) -> Any:
+    """A new target as a tensor, an array or a number, as the old one was."""
     if isinstance(old, Tensor):
         return new.to(old).reshape(old.shape)
     if isinstance(old, np.ndarray | np.generic):
@@ -222,12 +229,13 @@ def step(q: Posterior, changes: Sequence[tuple[int, Share]]) -> Posterior:
     Raises:
         PosteriorError: the new mean is not finite, the new precision not positive.
     """
-    form, n_data = q.form, q.n_data
-    pull = {n: torch.zeros_like(m) for n, m in q.mean.items()}
-    for sign, part in changes:
-        form = form.plus(part.curvature, sign)
-        n_data += sign * part.count
-        pull = add(pull, -sign, part.gradient)
+    form = q.form
+    n_data = q.n_data
+    pull = {name: torch.zeros_like(m) for name, m in q.mean.items()}
+    for sign, group in changes:
+        form = form.plus(group.curvature, sign)
+        n_data += sign * group.count
+        pull = add(pull, -sign, group.gradient)
     form, _ = form.floored(q.prior)
     mean = add(q.mean, 1.0, form.solve(pull))
     if not all(bool(torch.isfinite(m).all()) for m in mean.values()):

@@ -45,9 +45,9 @@ class PriorSelection(Tabular, Plottable):
             better one.
         rows: one mapping per δ, rising; losses in nats per example.
         table: the rows as a DataFrame: prior_precision, train_nll, train_accuracy, loo_nll,
-            loo_accuracy, max_leverage, rough (how many examples' estimates are of first order at a
-            leverage above 0.5: far off), test_nll, test_accuracy, seconds, and for the default
-            fit residual and converged.
+            loo_accuracy, max_leverage, rough (how many examples have a leverage above 0.5 and an
+            estimate of first order, which is then far off), test_nll, test_accuracy, seconds, and
+            for the default fit residual and converged.
     """
 
     best: float
@@ -67,16 +67,18 @@ class PriorSelection(Tabular, Plottable):
 
     def __repr__(self) -> str:
         (row,) = (r for r in self.rows if r["prior_precision"] == self.best)
-        tested = "" if math.isnan(row["test_nll"]) else f", test NLL {row['test_nll']:.4f}"
-        edge = "; at the edge of the grid: try a wider one" if self.at_edge else ""
-        stuck = sum(r.get("converged") is False for r in self.rows)
-        unfinished = f"; {stuck} of the fits did not converge" if stuck else ""
+        facts = [f"best {self.best:g} of {len(self)}: LOO NLL {row['loo_nll']:.4f}"]
+        if not math.isnan(row["test_nll"]):
+            facts[0] += f", test NLL {row['test_nll']:.4f}"
+        if self.at_edge:
+            facts.append("at the edge of the grid: try a wider one")
+        unfinished = sum(r.get("converged") is False for r in self.rows)
+        if unfinished:
+            facts.append(f"{unfinished} of the fits did not converge")
         rough = sum(r["rough"] > 0 for r in self.rows)
-        unsure = f"; leverages too high for first order at {rough} of them" if rough else ""
-        return (
-            f"PriorSelection(best {self.best:g} of {len(self)}: LOO NLL {row['loo_nll']:.4f}"
-            f"{tested}{edge}{unfinished}{unsure})"
-        )
+        if rough:
+            facts.append(f"leverages too high for first order at {rough} of them")
+        return f"PriorSelection({'; '.join(facts)})"
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -144,85 +146,100 @@ def select_prior_precision(
         raise InputError(f"fit must be a function (task, delta) -> posterior, got {fit!r}")
     if test is not None:
         check_test(test, task)
-    mean = Prior({}).around(initial, task.parameters()).mean
+    first_weights = Prior({}).around(initial, task.parameters()).mean
     if fit:
-        trained = _own(fit, task)
+        training = _training_by_user(fit, task)
     else:
-        trained = _default(task, mean, structure)
+        training = _training_by_moves(task, first_weights, structure)
+    return _curve(task, deltas, training, test)
+
+
+Training = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]  # of a δ
+
+
+def _curve(
+    task: Task, deltas: list[float], training: Training, test: Task | None
+) -> PriorSelection:
+    """Train with each δ, and measure."""
     rows: list[dict[str, Any]] = []
-    best: tuple[float, float, Posterior] | None = None
+    best: dict[str, Any] | None = None
+    best_posterior: Posterior | None = None
     for delta in track(deltas, total=len(deltas), label="prior precision", show=task.progress):
         start = time.perf_counter()
         try:
-            under, q, said = trained(delta)
-            measured = _measured(under.quiet, q, test)
+            under, q, fit_columns = training(delta)
+            measures = _measured(under.quiet, q, test)
         except BLRError as error:
             raise type(error)(f"with prior_precision {delta:g} of the grid: {error}") from error
-        row = {"prior_precision": delta, **measured, "seconds": time.perf_counter() - start, **said}
+        row: dict[str, Any] = {"prior_precision": delta}
+        row |= measures
+        row["seconds"] = time.perf_counter() - start
+        row |= fit_columns
         rows.append(row)
-        if math.isfinite(row["loo_nll"]) and (best is None or row["loo_nll"] < best[1]):
-            best = (delta, row["loo_nll"], q)
-    if best is None:
+        is_better = best is None or row["loo_nll"] < best["loo_nll"]
+        if math.isfinite(row["loo_nll"]) and is_better:
+            best = row
+            best_posterior = q
+    if best is None or best_posterior is None:
         raise ModelError("no δ of the grid has a finite leave-one-out loss; try larger ones")
-    return PriorSelection(best=best[0], posterior=best[2], rows=rows)
+    return PriorSelection(best=best["prior_precision"], posterior=best_posterior, rows=rows)
 
 
-Trained = Callable[[float], tuple[Task, Posterior, dict[str, Any]]]
-
-
-def _default(task: Task, initial: Mapping[str, Tensor] | None, structure: str) -> Trained:
+def _training_by_moves(
+    task: Task, initial: Mapping[str, Tensor] | None, structure: str
+) -> Training:
     """Quasi-Newton moves on one copy of the model, from one δ to the next."""
     params = task.parameters()
-    double = task.check_parameters(params) == torch.float64 if params else True
-    tolerance = 1e-8 if double else 1e-4
+    is_double = not params or task.check_parameters(params) == torch.float64
+    tolerance = 1e-8 if is_double else 1e-4
     if structure == "auto":
-        small = sum(p.numel() for p in params.values()) <= SMALL
-        structure = "full" if small else "kron"
+        is_small = sum(p.numel() for p in params.values()) <= SMALL
+        structure = "full" if is_small else "kron"
     under = on_a_copy(task.quiet)
 
-    def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
+    def training(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         prior = Prior({None: delta}, initial)
         end = train(under, prior, structure=structure, tolerance=tolerance, rounds=ROUNDS)
         q = fit_laplace(under, structure=structure, prior_precision=prior)
         residual = end.residual
         return under, q, {"residual": residual, "converged": residual <= tolerance}
 
-    return trained
+    return training
 
 
-def _own(fit: Fit, task: Task) -> Trained:
+def _training_by_user(fit: Fit, task: Task) -> Training:
     """The user's training, each time on a fresh copy of the model."""
 
-    def trained(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
+    def training(delta: float) -> tuple[Task, Posterior, dict[str, Any]]:
         under = on_a_copy(task)
         q = fit(under, delta)
         if not isinstance(q, Posterior):
             raise InputError(f"fit must return a Posterior, got {type(q).__name__}")
         stated = q.prior.entries.get(None, delta)
         if not math.isclose(float(stated), delta, rel_tol=1e-3):
-            said = f"fit returned prior_precision={float(stated):g} for δ={delta:g}"
-            raise InputError(f"{said}; state weight_decay = δ / N")
+            raise InputError(
+                f"fit returned prior_precision={float(stated):g} for δ={delta:g}; state "
+                "weight_decay = δ / N"
+            )
         return under, q, {}
 
-    return trained
+    return training
 
 
 def _measured(under: Task, q: Posterior, test: Task | None) -> dict[str, float]:
+    """The columns of one δ, by the posterior of the model that was trained with it."""
     loo = leave_one_out(under, q)
-    first = torch.tensor([word == "first_order" for word in loo.correction])
-    mean = q.on(under).mean
-    tested = {"test_nll": math.nan, "test_accuracy": math.nan}
-    if test is not None:
-        tested = evaluated(test.with_model(under), mean)[0].row("test")
     assert loo.leverage is not None
-    return {
-        **evaluated(under, mean)[0].row("train"),
-        "loo_nll": loo.nll,
-        "loo_accuracy": math.nan if loo.accuracy is None else loo.accuracy,
-        "max_leverage": float(loo.leverage.max()),
-        "rough": int((first & (loo.leverage > HIGH)).sum()),
-        **tested,
-    }
+    is_first_order = torch.tensor([word == "first_order" for word in loo.correction])
+    mean = q.on(under).mean
+    columns = evaluated(under, mean)[0].row("train")
+    columns["loo_nll"] = loo.nll
+    columns["loo_accuracy"] = math.nan if loo.accuracy is None else loo.accuracy
+    columns["max_leverage"] = float(loo.leverage.max())
+    columns["rough"] = int((is_first_order & (loo.leverage > HIGH)).sum())
+    if test is None:
+        return columns | {"test_nll": math.nan, "test_accuracy": math.nan}
+    return columns | evaluated(test.with_model(under), mean)[0].row("test")
 
 
 def checked_grid(grid: Any) -> list[float]:

@@ -7,6 +7,7 @@ outputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +29,9 @@ from blr_analysis.task import Task
 DENSE = 4096  # parameters: up to here the whole curvature may be held as a matrix
 PASSES = 12  # over the data, for each example of a descent
 UNTIL_REST = 40  # of one that is to come to rest
-ENOUGH = 1e-4  # of the first decrement, in the whole curvature: the rest is 1e-3 of a rise
-LITTLE = 1e-6  # the same in a posterior's precision, which may see some directions badly
-SAVED = 500  # gradients per example and parameter that a matrix for preconditioner may cost
+ENOUGH = 1e-4  # of the first decrement in the whole curvature may be left: 1e-3 of a rise
+LITTLE = 1e-6  # … in a posterior's precision, which may see some directions badly
+SAVED = 500  # gradients per example and parameter that a matrix as preconditioner may cost
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,38 @@ def descended_removals(
     task: Task, q: Posterior, indices: Tensor, *, passes: int = PASSES
 ) -> Removals:
     """Take each of these examples out by at most so many passes over the others."""
-    outputs = []
+    outputs: list[Tensor] = []
     lost = torch.zeros(len(indices), dtype=torch.bool)
-    preconditioner = q.form
-    enough = LITTLE
     start = whole(task, q.prior).at(dict(q.mean))
     left_to_train = stationarity(task, q).decrement
     unnoticed = _rounding(q) * abs(start.value)
+    curvature: tuple[Structure, float] | None = None
     rows = track(indices, total=len(indices), label="descents", show=task.progress)
-    for k, row in enumerate(rows):
+    for nth, row in enumerate(rows):
         alone = row.reshape(1)
         gradient, loss = loss_and_gradient(task, q.mean, alone)
         pull = gain(q, gradient)
         has_pull = pull > unnoticed
-        lost[k] = has_pull and left_to_train > DRIFT * pull
+        lost[nth] = has_pull and left_to_train > DRIFT * pull
         params = q.mean
-        if has_pull and not lost[k]:
-            if preconditioner is q.form:
-                preconditioner, enough = _whole_curvature(task.quiet, q, len(indices))
+        if has_pull and not lost[nth]:
+            if curvature is None:
+                curvature = _whole_curvature(task.quiet, q, len(indices))
+            preconditioner, enough = curvature
+            value = start.value - loss
+            point = replace(start, value=value, gradient=add(start.gradient, -1.0, gradient))
             without = changed(task, q.prior, leaving=alone)
-            here = replace(
-                start, value=start.value - loss, gradient=add(start.gradient, -1.0, gradient)
-            )
-            descent = Descent(without, preconditioner, here, enough=enough)
+            descent = Descent(without, preconditioner, point, enough=enough)
             descent.run(passes)
             params = descent.point.params
-        with torch.no_grad(), task.evaluation():
-            f, _ = task.run(task.fetch(alone), params, alone)
-        outputs.append(f.cpu())
+        outputs.append(_output_at(task, params, alone))
     return Removals(outputs, lost)
+
+
+def _output_at(task: Task, params: Mapping[str, Tensor], alone: Tensor) -> Tensor:
+    with torch.no_grad(), task.evaluation():
+        output, _ = task.run(task.fetch(alone), params, alone)
+    return output.cpu()
 
 
 def _rounding(q: Posterior) -> float:
@@ -90,8 +94,11 @@ def _rounding(q: Posterior) -> float:
 
 
 def _whole_curvature(task: Task, q: Posterior, count: int) -> tuple[Structure, float]:
-    """Σ_i J_iᵀ Λ_i J_i + diag(δ) as a matrix, the posterior's own precision where that costs more
-    than ``count`` examples' moves would; and how little of a decrement in it is enough."""
+    """Σ_i J_iᵀ Λ_i J_i + diag(δ) as a matrix, and the share of a decrement in it that may be left.
+
+    Where the matrix costs more than the moves of ``count`` examples would, the posterior's own
+    precision instead.
+    """
     size = sum(m.numel() for m in q.mean.values())
     if task.likelihood.is_sequence or size > DENSE:
         return q.form, LITTLE

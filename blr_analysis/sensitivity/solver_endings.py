@@ -15,8 +15,8 @@ from torch import Tensor
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recipe import Recipe
 from blr_analysis.sensitivity.endings import ending_note
-from blr_analysis.sensitivity.run import losses_at
 from blr_analysis.sensitivity.training import trained, whole_data
+from blr_analysis.sensitivity.training_errors import losses_at
 from blr_analysis.snapshots import PARTS, State
 from blr_analysis.task import Task
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from blr_analysis.sensitivity.corrections import check_finite
 from blr_analysis.sensitivity.door import checked_posterior
 from blr_analysis.sensitivity.influence.blocks import Budget, loss_gradient, preconditioned
 from blr_analysis.sensitivity.results import PerExample
-from blr_analysis.sensitivity.run import PART, stands_alone
 from blr_analysis.sensitivity.selection import Selection
 from blr_analysis.sensitivity.subjects import subject_of
+from blr_analysis.sensitivity.training_errors import PART, stands_alone
 from blr_analysis.task import Task
 
 
@@ -117,24 +117,22 @@ def token_sensitivity(
     if not isinstance(task.likelihood, TokenCategorical):
         raise InputError(f'{task.likelihood} has no target per token: "tokens" or "causal_lm"')
     q = checked_posterior(task, posterior)
-    order = torch.arange(task.n_data)
+    indices = torch.arange(task.n_data)
     if sequences is not None:
-        order = subject_of(task, q).select(sequences, "sequences")
-    parts = []
-    for i in track(order, total=len(order), label="tokens", show=task.progress):
-        tokens = _tokens(task, q, task.likelihood, i.view(1), q.form.solve)
-        parts.append((i.expand(len(tokens[0])), *tokens))
-    sequence, position, target, losses, change = (
-        torch.cat([t.cpu() for t in part]) for part in zip(*parts, strict=True)
-    )
-    check_finite(change)
-    rows = sequence.tolist()
+        indices = subject_of(task, q).select(sequences, "sequences")
+    parts = [
+        _tokens(task, q, task.likelihood, index.view(1), q.form.solve)
+        for index in track(indices, total=len(indices), label="tokens", show=task.progress)
+    ]
+    tokens = Tokens.joined(parts)
+    check_finite(tokens.change)
+    rows = tokens.sequence.tolist()
     return TokenScores(
-        sequence=sequence,
-        position=position,
-        target=target,
-        losses=losses,
-        change=change,
+        sequence=tokens.sequence,
+        position=tokens.position,
+        target=tokens.target,
+        losses=tokens.losses,
+        change=tokens.change,
         metadata={name: [values[i] for i in rows] for name, values in task.metadata.items()},
     )
 
@@ -153,20 +151,50 @@ def token_influence(
     """
     q = checked_posterior(task, posterior)
     assert isinstance(task.likelihood, TokenCategorical)
-    parts: list[tuple[Tensor, ...]] = []
-    for j, row in enumerate(sources):
-        chosen, room = torch.tensor([j]), Budget.of(task, q, 1)
-        held = preconditioned(test_task, q, chosen, loss_gradient, room)
-        direction = {n: x[0] for n, x in held.items()}
-        for i in row:
-            position, target, _, change = _tokens(
-                task, q, task.likelihood, i.view(1), lambda _, held=direction: held
+    parts: list[Tokens] = []
+    questions: list[Tensor] = []
+    for question, row in enumerate(sources):
+        budget = Budget.of(task, q, 1)
+        solved = preconditioned(test_task, q, torch.tensor([question]), loss_gradient, budget)
+        direction = {name: rows[0] for name, rows in solved.items()}
+        for index in row:
+            tokens = _tokens(
+                task, q, task.likelihood, index.view(1), lambda _, fixed=direction: fixed
             )
-            which = torch.full_like(position, j), i.expand(len(position))
-            parts.append((*which, position, target, change))
-    names = ("question", "example", "position", "target", "influence")
-    columns = (torch.cat([t.cpu() for t in part]).numpy() for part in zip(*parts, strict=True))
-    return dict(zip(names, columns, strict=True))
+            parts.append(tokens)
+            questions.append(torch.full_like(tokens.position, question))
+    tokens = Tokens.joined(parts)
+    return {
+        "question": torch.cat(questions).cpu().numpy(),
+        "example": tokens.sequence.numpy(),
+        "position": tokens.position.numpy(),
+        "target": tokens.target.numpy(),
+        "influence": tokens.change.numpy(),
+    }
+
+
+class Tokens(NamedTuple):
+    """Tokens that count, of one sequence or of several.
+
+    Attributes:
+        sequence: which sequence each is in.
+        position: its place there.
+        target: its class.
+        losses: in nats.
+        change: τ g_tᵀ u.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    target: Tensor
+    losses: Tensor
+    change: Tensor
+
+    @classmethod
+    def joined(cls, parts: list[Tokens]) -> Tokens:
+        """The tokens of all parts, on the CPU."""
+        columns = zip(*parts, strict=True)
+        return cls(*(torch.cat([tensor.cpu() for tensor in column]) for column in columns))
 
 
 def _tokens(
@@ -175,9 +203,11 @@ def _tokens(
     likelihood: TokenCategorical,
     index: Tensor,
     direction_of: Callable[[Tree], Tree],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, targets, losses and τ g_tᵀ u of one sequence's tokens that count, with u made of
-    g_i; where the end of a training alone is known, its errors are at .7 of the logits."""
+) -> Tokens:
+    """One sequence's tokens that count, with u made of g_i by ``direction_of``.
+
+    Where only the end of a training is known, its errors are those at .7 of the logits.
+    """
     part = PART if stands_alone(task, q) else 1.0
     # The fused attention kernels cannot be differentiated twice.
     with torch.enable_grad(), task.evaluation(), sdpa_kernel(SDPBackend.MATH):
@@ -207,15 +237,23 @@ def _tokens(
                 f"the model cannot be differentiated twice: {error}; no gradient checkpointing, "
                 'and attn_implementation="eager"'
             ) from error
-    kept = (targets[0] != likelihood.ignore_index).nonzero().flatten()
+    positions = (targets[0] != likelihood.ignore_index).nonzero().flatten()
     change = q.temperature * change.detach()
-    return kept, targets[0][kept], losses.detach()[0][kept], change[0][kept]
+    return Tokens(
+        sequence=index.expand(len(positions)),
+        position=positions,
+        target=targets[0][positions],
+        losses=losses.detach()[0][positions],
+        change=change[0][positions],
+    )
 
 
 def _check_linear(change: Tensor, along: Tensor) -> None:
-    """⟨g_i(w), u⟩ is linear in w, so that it is the sum of its derivatives at w = 1: unless some
-    operation lost its second derivative without a word. Norms of Hugging Face's models are taken in
-    float32, whatever the model's dtype."""
+    """Raise where an operation lost its second derivative without an error.
+
+    ⟨g_i(w), u⟩ is linear in w, and so the sum of its derivatives at w = 1. Norms of Hugging Face's
+    models are taken in float32, whatever the model's dtype.
+    """
     bound = torch.finfo(torch.float32).eps ** 0.6 * float(change.abs().sum())
     if abs(float(change.sum() - along.detach())) > bound:
         raise RuntimeError("an operation hands back a gradient that is cut off from its own input")

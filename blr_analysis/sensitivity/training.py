@@ -35,8 +35,8 @@ from blr_analysis.sensitivity.endings import ending_note
 from blr_analysis.sensitivity.first_weights import drawn
 from blr_analysis.sensitivity.minimise import on_a_copy
 from blr_analysis.sensitivity.objective import Labelled
-from blr_analysis.sensitivity.run import losses_at
 from blr_analysis.sensitivity.stopping import Best, Trail, copied
+from blr_analysis.sensitivity.training_errors import losses_at
 from blr_analysis.snapshots import Snapshots, State, checked_state, state_of
 from blr_analysis.task import Task
 

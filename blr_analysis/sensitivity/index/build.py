@@ -45,7 +45,7 @@ from blr_analysis.sensitivity.index.stored import (
 from blr_analysis.sensitivity.index.whitened import Roots
 from blr_analysis.sensitivity.influence.blocks import Cotangent, matrix_of, pieces
 from blr_analysis.sensitivity.influence.results import ProjectionError
-from blr_analysis.sensitivity.run import mean_errors
+from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}

@@ -41,7 +41,7 @@ from blr_analysis.sensitivity.influence.results import (
     quantity_of,
     rooted,
 )
-from blr_analysis.sensitivity.run import mean_errors
+from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
 QUESTIONS = 8  # that are looked for together

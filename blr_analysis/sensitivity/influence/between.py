@@ -40,7 +40,7 @@ from blr_analysis.sensitivity.influence.results import (
     rooted,
 )
 from blr_analysis.sensitivity.other_units import unlike_training
-from blr_analysis.sensitivity.run import mean_errors
+from blr_analysis.sensitivity.training_errors import mean_errors
 from blr_analysis.task import Task
 
 Measure = str | Callable[[Tensor, Tensor], Tensor]

@@ -44,10 +44,10 @@ from blr_analysis.sensitivity.influence.between import influence_between
 from blr_analysis.sensitivity.labels import best_label
 from blr_analysis.sensitivity.removal import PASSES, descended_removals
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
-from blr_analysis.sensitivity.run import losses_at, mean_errors, mean_losses
 from blr_analysis.sensitivity.selection import Columns, select
 from blr_analysis.sensitivity.solvers import Change, Settings, Solvers
 from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
+from blr_analysis.sensitivity.training_errors import losses_at, mean_errors, mean_losses
 from blr_analysis.sensitivity.twins import responses_of
 from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task

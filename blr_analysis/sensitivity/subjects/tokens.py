@@ -29,9 +29,9 @@ from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores
-from blr_analysis.sensitivity.run import mean_errors, mean_losses
 from blr_analysis.sensitivity.subjects.contract import Suspects, first_by
 from blr_analysis.sensitivity.subjects.network import Network
+from blr_analysis.sensitivity.training_errors import mean_errors, mean_losses
 from blr_analysis.task import Task
 
 DRAWS = 4  # random cotangents of a sequence
