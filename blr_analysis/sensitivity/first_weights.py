@@ -45,25 +45,27 @@ def drawn(task: Task, seed: int) -> State:
         try:
             _draw(model)
         except Exception as error:  # whatever a layer makes of weights that it did not expect
-            said = "the weights cannot be drawn anew: give the recipe initial="
-            raise InputError(said) from error
+            raise InputError(
+                "the weights cannot be drawn anew: give the recipe initial="
+            ) from error
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        if own and all(bool(p.isnan().all()) for p in own.values()):
-            for name, value in _of_a_norm(module, own).items():
-                own[name].detach().fill_(value)
+        parameters = dict(module.named_parameters(recurse=False))
+        if parameters and all(bool(p.isnan().all()) for p in parameters.values()):
+            for name, value in _of_a_norm(module, parameters).items():
+                parameters[name].detach().fill_(value)
     state = state_of(model)
-    left = [n for n, w in state.items() if w.is_floating_point() and bool(w.isnan().any())]
-    if left:
-        raise InputError(f"{some(left)} cannot be drawn anew: give the recipe initial=")
+    undrawn = [n for n, w in state.items() if w.is_floating_point() and bool(w.isnan().any())]
+    if undrawn:
+        raise InputError(f"{some(undrawn)} cannot be drawn anew: give the recipe initial=")
     return state
 
 
 def _draw(model: nn.Module) -> None:
-    """By each layer, then by the models that have a say in it, then by the adapters on them."""
+    """By each layer, then by the models that initialise layers, then by the adapters on them."""
     for module in filter(_trains, model.modules()):
         for name in RESETS:
-            if callable(reset := getattr(module, name, None)):
+            reset = getattr(module, name, None)
+            if callable(reset):
                 reset()
     owner: Any
     for owner in _owners(model):
@@ -76,8 +78,10 @@ def _draw(model: nn.Module) -> None:
         else:
             owner.apply(owner._init_weights)
     for module in model.modules():
-        for name, config in dict(getattr(module, "peft_config", None) or {}).items():
-            _draw_adapter(module, name, config)
+        configs = getattr(module, "peft_config", None)
+        if configs:
+            for name, config in dict(configs).items():
+                _draw_adapter(module, name, config)
 
 
 def _trains(module: nn.Module) -> bool:
@@ -108,30 +112,39 @@ def _draw_adapter(model: nn.Module, name: str, config: Any) -> None:
             copies[name].load_state_dict(module.original_module.state_dict())
 
 
-def _of_a_norm(module: nn.Module, own: Mapping[str, Tensor]) -> dict[str, float]:
+def _of_a_norm(module: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, float]:
     """0 or 1 for each parameter of a layer that then does nothing but normalise; none for others.
 
     To normalise is to give numbers of mean square 1, f(x) = f(c x) and f(−x) = −f(x).
     """
-    shapes = {p.shape for p in own.values()}
-    if len(own) > 2 or len(shapes) > 1 or any(p.ndim != 1 for p in own.values()):
+    shapes = {p.shape for p in parameters.values()}
+    if len(parameters) > 2 or len(shapes) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return {}
-    n = len(next(iter(own.values())))
+    like = next(iter(parameters.values()))
+    n = len(like)
     generator = torch.Generator().manual_seed(0)
-    normalising = []
+    normalising: list[dict[str, float]] = []
     for shape in ((4, 5, n), (4, n, 5, 5)):
-        x = WIDE * torch.randn(shape, generator=generator).to(next(iter(own.values())))
-        for numbers in product((0.0, 1.0), repeat=len(own)):
-            values = dict(zip(own, numbers, strict=True))
-            filled = {a: torch.full_like(own[a], v) for a, v in values.items()}
-            try:
-                y, larger, turned = (
-                    functional_call(module, filled, (c * x,)).double() for c in (1.0, 3.0, -1.0)
-                )
-            except Exception:  # an input that it does not take
-                continue
-            gaps = (y - larger, y + turned, y.square().mean() - 1)
-            if y.shape == x.shape and all(float(gap.abs().max()) < CLOSE for gap in gaps):
+        x = WIDE * torch.randn(shape, generator=generator).to(like)
+        for numbers in product((0.0, 1.0), repeat=len(parameters)):
+            values = dict(zip(parameters, numbers, strict=True))
+            if _normalises(module, parameters, values, x):
                 normalising.append(values)
-    alike = normalising and all(values == normalising[0] for values in normalising)
-    return normalising[0] if alike else {}
+    if not normalising or any(values != normalising[0] for values in normalising):
+        return {}
+    return normalising[0]
+
+
+def _normalises(
+    module: nn.Module, parameters: Mapping[str, Tensor], values: Mapping[str, float], x: Tensor
+) -> bool:
+    """Whether a layer with these values everywhere in its parameters normalises x."""
+    filled = {name: torch.full_like(parameters[name], value) for name, value in values.items()}
+    try:
+        y = functional_call(module, filled, (x,)).double()
+        of_larger = functional_call(module, filled, (3.0 * x,)).double()
+        of_negative = functional_call(module, filled, (-x,)).double()
+    except Exception:  # an input that it does not take
+        return False
+    gaps = (y - of_larger, y + of_negative, y.square().mean() - 1)
+    return y.shape == x.shape and all(float(gap.abs().max()) < CLOSE for gap in gaps)

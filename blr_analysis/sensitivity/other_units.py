@@ -50,23 +50,28 @@ def unlike_training(task: Task, test: Task, mean: Mapping[str, Tensor]) -> str:
     same = test.examples is task.examples
     if same or task.likelihood.is_sequence or task.n_data < FEWEST:
         return ""
-    training, asked = _sample(task, mean), _sample(test, mean)
-    return _of_inputs(training, asked) or _of_losses(task, training, asked)
+    training_sample = _sample(task, mean)
+    test_sample = _sample(test, mean)
+    of_inputs = _of_inputs(training_sample, test_sample)
+    return of_inputs or _of_losses(task, training_sample, test_sample)
 
 
 def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
     rows = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE)).long().unique()
     inputs: list[Tensor | None] = []
-    answers: list[tuple[Tensor, Tensor]] = []
+    outputs: list[Tensor] = []
+    targets: list[Tensor] = []
     with torch.no_grad(), task.evaluation():
         for indices, batch in task.batches(indices=rows):
             inputs.append(_numbers(batch, len(indices)))
             f, y = task.run(batch, mean, indices)
-            answers.append((f.cpu().double(), y.cpu()))
-    outputs, targets = (torch.cat(part) for part in zip(*answers, strict=True))
-    known = [part for part in inputs if part is not None]
-    alike = len(known) == len(inputs) and len({part.shape[1] for part in known}) == 1
-    return Sample(torch.cat(known) if alike else None, outputs, targets)
+            outputs.append(f.cpu().double())
+            targets.append(y.cpu())
+    numbers = [part for part in inputs if part is not None]
+    widths = {part.shape[1] for part in numbers}
+    has_table = len(numbers) == len(inputs) and len(widths) == 1
+    table = torch.cat(numbers) if has_table else None
+    return Sample(table, torch.cat(outputs), torch.cat(targets))
 
 
 def _numbers(batch: Any, size: int) -> Tensor | None:
@@ -79,20 +84,25 @@ def _numbers(batch: Any, size: int) -> Tensor | None:
     return torch.cat(rows, 1) if rows else None
 
 
-def _of_inputs(training: Sample, asked: Sample) -> str:
-    ours, theirs = training.inputs, asked.inputs
-    if ours is None or theirs is None or ours.shape[1] != theirs.shape[1]:
+def _of_inputs(training: Sample, test: Sample) -> str:
+    """Whether test inputs have another size than those of the training."""
+    if training.inputs is None or test.inputs is None:
         return ""
-    centre, spread = ours.mean(0), ours.std(0)
-    varied = spread > 0
+    if training.inputs.shape[1] != test.inputs.shape[1]:
+        return ""
+    centre = training.inputs.mean(0)
+    spread = training.inputs.std(0)
+    varies = spread > 0
+    if not bool(varies.any()):
+        return ""
 
     def sizes(x: Tensor) -> Tensor:
-        return ((x - centre) / spread)[:, varied].square().mean(1).sqrt()
+        return ((x - centre) / spread)[:, varies].square().mean(1).sqrt()
 
-    if not bool(varied.any()):
-        return ""
-    usual, typical = sizes(ours), float(sizes(theirs).median())
-    low, high = float(usual.min()), float(usual.max())
+    training_sizes = sizes(training.inputs)
+    low = float(training_sizes.min())
+    high = float(training_sizes.max())
+    typical = float(sizes(test.inputs).median())
     if low <= typical <= high:
         return ""
     return (
@@ -101,20 +111,24 @@ def _of_inputs(training: Sample, asked: Sample) -> str:
     )
 
 
-def _of_losses(task: Task, training: Sample, asked: Sample) -> str:
+def _of_losses(task: Task, training: Sample, test: Sample) -> str:
+    """Whether test targets are explained no better than shuffled training targets."""
     scored = scored_by(task.likelihood)
-    n, m = len(training.targets), len(asked.targets)
+    n = len(training.targets)
+    m = len(test.targets)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
     shuffled = scored.nll(training.outputs, training.targets[order])
-    losses = scored.nll(asked.outputs, asked.targets)
-    own = float(scored.nll(training.outputs, training.targets).mean())
+    chance = float(shuffled.mean())
+    training_loss = float(scored.nll(training.outputs, training.targets).mean())
+    test_loss = float(scored.nll(test.outputs, test.targets).mean())
     noise = ERRORS * float(shuffled.std()) * math.sqrt(1 / n + 1 / m)
-    chance, found = float(shuffled.mean()), float(losses.mean())
-    is_far_above = found > chance + noise
-    only_training_is_explained = own < chance - noise and found > chance - noise and m >= FEWEST
-    if not (is_far_above or only_training_is_explained):
+    is_far_above = test_loss > chance + noise
+    explains_training = training_loss < chance - noise
+    test_is_no_better = test_loss > chance - noise
+    explains_training_alone = explains_training and test_is_no_better and m >= FEWEST
+    if not (is_far_above or explains_training_alone):
         return ""
     return (
-        f"test losses are {found:.3g}, those of shuffled training targets {chance:.3g}: "
+        f"test losses are {test_loss:.3g}, those of shuffled training targets {chance:.3g}: "
         "other units or labels?"
     )

@@ -32,12 +32,13 @@ class Trail:
 
     def look(self, done: int, model: nn.Module) -> None:
         """After this many steps."""
-        power_of_two = done & (done - 1) == 0
-        if power_of_two if self._due is None else done in self._due:
+        is_power_of_two = done & (done - 1) == 0
+        is_due = is_power_of_two if self._due is None else done in self._due
+        if is_due:
             self._states[done] = copied(model)
 
     def until(self, end: int) -> list[State]:
-        """Those up to the step whose weights are kept."""
+        """The states up to the step whose weights the training returns."""
         if self._due is not None:
             return list(self._states.values())
         return [self._states[step] for step in thinned(list(self._states), end)]
@@ -47,11 +48,11 @@ class Best:
     """The weights of the epoch with the least mean loss on a recipe's validation data."""
 
     def __init__(self, under: Task, recipe: Recipe) -> None:
-        given = recipe.validation
-        if not isinstance(given, Task):
+        validation = recipe.validation
+        if not isinstance(validation, Task):
             likelihood = under.likelihood.plain
-            given = Task(under.model, given, likelihood=likelihood, forward=under.forward)
-        self.task = given.with_model(under)
+            validation = Task(under.model, validation, likelihood=likelihood, forward=under.forward)
+        self.task = validation.with_model(under)
         self.patience = recipe.patience or math.inf
         self.nll = math.inf
         self.state: State = {}

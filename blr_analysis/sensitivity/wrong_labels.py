@@ -80,29 +80,31 @@ def _chances(logits: Tensor, labels: Tensor) -> Tensor:
     def surprise(log_sureness: float) -> float:
         return -_likeliest_rate(believed(log_sureness), others)[1]
 
-    found: Any = minimize_scalar(surprise, SURENESS, bounds=SURENESS, method="bounded",
-                            options={"xatol": CLOSE})  # fmt: skip
-    own = believed(float(found.x))
-    rate, explained = _likeliest_rate(own, others)
+    minimum: Any = minimize_scalar(
+        surprise, SURENESS, bounds=SURENESS, method="bounded", options={"xatol": CLOSE}
+    )
+    p = believed(float(minimum.x))
+    rate, log_likelihood = _likeliest_rate(p, others)
     shares = counts.double() / len(labels)
     by_shares = float(shares[labels].log().sum())
-    if explained <= by_shares + math.log(len(labels)):
-        return torch.zeros_like(own)
-    wrong = rate * (1 - own) / others
-    return wrong / ((1 - rate) * own + wrong).clamp_min(torch.finfo(own.dtype).tiny)
+    if log_likelihood <= by_shares + math.log(len(labels)):
+        return torch.zeros_like(p)
+    wrong = rate * (1 - p) / others
+    return wrong / ((1 - rate) * p + wrong).clamp_min(torch.finfo(p.dtype).tiny)
 
 
-def _likeliest_rate(own: Tensor, others: int) -> tuple[float, float]:
-    """ε and the log likelihood there, which is concave in ε."""
-    low, high = 0.0, MOST
-    drawn = (1 - own) / others
+def _likeliest_rate(p: Tensor, others: int) -> tuple[float, float]:
+    """ε and the log likelihood there, which is concave in ε, of labels with probabilities p."""
+    low = 0.0
+    high = MOST
+    if_drawn = (1 - p) / others
 
     def mixed(rate: float) -> Tensor:
-        return ((1 - rate) * own + rate * drawn).clamp_min(torch.finfo(own.dtype).tiny)
+        return ((1 - rate) * p + rate * if_drawn).clamp_min(torch.finfo(p.dtype).tiny)
 
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        rises = float(((drawn - own) / mixed(middle)).sum()) > 0
+        rises = float(((if_drawn - p) / mixed(middle)).sum()) > 0
         if rises:
             low = middle
         else:
