@@ -59,7 +59,8 @@ def iris(name: str) -> tuple[Tensor, Tensor]:
         return lam * x + (1 - lam) * x[rows], lam * shares + (1 - lam) * shares[rows]
     if "variances" in name:
         return x[:, :2], x[:, 2:3] if "learned" in name else x[:, 2:]
-    return x, {"pos_weight": shares, "poisson": (3 * shares + 1).round()}.get(name, y)
+    targets = {"pos_weight": shares, "poisson": (3 * shares + 1).round()}
+    return x, targets.get(name, y)
 
 
 def left_out(x: Tensor, y: Tensor, c: int, loss: Loss) -> tuple[nn.Linear, Tensor]:

@@ -194,10 +194,6 @@ class LeaveOneOut(PerExample, Plottable):
             their tokens, to first order; of a sum of sites −log p(y_i | λ − λ̃_i), NaN where
             nothing was observed.
         losses_before: the same with the example, ``[N]``.
-        nll: the mean of ``losses`` over the examples that count, the estimate of the loss on new
-            data; of sequences in nats per SEQUENCE. With class weights or weights of examples
-            that of w_i ℓ_i, divided by their number and not by Σ w_i as torch does.
-        accuracy: of the left-out predictions; None for regression.
         logits: f_i^{\\i}, ``[N, C]`` (means or log-rates for regression).
         deviation: how far each prediction moves, as in :class:`Scores`.
         leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
@@ -206,9 +202,6 @@ class LeaveOneOut(PerExample, Plottable):
         correction: one word for each example: "first_order", "cavity", "bounded" where the cavity
             was asked for and the leverage is too close to 1 or above it, "descent" where the
             example was refined, or "subtraction" of a site.
-        mse: mean squared left-out error (Gaussian likelihood only, else None).
-        nll_per_token, perplexity: of sequences, Σ losses / Σ tokens and exp of it; the same with
-            ``_before``.
     """
 
     losses_before: Tensor
@@ -224,7 +217,9 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def nll(self) -> float:
-        """The mean loss of the examples that count: the estimate of the loss on new data."""
+        """The mean of ``losses`` over the examples that count: the estimate of the loss on new
+        data, of sequences in nats per SEQUENCE. With class weights or weights of examples it is
+        that of w_i ℓ_i, divided by their number and not by Σ w_i as torch does."""
         counted = self._evaluation.counted
         if self.likelihood is None:  # of a sum of sites: NaN where nothing was observed
             counted = counted[~counted.isnan()]
@@ -253,7 +248,7 @@ class LeaveOneOut(PerExample, Plottable):
 
     @property
     def mse(self) -> float | None:
-        """The mean squared left-out error of a regression."""
+        """The mean squared left-out error (Gaussian likelihood only, else None)."""
         if self.likelihood is None or not isinstance(self.likelihood.kind, Gaussian):
             return None
         assert self.logits is not None and self.targets is not None
@@ -371,9 +366,6 @@ class WhatIf(Noted, Plottable):
     Attributes:
         before, after: losses and hits on ``evaluate`` without and with the change.
         solver: what was used: "posterior", "cg", "replay", "retrain", or "subtraction" of sites.
-        posterior: of the changed model and data: removals chain, and training goes on from it. Of
-            short trainings and whole ones its precision is the old one without what left (with
-            what came), its mean the first training's weights.
         interval: (low, high), where the nll after retraining lies in four of five cases, by the
             spread over seeds; None of a single answer.
         error: of steps of the rule on a sum of sites, an estimate in nats of how far ``nll`` is
@@ -409,7 +401,9 @@ class WhatIf(Noted, Plottable):
     @cached_property
     @torch.inference_mode(False)
     def posterior(self) -> Any:
-        """The posterior of the changed model and data, made when it is first asked for."""
+        """The posterior of the changed model and data: removals chain, and training goes on from
+        it. It is made when it is first asked for. Of short trainings and whole ones its precision
+        is the old one without what left (with what came), its mean the first training's weights."""
         return self.posterior_after()
 
     @property
