@@ -135,9 +135,6 @@ def investigate(
     """
     check_auditable(task, posterior)
     say = say or (lambda text: None)
-    instance("task", task, Task, "a blr_analysis.Task (ask fitted models one analysis at a time)")
-    wanted = "a blr_analysis.Posterior of one run (ask several one analysis at a time)"
-    instance("posterior", posterior, Posterior, wanted)
     if test is not None:
         test = check_test(test, task)
     posterior = with_stationarity(task, posterior)  # the temperature depends on it
