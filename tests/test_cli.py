@@ -230,9 +230,11 @@ class TestAlgorithms(CommandContract):
 
 def test_verify_reads_everything_and_names_what_is_damaged(here: Path, capsys: Any) -> None:
     code, out, err = run(capsys, "verify", "index", "--dry-run")
-    assert code == 0 and "6 files" in cells(out, "reads")[1], err
+    assert code == 0, err
+    files = sum(path.is_file() for path in (here / "index").rglob("*"))
+    assert cells(out, "reads")[1].startswith(f"{files} files")
     code, out, err = run(capsys, "verify", "index")
-    assert code == 0 and "6 files" in cells(out, "whole")[1], err
+    assert code == 0 and cells(out, "whole")[1].startswith(f"{files} files"), err
     (here / "mixed").mkdir()
     for name in ("q.safetensors", "d.csv"):
         shutil.copy(name, here / "mixed" / name)

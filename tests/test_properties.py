@@ -64,6 +64,7 @@ def test_variance_is_symmetric_and_positive_and_influence_its_quadratic_form(aud
         assert torch.isfinite(blr.leave_one_out(task, q).logits).all()
 
 
+@pytest.mark.slow
 @often
 @given(audits(), st.randoms(use_true_random=False), st.integers(1, 12))
 def test_neither_order_nor_chunks_matter(audit, random, size: int) -> None:

@@ -89,9 +89,10 @@ def test_other_tasks_and_sequences_that_do_not_fit() -> None:
         losses(IDS[:, :1])
     with pytest.raises(DataError, match=r'"tokens" or "causal_lm"'):
         losses(IDS, likelihood="categorical")
-    ragged = [{"input_ids": torch.arange(k), "labels": torch.arange(k)} for k in (2, 3)]
+    ids = torch.arange(2)
+    uneven = [{"input_ids": ids, "labels": ids}, {"input_ids": ids}]
     with pytest.raises(DataError, match="collate"):
-        Task(tiny_lm(), ragged, likelihood="causal_lm")  # type: ignore[arg-type]
+        Task(tiny_lm(), uneven, likelihood="causal_lm")  # type: ignore[arg-type]
 
 
 def test_models_that_mix_sequences_are_refused() -> None:

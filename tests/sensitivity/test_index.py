@@ -74,6 +74,7 @@ def of_rows(n: int, width: int) -> blr.Task:
     return blr.Task(torch.nn.Linear(width, width), (x, y), likelihood="categorical")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("normalize", "threads"), [(True, 1), (False, 2)])
 def test_a_search_by_signs_finds_the_same(normalize: bool, threads: int, tmp_path: Path) -> None:
     """In two files, among rows that are like the question or not."""

@@ -439,6 +439,7 @@ def test_a_training_that_diverges_is_one_error(fit: Any) -> None:
             blr.what_if(task, q, remove=digits()[1] == 3, solver=solver)
 
 
+@pytest.mark.slow
 def test_reruns_have_weights_buffers_and_runs_of_their_own(fit: Any) -> None:
     task, _ = fit
     again = blr.rerun(task, seeds=2)

@@ -361,7 +361,7 @@ REFUSED: list[tuple[Any, type, str]] = [
     (lambda f: blr.sensitivity(f, TASK), InputError, "stands alone"),
     (lambda f: blr.leave_one_out(f, TASK), InputError, "stands alone"),
     (lambda f: blr.influence(f, f.data), InputError, "test data come third"),
-    (lambda f: blr.report(f), InputError, "one analysis at a time"),
+    (lambda f: blr.report(f), InputError, "has no audit or report"),
     (lambda f: blr.leave_one_out(None, Fitted(f.q, [0.0], "evidence")), InputError, "no sites"),
     (lambda f: blr.sensitivity(f).top(0), InputError, "k must be"),
     (lambda f: blr.memory_map(blr.sensitivity(f)), InputError, "prediction error and variance"),

@@ -83,6 +83,7 @@ def test_a_target_in_the_family_is_found() -> None:
 ONE_EVENT = [1.0], [1.0], "poisson", 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "side", "reach"),
     [(one_weight(*ONE_EVENT), -1.0, (-40, 8)), (separable_iris(), 1.0, (-5, 60))],
