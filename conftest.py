@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
 
@@ -14,14 +15,19 @@ import torch
 import blr_analysis
 
 LIMIT = 2.0
+# What the package and torch import when something is first used.
+LAZY = ("matplotlib.figure", "pandas", "scipy.optimize", "scipy.special")
+LAZY += ("sklearn.datasets", "sklearn.linear_model", "sklearn.pipeline")
 PACKAGES = [found.name for found in walk_packages(blr_analysis.__path__, "blr_analysis.")]
 
 gc.disable()  # what is imported to collect the tests stays: no need to look for garbage in it
 
 
 def pytest_collection_finish() -> None:
-    """torch imports much at the first comparison and at the first ``torch.func.grad``: no test's
-    time includes these seconds."""
+    """Some packages are imported when they are first used, and torch imports much at the first
+    comparison and at the first ``torch.func.grad``: no test's time includes these seconds."""
+    for name in LAZY:
+        import_module(name)
     torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
     torch.func.grad(torch.square)(torch.zeros(()))
     gc.collect()
