@@ -110,6 +110,7 @@ def test_pull_back_is_the_gradient_in_the_expectation_parameters(kind: str) -> N
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_step_of_the_rule_for_mixtures_reaches_a_mixture_target() -> None:
     """ℓ̄ = −log p with p a mixture: λ_k ← λ_k − ρ ∇_μ_k E_q[ℓ̄ + log q] (K&R 28) stops at p."""
     target = parts("diagonal", 1, spread=6.0)

@@ -304,6 +304,7 @@ RECIPES = st.builds(
 ).map(lambda recipe: json.dumps(recipe).encode("utf-8"))  # JSON is YAML
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(raw=st.one_of(RECIPES, st.binary(max_size=80)))
 def test_any_text_gives_a_job_or_an_error(place: Path, raw: bytes) -> None:

@@ -41,6 +41,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-9) -> None:
 # Linear regression: exact, whatever the group.
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_any_change_of_linear_regression_is_retraining(data) -> None:

@@ -143,6 +143,7 @@ def counts_fit(kept: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_left_out_examples_against_fitting_without_them() -> None:
     """And both against log p(y_i | y_{-i}) of the posterior itself, by numerical integration."""
     fitted = counts_fit(slice(None))
