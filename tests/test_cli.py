@@ -154,8 +154,10 @@ class TestAudit(CommandContract):
             assert cells(said, f"{region}  ")[:2] == [region, str(count)]
         first = int(scores.table["deviation"].idxmax())
         assert re.search(rf"Most influential.*?\n\s*{first}\s", said, re.DOTALL)
-        shown = re.findall(r"^ +(\d+) +label ", said.split("Suspicious is")[1], re.MULTILINE)
-        assert list(map(int, shown)) == wrong.order[: len(shown)].tolist() and shown
+        rows = r"^ +(\d+) +(?:label|unfamiliar|duplicate) "
+        shown = re.findall(rows, said.split("Suspicious is")[1], re.MULTILINE)
+        suspects = [i for i in wrong.order.tolist() if wrong.kind[i] != "none"]
+        assert list(map(int, shown)) == suspects[: len(shown)] and shown
         each = blr.what_if_each(task, q, evaluate=test)
         pd.testing.assert_frame_equal(found.removals, each)
 
