@@ -41,25 +41,30 @@ class LightningCheckpoints(Kept, Callback):
         self._submodule = submodule
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The first weights, or where a run is resumed."""
-        model, steps = pl_module.get_submodule(self._submodule), trainer.estimated_stepping_batches
-        known = {"steps": int(steps) if math.isfinite(steps) else None}
-        self.begin(model, trainer.optimizers[0], trainer.global_step, **known)
+        """Keep the first weights, or find those of the run that is resumed."""
+        steps = trainer.estimated_stepping_batches
+        self.begin(
+            pl_module.get_submodule(self._submodule),
+            trainer.optimizers[0],
+            trainer.global_step,
+            steps=int(steps) if math.isfinite(steps) else None,
+        )
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """The rate."""
-        self.look_at_rate(trainer.optimizers[0], trainer.global_step)
+        """Record the rate."""
+        self.record_rate(trainer.optimizers[0], trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """After each step of the optimizer."""
+        """Tell the checkpoints of each step of the optimizer."""
         if self.checkpoints is not None and trainer.global_step > self.checkpoints.done:
             self.checkpoints.step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The recipe, and no more checkpoints than are wanted."""
+        """Keep the recipe of the weights that the training ends with."""
         loader = trainer.train_dataloader
         microbatch = getattr(loader, "batch_size", None) or 1
-        steps, factors = trainer.global_step, self.factors(trainer.global_step)
+        steps = trainer.global_step
+        factors = self.rate_factors(steps)
         recipe = recipe_of(
             trainer.optimizers[0],
             pl_module.get_submodule(self._submodule),
@@ -80,16 +85,16 @@ def _clips_values(trainer: Any) -> bool:
 
 def _missing(trainer: Any, factors: Any) -> list[str]:
     """What a trainer did that recipes do not repeat."""
-    found = []
+    missing = []
     if factors is None:
-        found.append("the schedule of the rate")
+        missing.append("the schedule of the rate")
     if trainer.gradient_clip_val and _clips_values(trainer):
-        found.append("gradient_clip_algorithm='value'")
+        missing.append("gradient_clip_algorithm='value'")
     if str(trainer.precision) not in FULL:
-        found.append(f"precision={str(trainer.precision)!r}")
+        missing.append(f"precision={str(trainer.precision)!r}")
     if len(trainer.optimizers) > 1:
-        found.append("further optimizers")
-    return found
+        missing.append("further optimizers")
+    return missing
 
 
 class _Unused(Exception):
@@ -116,19 +121,23 @@ class VariationalSteps(Callback):
 
     def __init__(self) -> None:
         self._context: AbstractContextManager[None] | None = None
-        self._step: tuple[Any, Callable[..., Any] | None] | None = None
-        self._batch: tuple[Any, int] = None, 0
+        self._optimizer: Any = None
+        self._step_of_schedule: Callable[..., Any] | None = None
+        self._batch: tuple[Any, int] = (None, 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizer's step run Lightning's closure first, whose pass draws by itself."""
         if not pl_module.automatic_optimization:
-            how = "with self.optimizers().sampled_params(train=True):"
-            raise InputError(f"with manual optimisation leave VariationalSteps out: {how}")
-        optimizer, *others = trainer.optimizers
-        if others or not hasattr(optimizer, "sampled_params"):
+            raise InputError(
+                "with manual optimisation leave VariationalSteps out: "
+                "with self.optimizers().sampled_params(train=True):"
+            )
+        optimizer = trainer.optimizers[0]
+        if len(trainer.optimizers) > 1 or not hasattr(optimizer, "sampled_params"):
             names = ", ".join(type(o).__name__ for o in trainer.optimizers)
             raise InputError(f"VariationalSteps takes one optimizer that draws, not {names}")
-        self._step = optimizer, vars(optimizer).get("step")
+        self._optimizer = optimizer
+        self._step_of_schedule = vars(optimizer).get("step")
         step = optimizer.step
 
         def after_closure(closure: Callable[[], Any] | None = None) -> Any:
@@ -148,52 +157,59 @@ class VariationalSteps(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draw."""
+        """Draw the weights of this microbatch."""
         self._leave()
-        self._batch = batch, batch_idx
-        if self._step is not None:
+        self._batch = (batch, batch_idx)
+        if self._optimizer is not None:
             count = trainer.accumulate_grad_batches  # by which Lightning divides each loss
-            context = self._step[0].sampled_params(train=True, divided_by=count)
+            context = self._optimizer.sampled_params(train=True, divided_by=count)
             context.__enter__()
             self._context = context
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """The weights are their mean again; the gradient counts for the next step, or moves bSAM
-        to where its second gradient is taken."""
-        if self._context is None or self._step is None:
+        """Put the mean back: the gradient counts for the next step, or moves bSAM to where its
+        second gradient is computed."""
+        if self._context is None:
             return
-        context, self._context = self._context, None
+        context = self._context
+        self._context = None
         context.__exit__(None, None, None)
-        optimizer, count = self._step[0], trainer.accumulate_grad_batches
-        if isinstance(optimizer, BSAM):
-            taken = len(signature(pl_module.training_step).parameters)
-            with optimizer.adversarial_params(divided_by=count):
-                output = trainer.strategy.training_step(*self._batch[:taken])
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                trainer.strategy.backward(loss / count, optimizer)
+        if isinstance(self._optimizer, BSAM):
+            self._backward_at_adversary(trainer, pl_module)
+
+    def _backward_at_adversary(self, trainer: Any, pl_module: Any) -> None:
+        count = trainer.accumulate_grad_batches
+        n_arguments = len(signature(pl_module.training_step).parameters)
+        with self._optimizer.adversarial_params(divided_by=count):
+            output = trainer.strategy.training_step(*self._batch[:n_arguments])
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            trainer.strategy.backward(loss / count, self._optimizer)
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        """A batch without a backward pass."""
+        """Drop the draw of a batch that had no backward pass."""
         self._leave()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The optimizer as it was."""
+        """Leave the optimizer as it was."""
         self._leave()
-        if self._step is not None:
-            (optimizer, step), self._step = self._step, None
-            del optimizer.step
-            vars(optimizer).pop("_step_supports_amp_scaling", None)
-            if step is not None:  # a schedule's
-                optimizer.step = step
+        if self._optimizer is None:
+            return
+        optimizer = self._optimizer
+        self._optimizer = None
+        del optimizer.step
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+        if self._step_of_schedule is not None:
+            optimizer.step = self._step_of_schedule
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same, with the mean put back."""
+        """Leave the optimizer as it was, with the mean put back."""
         self.on_train_end(trainer, pl_module)
 
     def _leave(self) -> None:
         """Drop a draw that no backward pass has used."""
         if self._context is not None:
-            context, self._context = self._context, None
+            context = self._context
+            self._context = None
             context.__exit__(_Unused, _Unused(), None)
 
 
@@ -211,7 +227,7 @@ class LightningMonitor(Watching, Callback):
 
     Args:
         monitor: made with a task of the module, or of its part, that is trained.
-        known: as in :class:`blr_analysis.huggingface.MonitorCallback`.
+        posterior_settings: as in :class:`blr_analysis.huggingface.MonitorCallback`.
 
     Raises:
         InputError: when training begins, of a monitor that has watched another run.
@@ -222,12 +238,12 @@ class LightningMonitor(Watching, Callback):
         self.monitor.check_epoch(trainer.current_epoch + 1)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """What an earlier epoch has logged is not this one's."""
+        """Forget what an earlier epoch has logged."""
         for name in LOGGED:
             trainer.callback_metrics.pop(name, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """One row of the monitor, where this epoch is due."""
+        """Add a row to the monitor, where this epoch is due."""
         pl_module.log_dict(self.look(trainer.optimizers[0], trainer.current_epoch + 1))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""What a training run knows and its optimizer's state does not: names, sizes, a recipe.
-
-Callbacks take it down while a run goes on.
-"""
+"""What a trainer's callbacks record of a training: its checkpoints, its recipe, its losses."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -31,43 +29,73 @@ LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # of a monito
 
 class Kept:
     """What callbacks keep of a training: its checkpoints, and the recipe of the weights it ends
-    with."""
+    with.
+
+    Args:
+        checkpoints: made by the user; None: the callback makes them when training begins.
+    """
 
     def __init__(self, checkpoints: Checkpoints | None = None) -> None:
         super().__init__()
-        self.checkpoints = self._given = checkpoints
-        self._told: Recipe | None = None
-        self._factors: dict[int, float] = {}  # of the rate, by step
+        self.checkpoints = checkpoints
+        self._user_checkpoints = checkpoints
+        self._recipe: Recipe | None = None
+        self._rate_factors: dict[int, float] = {}  # by step
 
     @property
     def recipe(self) -> Recipe | None:
         """The training up to the weights that were kept; None of an optimizer without a name."""
-        recipe = copy.copy(self._told)
-        if recipe is not None and self.checkpoints is not None:
+        if self._recipe is None:
+            return None
+        recipe = copy.copy(self._recipe)
+        if self.checkpoints is not None:
             recipe.initial = self.checkpoints.first
         return recipe
 
-    def begin(self, model: nn.Module, optimizer: Any, done: int, **how: Any) -> None:
-        """Before the first step, or the first that is resumed; of divided weights none are kept."""
-        self._told, self.checkpoints, self._factors = None, None, {}
-        if not any(map(is_sharded, model.parameters())):
-            self.checkpoints = self._given or Checkpoints(model, optimizer=unwrap(optimizer), **how)
-            self.checkpoints.begin(done)
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        steps_done: int,
+        *,
+        steps: int | None,
+        folder: Path | None = None,
+    ) -> None:
+        """Prepare the checkpoints, before the first step or the first after a resumption.
 
-    def look_at_rate(self, optimizer: Any, step: int) -> None:
-        """Before a step, of which so many were made."""
+        Of a model whose weights are divided among processes none are kept.
+
+        Args:
+            steps_done: of an earlier run that is resumed; else 0.
+            steps: of the whole training; None: nobody knows.
+            folder: where the checkpoints are written; None: they stay in memory.
+        """
+        self._recipe = None
+        self._rate_factors = {}
+        self.checkpoints = None
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            return
+        self.checkpoints = self._user_checkpoints or Checkpoints(
+            model, steps=steps, folder=folder, optimizer=unwrap(optimizer)
+        )
+        self.checkpoints.begin(steps_done)
+
+    def record_rate(self, optimizer: Any, step: int) -> None:
+        """Record the learning rate of this step, before it is made."""
         group = unwrap(optimizer).param_groups[0]
-        initial = float(group.get("initial_lr", group["lr"])) or 1.0  # of a rate that is 0
-        self._factors[step] = float(group["lr"]) / initial
+        rate = float(group["lr"])
+        initial_rate = float(group.get("initial_lr", rate)) or 1.0  # a rate may be 0
+        self._rate_factors[step] = rate / initial_rate
 
-    def factors(self, steps: int) -> list[float] | None:
-        """Of the rate, at each of so many steps; None where some were not seen."""
-        is_whole = all(step in self._factors for step in range(steps))
-        return [self._factors[step] for step in range(steps)] if is_whole else None
+    def rate_factors(self, steps: int) -> list[float] | None:
+        """By what the rate was multiplied at each step; None where steps were not seen."""
+        if any(step not in self._rate_factors for step in range(steps)):
+            return None
+        return [self._rate_factors[step] for step in range(steps)]
 
     def end(self, recipe: Recipe | None) -> None:
-        """After the last step."""
-        self._told = recipe
+        """Keep the recipe, after the last step, and no more checkpoints than are wanted."""
+        self._recipe = recipe
         if self.checkpoints is not None:
             self.checkpoints.settle()
 
@@ -87,14 +115,14 @@ def recipe_of(
     """The recipe of a training, read off its optimizer; None of one that recipes have no name for.
 
     Args:
-        optimizer, model: by what, and what was trained. Settings that are not the optimizer's
-            defaults become the recipe's, those of further groups the recipe's ``groups``.
+        optimizer, model: what trained, and what was trained. Settings that differ from the
+            optimizer's defaults become the recipe's; those of further groups its ``groups``.
         steps, epochs: of the training up to the weights that were kept.
         batch_size: examples of a step.
-        factors: of the rate, at every step; None: they are not known.
-        max_grad_norm: to which the gradients of a step were clipped.
-        n_data: how many examples; None of a stream.
-        missing: what else the training did.
+        factors: by what the rate was multiplied at every step; None: nobody knows.
+        max_grad_norm: the norm to which the gradient of a step was clipped.
+        n_data: the number of examples; None of a stream.
+        missing: what else the training did and a recipe does not repeat.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -103,35 +131,32 @@ def recipe_of(
     >>> recipe_of(optimizer, model, steps=6, batch_size=8, factors=factors[2:], n_data=12)
     Recipe('adamw', lr=0.01, epochs=3, batch_size=8, schedule='linear', weight_decay=0.1)
     """
-    own = unwrap(optimizer)
-    base, *further = [_settings(own, group) for group in own.param_groups]
-    ignored = _set_by_others(own, n_data)
-    defaults = signature(type(own)).parameters
-    options = {
-        name: value
-        for name, value in base.items()
-        if name not in ignored and (name == "lr" or value != defaults[name].default)
-    }
-    if planned_steps := getattr(own, "steps", None):
-        options["steps"] = planned_steps
+    optimizer = unwrap(optimizer)
+    first_group, *further_groups = optimizer.param_groups
+    settings = _settings(optimizer, first_group)
     schedule, warmup = (None, 0.0) if factors is None else described(factors)
-    steps_an_epoch = None if n_data is None else math.ceil(n_data / batch_size)
+    if n_data is not None:
+        steps_an_epoch = math.ceil(n_data / batch_size)
+        not_repeated = _odd_number_of_steps(steps, epochs, steps_an_epoch)
+        epochs = steps / steps_an_epoch
+    else:
+        not_repeated = []
     try:
         recipe = Recipe(
-            type(own).__name__.lower(),
-            epochs=epochs if steps_an_epoch is None else steps / steps_an_epoch,
+            type(optimizer).__name__.lower(),
+            epochs=epochs,
             batch_size=batch_size,
             schedule=schedule,
             warmup=warmup,
-            groups=_groups(own, model, base, further),
+            groups=_groups(optimizer, model, settings, further_groups),
             max_grad_norm=max_grad_norm,
-            missing=[*missing, *_untold(own, model), *_unlike(steps, epochs, steps_an_epoch)],
-            **options,
+            missing=[*missing, *_odd_parameters(optimizer, model), *not_repeated],
+            **_options(optimizer, settings, n_data),
         )
     except InputError:
         return None
-    is_its_namesake = recipe.factory is not type(own)
-    return None if is_its_namesake else recipe
+    is_only_its_namesake = recipe.factory is not type(optimizer)
+    return None if is_only_its_namesake else recipe
 
 
 def _settings(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,57 +169,81 @@ def _settings(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _set_by_others(optimizer: Any, n_data: int | None) -> set[str]:
+def _options(optimizer: Any, settings: Mapping[str, Any], n_data: int | None) -> dict[str, Any]:
+    """The rate, and the settings that somebody chose."""
+    defaults = signature(type(optimizer)).parameters
+    derived = _derived_settings(optimizer, n_data)
+    options = {
+        name: value
+        for name, value in settings.items()
+        if name not in derived and (name == "lr" or value != defaults[name].default)
+    }
+    planned_steps = getattr(optimizer, "steps", None)
+    if planned_steps:
+        options["steps"] = planned_steps
+    return options
+
+
+def _derived_settings(optimizer: Any, n_data: int | None) -> set[str]:
     """Settings that follow from the number of steps and of examples."""
-    names = {"beta2", "clip_radius"} if getattr(optimizer, "steps", None) else set()
+    names = set()
+    if getattr(optimizer, "steps", None):
+        names |= {"beta2", "clip_radius"}
     if optimizer.param_groups[0].get("ess") == n_data:
         names.add("ess")
     return names
 
 
 def _groups(
-    optimizer: Any, model: nn.Module, base: Mapping[str, Any], further: list[dict[str, Any]]
+    optimizer: Any,
+    model: nn.Module,
+    first_settings: Mapping[str, Any],
+    further_groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The parameters of the groups behind the first, by name, and in what they differ from it."""
+    """The parameters of the further groups, by name, and how these differ from the first."""
     names = {id(p): bare_name(n) for n, p in model.named_parameters() if p.requires_grad}
-    found: list[dict[str, Any]] = []
-    for group, settings in zip(optimizer.param_groups[1:], further, strict=True):
-        other = {name: value for name, value in settings.items() if value != base.get(name)}
+    groups: list[dict[str, Any]] = []
+    for group in further_groups:
+        settings = _settings(optimizer, group)
+        changes = {n: value for n, value in settings.items() if value != first_settings.get(n)}
         members = [names[id(p)] for p in group["params"] if id(p) in names]
-        if other and members:
-            found.append({"params": members, **other})
-    return found
+        if changes and members:
+            groups.append({"params": members, **changes})
+    return groups
 
 
-def _untold(optimizer: Any, model: nn.Module) -> list[str]:
-    """What a recipe does not repeat of how an optimizer treats a model's parameters."""
-    by_optimizer = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
+    """How an optimizer treats a model's parameters, where a recipe does not repeat it."""
+    optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    found = []
-    if trained - by_optimizer.keys():
-        found.append("parameters that the optimizer does not have")
-    if any(p.requires_grad for key, p in by_optimizer.items() if key not in trained):
-        found.append("parameters outside of the model")
+    facts = []
+    if trained - optimized.keys():
+        facts.append("parameters that the optimizer does not have")
+    if any(p.requires_grad for key, p in optimized.items() if key not in trained):
+        facts.append("parameters outside of the model")
     if any("max_momentum" in group for group in optimizer.param_groups):
-        found.append("a schedule of the momentum")
-    return found
+        facts.append("a schedule of the momentum")
+    return facts
 
 
-def _unlike(steps: int, epochs: float | None, steps_an_epoch: int | None) -> list[str]:
-    """A number of steps that is not that of so many epochs: minibatches that were dropped."""
-    if epochs is None or steps_an_epoch is None or abs(epochs * steps_an_epoch - steps) < 0.999:
+def _odd_number_of_steps(steps: int, epochs: float | None, steps_an_epoch: int) -> list[str]:
+    """The number of steps, where it is not that of so many epochs: minibatches were dropped."""
+    if epochs is None or abs(epochs * steps_an_epoch - steps) < 0.999:
         return []
     return [f"minibatches ({steps:,} steps in {epochs:g} epochs of {steps_an_epoch:,})"]
 
 
 def factors_of(scheduler: Any, steps: int) -> list[float] | None:
-    """The factor of the rate at each of so many steps; None of a schedule that is no formula of
-    the step, or not one for all parameters."""
-    own = getattr(scheduler, "scheduler", scheduler)
-    if not isinstance(own, LambdaLR):
+    """By what a scheduler multiplies the rate at each step; None where it is no formula of the
+    step, or not the same for all parameters."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(scheduler, LambdaLR):
         return None
-    each = [[float(formula(k)) for k in range(steps)] for formula in own.lr_lambdas]
-    return each[0] if all(factors == each[0] for factors in each) else None
+    factors_by_group = [
+        [float(formula(step)) for step in range(steps)] for formula in scheduler.lr_lambdas
+    ]
+    first = factors_by_group[0]
+    return first if all(factors == first for factors in factors_by_group) else None
 
 
 def length_of(loader: Any) -> int | None:
@@ -204,14 +253,27 @@ def length_of(loader: Any) -> int | None:
 
 
 class Watching:
-    """A monitor that looks at the model while a trainer trains it."""
+    """A monitor that looks at the model while a trainer trains it.
 
-    def __init__(self, monitor: Monitor, **known: Any) -> None:
+    Args:
+        posterior_settings: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside
+            optimizer and model.
+    """
+
+    def __init__(self, monitor: Monitor, **posterior_settings: Any) -> None:
         super().__init__()
-        self.monitor, self.known = monitor, known
+        self.monitor = monitor
+        self.posterior_settings = posterior_settings
 
     def look(self, optimizer: Any, epoch: int) -> dict[str, float]:
         """Losses and accuracies after this epoch; nothing where it is not due."""
-        model = self.monitor.task.model
-        row = self.monitor(lambda: Posterior.from_optimizer(optimizer, model, **self.known), epoch)
-        return {k: row[k] for k in LOGGED if row[k] == row[k]} if row else {}
+
+        def posterior() -> Posterior:
+            return Posterior.from_optimizer(
+                optimizer, self.monitor.task.model, **self.posterior_settings
+            )
+
+        row = self.monitor(posterior, epoch)
+        if not row:
+            return {}
+        return {name: row[name] for name in LOGGED if not math.isnan(row[name])}

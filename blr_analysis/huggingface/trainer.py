@@ -32,7 +32,7 @@ from blr_analysis.runs import RUN, TOLD
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
-BY_OUTPUT = {f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")}
+BY_OUTPUT = {f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio")}
 UNREPEATED = ("label_smoothing_factor", "neftune_noise_alpha", "fp16", "bf16")
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that look at losses
 SAVED = "blr_analysis.Monitor"
@@ -65,17 +65,27 @@ class TrainerPrecision(TrainerCallback):
             raise InputError("the training data have no length: pass n_data=, their number")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write beside what the Trainer has just saved."""
+        """Write the precision beside what the Trainer has just saved."""
         optimizer = unwrap(kwargs["optimizer"])
-        how: Any = {"n_data": self.n_data or length_of(kwargs["train_dataloader"]), "bare": True}
-        how["scaling"] = "ess" if reader_of(optimizer).scaled else "sqrt"
-        captured = from_optimizer(optimizer, kwargs["model"], **how)
+        captured = from_optimizer(
+            optimizer,
+            kwargs["model"],
+            n_data=self.n_data or length_of(kwargs["train_dataloader"]),
+            scaling="ess" if reader_of(optimizer).scaled else "sqrt",
+            bare=True,
+        )
         recipe = _recipe(args, state, state.global_step, **kwargs)
-        about = {"source": "training", "recipe": recipe and recipe.record}
-        if args.should_save:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            beside = folder if any(folder.glob("model.safetensors*")) else None  # none of adapters
-            write_captured(folder / "precision", captured, model=beside, **about)
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        has_model = any(folder.glob("model.safetensors*"))  # an adapter's folder has none
+        write_captured(
+            folder / "precision",
+            captured,
+            model=folder if has_model else None,
+            source="training",
+            recipe=None if recipe is None else recipe.record,
+        )
 
 
 class CheckpointsCallback(Kept, TrainerCallback):
@@ -97,38 +107,48 @@ class CheckpointsCallback(Kept, TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first weights, or where a run is resumed."""
-        if state.is_world_process_zero:
-            folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
-            known: Any = {"steps": state.max_steps, "folder": folder}
-            self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, **known)
+        """Keep the first weights, or find those of the run that is resumed."""
+        if not state.is_world_process_zero:
+            return
+        folder = None if args.save_strategy == "no" else Path(args.output_dir, RUN)
+        self.begin(
+            kwargs["model"],
+            kwargs["optimizer"],
+            state.global_step,
+            steps=state.max_steps,
+            folder=folder,
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The rate, of schedules that are no formula of the step."""
-        self.look_at_rate(kwargs["optimizer"], state.global_step)
+        """Record the rate, whose schedule may be no formula of the step."""
+        self.record_rate(kwargs["optimizer"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After each step of the optimizer."""
+        """Tell the checkpoints of each step of the optimizer."""
         if self.checkpoints is not None:
             self.checkpoints.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The recipe so far, into the checkpoint."""
+        """Write the recipe so far into the checkpoint."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if self.checkpoints is not None and folder.is_dir():
-            seen = self.factors(state.global_step)
-            _tell(_recipe(args, state, state.global_step, seen=seen, **kwargs), folder)
+            factors = self.rate_factors(state.global_step)
+            recipe = _recipe(args, state, state.global_step, recorded_factors=factors, **kwargs)
+            _write_recipe(recipe, folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The recipe, and no more checkpoints than are wanted."""
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        step = int(best.rpartition("-")[2]) if best else state.global_step
-        self.end(_recipe(args, state, step, seen=self.factors(step), **kwargs))
+        """Keep the recipe of the weights that the Trainer ends with."""
+        step = state.global_step
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            step = int(state.best_model_checkpoint.rpartition("-")[2])
+        factors = self.rate_factors(step)
+        recipe = _recipe(args, state, step, recorded_factors=factors, **kwargs)
+        self.end(recipe)
         if self.checkpoints is not None and self.checkpoints.folder is not None:
-            _tell(self._told, self.checkpoints.folder)
+            _write_recipe(recipe, self.checkpoints.folder)
 
 
-def _tell(recipe: Recipe | None, folder: Path) -> None:
+def _write_recipe(recipe: Recipe | None, folder: Path) -> None:
     record = None if recipe is None else recipe.record
     if record is not None:
         with drafted(folder / TOLD) as draft:
@@ -136,24 +156,37 @@ def _tell(recipe: Recipe | None, folder: Path) -> None:
 
 
 def _recipe(
-    args: Any, state: Any, step: int, *, seen: list[float] | None = None, **known: Any
+    args: Any,
+    state: Any,
+    step: int,
+    *,
+    optimizer: Any,
+    model: nn.Module,
+    train_dataloader: Any,
+    lr_scheduler: Any = None,
+    recorded_factors: list[float] | None = None,
+    **_: Any,
 ) -> Recipe | None:
-    """The recipe of a Trainer's training up to a step; ``seen``: the factor of the rate before."""
+    """The recipe of a Trainer's training up to a step.
+
+    Args:
+        recorded_factors: by what the rate was multiplied at each step, where all were seen.
+    """
     microbatch = getattr(state, "train_batch_size", None) or args.train_batch_size
-    factors = factors_of(known.get("lr_scheduler"), step)
     missing = [name for name in UNREPEATED if getattr(args, name, None)]
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    if factors is None and (seen is None or schedule in BY_EVALUATION):
+    factors = factors_of(lr_scheduler, step)
+    if factors is None and (recorded_factors is None or schedule in BY_EVALUATION):
         missing.append(f"lr_scheduler_type={schedule}")
     return recipe_of(
-        known["optimizer"],
-        known["model"],
+        optimizer,
+        model,
         steps=step,
         epochs=state.epoch * step / max(1, state.global_step),
         batch_size=microbatch * args.gradient_accumulation_steps * args.world_size,
-        factors=factors or seen,
+        factors=factors or recorded_factors,
         max_grad_norm=args.max_grad_norm or None,
-        n_data=length_of(known["train_dataloader"]),
+        n_data=length_of(train_dataloader),
         missing=missing,
     )
 
@@ -171,27 +204,30 @@ class MonitorCallback(Watching, TrainerCallback):
 
     Args:
         monitor: made with a task of the model that is trained.
-        known: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside optimizer and
-            model: ``n_data`` and ``prior_precision`` of Adam; nothing of IVON.
+        posterior_settings: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside
+            optimizer and model: ``n_data`` and ``prior_precision`` of Adam; nothing of IVON.
 
     Raises:
         InputError: when training begins, of a monitor that has watched another run.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The epochs before, where this run is resumed; another run's monitor is refused."""
-        if saved := state.stateful_callbacks.get(SAVED):
+        """Go on where a resumed run was; refuse a monitor that has watched another run."""
+        saved = state.stateful_callbacks.get(SAVED)
+        if saved:
             self.monitor.load_state_dict(json.loads(saved))
         self.monitor.check_epoch(int(state.epoch or 0) + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One row of the monitor, where an epoch ends and is due; before the Trainer saves."""
-        if state.epoch != round(state.epoch):
+        """Add a row to the monitor where an epoch ends and is due, before the Trainer saves."""
+        is_end_of_epoch = state.epoch == round(state.epoch)
+        if not is_end_of_epoch:
             return
-        if row := self.look(kwargs["optimizer"], round(state.epoch)):
+        row = self.look(kwargs["optimizer"], round(state.epoch))
+        if row:
             state.log_history.append({**row, "epoch": state.epoch, "step": state.global_step})
-        recorded = self.monitor.state_dict()
-        state.stateful_callbacks[SAVED] = json.dumps(recorded, default=Tensor.tolist)
+        monitor_state = self.monitor.state_dict()
+        state.stateful_callbacks[SAVED] = json.dumps(monitor_state, default=Tensor.tolist)
 
 
 class VariationalTrainer:
@@ -213,19 +249,25 @@ class VariationalTrainer:
 
         ``num_items_in_batch`` is not handed on: not every model that takes it divides by it.
         """
-        own: Any = unwrap(self.optimizer)
-        if not hasattr(own, "sampled_params"):
-            raise InputError(f"{type(own).__name__} draws no weights; give IVON, VOGN or Vadam")
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            scaled = getattr(self, "compute_loss_func", None) is not None
-        count = 1 if scaled else self.current_gradient_accumulation_steps
-        with own.sampled_params(train=True, divided_by=count):
+        optimizer: Any = unwrap(self.optimizer)
+        if not hasattr(optimizer, "sampled_params"):
+            raise InputError(
+                f"{type(optimizer).__name__} draws no weights; give IVON, VOGN or Vadam"
+            )
+        divided_by = self._loss_divisor()
+        with optimizer.sampled_params(train=True, divided_by=divided_by):
             loss = super().training_step(model, inputs)  # type: ignore[misc]
-        if isinstance(own, BSAM):
-            with own.adversarial_params(divided_by=count):
+        if isinstance(optimizer, BSAM):
+            with optimizer.adversarial_params(divided_by=divided_by):
                 super().training_step(model, inputs)  # type: ignore[misc]
         return loss
+
+    def _loss_divisor(self) -> int:
+        """The number by which the Trainer divides each microbatch's loss."""
+        loss_is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if loss_is_scaled is None:  # earlier releases of transformers
+            loss_is_scaled = getattr(self, "compute_loss_func", None) is not None
+        return 1 if loss_is_scaled else self.current_gradient_accumulation_steps
 
 
 class IVONTrainer(VariationalTrainer, Trainer):
@@ -248,15 +290,19 @@ class IVONTrainer(VariationalTrainer, Trainer):
         InputError: when training begins, of data without a length.
     """
 
-    _counted: int | None = None
+    _n_terms: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given = self.callback_handler.callbacks
-        own = next((c for c in given if isinstance(c, CheckpointsCallback)), None)
-        self.kept = own or CheckpointsCallback()
-        if own is None:
-            self.add_callback(self.kept)
+        callbacks = [
+            callback
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, CheckpointsCallback)
+        ]
+        if not callbacks:
+            callbacks = [CheckpointsCallback()]
+            self.add_callback(callbacks[0])
+        self.kept = callbacks[0]
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -272,47 +318,54 @@ class IVONTrainer(VariationalTrainer, Trainer):
         """IVON over the parameters that are trained, unless an optimizer was given."""
         if self.optimizer is not None:
             return self.optimizer
-        args, n = self.args, self._terms()
-        if n is None:
-            given = "optimizers=(IVON(..., ess=N), None)"
-            raise InputError(f"the training data have no length: give {given}")
-        if args.learning_rate < SMALL:
-            said = f"learning_rate={args.learning_rate:g} is Adam's; IVON's are 0.01 to 0.5"
-            warnings.warn(said, stacklevel=2)
+        n_terms = self._terms()
+        if n_terms is None:
+            raise InputError(
+                "the training data have no length: give optimizers=(IVON(..., ess=N), None)"
+            )
+        rate = self.args.learning_rate
+        if rate < SMALL:
+            warnings.warn(f"learning_rate={rate:g} is Adam's; IVON's are 0.01 to 0.5", stacklevel=2)
         trained: Any = model or self.model
         self.optimizer = IVON(
             [p for p in trained.parameters() if p.requires_grad],
-            lr=args.learning_rate,
-            ess=n,
+            lr=rate,
+            ess=n_terms,
             hess_init="weights",
-            weight_decay=args.weight_decay or 1 / n,
-            steps=self._length(),
+            weight_decay=self.args.weight_decay or 1 / n_terms,
+            steps=self._steps(),
         )
         return self.optimizer
 
-    def _length(self) -> int:
+    def _steps(self) -> int:
         """How many steps the training takes."""
         args: Any = self.args
         if args.max_steps > 0:
             return args.max_steps
-        each = math.ceil(len(self.get_train_dataloader()) / args.gradient_accumulation_steps)
-        return max(1, math.ceil(args.num_train_epochs * each))
+        minibatches = len(self.get_train_dataloader())
+        steps_an_epoch = math.ceil(minibatches / args.gradient_accumulation_steps)
+        return max(1, math.ceil(args.num_train_epochs * steps_an_epoch))
 
     def _terms(self) -> int | None:
         """How many labels the mean of the loss is over; None of data without a length."""
+        if self._n_terms is None and hasattr(self.train_dataset, "__len__"):
+            self._n_terms = self._count_terms()
+        return self._n_terms
+
+    def _count_terms(self) -> int:
         model: Any = self.accelerator.unwrap_model(self.model)
-        data, kind = self.train_dataset, getattr(model, "loss_type", "")
-        if self._counted is None and hasattr(data, "__len__"):
-            self._counted = len(data)  # type: ignore[arg-type]
-            with torch.random.fork_rng(devices=[]):  # so that training draws what it would have
-                batches = self.get_eval_dataloader(data)  # type: ignore[arg-type]
-                if kind in BY_OUTPUT:
-                    self._counted *= next(iter(batches))["labels"][0].numel()
-                elif kind in BY_TOKEN:
-                    labels = (batch["labels"][:, BY_TOKEN[kind] :] for batch in batches)
-                    count = sum((y != IGNORED).sum() for y in labels)
-                    self._counted = int(self.accelerator.reduce(count))  # type: ignore[arg-type]
-        return self._counted
+        loss_type = getattr(model, "loss_type", "")
+        n_data = len(self.train_dataset)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]):  # so that training draws what it would have drawn
+            batches = self.get_eval_dataloader(self.train_dataset)  # type: ignore[arg-type]
+            if loss_type in BY_OUTPUT:
+                first_labels = next(iter(batches))["labels"][0]
+                return n_data * first_labels.numel()
+            if loss_type in BY_TOKEN:
+                first = BY_TOKEN[loss_type]
+                count = sum((batch["labels"][:, first:] != IGNORED).sum() for batch in batches)
+                return int(self.accelerator.reduce(count))  # type: ignore[arg-type]
+        return n_data
 
     def posterior(self) -> Posterior:
         """The diagonal posterior that training has learned, with the earlier ones and its recipe;
@@ -322,21 +375,33 @@ class IVONTrainer(VariationalTrainer, Trainer):
             StorageError: that checkpoint has no optimizer's state any more.
             OptimizerError: nothing is trained yet, there is no optimizer.
         """
-        own = unwrap(self.optimizer)
+        optimizer = unwrap(self.optimizer)
         model = self.accelerator.unwrap_model(self.model)
-        size, terms = own.param_groups[0].get("ess", math.nan), self._terms()
-        by: dict[str, Any] = {}
-        if terms is not None and math.isclose(size, terms, rel_tol=1e-6):
-            n = len(self.train_dataset)  # type: ignore[arg-type]
-            by = {"n_data": n} if n == terms else {"n_data": n, "tokens": terms}
+        sizes = self._sizes(optimizer)
+
+        def posterior_now() -> Posterior:
+            return Posterior.from_optimizer(optimizer, model, **sizes)
+
         best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
-
-        def now() -> Posterior:
-            return Posterior.from_optimizer(own, model, **by)
-
-        q = Posterior.from_checkpoint(best, model, **by) if best else now()
+        if best:
+            posterior = Posterior.from_checkpoint(best, model, **sizes)
+        else:
+            posterior = posterior_now()
         if self.checkpoints is not None:
-            q = self.checkpoints.before(q, now)
+            posterior = self.checkpoints.before(posterior, posterior_now)
         if self.recipe is not None:
-            q = q.changed(record={**q.record, "recipe": self.recipe.record})
-        return q
+            record = {**posterior.record, "recipe": self.recipe.record}
+            posterior = posterior.changed(record=record)
+        return posterior
+
+    def _sizes(self, optimizer: Any) -> dict[str, int]:
+        """The numbers of examples and of tokens, where the optimizer's ``ess`` is that of tokens;
+        an ``ess`` that the user chose speaks for itself."""
+        n_terms = self._terms()
+        ess = optimizer.param_groups[0].get("ess", math.nan)
+        if n_terms is None or not math.isclose(ess, n_terms, rel_tol=1e-6):
+            return {}
+        n_data = len(self.train_dataset)  # type: ignore[arg-type]
+        if n_data == n_terms:
+            return {"n_data": n_data}
+        return {"n_data": n_data, "tokens": n_terms}
