@@ -33,7 +33,7 @@ from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
-HELD = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
+AT_ONCE = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
 
 
 class Structure(ABC):
@@ -267,19 +267,19 @@ class Spectral(Structure):
         return self.with_values({k: s + delta[k] for k, s in self.values.items()})
 
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
-        delta, below, raised = self.prior_values(prior), 0, {}
-        for k, s in self.values.items():
-            below += int((s < delta[k] * (1 - 1e-6)).sum())
-            raised[k] = s.clamp_min(delta[k])
-        return self.with_values(raised), below / sum(s.numel() for s in self.values.values())
+        delta = self.prior_values(prior)
+        raised = {k: s.clamp_min(delta[k]) for k, s in self.values.items()}
+        n_below = sum(int((s < delta[k] * (1 - 1e-6)).sum()) for k, s in self.values.items())
+        size = sum(s.numel() for s in self.values.values())
+        return self.with_values(raised), n_below / size
 
     def check(self) -> None:
         for name, s in self.values.items():
             if not bool(torch.isfinite(s).all()):
                 raise PosteriorError(f"the precision of {name!r} holds NaN or inf")
             if not bool((s > 0).all()):
-                said = f"the precision of {name!r} must be positive, not {float(s.min()):.3g}"
-                raise PosteriorError(f"{said}; give a prior_precision above 0")
+                fault = f"the precision of {name!r} must be positive, not {float(s.min()):.3g}"
+                raise PosteriorError(f"{fault}; give a prior_precision above 0")
 
 
 def tree_of(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tree:
@@ -291,9 +291,11 @@ def tree_of(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> Tree:
 
 def unit_rows(params: Tree, times: Callable[[Tree], Tree]) -> Iterator[tuple[slice, Tensor]]:
     """A matrix times unit vectors, some at a time: which of the P, and its rows ``[n, P]``."""
-    size, like = sum(p.numel() for p in params.values()), next(iter(params.values()))
-    for rows in slices(size, HELD // max(1, size)):
-        eye = like.new_zeros(rows.stop - rows.start, size)
+    size = sum(p.numel() for p in params.values())
+    first = next(iter(params.values()))
+    shapes = {n: p.shape for n, p in params.items()}
+    for rows in slices(size, AT_ONCE // max(1, size)):
+        eye = first.new_zeros(rows.stop - rows.start, size)
         eye[:, rows].fill_diagonal_(1)
-        products = times(tree_of(eye, {n: p.shape for n, p in params.items()}))
+        products = times(tree_of(eye, shapes))
         yield rows, torch.cat([x.reshape(len(x), -1) for x in products.values()], dim=1)
