@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from blr_analysis.backprop.cost import batch_numbers, cost_of
 from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import Rule, inherited, rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, norm_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read, values_of
-from blr_analysis.backprop.record import Unit
+from blr_analysis.backprop.record import Unit, watched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
 from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
@@ -363,11 +362,16 @@ def _is_above(path: str, other: str) -> bool:
 
 def _called(task: Task, params: Mapping[str, Tensor]) -> set[int]:
     """The ids of the modules that are called in a forward pass."""
+    modules = [
+        Unit(path, module, {}, None)
+        for path, module in task.model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
+    ]
     ids: set[int] = set()
-    handle = register_module_forward_hook(lambda module, *_: ids.add(id(module)))
-    try:
-        with torch.no_grad():
-            task.at(params).run(torch.zeros(1, dtype=torch.long))
-    finally:
-        handle.remove()
+
+    def visit(unit: Unit, *_: Any) -> None:
+        ids.add(id(unit.module))
+
+    with torch.no_grad(), watched(modules, visit):
+        task.at(params).run(torch.zeros(1, dtype=torch.long))
     return ids

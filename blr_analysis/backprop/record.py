@@ -6,9 +6,8 @@ first layer of interest and never form a weight gradient.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -62,15 +61,19 @@ class Visit:
     def key(self) -> tuple[str, int]:
         return self.unit.path, self.occurrence
 
-    def settle(self) -> None:
-        """Once the forward pass is over: let go of its graph, and note whether the input stands."""
+    def note_stale(self) -> None:
+        """Note whether the input stands as the layer read it."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
+
+    def settle(self) -> None:
+        """Once the forward pass is over: let go of its graph, and note whether the input stands."""
+        self.note_stale()
         self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
     def shrink(self) -> None:
         """Let go of the inputs' numbers; their shapes stay."""
-        self.args, self.kwargs = tree_map(_shape, (self.args, self.kwargs))
+        self.args, self.kwargs = tree_map(without_numbers, (self.args, self.kwargs))
 
 
 @dataclass
@@ -186,7 +189,7 @@ class _Recorder:
             start = leaf.detach().requires_grad_()
             visit.edges.append(get_gradient_edge(start))
             leaf = start.clone()  # a later in-place operation must not touch a leaf
-        visit.outputs.append(_shape(leaf))
+        visit.outputs.append(without_numbers(leaf))
         return leaf
 
 
@@ -196,12 +199,18 @@ def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
     with another output."""
     with ExitStack() as hooks:
         for unit in units:
-
-            def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, unit: Unit = unit) -> Any:
-                return visit(unit, args, kwargs, output)
-
-            hooks.callback(unit.module.register_forward_hook(hook, with_kwargs=True).remove)
+            hooks.callback(hooked(unit, visit).remove)
         yield
+
+
+def hooked(unit: Unit, visit: Callable[..., Any]) -> Any:
+    """The handle of the hook by which ``visit(unit, args, kwargs, output)`` sees a unit's calls,
+    those of its copies excepted, which take hooks along."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return visit(unit, args, kwargs, output) if module is unit.module else None
+
+    return unit.module.register_forward_hook(hook, with_kwargs=True)
 
 
 def is_floating(leaf: Any) -> TypeGuard[Tensor]:
@@ -212,40 +221,13 @@ def inside_transform(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
 
-def _shape(leaf: Any) -> Any:
+def without_numbers(leaf: Any) -> Any:
     """A tensor without its numbers."""
     return leaf.detach().new_zeros(()).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
-    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
-
-    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
-    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
-
-    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
-    tensor([False,  True])
-    """
-    nonzero = torch.zeros(batch, dtype=torch.bool)
-    for grad in grads:
-        nonzero = (grad != 0).reshape(batch, -1).any(1).to(nonzero.device) | nonzero
-        if bool(nonzero.all()) or grad.numel() == batch:
-            return torch.ones_like(nonzero)
-    return nonzero if bool(nonzero.any()) else ~nonzero
-
-
-def warn_of_uncounted(counts: Tensor) -> bool:
-    """Say that the loss is taken for a mean over the other examples."""
-    warnings.warn(
-        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
-        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
-        stacklevel=3,
-    )
-    return True
 
 
 def graph(outputs: Tensor) -> Iterator[Any]:

@@ -19,20 +19,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from blr_analysis.backprop.layers import Axis, Call
+from blr_analysis.backprop.layers import Axis
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.record import Unit, counted, warn_of_uncounted
-from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.backprop.reading import Axes
+from blr_analysis.backprop.record import Unit, Visit
+from blr_analysis.backprop.tape import (
+    Gradients,
+    Pass,
+    Reader,
+    Tape,
+    differentiated,
+    terms_of,
+    warn_of_uncounted,
+)
+from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
+from blr_analysis.half import working
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
 from blr_analysis.ranks import is_sharded
 from blr_analysis.task import unwrapped
@@ -41,32 +52,7 @@ EVERY = 100  # passes for each that is recorded
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
 
-@dataclass(frozen=True)
-class LayerPass:
-    """What one layer showed in a recorded pass.
-
-    Attributes:
-        unit: the layer.
-        x: its inputs a, examples first.
-        gradient: d, the gradient of the loss at its outputs.
-        n_examples: of the pass.
-    """
-
-    unit: Unit
-    x: Tensor
-    gradient: Tensor
-    n_examples: int
-
-    def of_examples(self, chosen: Tensor) -> LayerPass:
-        """The same of some examples."""
-
-        def rows(values: Tensor) -> Tensor:
-            return values.unflatten(0, (self.n_examples, -1))[chosen].flatten(0, 1)
-
-        return LayerPass(self.unit, rows(self.x), rows(self.gradient), len(chosen))
-
-
-class KroneckerRecorder:
+class KroneckerRecorder(Reader):
     """Averages of a model's Kronecker factors over its training, for
     :meth:`blr_analysis.Posterior.from_recorder`.
 
@@ -132,15 +118,12 @@ class KroneckerRecorder:
         self._joints: dict[str, Joint] = {}
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
-        self._batch = 0  # examples of the pass that is recorded now; 0: it is not recorded
-        self._visits: list[LayerPass] = []
         self._has_warned = False
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
-        self._is_watched = False
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        for unit in self._units:
-            hook = self._hook_of(unit)
-            self._handles.append(unit.module.register_forward_hook(hook, with_kwargs=True))
+        self._follows_recorded = False  # whether the pass before this one was recorded
+        self._is_recorded = False  # whether this one is
+        self._tape = Tape(model, self)
+        self._tape.start(self._units)
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -148,51 +131,34 @@ class KroneckerRecorder:
     def remove(self) -> None:
         """Take the hooks off the model; what was recorded stays."""
         self._settle()
-        self._batch = 0
-        for handle in self._handles:
-            handle.remove()
+        self._tape.stop()
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """When a pass begins, the pass before it is over."""
-        if not (model.training and torch.is_grad_enabled()):
-            self._batch = 0
-            return
-        follows_a_recorded_pass = bool(self._visits)
+    # Of a tape -------------------------------------------------------------------------------
+
+    def wants(self, model: nn.Module, batch: int) -> bool:
+        """One of ``every`` passes in training mode; and the next one, which tells whether gradients
+        add up. When a pass begins, the pass before it is over."""
+        if not model.training:
+            return False
         self._settle()
+        self._follows_recorded = self._is_recorded
+        self._is_recorded = self.passes % self.every == 0 and batch > 0
         self.passes += 1
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
-        is_recorded = (self.passes - 1) % self.every == 0 and bool(inputs)
-        self._batch = len(inputs[0]) if is_recorded else 0
-        may_accumulate = is_recorded or follows_a_recorded_pass
-        self._is_watched = may_accumulate and not self.accumulates
+        if self._is_recorded:
+            self._tape.passes.clear()  # of some no gradient came back
+        may_accumulate = self._follows_recorded and not self.accumulates
+        return self._is_recorded or (may_accumulate and batch > 0)
 
-    def _hook_of(self, unit: Unit) -> Any:
-        """What runs after the forward pass of a layer."""
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not isinstance(output, Tensor) or not output.requires_grad:
-                return
-            if self._is_watched:
-                self._is_watched = False
-                output.register_hook(lambda _: self._warn_of_accumulation(unit))
-            is_copy = module is not unit.module  # a copy of the model took the hooks along
-            if not self._batch or is_copy:
-                return
-            n_examples = self._batch
-            x = (args[0] if args else next(iter(kwargs.values()))).detach()
-            version = x._version
-
-            def take(gradient: Tensor) -> None:
-                if x._version != version:
-                    raise ModelError(
-                        f"layer {unit.path!r} has its input overwritten in place; use "
-                        "inplace=False, or fit_laplace"
-                    )
-                self._take(unit, x, gradient.detach(), n_examples)
-
-            output.register_hook(take)
-
-        return hook
+    def finished(self, forward: Pass, output: Any) -> None:
+        """Let go of the graph, and look out for gradients of an earlier pass."""
+        unit = forward.calls[0].visit.unit
+        for call in forward.calls:
+            call.edges = []
+        if not self.accumulates:
+            for leaf in differentiated(output):
+                leaf.register_hook(lambda _: self._warn_of_accumulation(unit))
+        if not self._is_recorded:
+            self._tape.passes.remove(forward)
 
     def _warn_of_accumulation(self, unit: Unit) -> None:
         """Warn, once, where the gradients of an earlier pass are still there."""
@@ -206,71 +172,45 @@ class KroneckerRecorder:
                 stacklevel=2,
             )
 
-    @torch.no_grad()
-    def _take(self, unit: Unit, x: Tensor, gradient: Tensor, n_examples: int) -> None:
-        """Keep what a layer showed, until its pass is over."""
-        parameter = self._parameters[next(iter(unit.names.values()))].detach()
-        if x.is_floating_point():
-            x = x.to(parameter)
-        gradient = gradient.to(parameter)
-        if len(gradient) % n_examples or len(x) != len(gradient):
-            raise ModelError(
-                f"layer {unit.path!r} sees {len(x)} rows for {n_examples} examples: put examples "
-                "first"
-            )
-        self._visits.append(LayerPass(unit, x, gradient, n_examples))
-
-    @torch.no_grad()
-    def _terms(self) -> list[Term]:
-        """G_i of the examples of the pass that count in its loss, which is their mean."""
-        visits = self._visits
-        self._visits = []
-        chosen = self._counted(visits)
-        terms: list[Term] = []
-        for visit in visits:
-            axis = Axis(repeats=len(visit.gradient) // visit.n_examples)
-            used = visit if chosen is None else visit.of_examples(chosen)
-            factor = used.n_examples if self.reduction == "mean" else 1
-            gradient = used.gradient * (factor / self.scale)
-            unit = used.unit
-            values = {a: self._parameters[name].detach() for a, name in unit.names.items()}
-            call = Call(unit.module, (used.x,), {}, used.n_examples, axis, axis, unit.names, values)
-            assert unit.rule is not None
-            terms += unit.rule(call, [gradient])
-        return merged(terms)
-
-    def _counted(self, visits: Sequence[LayerPass]) -> Tensor | None:
-        """The examples that count in a mean, where some do not; None: all do."""
-        sizes = {visit.n_examples for visit in visits}
-        if self.reduction != "mean" or len(sizes) != 1:
-            return None
-        counts = counted([visit.gradient for visit in visits], sizes.pop())
-        if bool(counts.all()):
-            return None
-        if not self._has_warned:
-            self._has_warned = warn_of_uncounted(counts)
-        return counts.nonzero().flatten().to(visits[0].gradient.device)
+    # Reading ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Average in what the last recorded pass showed, once its backward pass is over."""
-        if not self._visits:
-            return
-        terms = self._terms()
+        """Average in the recorded passes whose backward pass is over."""
+        for forward in list(self._tape.passes):
+            if forward.differentiated:
+                self._tape.passes.remove(forward)
+                self._average(self._terms(forward))
+
+    def _terms(self, forward: Pass) -> list[Term]:
+        """G_i of the examples of the pass that count in its loss, which is their mean."""
+        if self.reduction == "mean":
+            counts = forward.counted()
+            if not bool(counts.all()):
+                if not self._has_warned:
+                    self._has_warned = warn_of_uncounted(counts)
+                forward = forward.of_examples(counts.nonzero().flatten())
+        calls = forward.differentiated
+        factor = (forward.batch if self.reduction == "mean" else 1) / self.scale
+        gradients = [_scaled(call.gradients, factor) for call in calls]
+        return terms_of(self._model, calls, gradients, partial(_axes, forward.batch), forward.batch)
+
+    def _average(self, terms: Sequence[Term]) -> None:
+        """Average in what a pass showed."""
         self._recorded += 1
         for term in terms:
             factors = term.factors()
             if factors is None:
                 for name, squares in term.square_sum().items():
-                    self._average(name, squares.div_(term.n_examples))
+                    self._move_mean(name, squares.div_(term.n_examples))
                 continue
             joint, right, left = factors
             self._joints[joint.key] = joint
-            self._average(f"{joint.key}.input", right.div_(term.n_examples))
-            self._average(f"{joint.key}.output", left.div_(term.n_examples))
+            self._move_mean(f"{joint.key}.input", right.div_(term.n_examples))
+            self._move_mean(f"{joint.key}.output", left.div_(term.n_examples))
             self._positions[joint.key] = float(getattr(term, "positions", 1))
 
-    def _average(self, key: str, values: Tensor) -> None:
+    def _move_mean(self, key: str, values: Tensor) -> None:
         """The mean of all passes, or one that forgets, without the bias of its start."""
         if key not in self._means:
             self._means[key] = values
@@ -372,7 +312,7 @@ class KroneckerRecorder:
         self._positions = dict(state["positions"])
         self._means = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
         self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
-        self._visits = []
+        self._tape.passes.clear()
 
 
 def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:
@@ -387,6 +327,23 @@ def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Un
     without_rule = [name for u in units if u.rule is None for name in u.names.values()]
     if without_rule:
         raise ModelError(f"no layer rule for {some(without_rule)}: freeze them, or use fit_laplace")
+
+
+def _scaled(gradients: Gradients, factor: float) -> Gradients:
+    """In a precision that bears the factor."""
+    return [None if g is None else g.to(working(g.dtype)) * factor for g in gradients]
+
+
+def _axes(batch: int, visit: Visit, gradients: Gradients) -> Axes:
+    """Examples stand first, in one row each or in several that stand together."""
+    x = tree_leaves((visit.args, visit.kwargs))[0]
+    rows = len(visit.outputs[0])
+    if rows % batch or len(x) != rows:
+        raise ModelError(
+            f"layer {visit.unit.path!r} sees {len(x)} rows for {batch} examples: put examples first"
+        )
+    axis = Axis(repeats=rows // batch)
+    return [axis], [axis]
 
 
 def _eigenvalues(factor: Tensor, basis: Tensor) -> Tensor:

@@ -1,34 +1,36 @@
-"""What the user's own forward and backward pass tells of every example.
+"""Gradients of single examples, read from the user's own forward and backward pass.
 
-The gradient of one example's loss is, layer by layer, a function of the layer's input and of the
-gradient at its output; both pass by in training. The rules of
-:mod:`blr_analysis.backprop.layers` turn them into G_i, and nothing is computed twice, but for
-layers without a rule, which are differentiated by themselves. :class:`Listener` catches both:
-forward hooks keep every layer's inputs, hooks on its outputs the gradients that come back to them,
-from :meth:`Listener.start` to :meth:`Listener.stop`.
-
-What is read is checked, on the first passes and ever more seldom after them (on the 1st, 2nd,
-4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and whether an
-example's outputs depend on its own row of every layer alone.
+A :class:`blr_analysis.backprop.tape.Tape` notes the passes from :meth:`Listener.start` to
+:meth:`Listener.stop`. What is read is checked, on the first passes and ever more seldom after them
+(on the 1st, 2nd, 4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and
+whether an example's outputs depend on its own row of every layer alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.layers import Axis
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.reading import names_of, read
-from blr_analysis.backprop.record import Unit, Visit, counted, warn_of_uncounted
-from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.backprop.reading import Axes, names_of
+from blr_analysis.backprop.record import Unit, Visit
+from blr_analysis.backprop.tape import (
+    Gradients,
+    LayerFailed,
+    Pass,
+    Reader,
+    Tape,
+    differentiated,
+    terms_of,
+    unlike_autograd,
+    warn_of_uncounted,
+)
+from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import one_of, some
 from blr_analysis.errors import OptimizerError
 from blr_analysis.half import working
@@ -43,50 +45,7 @@ class NoGradient(OptimizerError):
     """A draw without a backward pass."""
 
 
-Gradients = list[Tensor | None]
-
-
-class LayerCall(NamedTuple):
-    """One call of a layer.
-
-    Attributes:
-        visit: what went into the layer and came out of it.
-        gradients: those that came back, by output; None until then.
-    """
-
-    visit: Visit
-    gradients: Gradients
-
-
-@dataclass
-class Pass:
-    """One call of the model.
-
-    Attributes:
-        batch: the number of examples.
-        calls: the calls of the model's layers.
-    """
-
-    batch: int
-    calls: list[LayerCall] = field(default_factory=list)
-
-    @property
-    def is_differentiated(self) -> bool:
-        """Whether a gradient came back to a layer."""
-        return any(grad is not None for call in self.calls for grad in call.gradients)
-
-    def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
-        """The gradients at every call's outputs. This backward pass leaves no trace."""
-        edges = [edge for call in self.calls for edge in call.visit.edges]
-        gradients = iter(
-            torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
-        )
-        for call in self.calls:
-            call.gradients[:] = [None] * len(call.gradients)
-        return [[next(gradients) for _ in call.visit.edges] for call in self.calls]
-
-
-class Listener:
+class Listener(Reader):
     """Reads G_i, the gradients of the examples' losses, from the passes of a model.
 
     Args:
@@ -101,17 +60,17 @@ class Listener:
         self.model = model
         self.algorithm = algorithm
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
+        self.tape = Tape(model, self)
+        self._params: dict[str, Tensor] = {}
         self._contexts = 0  # those that were started
         self._has_warned = False
-        self._handles: list[Any] = []
-        self.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no hooks and no passes, because a graph cannot be copied."""
-        return {**self.__dict__, "_handles": [], "_passes": [], "_params": {}, "_current": None}
+        """A copy has nothing of the context that is open."""
+        return {**self.__dict__, "_params": {}}
 
     def start(self, params: Sequence[Tensor]) -> None:
-        """Put hooks on every layer that owns one of ``params``.
+        """Note what passes by in every layer that owns one of ``params``.
 
         Raises:
             OptimizerError: a parameter is not the model's.
@@ -125,23 +84,12 @@ class Listener:
                 "the model that owns them"
             )
         self._params = {names[id(param)]: param for param in params}
-        # Each handle is stored at once, so that an interrupt leaves no hook behind.
-        store = self._handles.append
-        store(self.model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-        for unit in self._units(names):
-            store(unit.module.register_forward_hook(self._hook(unit), with_kwargs=True))
-        store(self.model.register_forward_hook(self._leave, always_call=True))
+        self.tape.start(self._units(names))
 
     def stop(self) -> None:
-        """Remove the hooks, and forget the passes."""
-        self._passes: list[Pass] = []
-        self._params: dict[str, Tensor] = {}
-        self._current: Pass | None = None
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        """Note no more, and forget the passes."""
+        self.tape.stop()
+        self._params = {}
 
     def finish(self) -> dict[Tensor, Tensor]:
         """The curvature estimates of the parameters that have a gradient.
@@ -149,18 +97,18 @@ class Listener:
         Raises:
             OptimizerError: some parameter's per-example gradients cannot be read.
         """
-        self._remove_hooks()  # layers may run again while their gradients are read
+        self.tape.remove_hooks()  # layers may run again while their gradients are read
         try:
             params = {name: p for name, p in self._params.items() if p.grad is not None}
             if not params:
                 raise NoGradient(NO_GRADIENT)
-            differentiated_passes = [call for call in self._passes if call.is_differentiated]
-            if len(differentiated_passes) != 1:
+            passes = [forward for forward in self.tape.passes if forward.differentiated]
+            if len(passes) != 1:
                 raise OptimizerError(
-                    f"{len(differentiated_passes)} calls of model= were differentiated in one "
+                    f"{len(passes)} calls of model= were differentiated in one "
                     "context: call the model once in each context, and give divided_by="
                 )
-            return self._estimates(differentiated_passes[0], params)
+            return self._estimates(passes[0], params)
         finally:
             self.stop()
 
@@ -168,9 +116,8 @@ class Listener:
         """The curvature estimates of ``params``, which have a gradient from this pass."""
         raise NotImplementedError
 
-    # Listening -------------------------------------------------------------------------------
-
     def _units(self, names: Mapping[int, str]) -> list[Unit]:
+        """The layers that own a parameter."""
         units = units_of(self.model, {*self._params})
         for path, module in self.model.named_modules():
             if not isinstance(module, nn.MultiheadAttention):
@@ -187,56 +134,28 @@ class Listener:
                 units.append(Unit(path, module, trained_names, None))
         return units
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is not self.model or not torch.is_grad_enabled():
-            return
-        leaves = tree_leaves((args, kwargs))
-        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-        if not sizes:
+    # Of a tape -------------------------------------------------------------------------------
+
+    def wants(self, model: nn.Module, batch: int) -> bool:
+        """Every pass, which must have a tensor of examples."""
+        if not batch:
             raise OptimizerError("the model was called without a tensor of examples: pass one")
-        self._current = Pass(sizes[0])
-        self._passes.append(self._current)
+        return True
 
-    def _hook(self, unit: Unit) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            is_of_a_copy = module is not unit.module  # a copied model has copies of the hooks
-            # Activation checkpointing calls layers again in the backward pass.
-            in_backward = torch._C._current_graph_task_id() != -1
-            if is_of_a_copy or in_backward or not torch.is_grad_enabled():
-                return
-            forward = self._current
-            if forward is None:
-                raise OptimizerError(
-                    f"layer {unit.path!r} was called outside of the forward pass of model=: call "
-                    "the whole model"
-                )
-            leaves = differentiated(output)
-            edges = [get_gradient_edge(leaf) for leaf in leaves]
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-            values = [leaf.detach() for leaf in leaves]
-            visit = Visit(unit, 0, args, kwargs, values, edges)
-            gradients: Gradients = [None] * len(leaves)
-            forward.calls.append(LayerCall(visit, gradients))
-            for position, leaf in enumerate(leaves):
-                leaf.register_hook(_receiver(gradients, position))
+    def called_outside(self, unit: Unit) -> None:
+        """Refused: nobody knows how many examples there are."""
+        raise OptimizerError(
+            f"layer {unit.path!r} was called outside of the forward pass of model=: call "
+            "the whole model"
+        )
 
-        return hook
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        forward = self._current
-        if module is not self.model or forward is None:
-            return
-        self._current = None
-        if forward.calls:
-            self._after_forward(forward, differentiated(output))
-
-    def _after_forward(self, forward: Pass, outputs: list[Tensor]) -> None:
+    def finished(self, forward: Pass, output: Any) -> None:
         """Check that an example's outputs depend on no other example's row of any layer.
 
         Half of the examples' outputs are differentiated; the rows of the others must get 0.
         """
         batch = forward.batch
-        by_example = [output for output in outputs if _has_examples_first(output, batch)]
+        by_example = [x for x in differentiated(output) if _has_examples_first(x, batch)]
         if not self._check_is_due or not by_example:
             return
         generator = torch.Generator().manual_seed(self._contexts)
@@ -268,38 +187,25 @@ class Listener:
             raise self._unreadable(unread, "no layer that owns it was called with it")
         if self._check_is_due:
             self._check_sums(params, terms, forward)
-        batch = forward.batch
         if self.reduction == "sum":
-            return terms, batch
-        gradients = [grad for call in reversed(forward.calls) for grad in call.gradients]
-        is_counted = counted([g for g in gradients if _has_examples_first(g, batch)], batch)
-        if not bool(is_counted.all()) and not self._has_warned:
-            self._has_warned = warn_of_uncounted(is_counted)
-        return terms, int(is_counted.sum())
+            return terms, forward.batch
+        counts = forward.counted()
+        if not bool(counts.all()) and not self._has_warned:
+            self._has_warned = warn_of_uncounted(counts)
+        return terms, int(counts.sum())
 
     def _terms(self, forward: Pass, gradients: Sequence[Gradients]) -> list[Term]:
         """G_i of every layer, for these gradients at the outputs of its calls."""
-        values = {name: param.detach() for name, param in self.model.named_parameters()}
-        names = names_of(self.model)
-        batch = forward.batch
-        terms: list[Term] = []
-        for call, call_gradients in zip(forward.calls, gradients, strict=True):
-            if all(grad is None for grad in call_gradients):
-                continue
-            visit = call.visit
-            axes = self._axes(visit, call_gradients, batch)
-            columns = _widen(visit, call_gradients, values)
-            try:
-                terms += read(names, values, visit, axes, columns, batch)
-            except Exception as error:  # a layer may raise anything when it runs on one example
-                layer = type(visit.unit.module).__name__
-                reason = f"differentiating {layer} by itself failed ({error})"
-                raise self._unreadable(visit.unit.names.values(), reason) from error
-        return merged(terms)
 
-    def _axes(
-        self, visit: Visit, gradients: Gradients, batch: int
-    ) -> tuple[list[Axis | None], list[Axis]]:
+        def axes_of(visit: Visit, call_gradients: Gradients) -> Axes:
+            return self._axes(visit, call_gradients, forward.batch)
+
+        try:
+            return terms_of(self.model, forward.calls, gradients, axes_of, forward.batch)
+        except LayerFailed as failure:
+            raise self._unreadable(failure.unit.names.values(), str(failure)) from failure
+
+    def _axes(self, visit: Visit, gradients: Gradients, batch: int) -> Axes:
         """Where the examples are in the inputs and in the outputs of a call."""
         inputs = [_input_axis(leaf, batch) for leaf in tree_leaves((visit.args, visit.kwargs))]
         outputs = []
@@ -323,25 +229,16 @@ class Listener:
         return is_power_of_two
 
     def _check_sums(self, params: Mapping[str, Tensor], terms: list[Term], forward: Pass) -> None:
-        """Check that Σ_i g_i is p.grad, up to the rounding of the coarsest dtype on the way.
-
-        Gradients that are not finite pass: step() refuses them, or a GradScaler skips them.
-        """
+        """Check that Σ_i g_i is p.grad."""
         gradients = {name: p.grad.detach() for name, p in params.items() if p.grad is not None}
-        sums = {name: total for term in terms for name, total in term.sum().items()}
-        dtypes = {output.dtype for call in forward.calls for output in call.visit.outputs}
-        dtypes |= {grad.dtype for grad in gradients.values()}
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        norms = {name: float(torch.linalg.vector_norm(g)) for name, g in gradients.items()}
-        largest = max(norms.values())
-        for name, grad in gradients.items():
-            gap = torch.linalg.vector_norm(sums[name].view_as(grad).to(grad.dtype) - grad)
-            if float(gap) > eps**0.6 * norms[name] + eps**0.85 * largest:
-                raise self._unreadable(
-                    [name],
-                    "the examples' gradients do not add up to p.grad: call zero_grad() first, and "
-                    "use the weight in its layer only",
-                )
+        outputs = [output for call in forward.calls for output in call.visit.outputs]
+        unlike = unlike_autograd(terms, gradients, outputs)
+        if unlike:
+            raise self._unreadable(
+                unlike[:1],
+                "the examples' gradients do not add up to p.grad: call zero_grad() first, and "
+                "use the weight in its layer only",
+            )
 
     def _unreadable(self, names: Iterable[str], reason: str) -> OptimizerError:
         return OptimizerError(
@@ -372,11 +269,6 @@ class PerExampleSquares(Listener):
         return means
 
 
-def differentiated(output: Any) -> list[Tensor]:
-    """The leaves of an output that have a gradient."""
-    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-
-
 def _has_examples_first(leaf: Any, batch: int) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,)
 
@@ -393,36 +285,3 @@ def _output_axis(output: Tensor, batch: int, grad: Tensor | None) -> Axis | None
         return None
     is_usable = dims[0] == 0 or grad is None
     return Axis(dim=dims[0]) if is_usable else None
-
-
-def _widen(visit: Visit, gradients: Gradients, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """Take a call's inputs and its gradients to the dtype of computation.
-
-    Returns:
-        The gradients by output, each a list of one column; zeros where none came back.
-    """
-    first_name = next(iter(visit.unit.names.values()))
-    widen = partial(_widened, dtype=working(values[first_name].dtype))
-    visit.args, visit.kwargs = tree_map_only(Tensor, widen, (visit.args, visit.kwargs))
-    columns = []
-    for output, grad in zip(visit.outputs, gradients, strict=True):
-        cotangent = torch.zeros_like(output) if grad is None else grad
-        columns.append([widen(cotangent)])
-    return columns
-
-
-def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    return leaf.to(dtype) if leaf.is_floating_point() else leaf
-
-
-def _receiver(gradients: Gradients, position: int) -> Any:
-    """A hook that adds up the gradients of an output.
-
-    It has no reference to the graph, because a graph that its own hooks refer to is never freed.
-    """
-
-    def receive(grad: Tensor) -> None:
-        before = gradients[position]
-        gradients[position] = grad.detach() if before is None else before + grad.detach()
-
-    return receive

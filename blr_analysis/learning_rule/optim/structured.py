@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from blr_analysis.backprop.tape import Pass, differentiated
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.families.drawing import normal
 from blr_analysis.learning_rule.optim.draws import Draw, Group
-from blr_analysis.learning_rule.optim.per_example import Listener, Pass
+from blr_analysis.learning_rule.optim.per_example import Listener
 from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.table import ROWS
 from blr_analysis.likelihoods import Categorical, Likelihood, resolve
@@ -349,8 +350,9 @@ class JacobianRows(GradientRows):
         super().__init__(model, algorithm)
         self.likelihood = likelihood
 
-    def _after_forward(self, forward: Pass, outputs: list[Tensor]) -> None:
-        super()._after_forward(forward, outputs)
+    def finished(self, forward: Pass, output: Any) -> None:
+        super().finished(forward, output)
+        outputs = differentiated(output)
         if not outputs:
             return
         f = outputs[0].reshape(forward.batch, -1)

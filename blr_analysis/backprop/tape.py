@@ -1,0 +1,369 @@
+"""What goes into every layer and comes out of it while a model trains.
+
+The gradient of one example's loss is, layer by layer, a function of the layer's inputs and of the
+gradients at its outputs; both pass by in the user's own forward and backward pass. A :class:`Tape`
+notes both: hooks on the layers keep their inputs, hooks on the layers' outputs keep the gradients
+that come back to them. The rules of :mod:`blr_analysis.backprop.layers` turn the two into G_i
+(:func:`terms_of`). Nothing is computed twice, but for layers without a rule, which are
+differentiated by themselves.
+
+Whoever needs this is a :class:`Reader`: it says which passes are noted, and is told where one ends.
+An analysis reads its own passes by :func:`blr_analysis.backprop.record.record`: it cuts the graph
+below the first layer, gives shared outputs a row for each example and asks for many cotangents. A
+training's graph must stay as the user made it. Both note the same :class:`Visit`, by the same hook.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from blr_analysis.backprop.reading import Axes, names_of, read
+from blr_analysis.backprop.record import Unit, Visit, hooked, without_numbers
+from blr_analysis.backprop.terms import Term, merged
+from blr_analysis.errors import ModelError
+from blr_analysis.half import working
+
+Gradients = list[Tensor | None]
+"""By output of a layer; None where no gradient came back."""
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        visit: what went into the layer and came out of it, without the graph.
+        edges: where the backward pass meets its outputs.
+        gradients: those that came back, by output; None until then.
+    """
+
+    visit: Visit
+    edges: list[Any]
+    gradients: Gradients
+
+
+@dataclass
+class Pass:
+    """One call of the model.
+
+    Attributes:
+        batch: the number of examples.
+        calls: the calls of the model's layers in the forward pass.
+        recomputed: the calls in the backward pass that a gradient came back to, where activations
+            are checkpointed and the forward pass itself had no graph.
+    """
+
+    batch: int
+    calls: list[LayerCall] = field(default_factory=list)
+    recomputed: list[LayerCall] = field(default_factory=list)
+
+    def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
+        """The gradients at every call's outputs. This backward pass leaves no trace."""
+        edges = [edge for call in self.calls for edge in call.edges]
+        gradients = iter(
+            torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
+        )
+        for call in self.calls:
+            call.gradients[:] = [None] * len(call.gradients)
+        return [[next(gradients) for _ in call.edges] for call in self.calls]
+
+    @property
+    def differentiated(self) -> list[LayerCall]:
+        """The calls that a gradient came back to, those nearest to the outputs first."""
+        calls = [*self.recomputed, *reversed(self.calls)]
+        return [call for call in calls if any(grad is not None for grad in call.gradients)]
+
+    def of_examples(self, chosen: Tensor) -> Pass:
+        """The same of some examples: their rows of what the layers saw and of the gradients."""
+
+        def rows(leaf: Tensor | None) -> Tensor | None:
+            if not _has_rows(leaf, self.batch):
+                return leaf
+            by_example = leaf.unflatten(0, (self.batch, -1))
+            return by_example[chosen.to(leaf.device)].flatten(0, 1)
+
+        calls = []
+        for call in self.differentiated:
+            args, kwargs = tree_map_only(Tensor, rows, (call.visit.args, call.visit.kwargs))
+            outputs: Any = [rows(output) for output in call.visit.outputs]
+            visit = replace(call.visit, args=args, kwargs=kwargs, outputs=outputs)
+            calls.append(LayerCall(visit, [], [rows(grad) for grad in call.gradients]))
+        return Pass(len(chosen), [], calls)
+
+    def counted(self) -> Tensor:
+        """Which examples count in the loss, ``[batch]``: those that a gradient came back to."""
+        gradients = [grad for call in self.differentiated for grad in call.gradients]
+        return counted([grad for grad in gradients if _has_rows(grad, self.batch)], self.batch)
+
+
+class Reader:
+    """What a tape asks and tells; a subclass overrides what it needs."""
+
+    def wants(self, model: nn.Module, batch: int) -> bool:
+        """Whether the pass that begins, of so many examples, is noted."""
+        return True
+
+    def finished(self, forward: Pass, output: Any) -> None:
+        """After a forward pass that was noted."""
+
+    def called_outside(self, unit: Unit) -> None:
+        """A layer was called while no pass is noted."""
+
+
+class Tape:
+    """Notes the passes of a model, from :meth:`start` to :meth:`stop`.
+
+    Activations may be checkpointed, gradients accumulated, losses scaled, and layers called several
+    times. Passes without gradients, and copies of the model, leave no trace.
+
+    Attributes:
+        passes: those that were noted, oldest first.
+    """
+
+    def __init__(self, model: nn.Module, reader: Reader) -> None:
+        self.model = model
+        self.reader = reader
+        self.passes: list[Pass] = []
+        self._current: Pass | None = None
+        self._handles: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no hooks and no passes, because a graph cannot be copied."""
+        return {**self.__dict__, "_handles": [], "passes": [], "_current": None}
+
+    def start(self, units: Iterable[Unit]) -> None:
+        """Put hooks on the model and on these layers of it."""
+
+        # Functions, for a copy of the model copies bound methods with all that they are bound to.
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is self.model:
+                self._enter(args, kwargs)
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
+            if module is self.model:
+                self._leave(output)
+
+        # Each handle is stored at once, so that an interrupt leaves no hook behind.
+        store = self._handles.append
+        store(self.model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        for unit in units:
+            store(hooked(unit, self._call))
+        store(self.model.register_forward_hook(leave, always_call=True))
+
+    def remove_hooks(self) -> None:
+        """Note no more; what was noted stays."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def stop(self) -> None:
+        """Remove the hooks, and forget the passes."""
+        self.passes = []
+        self._current = None
+        self.remove_hooks()
+
+    def _enter(self, args: Any, kwargs: Any) -> None:
+        self._current = None
+        if not torch.is_grad_enabled():
+            return
+        leaves = tree_leaves((args, kwargs))
+        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        batch = sizes[0] if sizes else 0
+        if self.reader.wants(self.model, batch):
+            self._current = Pass(batch)
+            self.passes.append(self._current)
+
+    def _leave(self, output: Any) -> None:
+        forward = self._current
+        self._current = None
+        if forward is not None and forward.calls:
+            self.reader.finished(forward, output)
+
+    def _call(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        """Note one call of a layer."""
+        if not torch.is_grad_enabled():
+            return
+        # Activation checkpointing calls layers again in the backward pass.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            if self.passes:
+                self._note(unit, args, kwargs, output, recomputed=self.passes[-1].recomputed)
+        elif self._current is None:
+            self.reader.called_outside(unit)
+        else:
+            self._current.calls.append(self._note(unit, args, kwargs, output))
+
+    def _note(
+        self,
+        unit: Unit,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+        recomputed: list[LayerCall] | None = None,
+    ) -> LayerCall:
+        """The call, with hooks on its outputs; where it is given, the first gradient that comes
+        back puts the call into ``recomputed``."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        leaves = differentiated(output)
+        visit = Visit(unit, 0, args, kwargs, [without_numbers(leaf) for leaf in leaves], [])
+        visit.versions = [(x.detach(), x._version) for x in inputs if not x.is_inference()]
+        gradients: Gradients = [None] * len(leaves)
+        without_graph = LayerCall(visit, [], gradients)
+        for position, leaf in enumerate(leaves):
+            leaf.register_hook(_receiver(without_graph, position, recomputed))
+        return LayerCall(visit, [get_gradient_edge(leaf) for leaf in leaves], gradients)
+
+
+def _receiver(
+    call: LayerCall, position: int, recomputed: list[LayerCall] | None
+) -> Callable[[Tensor], None]:
+    """A hook that adds up the gradients of an output.
+
+    It has no reference to the graph, because a graph that its own hooks refer to is never freed.
+    """
+
+    def receive(grad: Tensor) -> None:
+        before = call.gradients[position]
+        is_first = all(gradient is None for gradient in call.gradients)
+        call.gradients[position] = grad.detach() if before is None else before + grad.detach()
+        if is_first:
+            call.visit.note_stale()
+            if call.visit.stale:
+                path = call.visit.unit.path
+                raise ModelError(
+                    f"layer {path!r} has its input overwritten in place: use inplace=False"
+                )
+            if recomputed is not None:
+                recomputed.append(call)
+
+    return receive
+
+
+def terms_of(
+    model: nn.Module,
+    calls: Sequence[LayerCall],
+    gradients: Sequence[Gradients],
+    axes_of: Callable[[Visit, Gradients], Axes],
+    batch: int,
+) -> list[Term]:
+    """G_i of every layer that gradients came back to.
+
+    Args:
+        calls: of the layers.
+        gradients: those at the outputs of each call.
+        axes_of: where the examples are in a call's inputs and outputs.
+        batch: the number of examples.
+
+    Raises:
+        LayerFailed: a layer cannot be differentiated by itself.
+    """
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    names = names_of(model)
+    terms: list[Term] = []
+    for call, call_gradients in zip(calls, gradients, strict=True):
+        if all(grad is None for grad in call_gradients):
+            continue
+        visit = call.visit
+        axes = axes_of(visit, call_gradients)
+        columns = _widen(visit, call_gradients, values)
+        try:
+            terms += read(names, values, visit, axes, columns, batch)
+        except Exception as error:  # a layer may raise anything when it runs on one example
+            raise LayerFailed(visit.unit, error) from error
+    return merged(terms)
+
+
+class LayerFailed(Exception):
+    """A layer raised an error when it was differentiated by itself."""
+
+    def __init__(self, unit: Unit, error: Exception) -> None:
+        layer = type(unit.module).__name__
+        super().__init__(f"differentiating {layer} by itself failed ({error})")
+        self.unit = unit
+
+
+def unlike_autograd(
+    terms: Sequence[Term], gradients: Mapping[str, Tensor], outputs: Iterable[Tensor]
+) -> list[str]:
+    """The parameters whose Σ_i g_i is not ``gradients``, what autograd left in ``p.grad``, up to
+    the rounding of the coarsest dtype on the way.
+
+    Gradients that are not finite agree: whoever steps by them refuses or skips them.
+    """
+    sums = {name: total for term in terms for name, total in term.sum().items()}
+    dtypes = {output.dtype for output in outputs} | {grad.dtype for grad in gradients.values()}
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    norms = {name: float(torch.linalg.vector_norm(g)) for name, g in gradients.items()}
+    largest = max(norms.values())
+    unlike = []
+    for name, grad in gradients.items():
+        gap = torch.linalg.vector_norm(sums[name].view_as(grad).to(grad.dtype) - grad)
+        if float(gap) > eps**0.6 * norms[name] + eps**0.85 * largest:
+            unlike.append(name)
+    return unlike
+
+
+def differentiated(output: Any) -> list[Tensor]:
+    """The leaves of an output that have a gradient."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def _has_rows(leaf: Any, batch: int) -> TypeGuard[Tensor]:
+    """Whether a tensor has one row for each example, or several that stand together."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) % batch == 0
+
+
+def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
+    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
+
+    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
+    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
+
+    >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
+    tensor([False,  True])
+    """
+    nonzero = torch.zeros(batch, dtype=torch.bool)
+    for grad in grads:
+        nonzero = (grad != 0).reshape(batch, -1).any(1).to(nonzero.device) | nonzero
+        if bool(nonzero.all()) or grad.numel() == batch:
+            return torch.ones_like(nonzero)
+    return nonzero if bool(nonzero.any()) else ~nonzero
+
+
+def warn_of_uncounted(counts: Tensor) -> bool:
+    """Say that the loss is taken for a mean over the other examples."""
+    warnings.warn(
+        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
+        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
+        stacklevel=3,
+    )
+    return True
+
+
+def _widen(visit: Visit, gradients: Gradients, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    """Take a call's inputs and its gradients to the dtype of computation.
+
+    Returns:
+        The gradients by output, each a list of one column; zeros where none came back.
+    """
+    first_name = next(iter(visit.unit.names.values()))
+    widen = partial(_widened, dtype=working(values[first_name].dtype))
+    visit.args, visit.kwargs = tree_map_only(Tensor, widen, (visit.args, visit.kwargs))
+    columns = []
+    for output, grad in zip(visit.outputs, gradients, strict=True):
+        cotangent = torch.zeros_like(output) if grad is None else grad
+        columns.append([widen(cotangent)])
+    return columns
+
+
+def _widened(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
