@@ -12,14 +12,28 @@ site, and at a fixed point the posterior is their sum:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from blr_analysis.checks import share
-from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale
+from blr_analysis.learning_rule.families.base import Natural, add, scale
 
-Q = TypeVar("Q", bound=ExponentialFamily)
+
+class Member(Protocol):
+    """A distribution with natural parameters: of an exponential family, or of a mixture of them."""
+
+    @property
+    def natural(self) -> Natural:
+        """λ."""
+        ...
+
+    def with_natural(self, natural: Natural) -> Self:
+        """The member of the same family with these λ."""
+        ...
+
+
+Q = TypeVar("Q", bound=Member)
 
 
 def blr_step(q: Q, loss_gradient: Mapping[str, Tensor], rho: float) -> Q:

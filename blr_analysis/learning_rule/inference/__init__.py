@@ -7,13 +7,14 @@ To be read like a book; each part needs only those above it.
 2. *One step, ρ = 1* (K&R 5.1). :mod:`.conjugate`: which likelihoods are conjugate to which family,
    and why one step is Bayes' rule. :mod:`.kalman`: the same along a chain.
    :mod:`.online`: one example after another, exponential weights and natural gradients.
-3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.em`: parameters at their mode; the same for hidden
-   numbers, factor analysis. :mod:`.messages`: local and global parameters of any such model,
+3. *Hidden classes* (K&R 5.2, 5.3). :mod:`.em`: parameters at their mode. :mod:`.factor_analysis`:
+   the same for hidden numbers. :mod:`.messages`: local and global parameters of any such model,
    parameters averaged over; mixtures and chains of classes.
    :mod:`.lda`: mixed topics of documents, on minibatches with ρ < 1.
-4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.cvi`: the rule site by site,
-   prediction, cavities; node by node; for regression with a link and for Gaussian processes,
-   :mod:`.gp`. :mod:`.skew_normal`: when a Gaussian leans.
+4. *Likelihoods that are not conjugate* (K&R 5.3, 5.4). :mod:`.scalar_likelihoods`: integrals over
+   one Gaussian number; :mod:`.latent_problem`: what examples tell; :mod:`.ascent`: how their sites
+   move; :mod:`.cvi`: regression with a link, prediction, cavities; :mod:`.gp`: Gaussian processes;
+   :mod:`.mean_field`: node by node. :mod:`.skew_normal`: when a Gaussian leans.
 5. *Any function* (K&R 1.3, 3.2). :mod:`.functions`: Newton's method with an expectation; several
    minima at once.
 """
@@ -29,15 +30,9 @@ from blr_analysis.learning_rule.inference.conjugate import (
     linear,
     poisson,
 )
-from blr_analysis.learning_rule.inference.cvi import (
-    GeneralizedLinear,
-    LatentFitted,
-    MeanFieldRegression,
-)
-from blr_analysis.learning_rule.inference.em import (
-    FactorAnalysis,
-    GaussianMixtureEM,
-)
+from blr_analysis.learning_rule.inference.cvi import GeneralizedLinear, LatentFitted
+from blr_analysis.learning_rule.inference.em import GaussianMixtureEM
+from blr_analysis.learning_rule.inference.factor_analysis import FactorAnalysis
 from blr_analysis.learning_rule.inference.fitted import Fitted, NotConverged
 from blr_analysis.learning_rule.inference.functions import (
     MultimodalOptimisation,
@@ -47,6 +42,7 @@ from blr_analysis.learning_rule.inference.functions import (
 from blr_analysis.learning_rule.inference.gp import GaussianProcess, rbf
 from blr_analysis.learning_rule.inference.kalman import FittedStates, StateSpace
 from blr_analysis.learning_rule.inference.lda import LDA, FittedTopics
+from blr_analysis.learning_rule.inference.mean_field import MeanFieldRegression
 from blr_analysis.learning_rule.inference.messages import (
     BayesianGaussianMixture,
     HiddenMarkov,

@@ -11,17 +11,7 @@ all examples or B of them, are generalised and online EM:
 
     T̄ ← (1 − ρ) T̄ + ρ N/B Σ_i E_q[T(y_i, z_i)],     θ = ∇A*(T̄)
 
-*Factor analysis and probabilistic PCA* (Rubin & Thayer, 1982): hidden numbers for hidden classes,
-
-    y = m + W z + e,     z ~ N(0, I),     e ~ N(0, Ψ)
-
-with Ψ diagonal, or σ² I (probabilistic PCA; Tipping & Bishop, 1999), and θ = (W, m, Ψ):
-
-    E-step   q(z_i) = N(G Wᵀ Ψ⁻¹ (y_i − m), G),   G⁻¹ = I + Wᵀ Ψ⁻¹ W      conjugate Bayes
-    M-step   [W, m] = E[y z̃ᵀ] E[z̃ z̃ᵀ]⁻¹,   Ψ = diag(E[y yᵀ] − [W, m] E[z̃ yᵀ]),     z̃ = (z, 1)
-
-What an example tells θ are its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y). Taking examples out is, for
-both, an M-step without what they tell; all is in double precision.
+Taking examples out is an M-step without what they tell. All is in double precision.
 """
 
 from __future__ import annotations
@@ -35,18 +25,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from blr_analysis.checks import at_least, one_of, positive_int, positive_number, share
+from blr_analysis.checks import at_least, one_of, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
+from blr_analysis.learning_rule.families.special import outer, symmetric
 from blr_analysis.learning_rule.inference.conjugate import real
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,
     Model,
     Sites,
     minibatch,
+    rate_at,
     rows,
     until_flat,
 )
@@ -54,24 +46,25 @@ from blr_analysis.learning_rule.inference.fitted import (
 
 def paired(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
     """⟨left_i, right_k⟩ of N examples and K components, ``[N, K]``."""
-    return sum(
-        (left[key].reshape(len(left[key]), -1) @ right[key].reshape(len(right[key]), -1).mT)
-        for key in left
-    )  # type: ignore[return-value]
+    products = [
+        left[name].reshape(len(left[name]), -1) @ right[name].reshape(len(right[name]), -1).mT
+        for name in left
+    ]
+    return torch.stack(products).sum(0)
 
 
 def pooled(weights: Tensor, statistics: Mapping[str, Tensor]) -> Natural:
     """Σ_i r_ik T(y_i), for each component: ``[K, …]`` from weights ``[N, K]``."""
-    return {key: torch.tensordot(weights.mT, value, 1) for key, value in statistics.items()}
+    return {name: torch.tensordot(weights.mT, value, 1) for name, value in statistics.items()}
 
 
 def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor:
     """The data ``[N, D]`` in double precision, or what is wrong with them.
 
     Args:
-        data: what was given.
-        fewest: examples that there must be.
-        columns: D, where it is known.
+        data: examples of the user's.
+        fewest: the smallest number of examples.
+        columns: D, where a fit has fixed it.
 
     Raises:
         DataError: data that are misshapen, not finite or too few.
@@ -88,7 +81,7 @@ def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor
 def first_responsibilities(
     data: Tensor, n_components: int, start: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Where to begin: r ``[N, K]`` as given, or each example to the nearest of K seeds.
+    """Where to begin: r ``[N, K]`` of the user's, or each example to the nearest of K seeds.
 
     The seeds are examples: the first uniformly, each further one with a probability in
     proportion to its squared distance from those before it (Arthur & Vassilvitskii, 2007).
@@ -102,25 +95,29 @@ def first_responsibilities(
     shape = (len(data), n_components)
     if not isinstance(start, Tensor) or start.shape != shape:
         raise InputError(f"start must be responsibilities {[*shape]}")
-    start = start.to(data)
-    if not bool((start >= 0).all()) or not torch.allclose(start.sum(1), start.new_tensor(1.0)):
+    start = start.to(data).detach()
+    sums_to_one = torch.allclose(start.sum(1), start.new_tensor(1.0))
+    if not (sums_to_one and bool((start >= 0).all())):
         raise InputError("each example's responsibilities must be 0 or more and sum to 1")
-    if len(torch.unique(start.mT, dim=0)) < n_components:  # they would stay together for ever
+    n_different = len(torch.unique(start.mT, dim=0))
+    if n_different < n_components:  # equal components would stay equal for ever
         raise InputError("two components of start are the same: move one a little")
-    return start.detach()
+    return start
 
 
 def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
+    """Each example to the nearest of K examples that lie apart (k-means++)."""
     device = device_of(data, generator)
     spread = data.std(0)
-    scaled = ((data - data.mean(0)) / torch.where(spread > 0, spread, 1.0)).to(device)
-    chosen = torch.randint(len(data), (1,), generator=generator, device=device)
-    gaps = torch.cdist(scaled, scaled[chosen])
+    centred = data - data.mean(0)
+    scaled = (centred / torch.where(spread > 0, spread, 1.0)).to(device)
+    seed = torch.randint(len(data), (1,), generator=generator, device=device)
+    distances = torch.cdist(scaled, scaled[seed])
     for _ in range(n_components - 1):
-        weights = gaps.amin(1).square() + 1e-300  # all alike: any of them
-        chosen = torch.multinomial(weights, 1, generator=generator)
-        gaps = torch.cat([gaps, torch.cdist(scaled, scaled[chosen])], 1)
-    return one_hot(gaps.argmin(1), n_components).to(data)
+        weights = distances.amin(1).square() + 1e-300  # where all are 0, any example may be drawn
+        seed = torch.multinomial(weights, 1, generator=generator)
+        distances = torch.cat([distances, torch.cdist(scaled, scaled[seed])], 1)
+    return one_hot(distances.argmin(1), n_components).to(data)
 
 
 class FittedEM(Fitted[Any]):
@@ -129,7 +126,7 @@ class FittedEM(Fitted[Any]):
     @cached_property
     def totals(self) -> Natural:
         """Σ_i of the sites."""
-        return self._told(torch.arange(self.n_data))
+        return self._total(torch.arange(self.n_data))
 
     def _less(self, sites: Sites) -> Any:
         try:
@@ -208,25 +205,24 @@ class GaussianMixtureEM(Model):
                 out of range.
         """
         data = check_data(data, self.n_components)
+        n_data = len(data)
         statistics = self._statistics(data)
-        n = len(data)
         q = self._first(data, statistics, start, generator)
-        totals = scale({"count": q.weights, **q.expectation}, n)  # of n examples of the mixture
+        totals = scale({"count": q.weights, **q.expectation}, n_data)
 
         def step(t: int) -> float:
             nonlocal q, totals
-            chosen = minibatch(n, batch, generator)
-            factor = n / len(chosen)
-            size = share("rho", rho(t + 1) if callable(rho) else rho)
-            part = rows(statistics, chosen)
-            scores = paired(part, q.components.natural) - q.components.log_partition()
-            joint = q.weights.log() + scores
-            told = _told(joint.softmax(1), part)
-            totals = add(scale(totals, 1 - size), scale(told, size * factor))
+            chosen = minibatch(n_data, batch, generator)
+            factor = n_data / len(chosen)
+            step_size = rate_at(rho, t + 1)
+            of_batch = rows(statistics, chosen)
+            log_joint = _log_joint(q, of_batch)
+            fresh = scale(_expected(log_joint.softmax(1), of_batch), factor)
+            totals = add(scale(totals, 1 - step_size), scale(fresh, step_size))
             q = self.maximise(totals)
-            return factor * float(joint.logsumexp(1).sum())
+            return factor * float(log_joint.logsumexp(1).sum())
 
-        run = until_flat(step, "log-likelihood", n, noisy=batch is not None, **stopping)
+        run = until_flat(step, "log-likelihood", n_data, noisy=batch is not None, **stopping)
         return FittedMixture(q=q, **run, model=self, data=data)
 
     def check(self, data: Any) -> Tensor:
@@ -234,12 +230,16 @@ class GaussianMixtureEM(Model):
 
     def sites(self, q: GaussianMixture, data: Tensor) -> Natural:
         weights = q.marginal.responsibilities(data)
-        told = {"count": torch.ones_like(data[:, 0]), **self._statistics(data)}
-        return {k: torch.einsum("nk,n...->nk...", weights, v) for k, v in told.items()}
+        statistics = {"count": torch.ones_like(data[:, 0]), **self._statistics(data)}
+        return {
+            name: torch.einsum("nk,n...->nk...", weights, value)
+            for name, value in statistics.items()
+        }
 
     def step(self, q: GaussianMixture, data: Tensor) -> GaussianMixture:
         """E- and M-step."""
-        return self.maximise(_told(q.marginal.responsibilities(data), self._statistics(data)))
+        weights = q.marginal.responsibilities(data)
+        return self.maximise(_expected(weights, self._statistics(data)))
 
     def log_predictive(self, q: GaussianMixture, data: Tensor) -> Tensor:
         """log Σ_k π_k N(y_j | m_k, S_k⁻¹)."""
@@ -256,21 +256,26 @@ class GaussianMixtureEM(Model):
             raise DataError("a component has no examples left: start elsewhere, or with fewer")
         mean = totals["linear"] / counts.unsqueeze(-1)
         if self.covariance == "full":
-            second = totals["square"] / counts[..., None, None]
-            spread = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
-            spread = spread + self.floor * torch.eye(mean.shape[-1]).to(mean)
-            parts = FullGaussian(mean, torch.linalg.inv(0.5 * (spread + spread.mT)))
+            components = self._full(mean, totals["square"] / counts[..., None, None])
         else:
-            variance = totals["square"] / counts.unsqueeze(-1) - mean.square()
-            if self.covariance == "spherical":
-                variance = variance.mean(-1, keepdim=True).expand_as(mean)
-            parts = DiagonalGaussian(mean, 1 / (variance.clamp(min=0) + self.floor))
-        return GaussianMixture(counts / counts.sum(-1, keepdim=True), parts)
+            components = self._diagonal(mean, totals["square"] / counts.unsqueeze(-1))
+        return GaussianMixture(counts / counts.sum(-1, keepdim=True), components)
+
+    def _full(self, mean: Tensor, second_moment: Tensor) -> FullGaussian:
+        covariance = symmetric(second_moment - outer(mean, mean))
+        floor = self.floor * torch.eye(mean.shape[-1]).to(mean)
+        return FullGaussian(mean, torch.linalg.inv(covariance + floor))
+
+    def _diagonal(self, mean: Tensor, second_moment: Tensor) -> DiagonalGaussian:
+        variance = second_moment - mean.square()
+        if self.covariance == "spherical":
+            variance = variance.mean(-1, keepdim=True).expand_as(mean)
+        return DiagonalGaussian(mean, 1 / (variance.clamp(min=0) + self.floor))
 
     def _statistics(self, y: Tensor) -> Natural:
         """T(y_i) of the components' family."""
-        full = self.covariance == "full"
-        return {"linear": y, "square": y.unsqueeze(-1) * y.unsqueeze(-2) if full else y.square()}
+        square = outer(y, y) if self.covariance == "full" else y.square()
+        return {"linear": y, "square": square}
 
     def _first(
         self, data: Tensor, statistics: Natural, start: Any, generator: torch.Generator | None
@@ -278,7 +283,7 @@ class GaussianMixtureEM(Model):
         if isinstance(start, GaussianMixture):
             return start
         weights = first_responsibilities(data, self.n_components, start, generator)
-        return self.maximise(_told(weights, statistics))
+        return self.maximise(_expected(weights, statistics))
 
 
 class FittedMixture(FittedEM):
@@ -306,144 +311,12 @@ class FittedMixture(FittedEM):
         return self.q.marginal.responsibilities(data)
 
 
-def _told(weights: Tensor, statistics: Natural) -> Natural:
+def _log_joint(q: GaussianMixture, statistics: Natural) -> Tensor:
+    """log π_k + log N(y_i | m_k, S_k⁻¹) ``[N, K]``, from the examples' statistics."""
+    log_densities = paired(statistics, q.components.natural) - q.components.log_partition()
+    return q.weights.log() + log_densities
+
+
+def _expected(weights: Tensor, statistics: Natural) -> Natural:
     """Σ_i (r_ik, r_ik T(y_i))."""
     return {"count": weights.sum(0), **pooled(weights, statistics)}
-
-
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """y = m + W z + e; a Gaussian whose covariance is W Wᵀ + Ψ. Leading dimensions are copies.
-
-    Attributes:
-        loadings: W ``[D, factors]``, up to a rotation.
-        mean: m ``[D]``.
-        noise: the diagonal of Ψ ``[D]``.
-    """
-
-    loadings: Tensor
-    mean: Tensor
-    noise: Tensor
-
-    @property
-    def marginal(self) -> FullGaussian:
-        """N(m, W Wᵀ + Ψ)."""
-        covariance = self.loadings @ self.loadings.mT + torch.diag_embed(self.noise)
-        return FullGaussian(self.mean, torch.linalg.inv(covariance))
-
-    def hidden(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """E[z_i] of every example, and the covariance of z, which is that of all."""
-        weighted = self.loadings / self.noise.unsqueeze(-1)
-        inverse = torch.eye(weighted.shape[1]).to(y) + self.loadings.mT @ weighted
-        covariance = torch.linalg.inv(inverse)
-        return (y - self.mean) @ weighted @ covariance, covariance
-
-
-@dataclass(frozen=True)
-class FactorAnalysis(Model):
-    """Maximum likelihood of a Gaussian whose covariance is W Wᵀ + Ψ.
-
-    Attributes:
-        n_factors: columns of W.
-        noise: ``"diagonal"``, Ψ of factor analysis, or ``"spherical"``, σ² I of probabilistic PCA.
-
-    Raises:
-        InputError: no positive number of factors, or another noise.
-
-    Example:
-        >>> x = torch.tensor([[-2.0, -2.1], [-1.0, -0.8], [1.0, 1.2], [2.0, 1.7]])
-        >>> fitted = FactorAnalysis(1, noise="spherical").fit(x, progress=False)
-        >>> fitted.loadings.abs().round(decimals=2)
-        tensor([[1.5700],
-                [1.5200]], dtype=torch.float64)
-    """
-
-    n_factors: int
-    noise: str = "diagonal"
-
-    def __post_init__(self) -> None:
-        positive_int("n_factors", self.n_factors)
-        one_of("noise", self.noise, ("diagonal", "spherical"))
-
-    def fit(self, data: Tensor, **stopping: Any) -> FittedFactors:
-        """EM from the leading principal directions.
-
-        Args:
-            data: ``[N, D]``, D above the number of factors.
-            stopping: as of :meth:`GaussianMixtureEM.fit`.
-
-        Returns:
-            W, m and Ψ (``q``), and log p(y) at each E-step.
-
-        Raises:
-            DataError: data that are misshapen or not finite, too few columns or examples, or
-                a column that the factors explain wholly (no noise is left).
-        """
-        data = check_data(data, 2)
-        if data.shape[1] <= self.n_factors:
-            raise DataError(f"{self.n_factors} factors need more columns, got {data.shape[1]}")
-        variance = data.var(0, correction=0)
-        mean = data.mean(0)
-        values, vectors = torch.linalg.eigh(torch.cov(data.mT, correction=0))
-        w = vectors[:, -self.n_factors :] * (values[-self.n_factors :] / 2).clamp(min=0).sqrt()
-        q = Factors(w, mean, (variance - w.square().sum(1)).clamp(min=1e-3))
-
-        def step(t: int) -> float:
-            nonlocal q
-            value = float(q.marginal.log_prob(data).sum())
-            q = self.step(q, data)
-            if bool((q.noise <= 1e-10 * variance).any()):  # but rounding
-                raise DataError("the factors explain a column wholly: leave it out")
-            return value
-
-        run = until_flat(step, "log-likelihood", len(data), **stopping)
-        return FittedFactors(q=q, **run, model=self, data=data)
-
-    def check(self, data: Any) -> Tensor:
-        return check_data(data)
-
-    def sites(self, q: Factors, data: Tensor) -> Natural:
-        return _statistics(q, data, "ni,nj->nij")
-
-    def step(self, q: Factors, data: Tensor) -> Factors:
-        """E- and M-step."""
-        return self.maximise(_statistics(q, data, "ni,nj->ij"))
-
-    def log_predictive(self, q: Factors, data: Tensor) -> Tensor:
-        """log N(y | m, W Wᵀ + Ψ)."""
-        return q.marginal.log_prob(data)
-
-    def maximise(self, totals: Natural) -> Factors:
-        """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies."""
-        zz = totals["zz"]
-        yz = totals["yz"]
-        joint = torch.linalg.solve(zz, yz.mT).mT
-        noise = (totals["yy"] - (joint * yz).sum(-1)) / zz[..., -1, -1:]
-        if self.noise == "spherical":
-            noise = noise.mean(-1, keepdim=True).expand_as(noise)
-        return Factors(joint[..., :-1], joint[..., -1], noise)
-
-
-class FittedFactors(FittedEM):
-    """A factor model; it answers as :class:`Factors` do."""
-
-    def factors(self, data: Tensor) -> Tensor:
-        """E[z | y] of M examples, ``[M, factors]``.
-
-        Raises:
-            DataError: data that are misshapen or not finite.
-        """
-        return self.q.hidden(check_data(data, 1, len(self.q.mean)))[0]
-
-
-def _statistics(q: Factors, y: Tensor, pattern: str) -> Natural:
-    """(y z̃ᵀ, z̃ z̃ᵀ, y∘y), expected: of every example, or by the pattern their sums."""
-    z, covariance = q.hidden(y)
-    joined = torch.cat([z, torch.ones_like(z[:, :1])], 1)
-    each = pattern.endswith("nij")
-    square = torch.nn.functional.pad(covariance, (0, 1, 0, 1)) * (1 if each else len(y))
-    return {
-        "yz": torch.einsum(pattern, y, joined),
-        "zz": torch.einsum(pattern, joined, joined) + square,
-        "yy": y.square() if each else y.square().sum(0),
-    }

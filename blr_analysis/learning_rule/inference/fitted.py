@@ -22,7 +22,7 @@ from scipy.sparse import vstack
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from blr_analysis.checks import positive_int, tolerance
+from blr_analysis.checks import positive_int, share, tolerance
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
@@ -55,9 +55,13 @@ class Model:
             DataError: what is wrong with them.
         """
         parts = tree_leaves(data)
-        if not all(isinstance(p, Tensor) and p.ndim and len(p) == count(data) for p in parts):
+        if not all(isinstance(part, Tensor) and part.ndim for part in parts):
             raise DataError("data must be N examples, a tensor [N, …] or a tuple of them")
-        if not count(data) or not all(bool(part.isfinite().all()) for part in parts):
+        n_data = count(data)
+        if any(len(part) != n_data for part in parts):
+            raise DataError("data must be N examples, a tensor [N, …] or a tuple of them")
+        is_finite = all(bool(part.isfinite().all()) for part in parts)
+        if n_data == 0 or not is_finite:
             raise DataError("data are empty, or contain NaN or inf; drop those examples")
         return data
 
@@ -74,7 +78,7 @@ class Model:
         raise InputError("this model has no step to repeat: fit it again")
 
 
-NONE = Model()
+NO_MODEL = Model()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,31 +116,39 @@ class Fitted(Tabular, Plottable, Generic[Q]):
     history: Sequence[float]
     objective: str
     prior: Q | None = None
-    model: Any = NONE
+    model: Any = NO_MODEL
     data: Any = None
     messages: Any = None
     converged: bool = True
     note: ClassVar[str] = ""
 
     def __repr__(self) -> str:
-        last = f"{self.objective} {self.history[-1]:.6g} nats, " if len(self.history) else ""
-        steps = f"iterations={len(self.history)}, converged={self.converged}"
-        note = f"; {self.note}" if self.note else ""
-        return f"{type(self).__name__}({last}N={self.n_data}, {steps}{note})"
+        facts = []
+        if len(self.history):
+            facts.append(f"{self.objective} {self.history[-1]:.6g} nats")
+        facts.append(f"N={self.n_data}")
+        facts.append(f"iterations={len(self.history)}")
+        facts.append(f"converged={self.converged}")
+        text = ", ".join(facts)
+        if self.note:
+            text = f"{text}; {self.note}"
+        return f"{type(self).__name__}({text})"
 
     def __getattr__(self, name: str) -> Any:
-        """Of q, what a Fitted has not."""
+        """An attribute of q, where the fit has none of this name."""
         q = self.__dict__.get("q")
-        if not name.startswith("_") and not isinstance(q, Mapping) and hasattr(q, name):
+        is_public = not name.startswith("_")
+        if is_public and not isinstance(q, Mapping) and hasattr(q, name):
             return getattr(q, name)
         kind = type(q).__name__
         raise AttributeError(f"neither {type(self).__name__} nor its q, a {kind}, has {name!r}")
 
     def __getitem__(self, name: str) -> Any:
         """A factor of a mean field."""
-        if not isinstance(self.q, Mapping) or name not in self.q:
-            there = f"its factors are {[*self.q]}" if isinstance(self.q, Mapping) else "q has none"
-            raise InputError(f"no factor is called {name!r}: {there}")
+        if not isinstance(self.q, Mapping):
+            raise InputError(f"no factor is called {name!r}: q has none")
+        if name not in self.q:
+            raise InputError(f"no factor is called {name!r}: its factors are {[*self.q]}")
         return self.q[name]
 
     @property
@@ -156,7 +168,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
     def site_of(self, chosen: Tensor) -> Any:
         """λ̃_i of the examples ``[M]``, with a leading dimension M."""
         if self.data is None:
-            return NONE.sites(self.q, None)
+            return NO_MODEL.sites(self.q, None)
         if self.messages is not None:
             return rows(self.messages, chosen)
         return self.model.sites(self.q, rows(self.data, chosen))
@@ -174,7 +186,9 @@ class Fitted(Tabular, Plottable, Generic[Q]):
             InputError: an example that does not exist, or a model without sites.
         """
         chosen = self._chosen(indices)
-        return self._less(self._told(chosen)) if len(chosen) else self.q
+        if len(chosen) == 0:
+            return self.q
+        return self._less(self._total(chosen))
 
     def refitted(self, remove: Any = (), *, add: Any = None, steps: int = 1) -> Iterator[Q]:
         """Posteriors on other data: first λ − Σ_{i∈M} λ̃_i, then after each of ``steps`` further
@@ -215,25 +229,29 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Raises:
             InputError: no sites, or no form of the predictive.
         """
-        parts = torch.arange(self.n_data).split(CHUNK)
-        each = ((self._less(self.site_of(part)), part) for part in parts)
-        scores = (self.model.log_predictive(q, rows(self.data, part)) for q, part in each)
-        return torch.cat([*scores])
+        scores = []
+        for chosen in torch.arange(self.n_data).split(CHUNK):
+            without_each = self._less(self.site_of(chosen))
+            scores.append(self.model.log_predictive(without_each, rows(self.data, chosen)))
+        return torch.cat(scores)
 
     def _chosen(self, indices: Any) -> Tensor:
         """The examples that are named, each once."""
-        return torch.tensor(sorted(set(chosen_indices(indices, self.n_data))), dtype=torch.long)
+        different = set(chosen_indices(indices, self.n_data))
+        return torch.tensor(sorted(different), dtype=torch.long)
 
-    def _told(self, chosen: Tensor) -> Any:
+    def _total(self, chosen: Tensor) -> Any:
         """Σ_{i∈M} λ̃_i."""
         return total(self.site_of, chosen)
 
-    def _changed(self, gone: Tensor, add: Any) -> Any:
-        """The data that are kept, and further ones behind them."""
-        kept = torch.ones(self.n_data, dtype=torch.bool)
-        kept[gone] = False
-        data = rows(self.data, kept.nonzero().flatten())
-        return data if add is None else joined(data, self.model.check(add))
+    def _changed(self, removed: Tensor, add: Any) -> Any:
+        """The data that stay, and further ones behind them."""
+        stays = torch.ones(self.n_data, dtype=torch.bool)
+        stays[removed] = False
+        data = rows(self.data, stays.nonzero().flatten())
+        if add is None:
+            return data
+        return joined(data, self.model.check(add))
 
     def _less(self, sites: Sites) -> Q:
         """The posterior with these sites subtracted; a leading dimension of theirs makes copies."""
@@ -251,7 +269,12 @@ def moved(q: Q, sites: Sites, sign: float) -> Q:
 def rows(data: Any, chosen: Any) -> Any:
     """These examples of every tensor in tuples or dictionaries, or of a sparse matrix."""
 
-    return tree_map(lambda part: part[chosen if isinstance(part, Tensor) else chosen.numpy()], data)
+    def rows_of(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part[chosen]
+        return part[chosen.numpy()]
+
+    return tree_map(rows_of, data)
 
 
 def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
@@ -270,14 +293,15 @@ def stacked(parts: Sequence[Any]) -> Any:
     return tree_map(lambda *leaves: torch.stack(leaves), *parts)
 
 
-def joined(data: Any, more: Any) -> Any:
-    """Examples one after the other."""
+def joined(data: Any, further: Any) -> Any:
+    """Examples, and further ones behind them."""
 
-    def both(one: Any, other: Any) -> Any:
-        dense = isinstance(one, Tensor)
-        return torch.cat([one, other]) if dense else vstack([one, other], format="csr")
+    def stacked_rows(first: Any, second: Any) -> Any:
+        if isinstance(first, Tensor):
+            return torch.cat([first, second])
+        return vstack([first, second], format="csr")
 
-    return tree_map(both, data, more)
+    return tree_map(stacked_rows, data, further)
 
 
 def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) -> Tensor:
@@ -287,6 +311,15 @@ def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) 
     if positive_int("batch", size) > n_data:
         raise InputError(f"batch is {size} of {n_data} examples")
     return torch.randperm(n_data, generator=generator)[:size]
+
+
+def rate_at(rho: float | Callable[[int], float], t: int) -> float:
+    """ρ_t of step t = 1, 2, …, from one number or a schedule.
+
+    >>> rate_at(lambda t: t**-0.5, 4)
+    0.5
+    """
+    return share("rho", rho(t) if callable(rho) else rho)
 
 
 def until_flat(
@@ -309,36 +342,39 @@ def until_flat(
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
     history: list[float] = []
-    run = {"history": history, "objective": objective}
+    converged = False
     for t in track(range(max_iter), label=objective, show=progress):
         value = step(t)
         if not (math.isfinite(value) or noisy):
             raise InputError(f"the {objective} became {value} at iteration {t + 1}")
         history.append(value)
-        allowed = max(tol * n_data, 1e-15 * (1 + abs(value)))
-        if t and not noisy and abs(value - history[-2]) <= allowed:
-            return {**run, "converged": True}
-    if not noisy:
-        warnings.warn(
-            f"the {objective} still changed by more than {tol:g} an example after {max_iter} "
-            "iterations: raise max_iter or tol",
-            NotConverged,
-            stacklevel=3,
-        )
-    return {**run, "converged": False}
+        if t == 0 or noisy:
+            continue
+        rounding = 1e-15 * (1 + abs(value))
+        change = abs(value - history[-2])
+        converged = change <= max(tol * n_data, rounding)
+        if converged:
+            break
+    if not (converged or noisy):
+        message = f"the {objective} still changed by more than {tol:g} an example after {max_iter}"
+        warnings.warn(f"{message} iterations: raise max_iter or tol", NotConverged, stacklevel=3)
+    return {"history": history, "objective": objective, "converged": converged}
 
 
-def answer(wanted: str, shape: torch.Size, function: Callable[..., Any], *given: Any) -> Tensor:
-    """``function(*given)`` of the user's, a tensor of this shape, or what ``wanted`` says.
+def answer(
+    contract: str, shape: torch.Size, function: Callable[..., Any], *arguments: Any
+) -> Tensor:
+    """``function(*arguments)`` of the user's, a tensor of this shape; else the contract is raised.
 
     >>> answer("f must be a function x -> y [N]", torch.Size([2]), torch.sum, torch.ones(2))
     Traceback (most recent call last):
     ...
     blr_analysis.errors.InputError: f must be a function x -> y [N], here [2]; it gave []
     """
-    with told_as(InputError, f"{wanted}; it raised"):
-        value = function(*given)
-    if not isinstance(value, Tensor) or value.shape != shape:
-        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{wanted}, here {list(shape)}; it gave {got}")
+    with told_as(InputError, f"{contract}; it raised"):
+        value = function(*arguments)
+    if not isinstance(value, Tensor):
+        raise InputError(f"{contract}, here {list(shape)}; it gave {type(value).__name__}")
+    if value.shape != shape:
+        raise InputError(f"{contract}, here {list(shape)}; it gave {list(value.shape)}")
     return value

@@ -35,11 +35,14 @@ from blr_analysis.learning_rule.expectations import LOOKS, places
 from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
+from blr_analysis.learning_rule.families.special import symmetric
 from blr_analysis.learning_rule.inference.fitted import Fitted, answer, until_flat
+from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
 OBJECTIVE = "E_q[loss]/T − entropy"
+AT_REST = 1e-10  # a Newton step below which a descent stops
 
 
 @dataclass(frozen=True)
@@ -100,20 +103,22 @@ class VariationalNewton:
         instance("start", start, FullGaussian, "a FullGaussian")
         if start.mean.ndim != 1:
             raise InputError(f"start must be one Gaussian, got copies {[*start.mean.shape[:-1]]}")
-        q, noisy = start, self.look == "samples"
+        q = start
+        is_noisy = self.look == "samples"
 
         def step(t: int) -> float:
             nonlocal q
-            points, shares = places(q, self.look, self.samples, generator=generator)
+            points, weights = places(q, self.look, self.samples, generator=generator)
             values, gradients, hessians = derivatives(loss, points)
-            objective = shares @ values / self.temperature - q.entropy()
-            mean = torch.tensordot(shares, gradients, 1) / self.temperature
-            curved = torch.tensordot(shares, hessians, 1) / self.temperature
-            q = newton_step(q, mean, curved - q.precision, self.rho)
+            objective = weights @ values / self.temperature - q.entropy()
+            gradient = torch.tensordot(weights, gradients, 1) / self.temperature
+            hessian = torch.tensordot(weights, hessians, 1) / self.temperature
+            q = newton_step(q, gradient, hessian - q.precision, self.rho)
             return float(objective)
 
-        run = until_flat(step, OBJECTIVE, noisy=noisy, **stopping)
-        return Fitted(q, run["history"], OBJECTIVE, converged=run["converged"] or noisy)
+        run = until_flat(step, OBJECTIVE, noisy=is_noisy, **stopping)
+        converged = run["converged"] or is_noisy
+        return Fitted(q, run["history"], OBJECTIVE, converged=converged)
 
 
 def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,28 +134,28 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         <BLANKLINE>
                 [[12.]]]))
     """
-    wanted = "loss must be a function (vector [P]) -> a number, differentiable by torch.func"
-    number = partial(answer, wanted, torch.Size([]), loss)
-    with told_as(InputError, wanted):
+    contract = "loss must be a function (vector [P]) -> a number, differentiable by torch.func"
+    number = partial(answer, contract, torch.Size([]), loss)
+    with told_as(InputError, contract):
         gradients, values = vmap(grad_and_value(number))(points)
-        found = values, gradients, vmap(hessian(number))(points)
-    values, gradients, hessians = (x.detach().to(points) for x in found)
-    if not all(bool(x.isfinite().all()) for x in (values, gradients, hessians)):
+        hessians = vmap(hessian(number))(points)
+    results = [result.detach().to(points) for result in (values, gradients, hessians)]
+    if not all(bool(result.isfinite().all()) for result in results):
         raise InputError("the loss or its slopes are not finite: begin elsewhere, or lower rho")
-    return values, gradients, hessians
+    return results[0], results[1], results[2]
 
 
 def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -> FullGaussian:
     """S ← S + ρ G + ½ ρ² G S⁻¹ G, m ← m − ρ S⁻¹ g; leading dimensions are copies.
 
-    The last term is left out at ρ = 1, where the rule forgets S, unless S would not be positive.
+    It is a step of the rule for the Hessian S + G + ½ ρ G S⁻¹ G, whose last term keeps S positive.
+    That term is left out at ρ = 1, where the rule forgets S, unless S would not be positive.
     """
-    precision = q.precision + rho * change
-    if rho < 1 or bool((torch.linalg.cholesky_ex(precision)[1] != 0).any()):
-        precision = precision + 0.5 * rho**2 * change @ torch.linalg.solve(q.precision, change)
-    precision = 0.5 * (precision + precision.mT)
-    step = torch.linalg.solve(precision, gradient.unsqueeze(-1)).squeeze(-1)
-    return FullGaussian(q.mean - rho * step, precision)
+    hessian = q.precision + change
+    _, failures = torch.linalg.cholesky_ex(q.precision + rho * change)
+    if rho < 1 or bool((failures != 0).any()):
+        hessian = hessian + 0.5 * rho * change @ torch.linalg.solve(q.precision, change)
+    return blr_step(q, q.pull_back(gradient, symmetric(hessian)), rho)
 
 
 @dataclass(frozen=True)
@@ -217,27 +222,46 @@ class MultimodalOptimisation:
             InputError: starts that are no matrix or coincide, a precision that is not positive,
                 or a loss that is not finite.
         """
-        starts = _checked(starts)
-        if len(torch.unique(starts, dim=0)) < len(starts):
-            raise InputError("two components start at the same place: move one a little")
-        count, size = starts.shape
-        pi = starts.new_full((count,), 1 / count)
-        narrow = positive_number("precision", precision) * torch.eye(size).to(starts)
-        parts = FullGaussian(starts, narrow.expand(count, size, size).contiguous())
-        history, falling = [], np.geomspace(*self.temperature, self.n_iter).tolist()
-        for temperature in track(falling, label="multimodal", show=progress):
-            points, shares = places(parts, self.look, self.samples, generator=generator)
-            flat, marginal = points.flatten(0, 1), GaussianMixture(pi, parts).marginal
-            values, gradients, hessians = derivatives(loss, flat)
-            logs = marginal.log_prob(flat)
-            objective = shares @ (values / temperature + logs).view(-1, count)
-            history.append(float((pi * objective).sum()))
-            gradients = gradients / temperature + marginal.score(flat)
-            hessians = hessians / temperature + marginal.hessian(flat)
-            gradient = torch.tensordot(shares, gradients.view(-1, count, size), 1)
-            change = torch.tensordot(shares, hessians.view(-1, count, size, size), 1)
-            parts = newton_step(parts, gradient, change, self.rho)
-        return Fitted(GaussianMixture(pi, parts), history, OBJECTIVE)
+        q = _components_at(_checked(starts), positive_number("precision", precision))
+        history = []
+        temperatures = np.geomspace(*self.temperature, self.n_iter).tolist()
+        for temperature in track(temperatures, label="multimodal", show=progress):
+            q, objective = self._step(loss, q, temperature, generator)
+            history.append(objective)
+        return Fitted(q, history, OBJECTIVE)
+
+    def _step(
+        self,
+        loss: Loss,
+        q: GaussianMixture,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> tuple[GaussianMixture, float]:
+        """q after one step, and the objective before it."""
+        components = q.components
+        assert isinstance(components, FullGaussian)
+        count, size = components.mean.shape
+        points, weights = places(components, self.look, self.samples, generator=generator)
+        points = points.flatten(0, 1)  # of every draw and component
+        values, gradients, hessians = derivatives(loss, points)
+        values = values / temperature + q.marginal.log_prob(points)
+        gradients = gradients / temperature + q.marginal.score(points)
+        hessians = hessians / temperature + q.marginal.hessian(points)
+        objectives = weights @ values.view(-1, count)
+        gradient = torch.tensordot(weights, gradients.view(-1, count, size), 1)
+        change = torch.tensordot(weights, hessians.view(-1, count, size, size), 1)
+        after = newton_step(components, gradient, change, self.rho)
+        return GaussianMixture(q.weights, after), float((q.weights * objectives).sum())
+
+
+def _components_at(starts: Tensor, precision: float) -> GaussianMixture:
+    """Round components of equal weight at these means ``[K, P]``."""
+    if len(torch.unique(starts, dim=0)) < len(starts):
+        raise InputError("two components start at the same place: move one a little")
+    count, size = starts.shape
+    matrix = precision * torch.eye(size).to(starts)
+    components = FullGaussian(starts, matrix.expand(count, size, size).contiguous())
+    return GaussianMixture(starts.new_full((count,), 1 / count), components)
 
 
 def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int = 100) -> Tensor:
@@ -265,35 +289,50 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
     """
     starts = _checked(starts)
     positive_int("max_iter", max_iter)
-    lowest: list[Tensor] = []
-    for point in starts:
-        point, strict = _descent(loss, point, tolerance, max_iter)
-        if strict and all(float((point - other).norm()) > tolerance for other in lowest):
-            lowest.append(point)
-    return torch.stack(lowest) if lowest else starts[:0]
+    different: list[Tensor] = []
+    for start in starts:
+        point, is_minimum = _descent(loss, start, tolerance, max_iter)
+        distances = [float((point - minimum).norm()) for minimum in different]
+        if is_minimum and all(distance > tolerance for distance in distances):
+            different.append(point)
+    return torch.stack(different) if different else starts[:0]
 
 
-def _descent(loss: Loss, point: Tensor, tolerance: float, most: int) -> tuple[Tensor, bool]:
+def _descent(loss: Loss, point: Tensor, tolerance: float, max_iter: int) -> tuple[Tensor, bool]:
     """Where it ends, and whether it has come to rest at a strict minimum."""
-    size = math.inf
-    for _ in range(most):
-        value, gradient, curvature = (t[0] for t in derivatives(loss, point.unsqueeze(0)))
-        sizes, axes = torch.linalg.eigh(curvature)
-        floor = (1e-6 * sizes.abs().amax()).clamp(min=torch.finfo(sizes.dtype).tiny)
-        step = axes @ ((axes.mT @ gradient) / sizes.abs().maximum(floor))
+    step_size = math.inf
+    for _ in range(max_iter):
+        value, gradient, curvature = _derivatives_at(loss, point)
+        step = _newton_direction(gradient, curvature)
         length = 1.0
         while not loss(point - length * step) <= value and length > 1e-8:
             length /= 2
-        point, size = point - length * step, float(step.abs().amax())
-        if size < 1e-10:
+        point = point - length * step
+        step_size = float(step.abs().amax())
+        if step_size < AT_REST:
             break
-    curvature = derivatives(loss, point.unsqueeze(0))[2][0]
-    return point, size <= tolerance and bool(torch.linalg.eigvalsh(curvature)[0] > 0)
+    _, _, curvature = _derivatives_at(loss, point)
+    is_strict = bool(torch.linalg.eigvalsh(curvature)[0] > 0)
+    return point, is_strict and step_size <= tolerance
+
+
+def _newton_direction(gradient: Tensor, curvature: Tensor) -> Tensor:
+    """The gradient divided by the absolute values of the Hessian's eigenvalues."""
+    eigenvalues, axes = torch.linalg.eigh(curvature)
+    largest = eigenvalues.abs().amax()
+    floor = (1e-6 * largest).clamp(min=torch.finfo(eigenvalues.dtype).tiny)
+    return axes @ ((axes.mT @ gradient) / eigenvalues.abs().maximum(floor))
+
+
+def _derivatives_at(loss: Loss, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ℓ, ∇ℓ and ∇²ℓ at one point."""
+    values, gradients, hessians = derivatives(loss, point.unsqueeze(0))
+    return values[0], gradients[0], hessians[0]
 
 
 def _checked(starts: Tensor) -> Tensor:
     """The starts ``[K, P]`` without their history, or what is wrong with them."""
     finite("starts", starts)
     if starts.ndim != 2 or not starts.numel():
-        raise InputError(f"starts must be a matrix, a row each, got {tuple(starts.shape)}")
+        raise InputError(f"starts must be a matrix of rows, got {tuple(starts.shape)}")
     return starts.detach()

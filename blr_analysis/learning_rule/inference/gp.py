@@ -10,7 +10,8 @@ f_i, and q(f) = N(f | 0, K) Π_i exp(a_i f_i − ½ b_i f_i²) up to a constant.
 
 With inducing inputs z the process is known at these alone: f = Φ v + e, Φ from k(z, z), and e what
 they leave unexplained, whose variance enters E_q[log p(y_i|f_i)] (Titsias, 2009; Hensman et al.,
-2015). The rule is the same; it costs N M² for N examples and M inducing inputs.
+2015). The rule is the same; a step costs N M² for N examples and M inducing inputs, and B M² on a
+minibatch of B (Hensman et al., 2013).
 """
 
 from __future__ import annotations
@@ -26,20 +27,17 @@ from blr_analysis.checks import instance
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import columns, real
-from blr_analysis.learning_rule.inference.cvi import (
+from blr_analysis.learning_rule.inference.cvi import LatentFitted, LatentModel
+from blr_analysis.learning_rule.inference.fitted import answer
+from blr_analysis.learning_rule.inference.latent_problem import Features, Problem
+from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     AnyLikelihood,
-    Features,
-    LatentFitted,
-    LatentModel,
-    Problem,
     scalar_likelihood,
 )
-from blr_analysis.learning_rule.inference.fitted import answer
 
 CHUNK = 256
-
-# (x [N, D], z [M, D]) → the covariances of f(x) and f(z), [N, M].
 Kernel = Callable[[Tensor, Tensor], Tensor]
+"""(x ``[N, D]``, z ``[M, D]``) → the covariances of f(x) and f(z) ``[N, M]``."""
 
 
 def rbf(
@@ -56,16 +54,17 @@ def rbf(
     >>> rbf(torch.zeros(1, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     tensor([[1.0000, 0.3679]])
     """
-    squares = (x / lengthscale).unsqueeze(-2) - (z / lengthscale).unsqueeze(-3)
-    return variance * torch.exp(-0.5 * squares.square().sum(-1))
+    offsets = (x / lengthscale).unsqueeze(-2) - (z / lengthscale).unsqueeze(-3)
+    return variance * torch.exp(-0.5 * offsets.square().sum(-1))
 
 
 def covariances(kernel: Kernel, x: Tensor, z: Tensor) -> Tensor:
     """k(x, z), or what is wrong with it."""
-    wanted = "the kernel must give a finite matrix [N, M] from x [N, D] and z [M, D]"
-    matrix = answer(wanted, torch.Size([len(x), len(z)]), kernel, x, z).to(x)
+    contract = "the kernel must give a finite matrix [N, M] from x [N, D] and z [M, D]"
+    shape = torch.Size([len(x), len(z)])
+    matrix = answer(contract, shape, kernel, x, z).to(x)
     if not bool(torch.isfinite(matrix).all()):
-        raise InputError(f"{wanted}; it gave NaN or infinite entries")
+        raise InputError(f"{contract}; it gave NaN or infinite entries")
     return matrix
 
 
@@ -91,6 +90,21 @@ class GaussianProcess(LatentModel):
         >>> fitted = GaussianProcess(partial(rbf, variance=4.0), "probit").fit((x, y))
         >>> fitted.predict(x)
         tensor([0.2864, 0.7603, 0.8560], dtype=torch.float64)
+
+        A sparse process over minibatches, ρ_t falling:
+
+        >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).unsqueeze(1)
+        >>> sparse = GaussianProcess(inducing=x[::20])
+        >>> fitted = sparse.fit(
+        ...     (x, (x[:, 0] > 0).double()),
+        ...     rho=lambda t: (t + 10) ** -0.7,
+        ...     batch=50,
+        ...     generator=torch.Generator().manual_seed(0),
+        ...     max_iter=200,
+        ...     progress=False,
+        ... )
+        >>> fitted.predict(torch.tensor([[-2.0], [2.0]], dtype=torch.float64)).round(decimals=1)
+        tensor([0., 1.], dtype=torch.float64)
     """
 
     kernel: Kernel = rbf
@@ -105,12 +119,16 @@ class GaussianProcess(LatentModel):
             instance("inducing", self.inducing, Tensor, "a matrix [M, D] or None")
 
     def problem(self, data: Any) -> Problem[FullGaussian]:
-        given = data[0] if isinstance(data, tuple | list) and data else None
-        like = torch.zeros((), dtype=torch.float64, device=getattr(given, "device", None))
-        x = real("x", given, like, 2)
-        at = x if self.inducing is None else columns(self.inducing, x, x.shape[-1])
-        features = whitened(self.kernel, at)
-        size = features(x[:1])[0].shape[-1]
+        inputs = data[0] if isinstance(data, tuple | list) and data else None
+        like = torch.zeros((), dtype=torch.float64, device=getattr(inputs, "device", None))
+        x = real("x", inputs, like, 2)
+        if self.inducing is None:
+            centres = x
+        else:
+            centres = columns(self.inducing, x, x.shape[-1])
+        features = whitened(self.kernel, centres)
+        first_row, _ = features(x[:1])
+        size = first_row.shape[-1]
         prior = FullGaussian(x.new_zeros(size), torch.eye(size).to(x))
         return Problem(prior, scalar_likelihood(self.likelihood), features)
 
@@ -126,18 +144,21 @@ def whitened(kernel: Kernel, x: Tensor) -> Features:
     """
     matrix = covariances(kernel, x, x)
     values, vectors = torch.linalg.eigh(matrix)
-    noise = len(x) * torch.finfo(x.dtype).eps * values.abs().max()
-    uneven = (matrix - matrix.mT).abs().max()
-    if values[-1] <= 0 or bool(values[0] < -noise) or bool(uneven > noise):
+    rounding = len(x) * torch.finfo(x.dtype).eps * values.abs().max()
+    asymmetry = (matrix - matrix.mT).abs().max()
+    is_semi_definite = bool(values[-1] > 0) and bool(values[0] >= -rounding)
+    if bool(asymmetry > rounding) or not is_semi_definite:
         raise InputError("the kernel's matrix is not symmetric and positive semi-definite")
-    kept = values > noise
-    root = vectors[:, kept] / values[kept].sqrt()
+    varies = values > rounding
+    root = vectors[:, varies] / values[varies].sqrt()
 
     def features(z: Tensor) -> tuple[Tensor, Tensor]:
         z = columns(z, x, x.shape[-1])
-        rows = covariances(kernel, z, x) @ root
-        whole = torch.cat([covariances(kernel, p, p).diagonal() for p in z.split(CHUNK)])
-        return rows, (whole - rows.square().sum(-1)).clamp(min=0)
+        design = covariances(kernel, z, x) @ root
+        parts = z.split(CHUNK)
+        variance = torch.cat([covariances(kernel, part, part).diagonal() for part in parts])
+        unexplained = variance - design.square().sum(-1)
+        return design, unexplained.clamp(min=0)
 
     return features
 
@@ -150,5 +171,6 @@ def function_values(fitted: LatentFitted) -> tuple[Tensor, Tensor]:
     >>> mean.shape, covariance.shape
     (torch.Size([1]), torch.Size([1, 1]))
     """
-    design, q = fitted.model.design, fitted.q
-    return design @ q.mean, design @ q.covariance @ design.mT
+    design = fitted.model.design
+    mean = design @ fitted.q.mean
+    return mean, design @ fitted.q.covariance @ design.mT

@@ -251,9 +251,9 @@ class FittedStates(Fitted[FullGaussian]):
         cavities = self.q.with_natural(subtract(self.q.natural, self.sites))  # type: ignore[arg-type]
         return self.model.log_predictive(cavities, self.data)
 
-    def _changed(self, gone: Tensor, add: Any) -> Tensor:
+    def _changed(self, removed: Tensor, add: Any) -> Tensor:
         data = self.data.clone()
-        data[gone] = math.nan
+        data[removed] = math.nan
         return data if add is None else joined(data, self.model.check(add))
 
 

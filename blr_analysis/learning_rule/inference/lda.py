@@ -49,6 +49,8 @@ from blr_analysis.learning_rule.inference.fitted import (
 )
 from blr_analysis.views import Tabular
 
+BLOCK = 64  # documents
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -129,9 +131,12 @@ class LDA(Model):
     def __post_init__(self) -> None:
         at_least(2, "n_topics", self.n_topics)  # one topic is a word count
         positive_int("max_local_iter", self.max_local_iter)
-        for name in ("doc_topic_prior", "topic_word_prior", "learning_offset", "local_tol"):
-            if getattr(self, name) is not None:
-                positive_number(name, getattr(self, name))
+        positive_number("learning_offset", self.learning_offset)
+        positive_number("local_tol", self.local_tol)
+        if self.doc_topic_prior is not None:
+            positive_number("doc_topic_prior", self.doc_topic_prior)
+        if self.topic_word_prior is not None:
+            positive_number("topic_word_prior", self.topic_word_prior)
         share("learning_decay", self.learning_decay)
 
     def prior(self, n_words: int) -> Dirichlet:
@@ -190,23 +195,26 @@ class LDA(Model):
         if start is None:
             start = _random_topics(prior, generator)
         q = self._alike("start", start, prior)
-        n = data.shape[0]
-        size = n if batch_size is None else positive_int("batch_size", batch_size)
-        steps = 0
+        if batch_size is not None:
+            positive_int("batch_size", batch_size)
+        n_documents = data.shape[0]
+        n_words = float(data.sum())
+        steps_made = 0
 
         def one_pass(t: int) -> float:
-            nonlocal q, steps
-            order = torch.randperm(n, generator=generator)
+            nonlocal q, steps_made
+            order = torch.randperm(n_documents, generator=generator)
             bound = 0.0
             scored_by = q
-            for batch in order.split(size):
-                steps += 1
-                rho = 1.0 if batch_size is None else self.rho(steps)
+            for batch in order.split(batch_size or n_documents):
+                steps_made += 1
+                rho = 1.0 if batch_size is None else self.rho(steps_made)
                 scored_by = q
-                site, batch_bound = self._told(q, rows(data, batch))
-                bound += batch_bound
-                q = toward(q, prior, {"log": n / len(batch) * site}, rho)
-            return (bound - float(scored_by.kl(prior).sum())) / float(data.sum())
+                site, bound_of_batch = self._summed(q, rows(data, batch))
+                bound += bound_of_batch
+                q = toward(q, prior, {"log": n_documents / len(batch) * site}, rho)
+            divergence = float(scored_by.kl(prior).sum())
+            return (bound - divergence) / n_words
 
         noisy = batch_size is not None or tol == 0
         run = until_flat(one_pass, "ELBO", max_iter=passes, tol=tol, noisy=noisy, progress=progress)
@@ -218,15 +226,11 @@ class LDA(Model):
             data = data.detach().cpu().to_dense().numpy()
         with told_as(DataError, "counts must be a real matrix [N, V], as CountVectorizer's"):
             counts: Any = csr_array(data, dtype=np.float64, copy=True)
-        if counts.ndim != 2 or not counts.shape[0] or counts.shape[1] < 2:
+        if counts.ndim != 2 or counts.shape[0] == 0 or counts.shape[1] < 2:
             raise DataError(f"counts need a document and two words or more, got {counts.shape}")
         counts.sum_duplicates()
         counts.eliminate_zeros()
-        wrong = ~(np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0))
-        if wrong.any():
-            document = counts.tocoo().coords[0][wrong][0]
-            count = counts.data[wrong][0]
-            raise DataError(f"a count of document {document} is no whole number from 0 up: {count}")
+        _refuse_numbers_that_are_no_counts(counts)
         empty = np.flatnonzero(np.diff(counts.indptr) == 0)
         if len(empty):
             raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
@@ -252,13 +256,16 @@ class LDA(Model):
         if n_documents is not None:
             ratio = positive_int("n_documents", n_documents) / data.shape[0]
         q = self._alike("q", q, prior)
-        site, _ = self._told(q, data)
+        site, _ = self._summed(q, data)
         return toward(q, prior, {"log": ratio * site}, rho)
 
     def sites(self, q: Dirichlet, data: Any) -> Natural:
         """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
-        documents = (data[i : i + 1] for i in range(data.shape[0]))
-        return {"log": torch.stack([self._told(q, document)[0] for document in documents])}
+        sites = []
+        for i in range(data.shape[0]):
+            site, _ = self._summed(q, data[i : i + 1])
+            sites.append(site)
+        return {"log": torch.stack(sites)}
 
     def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
         """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
@@ -270,26 +277,26 @@ class LDA(Model):
 
         λ_kw − n_dw φ_dwk stays at or above the prior's η, to which the other documents only add.
         """
-        least = self.prior(2).concentration[0, 0]
-        values = q.concentration.new_zeros(data.shape[0])
-        for at, words, documents in _blocks(q, data):
+        smallest = self.prior(2).concentration[0, 0]
+        bounds = q.concentration.new_zeros(data.shape[0])
+        for places, words, documents in _blocks(q, data):
             of_words = q.concentration.mT[words]  # λ_kw, [D, L, K]
             totals = q.concentration.sum(1)
             gamma = self._settled(documents)
             if without:
-                removed = of_words - documents.sites(gamma)
-                left = torch.maximum(removed, of_words.clamp(max=least))
-                totals = totals - (of_words - left).sum(1)
-                of_words = left
-                logs = left.digamma() - totals.digamma().unsqueeze(1)
+                reduced = of_words - documents.sites(gamma)
+                reduced = torch.maximum(reduced, of_words.clamp(max=smallest))
+                totals = totals - (of_words - reduced).sum(1)
+                of_words = reduced
+                logs = of_words.digamma() - totals.digamma().unsqueeze(1)
                 documents = Documents.of(documents.counts, logs)
                 gamma = self._settled(documents)
             sites = documents.sites(gamma)
             gain = _gain(of_words, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
-            values[at] = documents.bound(gamma, self.document_prior()) + gain
-        return values
+            bounds[places] = documents.bound(gamma, self.document_prior()) + gain
+        return bounds
 
-    def _told(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
+    def _summed(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
         """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds."""
         site = torch.zeros_like(q.concentration.mT)
         bound = 0.0
@@ -302,19 +309,19 @@ class LDA(Model):
     def _settled(self, documents: Documents) -> Tensor:
         """γ ``[D, K]`` at its fixed point, from ones; each document stops by itself."""
         alpha = self.document_prior().concentration
-        at = torch.arange(len(documents.counts))  # the documents that still move
-        gamma = alpha.new_ones(len(at), self.n_topics)
+        moving = torch.arange(len(documents.counts))
+        gamma = alpha.new_ones(len(moving), self.n_topics)
         for _ in range(self.max_local_iter):
-            before = gamma[at]
+            before = gamma[moving]
             theta = before.digamma().exp_()
-            shares = (documents.counts / documents.norm(theta)).unsqueeze(1)
-            gamma[at] = alpha + theta * torch.bmm(shares, documents.table).squeeze(1)
-            moves = (gamma[at] - before).abs().mean(1) >= self.local_tol
-            if not bool(moves.any()):
+            weights = (documents.counts / documents.norm(theta)).unsqueeze(1)
+            gamma[moving] = alpha + theta * torch.bmm(weights, documents.table).squeeze(1)
+            still_moves = (gamma[moving] - before).abs().mean(1) >= self.local_tol
+            if not bool(still_moves.any()):
                 break
-            if not bool(moves.all()):
-                at = at[moves]
-                documents = documents.only(moves)
+            if not bool(still_moves.all()):
+                moving = moving[still_moves]
+                documents = documents.only(still_moves)
         return gamma
 
     def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
@@ -326,6 +333,17 @@ class LDA(Model):
         return Dirichlet(q.concentration.double())
 
 
+def _refuse_numbers_that_are_no_counts(counts: Any) -> None:
+    """Raise :class:`DataError` for the first entry that is no whole number."""
+    with np.errstate(invalid="ignore"):
+        is_count = np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0)
+    if is_count.all():
+        return
+    document = counts.tocoo().coords[0][~is_count][0]
+    number = counts.data[~is_count][0]
+    raise DataError(f"a count of document {document} is no whole number from 0 up: {number}")
+
+
 def _random_topics(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
     """Every λ_kw from Gamma(100, 1/100), as scikit-learn and Hoffman draw them."""
     hundreds = torch.full_like(prior.concentration, 100.0)
@@ -333,8 +351,8 @@ def _random_topics(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
 
 
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
-    """64 documents of similar length at a time: their places ``[D]``, their words ``[D, L]``, and
-    the documents."""
+    """Documents of similar length together: their places ``[D]``, their words ``[D, L]``, and the
+    documents."""
     if data.shape[1] != q.concentration.shape[-1]:
         raise DataError(
             f"counts have {data.shape[1]} words, the topics a vocabulary of "
@@ -343,13 +361,15 @@ def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents
     logs = q.expectation["log"].mT.contiguous()
     lengths = np.diff(data.indptr)
     by_length = np.argsort(lengths, kind="stable")
-    for at in np.array_split(by_length, -(-len(lengths) // 64)):
-        position = np.arange(lengths[at[-1]])
-        is_word = position < lengths[at][:, None]
-        entry = np.where(is_word, data.indptr[at][:, None] + position, 0)
+    n_blocks = math.ceil(len(lengths) / BLOCK)
+    for places in np.array_split(by_length, n_blocks):
+        longest = lengths[places[-1]]
+        position = np.arange(longest)
+        is_word = position < lengths[places][:, None]
+        entry = np.where(is_word, data.indptr[places][:, None] + position, 0)
         words = torch.from_numpy(data.indices[entry]).long()
         counts = torch.from_numpy(np.where(is_word, data.data[entry], 0.0))
-        yield torch.from_numpy(at), words, Documents.of(counts, logs[words])
+        yield torch.from_numpy(places), words, Documents.of(counts, logs[words])
 
 
 def _gain(x: Tensor, n: Tensor) -> Tensor:
@@ -374,8 +394,8 @@ class FittedTopics(Fitted[Dirichlet]):
         """
         data = self.model.check(counts)
         gamma = self.q.concentration.new_ones(data.shape[0], self.model.n_topics)
-        for at, _, documents in _blocks(self.q, data):
-            gamma[at] = self.model._settled(documents)
+        for places, _, documents in _blocks(self.q, data):
+            gamma[places] = self.model._settled(documents)
         return Dirichlet(gamma).mean
 
     def perplexity(self, counts: Any) -> float:
@@ -389,7 +409,7 @@ class FittedTopics(Fitted[Dirichlet]):
             DataError: as :meth:`transform`.
         """
         data = self.model.check(counts)
-        _, bound = self.model._told(self.q, data)
+        _, bound = self.model._summed(self.q, data)
         divergence = float(self.q.kl(self.prior).sum())  # type: ignore[arg-type]
         return math.exp((divergence - bound) / data.sum())
 
@@ -407,9 +427,12 @@ class FittedTopics(Fitted[Dirichlet]):
         n_words = self.q.concentration.shape[-1]
         if len(names) != n_words:
             raise InputError(f"vocabulary must be {n_words} words, got {len(names)}")
-        best = self.q.mean.topk(min(positive_int("top", top), n_words), -1)
-        words = [tuple(names[i] for i in row) for row in best.indices.tolist()]
-        return TopicWords(words, [tuple(row) for row in best.values.tolist()])
+        n_top = min(positive_int("top", top), n_words)
+        probabilities, words = self.q.mean.topk(n_top, -1)
+        return TopicWords(
+            words=[tuple(names[i] for i in topic) for topic in words.tolist()],
+            probabilities=[tuple(topic) for topic in probabilities.tolist()],
+        )
 
     def left_out(self) -> Tensor:
         """A lower bound on log p(w_d | λ − λ̃_d) of every document, in nats ``[N]``.
@@ -420,8 +443,9 @@ class FittedTopics(Fitted[Dirichlet]):
         """
         return self.model.foretold(self.q, self.data, without=True)
 
-    def _told(self, chosen: Tensor) -> Natural:
-        return {"log": self.model._told(self.q, rows(self.data, chosen))[0]}
+    def _total(self, chosen: Tensor) -> Natural:
+        site, _ = self.model._summed(self.q, rows(self.data, chosen))
+        return {"log": site}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 from torch.utils._pytree import tree_leaves
 
-from blr_analysis.checks import at_least, instance, positive_number, share
+from blr_analysis.checks import at_least, instance, positive_number
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
 from blr_analysis.learning_rule.families.dirichlet import Dirichlet
@@ -57,6 +57,7 @@ from blr_analysis.learning_rule.inference.fitted import (
     count,
     minibatch,
     moved,
+    rate_at,
     rows,
     until_flat,
 )
@@ -107,31 +108,31 @@ class Messages(Model):
             InputError: settings out of range, or an A_i that is not finite.
         """
         data = self.check(data)
-        n = count(data)
+        n_data = count(data)
         q = start or self.nodes
         after = q
 
         def step(t: int) -> float:
             nonlocal q, after
             q = after
-            chosen = minibatch(n, batch, generator)
-            factor = n / len(chosen)
-            size = share("rho", rho(t + 1) if callable(rho) else rho)
+            chosen = minibatch(n_data, batch, generator)
+            factor = n_data / len(chosen)
             messages, local = self._messages(q, rows(data, chosen))
-            scaled = {g: scale(message, factor) for g, message in messages.items()}
-            after = self._toward(q, scaled, size)
-            divergence = sum(float(q[g].kl(prior).sum()) for g, prior in self.nodes.items())
-            return factor * float(local) - divergence
+            scaled = {name: scale(message, factor) for name, message in messages.items()}
+            after = self._toward(q, scaled, rate_at(rho, t + 1))
+            return factor * float(local) - self._divergence(q)
 
-        run = until_flat(step, "ELBO", n, noisy=batch is not None, **stopping)
-        q = q if run["converged"] else after
-        return self.kind(q=q, **run, prior=self.nodes, model=self, data=data)
+        run = until_flat(step, "ELBO", n_data, noisy=batch is not None, **stopping)
+        last = q if run["converged"] else after
+        return self.kind(q=last, **run, prior=self.nodes, model=self, data=data)
 
     def sites(self, q: Nodes, data: Any) -> Sites:
-        return self._each(q, data)[0]
+        sites, _ = self._of_examples(q, data)
+        return sites
 
     def step(self, q: Nodes, data: Any) -> Nodes:
-        return self._toward(q, self._messages(q, data)[0], 1.0)
+        messages, _ = self._messages(q, data)
+        return self._toward(q, messages, 1.0)
 
     def log_predictive(self, q: Nodes, data: Any) -> Tensor:
         """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``.
@@ -141,37 +142,52 @@ class Messages(Model):
         θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
         certain.
         """
-        sites, local = self._each(q, data)
+        sites, local = self._of_examples(q, data)
         after = moved(q, sites, 1.0)
-        gains = [node.kl(after[g]).reshape(len(local), -1).sum(1) for g, node in q.items()]
-        return local + sum(gains)
+        for name, node in q.items():
+            gain = node.kl(after[name])
+            local = local + gain.reshape(len(local), -1).sum(1)
+        return local
 
     def _toward(self, q: Nodes, messages: Mapping[str, Natural], rho: float) -> Nodes:
-        return {g: toward(q[g], prior, messages[g], rho) for g, prior in self.nodes.items()}
+        return {
+            name: toward(q[name], prior, messages[name], rho) for name, prior in self.nodes.items()
+        }
+
+    def _divergence(self, q: Nodes) -> float:
+        """Σ_g KL(q_g ‖ p_g), in nats."""
+        return sum(float(q[name].kl(prior).sum()) for name, prior in self.nodes.items())
 
     def _messages(self, q: Nodes, data: Any) -> tuple[dict[str, Natural], Tensor]:
         """Σ_i λ̃_i for each node, and Σ_i A_i."""
-        rule = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
+        contract = "local must be a function (mu, data) -> A_i [M], finite and differentiable in mu"
         shape = torch.Size([count(data)])
-        mu = {g: node.expectation for g, node in q.items()}
 
         def total_of(mu: Mapping[str, Natural]) -> Tensor:
-            return answer(rule, shape, self.local, mu, data).sum()
+            return answer(contract, shape, self.local, mu, data).sum()
 
-        messages, local = grad_and_value(total_of)(mu)
-        depends = any(bool(leaf.any()) for leaf in tree_leaves(messages))
-        if not bool(local.isfinite()) or not depends:
-            raise InputError(rule)
+        messages, local = grad_and_value(total_of)(_expectations(q))
+        depends_on_mu = any(bool(leaf.any()) for leaf in tree_leaves(messages))
+        if not bool(local.isfinite()) or not depends_on_mu:
+            raise InputError(contract)
         return messages, local
 
-    def _each(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
+    def _of_examples(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
         """λ̃_i and A_i of every example, with a leading dimension M."""
-        name, node = next(iter(self.nodes.items()))
-        copies = q[name].log_partition().ndim > node.log_partition().ndim
-        mu = {g: node.expectation for g, node in q.items()}
-        alone = partial(rows, chosen=None)
-        of_example = grad_and_value(lambda m, example: self.local(m, alone(example)).sum())
-        return vmap(of_example, in_dims=(0 if copies else None, 0))(mu, data)
+        name, prior = next(iter(self.nodes.items()))
+        has_copies = q[name].log_partition().ndim > prior.log_partition().ndim
+
+        def local_of(mu: Mapping[str, Natural], example: Any) -> Tensor:
+            alone = rows(example, None)
+            return self.local(mu, alone).sum()
+
+        of_each = vmap(grad_and_value(local_of), in_dims=(0 if has_copies else None, 0))
+        return of_each(_expectations(q), data)
+
+
+def _expectations(q: Nodes) -> dict[str, Natural]:
+    """μ of every node."""
+    return {name: node.expectation for name, node in q.items()}
 
 
 @dataclass(frozen=True)
@@ -191,8 +207,8 @@ class MessagePassing(Messages):
         >>> from blr_analysis.learning_rule.families import Beta
         >>> def local(mu, heads):
         ...     up, down = mu["coin"]["log"], mu["coin"]["log_complement"]
-        ...     each = heads.unsqueeze(1)
-        ...     return (each * up + (10 - each) * down).logsumexp(1)
+        ...     heads = heads.unsqueeze(1)
+        ...     return (heads * up + (10 - heads) * down).logsumexp(1)
         >>> prior = {"coin": Beta(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]))}
         >>> heads = torch.tensor([1.0, 2.0, 9.0, 8.0])
         >>> MessagePassing(prior, local).fit(heads, progress=False)["coin"].mean
@@ -203,8 +219,8 @@ class MessagePassing(Messages):
     local: Local
 
     def __post_init__(self) -> None:
-        named = isinstance(self.prior, Mapping) and len(self.prior) > 0
-        if not named or not all(isinstance(q, ExponentialFamily) for q in self.prior.values()):
+        is_named = isinstance(self.prior, Mapping) and len(self.prior) > 0
+        if not is_named or not all(isinstance(q, ExponentialFamily) for q in self.prior.values()):
             raise InputError("prior must be exponential families by name")
 
     @property
@@ -268,21 +284,21 @@ class HiddenMarkov(Messages):
         data = self.check(data)
         flat = _flat(data)
         values = flat.reshape(len(flat), -1).double()
-        first = first_responsibilities(values, self.n_states, start, settings.get("generator"))
-        emission = bayes(self.nodes["emission"], pooled(first, self.emission.site(flat)))
-        begun = {**self.nodes, "emission": emission}
-        return super().fit(data, start=begun, **settings)  # type: ignore[return-value]
+        generator = settings.get("generator")
+        weights = first_responsibilities(values, self.n_states, start, generator)
+        emission = bayes(self.nodes["emission"], pooled(weights, self.emission.site(flat)))
+        first = {**self.nodes, "emission": emission}
+        return super().fit(data, start=first, **settings)  # type: ignore[return-value]
 
     @cached_property
     def nodes(self) -> Nodes:
-        k = self.n_states
         emission = wide(self.prior)
-        even = next(iter(emission.natural.values())).new_full((k, k), self.concentration)
-        copies = {n: v.expand(k, *v.shape).clone() for n, v in emission.natural.items()}
+        like = next(iter(emission.natural.values()))
+        concentration = like.new_full((self.n_states, self.n_states), self.concentration)
         return {
-            "initial": Dirichlet(even[0]),
-            "transition": Dirichlet(even),
-            "emission": emission.with_natural(copies),
+            "initial": Dirichlet(concentration[0]),
+            "transition": Dirichlet(concentration),
+            "emission": emission.with_natural(_copied(emission.natural, self.n_states)),
         }
 
     def check(self, data: Any) -> Tensor:
@@ -322,9 +338,14 @@ class FittedMarkov(Fitted[Nodes]):
         Raises:
             DataError: observations that the factor does not take.
         """
-        mu = {name: node.expectation for name, node in self.q.items()}
+        mu = _expectations(self.q)
         scores = self.model.scores(mu, self.model.check(data))
         return grad(lambda s: self.model.forward(mu, s).sum())(scores)
+
+
+def _copied(natural: Natural, n: int) -> Natural:
+    """The same λ n times, along a new leading dimension."""
+    return {name: value.expand(n, *value.shape).clone() for name, value in natural.items()}
 
 
 def _flat(data: Tensor) -> Tensor:
@@ -378,14 +399,16 @@ class BayesianGaussianMixture(Messages):
         at_least(2, "n_components", n_components)
         data = check_data(data, n_components)
         size = data.shape[1]
-        kappa = torch.ones(()).to(data)
-        spread = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
-        if int(torch.linalg.cholesky_ex(spread)[1]):
+        covariance = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
+        _, failure = torch.linalg.cholesky_ex(covariance)
+        if int(failure) != 0:
             raise DataError(
                 f"the covariance of {len(data)} examples is singular: drop dependent columns"
             )
-        prior = NormalWishart(data.mean(0), kappa, size * kappa, spread)
-        return cls(Dirichlet(torch.full((n_components,), 1 / n_components).to(data)), prior)
+        kappa = torch.ones(()).to(data)
+        component = NormalWishart(data.mean(0), kappa, size * kappa, covariance)
+        concentration = torch.full((n_components,), 1 / n_components).to(data)
+        return cls(Dirichlet(concentration), component)
 
     def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
         """Pass messages until the lower bound rests; in double precision.
@@ -424,8 +447,7 @@ class BayesianGaussianMixture(Messages):
     def nodes(self) -> Nodes:
         weights = wide(self.weights)
         component = wide(self.component)
-        n_components = len(weights.concentration)
-        copies = {k: v.expand(n_components, *v.shape) for k, v in component.natural.items()}
+        copies = _copied(component.natural, len(weights.concentration))
         return {"weights": weights, "components": component.with_natural(copies)}
 
     def check(self, data: Any) -> Tensor:
@@ -444,7 +466,7 @@ class BayesianGaussianMixture(Messages):
         """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
         components = q["components"]
         weights = q["weights"].expected_point()
-        site = {k: v.unsqueeze(1) for k, v in FACTOR.site(data).items()}
+        site = {name: value.unsqueeze(1) for name, value in FACTOR.site(data).items()}
         after = components.with_natural(add(components.natural, site))
         gain = after.log_partition() - components.log_partition()
         return torch.logsumexp(weights.log() + gain, -1) + FACTOR.constant(data)
@@ -472,8 +494,8 @@ class FittedMeanField(Fitted[Nodes]):
         Raises:
             DataError: data that are misshapen or not finite.
         """
-        mu = {name: node.expectation for name, node in self.q.items()}
-        return self.model.scores(mu, self.model.check(data)).softmax(1)
+        scores = self.model.scores(_expectations(self.q), self.model.check(data))
+        return scores.softmax(1)
 
 
 BayesianGaussianMixture.kind = FittedMeanField

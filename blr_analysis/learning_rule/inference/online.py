@@ -21,11 +21,13 @@ from torch import Tensor
 
 from blr_analysis.checks import at_least, instance, one_of, positive_number, share
 from blr_analysis.errors import DataError
-from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, scale
+from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
 from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, real
 from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, count, rows, stacked
+from blr_analysis.learning_rule.natural_gradient import natural_gradient
+from blr_analysis.learning_rule.rule import blr_step
 
 
 def experts(n_experts: int, rate: float) -> Factor:
@@ -52,7 +54,9 @@ def experts(n_experts: int, rate: float) -> Factor:
 
     def check(losses: Any, prior: CategoricalFamily) -> Tensor:
         losses = real("losses", losses, prior.log_odds, 2)
-        if losses.shape[1] != n_experts or prior.log_odds.shape[-1] != n_experts - 1:
+        has_all_losses = losses.shape[1] == n_experts
+        has_all_odds = prior.log_odds.shape[-1] == n_experts - 1
+        if not (has_all_losses and has_all_odds):
             raise DataError(f"losses and prior must be of {n_experts} experts")
         return losses
 
@@ -112,15 +116,26 @@ class OnlineNewton(Model):
                 lost in rounding.
         """
         data = self.check(data)
-        q, history, told = self.prior, [], []
+        q = self.prior
+        history = []
+        sites = []
         for t in torch.arange(count(data)):
-            gradient, value = torch.func.grad_and_value(self._loss)(q.mean, rows(data, t))
-            outer = self.rate * gradient.outer(gradient)
-            told.append(scale(q.pull_back(gradient.detach(), outer.detach()), -1.0))
-            q = bayes(q, told[-1])
-            history.append(float(value.detach()))
-        known = {"prior": self.prior, "model": self, "data": data}
-        return Fitted(q, history, "loss of the round", messages=stacked(told), **known)
+            gradient, loss = torch.func.grad_and_value(self._loss)(q.mean, rows(data, t))
+            gradient = gradient.detach()
+            curvature = self.rate * gradient.outer(gradient)
+            site = scale(q.pull_back(gradient, curvature), -1.0)
+            q = bayes(q, site)
+            sites.append(site)
+            history.append(float(loss.detach()))
+        return Fitted(
+            q,
+            history,
+            "loss of the round",
+            prior=self.prior,
+            model=self,
+            data=data,
+            messages=stacked(sites),
+        )
 
     def step(self, q: FullGaussian, data: Any) -> FullGaussian:
         """A pass over these examples."""
@@ -128,32 +143,35 @@ class OnlineNewton(Model):
 
     def log_predictive(self, q: FullGaussian, data: Any) -> Tensor:
         """−ℓ at the mean of q."""
-        n = count(data)
-        means = q.mean.expand(n, q.mean.shape[-1])
-        return torch.stack([-self.loss(means[t], rows(data, t)) for t in torch.arange(n)])
+        n_data = count(data)
+        means = q.mean.expand(n_data, q.mean.shape[-1])
+        losses = [self.loss(means[t], rows(data, t)) for t in torch.arange(n_data)]
+        return -torch.stack(losses)
 
     def _loss(self, theta: Tensor, example: Any) -> Tensor:
-        wanted = "loss must be a function (theta, example) -> a number"
-        return answer(wanted, torch.Size([]), self.loss, theta, example)
+        contract = "loss must be a function (theta, example) -> a number"
+        return answer(contract, torch.Size([]), self.loss, theta, example)
 
 
 def likelihood_step(
     q: ExponentialFamily, theta: Any, rho: float, *, along: str = "natural"
 ) -> ExponentialFamily:
-    """One step of maximum likelihood by natural gradients, q being the model of the data.
+    """One step of maximum likelihood, q being the model of the data.
 
+        gradient:     λ ← λ + ρ (T̄ − μ)              (steepest ascent, K&R 18)
         natural:      λ ← λ + ρ F(λ)⁻¹ (T̄ − μ)       (K&R 19; F = ∇²A)
-        expectation:  μ ← μ + ρ (T̄ − μ)              (the same in μ; a mirror descent in λ)
+        mirror:       λ ← argmax ⟨T̄ − μ, λ'⟩ − KL(q ‖ q_λ') / ρ
+        expectation:  μ ← μ + ρ (T̄ − μ)              (where the mirror descent arrives)
 
     T̄ is the mean of T(θ) over the data and T̄ − μ the gradient of the mean log-likelihood with
-    respect to λ. The second is at the maximum with ρ = 1, wherever it starts; the first is Newton's
-    method there.
+    respect to λ. The first two are the rule without its entropy. The mirror descent is at the
+    maximum with ρ = 1, wherever it starts; the natural gradient is Newton's method there.
 
     Args:
         q: p(·; λ) before the step.
         theta: data, as ``q.statistics`` takes them, with a leading dimension.
         rho: ρ in (0, 1].
-        along: the coordinates of the step.
+        along: ``"gradient"``, ``"natural"``, ``"mirror"`` or ``"expectation"``.
 
     Raises:
         InputError: a ρ or coordinates that are none, or a step out of the family.
@@ -167,22 +185,12 @@ def likelihood_step(
         tensor(2.3333)
     """
     share("rho", rho)
-    one_of("along", along, ("natural", "expectation"))
-    mean = {k: t.mean(0) for k, t in q.statistics(theta).items()}
-    gap = {k: mean[k] - mu for k, mu in q.expectation.items()}
-    if along == "expectation":
-        return q.with_expectation({k: mu + rho * gap[k] for k, mu in q.expectation.items()})
-    natural = q.natural
-
-    def flat(statistics: Natural) -> Tensor:
-        return torch.cat([statistics[k].reshape(-1) for k in natural])
-
-    def at(numbers: Tensor) -> ExponentialFamily:
-        pieces = numbers.split([value.numel() for value in natural.values()])
-        parts = zip(natural.items(), pieces, strict=True)
-        return q.with_natural({k: piece.view_as(value) for (k, value), piece in parts})
-
-    start = flat(natural).detach()
-    fisher = torch.autograd.functional.jacobian(lambda x: flat(at(x).expectation), start)
-    step = torch.linalg.lstsq(fisher, flat(gap).unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    return at(start + rho * step)
+    one_of("along", along, ("gradient", "natural", "mirror", "expectation"))
+    statistics = {name: value.mean(0) for name, value in q.statistics(theta).items()}
+    gradient = subtract(statistics, q.expectation)
+    if along in ("mirror", "expectation"):
+        return q.with_expectation(add(q.expectation, scale(gradient, rho)))
+    if along == "natural":
+        gradient = natural_gradient(q, gradient)
+    without_entropy = scale(add(gradient, q.natural), -1.0)
+    return blr_step(q, without_entropy, rho)

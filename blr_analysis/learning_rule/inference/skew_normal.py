@@ -40,11 +40,13 @@ from blr_analysis.learning_rule.inference.fitted import (
     rows,
     until_flat,
 )
+from blr_analysis.learning_rule.rule import blr_step
 
 LogLikelihood = Callable[[Any, Tensor], Tensor]
 """(data of M examples, θ ``[G]``) → log p(y_i|θ) ``[M, G]``."""
 HALF_NORMAL = math.sqrt(2 / math.pi)  # E|w|
-GRID, REACH = 2001, 14.0  # points, and standard deviations on either side of the mean
+GRID_POINTS = 2001
+GRID_REACH = 14.0  # standard deviations on either side of the mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,9 @@ class SkewNormal:
     precision: Tensor
 
     def __post_init__(self) -> None:
-        numbers = (self.location, self.lean, self.precision)
-        fine = all(n.ndim == 0 and bool(torch.isfinite(n)) for n in numbers)
-        if not fine or not bool(self.precision > 0):
+        parameters = (self.location, self.lean, self.precision)
+        are_numbers = all(p.ndim == 0 and bool(torch.isfinite(p)) for p in parameters)
+        if not are_numbers or not bool(self.precision > 0):
             raise InputError("no skew normal of positive precision: fit again, or lower rho")
 
     @property
@@ -84,23 +86,26 @@ class SkewNormal:
     @property
     def expectation(self) -> Natural:
         """μ = E[(θ, ``|w|`` θ, θ²)]."""
-        m, a, c = self.location, self.lean, HALF_NORMAL
-        square = m.square() + 2 * c * m * a + a.square() + 1 / self.precision
-        return {"linear": m + c * a, "lean": c * m + a, "square": square}
+        return {
+            "linear": self.location + HALF_NORMAL * self.lean,
+            "lean": HALF_NORMAL * self.location + self.lean,
+            "square": _square_of_mean(self.location, self.lean) + 1 / self.precision,
+        }
 
     @classmethod
     def with_natural(cls, natural: Natural) -> SkewNormal:
         """The member with these λ: the inverse of :attr:`natural`."""
-        s = -2 * natural["square"]
-        return cls(natural["linear"] / s, natural["lean"] / s, s)
+        precision = -2 * natural["square"]
+        return cls(natural["linear"] / precision, natural["lean"] / precision, precision)
 
     @classmethod
     def from_expectation(cls, expectation: Natural) -> SkewNormal:
         """The inverse of :attr:`expectation`."""
-        c, linear, lean = HALF_NORMAL, expectation["linear"], expectation["lean"]
-        m, a = (linear - c * lean) / (1 - c * c), (lean - c * linear) / (1 - c * c)
-        spread = expectation["square"] - m.square() - 2 * c * m * a - a.square()
-        return cls(m, a, 1 / spread)
+        determinant = 1 - HALF_NORMAL**2
+        location = (expectation["linear"] - HALF_NORMAL * expectation["lean"]) / determinant
+        lean = (expectation["lean"] - HALF_NORMAL * expectation["linear"]) / determinant
+        variance = expectation["square"] - _square_of_mean(location, lean)
+        return cls(location, lean, 1 / variance)
 
     @property
     def mean(self) -> Tensor:
@@ -121,9 +126,10 @@ class SkewNormal:
 
     def grid(self) -> tuple[Tensor, Tensor]:
         """Places of the sums over θ, and the logarithm of their spacing."""
-        reach = REACH * self.variance.detach().sqrt()
-        steps = torch.linspace(-1, 1, GRID, dtype=reach.dtype, device=reach.device)
-        return self.mean.detach() + reach * steps, (reach * 2 / (GRID - 1)).log()
+        reach = GRID_REACH * self.variance.detach().sqrt()
+        steps = torch.linspace(-1, 1, GRID_POINTS, dtype=reach.dtype, device=reach.device)
+        spacing = reach * 2 / (GRID_POINTS - 1)
+        return self.mean.detach() + reach * steps, spacing.log()
 
     def elbo(self, log_joint: Callable[[Tensor], Tensor]) -> Tensor:
         """E_q[log p(y, θ) − log q(θ)] on the grid, in nats; differentiable in the parameters."""
@@ -132,52 +138,72 @@ class SkewNormal:
         return ((logs + spacing).exp() * (log_joint(grid) - logs)).sum()
 
 
+def _square_of_mean(location: Tensor, lean: Tensor) -> Tensor:
+    """E[(m + ``|w|`` a)²]."""
+    return location.square() + 2 * HALF_NORMAL * location * lean + lean.square()
+
+
 def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) -> SkewNormal:
-    """λ ← λ + ρ ∇_μ E_q[log p(y, θ) − log q(θ)] (Lin et al., 2019)."""
-    expectation = {k: v.detach().requires_grad_() for k, v in q.expectation.items()}
+    """λ ← λ + ρ ∇_μ E_q[log p(y, θ) − log q(θ)] (Lin et al., 2019).
+
+    The entropy is that of the mixture, in the gradient; so the −λ of the rule's own is taken back.
+    """
+    expectation = {name: mu.detach().requires_grad_() for name, mu in q.expectation.items()}
     with torch.enable_grad():
         elbo = SkewNormal.from_expectation(expectation).elbo(log_joint)
         slopes = torch.autograd.grad(elbo, list(expectation.values()))
     gradient = dict(zip(expectation, slopes, strict=True))
-    return SkewNormal.with_natural(add(q.natural, scale(gradient, rho)))
+    return blr_step(q, scale(add(gradient, q.natural), -1.0), rho)
 
 
 @dataclass(frozen=True)
 class LogJoint(Model):
-    """log p(y, θ) of named examples and all the rest, and the rate of the rule's steps."""
+    """log p(y, θ): the examples that are named, and everything else.
+
+    Attributes:
+        rest: θ ``[G]`` → log p of everything else ``[G]``.
+        log_likelihood: of the named examples.
+        rho: ρ of the rule's steps.
+    """
 
     rest: Callable[[Tensor], Tensor]
     log_likelihood: LogLikelihood
     rho: float
 
-    def told(self, data: Any, theta: Tensor) -> Tensor:
+    def of_examples(self, data: Any, theta: Tensor) -> Tensor:
         """log p(y_i|θ) ``[M, G]``."""
-        wanted = "log_likelihood must be a function (data, θ [G]) -> log p(y|θ) [M, G]"
+        contract = "log_likelihood must be a function (data, θ [G]) -> log p(y|θ) [M, G]"
         shape = torch.Size([count(data), len(theta)])
-        return answer(wanted, shape, self.log_likelihood, data, theta)
+        return answer(contract, shape, self.log_likelihood, data, theta)
 
     def __call__(self, theta: Tensor, data: Any) -> Tensor:
-        return self.rest(theta) + (0.0 if data is None else self.told(data, theta).sum(0))
+        if data is None:
+            return self.rest(theta)
+        return self.rest(theta) + self.of_examples(data, theta).sum(0)
 
     def sites(self, q: SkewNormal, data: Any) -> Natural:
         """∇_μ E_q[log p(y_i|θ)] on q's grid, ``[M]`` each."""
-        grid, spacing = q.grid()
+        grid, log_spacing = q.grid()
+        names = list(q.expectation)
 
         def weights(*mu: Tensor) -> Tensor:
-            at = SkewNormal.from_expectation(dict(zip(q.expectation, mu, strict=True)))
-            return (at.log_prob(grid) + spacing).exp()
+            member = SkewNormal.from_expectation(dict(zip(names, mu, strict=True)))
+            return (member.log_prob(grid) + log_spacing).exp()
 
-        at = tuple(value.detach() for value in q.expectation.values())
         slopes = torch.autograd.functional.jacobian(
-            weights, at, strategy="forward-mode", vectorize=True
+            weights,
+            tuple(mu.detach() for mu in q.expectation.values()),
+            strategy="forward-mode",
+            vectorize=True,
         )
-        values = self.told(data, grid)
-        return {name: values @ slope for name, slope in zip(q.expectation, slopes, strict=True)}
+        values = self.of_examples(data, grid)
+        return {name: values @ slope for name, slope in zip(names, slopes, strict=True)}
 
     def log_predictive(self, q: SkewNormal, data: Any) -> Tensor:
         """log ∫ p(y_i|θ) q(θ) dθ on the grid."""
-        grid, spacing = q.grid()
-        return (self.told(data, grid) + q.log_prob(grid) + spacing).logsumexp(1)
+        grid, log_spacing = q.grid()
+        log_joint = self.of_examples(data, grid) + q.log_prob(grid)
+        return (log_joint + log_spacing).logsumexp(1)
 
     def step(self, q: SkewNormal, data: Any) -> SkewNormal:
         return skew_step(q, partial(self, data=data), self.rho)
@@ -194,9 +220,11 @@ class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
         Raises:
             InputError: no skew normal is left without some example.
         """
-        ones = torch.arange(max(1, self.n_data)).split(1)
-        each = ((self._less(self._told(i)), rows(self.data, i)) for i in ones)
-        return torch.cat([self.model.log_predictive(*pair) for pair in each])
+        log_probs = []
+        for example in torch.arange(max(1, self.n_data)).split(1):
+            without = self._less(self._total(example))
+            log_probs.append(self.model.log_predictive(without, rows(self.data, example)))
+        return torch.cat(log_probs)
 
 
 def fit_skew_normal(
@@ -249,8 +277,10 @@ def fit_skew_normal(
         raise InputError("start must be a SkewNormal with lean ≠ 0: a Gaussian would stay one")
     if (log_likelihood is None) != (data is None):
         raise InputError("log_likelihood and data go together: give both")
-    model, q = LogJoint(log_joint, log_likelihood, rho), start  # type: ignore[arg-type]
-    data = None if data is None else model.check(data)
+    model = LogJoint(log_joint, log_likelihood, rho)  # type: ignore[arg-type]
+    if data is not None:
+        data = model.check(data)
+    q = start
 
     def step(t: int) -> float:
         nonlocal q
