@@ -561,7 +561,10 @@ def checked(
 def check_rows(outputs: Tensor, size: int) -> None:
     """Raise :class:`ModelError` unless there is one row of outputs per example."""
     if len(outputs) != size:
-        raise ModelError(f"the model returned {len(outputs)} rows of outputs for {size} examples")
+        fault = f"the model returned {len(outputs)} rows of outputs for {size} examples"
+        if len(outputs) == 1:
+            fault += "; texts that are packed into one row are one example: pack them in the data"
+        raise ModelError(fault)
 
 
 def versions(batch: Any) -> list[int]:

@@ -1,8 +1,9 @@
 """Rows of texts as ids, of unequal length, as one batch: what transformers' collators make of them.
 
 A short row's ``input_ids`` are filled up with the model's padding token, its labels with the one
-that is ignored, everything else with 0; ``attention_mask`` says what is no padding. A causal
-language model's labels, where a data set has none, are its ids.
+that is ignored, everything else with 0; ``attention_mask`` says what is no padding. Rows that
+pack several texts, and bring ``position_ids``, have none: transformers tells these texts apart by
+their positions. A causal language model's labels, where a data set has none, are its ids.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from blr_analysis.errors import DataError
 from blr_analysis.likelihoods import CausalLM, Likelihood
 
 IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+POSITIONS = "position_ids"
 IGNORED = -100
 
 
@@ -51,7 +53,8 @@ class Padding:
         if self.predicts_ids and LABELS not in columns and IDS in columns:
             columns[LABELS] = columns[IDS]
         ids = columns.get(IDS)
-        if self.masked and MASK not in columns and ids is not None:
+        is_packed = POSITIONS in columns  # transformers then keeps texts apart, without a mask
+        if self.masked and MASK not in columns and ids is not None and not is_packed:
             columns[MASK] = [torch.ones(len(x), dtype=torch.long) for x in ids]
         return {name: self._column(name, values) for name, values in columns.items()}
 

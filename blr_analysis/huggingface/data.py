@@ -1,5 +1,10 @@
 """Rows of texts and labels: .jsonl, .json, .csv, .tsv, .parquet, .txt, datasets, nothing guessed.
 
+    train.jsonl                        a file
+    train.jsonl:train[:500]            some of its rows, as ``datasets`` writes a split
+    ./saved:train                      a split of ``Dataset.save_to_disk``, or of a folder of files
+    org/dataset:train[:50000]          of the Hub, where that is allowed
+
 Columns that are not named are looked for under the names that datasets commonly give them; where
 several or none are there, the error says which columns the data have.
 """
@@ -8,10 +13,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pandas as pd
 
@@ -31,13 +39,25 @@ TEXT_NAMES = (*((n,) for n in ("text", "sentence", "content", "review", "documen
 LABEL_NAMES = (("label",), ("labels",), ("target",), ("class",))
 
 
-def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
+SPLIT = r"[\w.]+(?:\[[^\]]*\])?"
+ADDRESS = re.compile(rf"(?P<place>.+?):(?P<split>{SPLIT}(?:\+{SPLIT})*)")
+STRETCH = re.compile(r"(?P<name>[\w.]+)\[(?P<first>\d*):(?P<last>\d+)\]")  # counted in rows
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+SAVED = ("dataset_dict.json", "state.json")  # files of Dataset.save_to_disk
+OF_A_FILE = "train"  # the one split of a file, as datasets calls it
+
+
+def read_rows(data: Any, *, online: bool = False) -> tuple[pd.DataFrame, str]:
     """The rows of a file, of a folder that ``datasets`` saved, or of a ``datasets.Dataset``, and
     what to call them. The index says "line" or "row", from 1.
 
     ``.jsonl``: an object per line. ``.json``: a list of them. ``.csv``: a header, commas, double
     quotes around fields. ``.tsv``: a header, tabs, no quotes. ``.txt``: a text per line, without
-    labels; blank lines are passed over. All in UTF-8, and what is read of them is text.
+    labels; blank lines are passed over. All in UTF-8, and what is read of them is text. A split
+    may stand behind a colon; of ``train[a:b]``, counted in rows, no more is read or fetched.
+
+    Args:
+        online: fetch a data set from the Hub, where its name is no file or folder here.
 
     Raises:
         DataError: no rows can be read from it, or several splits at once.
@@ -52,61 +72,107 @@ def read_rows(data: Any) -> tuple[pd.DataFrame, str]:
         {'sentence': ['a, b', 'c'], 'label': ['pos', 'neg']}
     """
     if hasattr(data, "to_pandas"):
-        table, where = data.to_pandas(), "the dataset"
+        place = "the dataset"
+        table = data.to_pandas()
     else:
-        place = Path(path_of(data)).expanduser()
-        where, kind = repr(str(place)), "folder" if place.is_dir() else place.suffix.lower()
-        if kind not in READERS:
-            raise DataError(f"{where} is none of {', '.join(READERS)}: convert it")
-        if not place.exists():
-            raise StorageError(f"there is no file {where}.")
-        with told_as(DataError, f"{where} is no {kind} that can be read", "is it in UTF-8?"):
-            table = READERS[kind](place)
+        place = repr(str(path_of(data)))
+        table = _table_at(*parts_of_address(data), place, online=online)
     if not len(table):
-        raise DataError(f"{where} holds no examples")
-    if table.index.name != "line":
+        raise DataError(f"{place} holds no examples")
+    if table.index.name is None:
         table = table.set_axis(pd.RangeIndex(1, len(table) + 1, name="row"))
-    return table, where
+    return table, place
 
 
-def places_of(table: pd.DataFrame, where: str) -> list[str]:
+def parts_of_address(data: str | os.PathLike[str]) -> tuple[str, str]:
+    """Where data are, and of which split; "" where none is named.
+
+    >>> parts_of_address("org/dataset:train[:50]"), parts_of_address("train.jsonl")
+    (('org/dataset', 'train[:50]'), ('train.jsonl', ''))
+    """
+    text = str(path_of(data))
+    match = ADDRESS.fullmatch(text)
+    if match is None or Path(text).expanduser().exists():
+        return text, ""
+    return match["place"], match["split"]
+
+
+def absolute_address(data: str | os.PathLike[str]) -> str:
+    """The same data, named from the root where they are here."""
+    name, split = parts_of_address(data)
+    place = Path(name).expanduser()
+    if place.exists():
+        name = str(place.absolute())
+    return f"{name}:{split}" if split else name
+
+
+def _table_at(name: str, split: str, described: str, *, online: bool) -> pd.DataFrame:
+    place = Path(name).expanduser()
+    kind = "folder" if place.is_dir() else place.suffix.lower()
+    is_on_the_hub = not place.exists() and kind not in READERS and HUB_NAME.fullmatch(name)
+    if is_on_the_hub and not online:
+        raise StorageError(
+            f"{described} is no file or folder here: fetch it from the Hub with online=True "
+            "(--online)"
+        )
+    if is_on_the_hub:
+        with told_as(DataError, f"the Hub gives no rows of {described}"):
+            return _of_datasets(name, split)
+    if kind not in (*READERS, "folder"):
+        raise DataError(f"{described} is none of {', '.join([*READERS, 'folder'])}: convert it")
+    if not place.exists():
+        raise StorageError(f"there is no file {described}.")
+    with told_as(DataError, f"{described} is no {kind} that can be read", "is it in UTF-8?"):
+        if kind == "folder":
+            return _of_folder(place, split)
+        table = READERS[kind](place)
+        return _of_splits({OF_A_FILE: table}, split) if split else table
+
+
+def places_of(table: pd.DataFrame, place: str) -> list[str]:
     """Where each row stands: its line, as an editor counts them; of other files the row, from 1
     and without a header."""
-    return [f"{table.index.name} {number} of {where}" for number in table.index]
+    return [f"{table.index.name} {number} of {place}" for number in table.index]
 
 
 def text_columns(
-    table: pd.DataFrame, where: str, text: str | Sequence[str] | None
+    table: pd.DataFrame, place: str, text: str | Sequence[str] | None
 ) -> tuple[str, ...]:
     """The column of the texts, or the two of pairs: those named, or those of a usual name."""
-    named = (text,) if isinstance(text, str) else text
-    if named is not None and not 1 <= len(named) <= 2:
-        raise DataError(f"a text has one column, or two for a pair, got {list(named)}")
-    return _chosen(table, where, named, TEXT_NAMES, "text")
+    names = (text,) if isinstance(text, str) else text
+    if names is not None and not 1 <= len(names) <= 2:
+        raise DataError(f"a text has one column, or two for a pair, got {list(names)}")
+    return _chosen(table, place, names, TEXT_NAMES, "text")
 
 
-def label_column(table: pd.DataFrame, where: str, label: str | None) -> str:
+def label_column(table: pd.DataFrame, place: str, label: str | None) -> str:
     """The column of the labels: that named, or that of a usual name."""
-    return _chosen(table, where, None if label is None else [label], LABEL_NAMES, "label")[0]
+    names = None if label is None else [label]
+    return _chosen(table, place, names, LABEL_NAMES, "label")[0]
 
 
 def _chosen(
     table: pd.DataFrame,
-    where: str,
-    named: Sequence[str] | None,
+    place: str,
+    names: Sequence[str] | None,
     usual: Sequence[tuple[str, ...]],
-    what: str,
+    role: str,
 ) -> tuple[str, ...]:
-    tried = usual if named is None else [tuple(named)]
-    fits = [names for names in tried if set(names) <= set(table)]
+    """The columns of a role ("text", "label"): those named, or those of one usual name."""
+    candidates = usual if names is None else [tuple(names)]
+    present = [columns for columns in candidates if set(columns) <= set(table)]
     # A pair that contains a lone name (question + sentence) is what is meant.
-    fits = [names for names in fits if not any(set(names) < set(other) for other in fits)]
-    if len(fits) != 1:
-        unknown = "a usual name" if named is None else f"the name {some(named)}"
-        said = "several columns that could be" if fits else f"no column of {unknown} for"
-        held = some(list(table), 12)
-        raise DataError(f"{where} has {said} the {what}; of {held} name it: {what}= (--{what})")
-    return fits[0]
+    fits = [one for one in present if not any(set(one) < set(pair) for pair in present)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        fault = "several columns that could be"
+    elif names is None:
+        fault = "no column of a usual name for"
+    else:
+        fault = f"no column of the name {some(names)} for"
+    columns = some(list(table), 12)
+    raise DataError(f"{place} has {fault} the {role}; of {columns} name it: {role}= (--{role})")
 
 
 def class_indices(
@@ -115,14 +181,15 @@ def class_indices(
     """Each label as a class of the model: a name that it knows, or a number 0 … classes − 1.
 
     Raises:
-        DataError: a label that is neither; the row and the names that the model knows are said.
+        DataError: a label that is neither, with its row and the names that the model knows.
     """
     indices = [_class_index(label, label2id) for label in labels]
     for label, place, index in zip(labels, places, indices, strict=True):
         if not 0 <= index < classes:
-            known = some(list(label2id))
-            wanted = f"expected 0 … {classes - 1} or one of {known}"
-            raise DataError(f"{place} has the label {label!r}: {wanted}")
+            raise DataError(
+                f"{place} has the label {label!r}: expected 0 … {classes - 1} or one of "
+                f"{some(list(label2id))}"
+            )
     return indices
 
 
@@ -130,20 +197,65 @@ def _class_index(label: Any, label2id: Mapping[str, int]) -> int:
     """The class; −1 for none."""
     if isinstance(label, str):
         text = label.strip()
-        return label2id.get(label, int(text) if text.isascii() and text.isdigit() else -1)
-    number = isinstance(label, int | float) and not isinstance(label, bool)
-    return int(label) if number and float(label).is_integer() else -1
+        is_number = text.isascii() and text.isdigit()
+        return label2id.get(label, int(text) if is_number else -1)
+    is_number = isinstance(label, int | float) and not isinstance(label, bool)
+    return int(label) if is_number and float(label).is_integer() else -1
 
 
-def _saved(place: Path) -> pd.DataFrame:
+# Readers
+
+
+def _of_folder(place: Path, split: str) -> pd.DataFrame:
+    """The rows of ``Dataset.save_to_disk``, or of a folder of files that ``datasets`` reads."""
+    if not any((place / name).is_file() for name in SAVED):
+        return _of_datasets(str(place), split)
     from datasets import load_from_disk
 
     saved: Any = load_from_disk(str(place))
-    if isinstance(saved, dict):
-        raise DataError(
-            f"{str(place)!r} holds several splits: name one, {str(place / next(iter(saved)))!r}"
-        )
-    return saved.to_pandas()
+    if not isinstance(saved, dict):
+        return _of_splits({OF_A_FILE: saved}, split) if split else saved.to_pandas()
+    if not split:
+        _refuse_several(str(place), list(saved))
+    return _of_splits(saved, split)
+
+
+def _of_datasets(name: str, split: str) -> pd.DataFrame:
+    """The rows that ``datasets`` loads; of a stretch ``train[a:b]`` no more than these are read."""
+    from datasets import load_dataset
+
+    stretch = STRETCH.fullmatch(split)
+    if stretch is not None:
+        stream = load_dataset(name, split=stretch["name"], streaming=True)
+        first = int(stretch["first"] or 0)
+        return pd.DataFrame(list(islice(stream, first, int(stretch["last"]))))
+    loaded: Any = load_dataset(name, split=split or None)
+    if isinstance(loaded, dict):
+        if len(loaded) > 1:
+            _refuse_several(name, list(loaded))
+        loaded = next(iter(loaded.values()))
+    return loaded.to_pandas()
+
+
+def _refuse_several(name: str, splits: Sequence[str]) -> NoReturn:
+    raise DataError(f"{name!r} holds several splits: name one, '{name}:{splits[0]}'")
+
+
+def _of_splits(splits: Mapping[str, Any], split: str) -> pd.DataFrame:
+    """The rows that ``train[:100]+test`` and the like name, of tables or data sets by name."""
+    from datasets import ReadInstruction
+
+    lengths = {name: len(rows) for name, rows in splits.items()}
+    stretches = ReadInstruction.from_spec(split).to_absolute(lengths)
+    tables = []
+    for stretch in stretches:
+        rows = splits[stretch.splitname]
+        first = stretch.from_ or 0
+        last = lengths[stretch.splitname] if stretch.to is None else stretch.to
+        is_table = isinstance(rows, pd.DataFrame)
+        part = rows.iloc[first:last] if is_table else rows.select(range(first, last)).to_pandas()
+        tables.append(part)
+    return pd.concat(tables)
 
 
 def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
@@ -161,11 +273,13 @@ def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
 
 def _lines(path: Path, read: Callable[[str], Any]) -> pd.DataFrame:
     """A row of every line that is not blank; the index counts from 1 with those that are."""
-    rows = {}
+    rows: dict[int, dict[str, Any]] = {}
     with open(path, encoding=ENCODING) as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
-                rows |= {number: dict(read(line))} if line.strip() else {}
+                rows[number] = dict(read(line))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"line {number} is no JSON object: {error}") from error
     return pd.DataFrame(list(rows.values()), index=pd.Index(list(rows), name="line"))
@@ -178,5 +292,4 @@ READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".tsv": partial(_separated, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".parquet": lambda path: pd.read_parquet(path).reset_index(drop=True),
     ".txt": partial(_lines, read=lambda line: {"text": line.rstrip("\n")}),
-    "folder": _saved,
 }

@@ -281,7 +281,7 @@ def text_tasks(
     Raises:
         DataError, ModelError, StorageError: as :func:`fisher`.
     """
-    loaded, asked = load_model(model), Asked("emp" if labelled else "mc")
+    loaded, asked = load_model(model, dtype="float32"), Asked("emp" if labelled else "mc")
     return [asked.read(loaded, data)[0].task(loaded) for data in files]
 
 

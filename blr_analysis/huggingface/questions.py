@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import DataError, InputError, told_as
+from blr_analysis.errors import DataError, InputError
+from blr_analysis.huggingface.chats import (
+    IGNORED,
+    Ids,
+    common_start,
+    encoded_chat,
+    ids_of,
+    labelled,
+    turns_of,
+)
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.runs import training_of
@@ -30,10 +39,8 @@ PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "completion", "response", "output")
 SHOWN = 200  # characters of a text that are kept beside its example
 LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
-IGNORED = -100
 BATCH = 8
-KNOWN_BY = 256  # texts whose ids tell tokenizers apart
-Ids = list[int]
+N_RECOGNISED = 256  # texts whose ids tell tokenizers apart
 
 
 @dataclass(frozen=True)
@@ -71,37 +78,40 @@ class Tokens:
         tensor([[-100,    6],
                 [   7, -100]])
         """
-        fills = {"input_ids": self.pad_id, "labels": IGNORED}
-        columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
-        return {
-            name: pad_sequence(
-                column, batch_first=True, padding_value=fills.get(name, 0), padding_side=self.side
-            )
-            if column[0].ndim
-            else torch.stack(column)
-            for name, column in columns.items()
-        }
+        return {name: self._column(name, [row[name] for row in rows]) for name in rows[0]}
 
-    def task(self, loaded: Pretrained, **about: Any) -> Task:
-        """These examples under their model; what else its :class:`~blr_analysis.Task` is told."""
+    def _column(self, name: str, values: Sequence[Any]) -> Tensor:
+        tensors = [torch.tensor(value) for value in values]
+        if not tensors[0].ndim:
+            return torch.stack(tensors)
+        fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(name, 0)
+        return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=self.side)
+
+    def task(self, loaded: Pretrained, **settings: Any) -> Task:
+        """These examples under their model.
+
+        Args:
+            settings: what else :class:`~blr_analysis.Task` takes.
+        """
         padded: Any = replace(self, side=padding_side(loaded, self))
         loader: Any = DataLoader(padded, batch_size=BATCH, collate_fn=padded.collate)
-        about = {"likelihood": loaded.likelihood, "batch_size": BATCH, **about}
-        return Task(loaded.model, loader, **about)
+        settings.setdefault("likelihood", loaded.likelihood)
+        return Task(loaded.model, loader, batch_size=BATCH, **settings)
 
 
 def padding_side(loaded: Pretrained, tokens: Tokens) -> str:
     """Where a short row is filled up: on the right, unless its output changes there and the
     tokenizer says left (XLNet reads a text's last position)."""
     by_length = sorted(tokens.rows, key=lambda row: len(row["input_ids"]))
-    short, long = by_length[0], by_length[-1]
-    lengths_differ = len(short["input_ids"]) < len(long["input_ids"])
-    said = getattr(loaded.tokenizer, "padding_side", "right")
-    if said == "right" or loaded.task == "causal_lm" or not lengths_differ:
-        return "right"  # of causal models, what stands behind a text changes nothing
-    alone = _logits(loaded, tokens, [short])
-    padded = _logits(loaded, tokens, [short, long])
-    return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else said
+    shortest = by_length[0]
+    longest = by_length[-1]
+    lengths_differ = len(shortest["input_ids"]) < len(longest["input_ids"])
+    side = getattr(loaded.tokenizer, "padding_side", "right")
+    if side == "right" or loaded.task == "causal_lm" or not lengths_differ:
+        return "right"  # in causal models nothing behind a text changes its outputs
+    alone = _logits(loaded, tokens, [shortest])
+    padded = _logits(loaded, tokens, [shortest, longest])
+    return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else side
 
 
 def _logits(loaded: Pretrained, tokens: Tokens, rows: Sequence[dict[str, Any]]) -> Tensor:
@@ -118,7 +128,8 @@ def ids_known_by(
     """What tells a tokenizer from another: the sha256 of its first ``size`` tokens (None: of all)
     and of the ids of some texts. Tokens that are added later count for nothing."""
     size = len(tokenizer) if size is None else size
-    ids = tokenizer(list(texts[:KNOWN_BY]), verbose=False)["input_ids"] if texts else []
+    texts = list(texts[:N_RECOGNISED])
+    ids = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
     digest = hashlib.sha256(json.dumps([names, ids]).encode()).hexdigest()
     return {"tokens": size, "sha256": digest}
@@ -130,27 +141,41 @@ def read_length(loaded: Pretrained, max_length: int | None) -> int:
     Raises:
         InputError: more than the model reads.
     """
-    if max_length is not None and positive_int("max_length", max_length) > loaded.longest:
+    if max_length is None:
+        return min(loaded.longest, LONGEST)
+    if positive_int("max_length", max_length) > loaded.longest:
         raise InputError(f"max_length={max_length}, but the model reads {loaded.longest} tokens")
-    return max_length or min(loaded.longest, LONGEST)
+    return max_length
 
 
 def language_task(
-    loaded: Pretrained, data: Any, *, text: str | None = None, max_length: int | None = None
+    loaded: Pretrained,
+    data: Any,
+    *,
+    text: str | None = None,
+    prompt: str | None = None,
+    answer: str | None = None,
+    max_length: int | None = None,
+    online: bool = False,
 ) -> Task:
     """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
 
-    Columns "messages" (conversations) hold lists of {"role": …, "content": …}; "prompt" (question,
-    instruction) and "answer" (completion, response, output) are texts, or both such lists; an
-    "instruction" is followed by a blank line and its "input", where that is not empty, unless the
-    rows have a "text" of their own, which is read then; otherwise the texts are those of the one
-    column with a usual name. Other columns of words and numbers are the task's metadata.
+    Columns "messages" (conversations) hold lists of {"role": …, "content": …}, or of {"from": …,
+    "value": …}; "prompt" (question, instruction) and "answer" (completion, response, output) are
+    texts, or both such lists; an "instruction" is followed by a blank line and its "input", where
+    that is not empty, unless the rows have a "text" of their own, which is read then; otherwise the
+    texts are those of the one column with a usual name. Rows of "chosen" and "rejected" are
+    preference pairs, see :mod:`~blr_analysis.huggingface.preferences`. Other columns of words and
+    numbers are the task's metadata.
 
     Args:
-        data: a file, a folder of ``Dataset.save_to_disk``, or a ``datasets.Dataset``.
+        data: a file, a folder of ``Dataset.save_to_disk``, a ``datasets.Dataset``, or what else
+            :mod:`~blr_analysis.huggingface.data` reads, such as "org/dataset:train[:500]".
         text: the column of the texts.
+        prompt, answer: the columns of both, under other names.
         max_length: tokens that are kept of longer rows; None: all, and a row that is longer than
             what the model reads is an error.
+        online: fetch data from the Hub, where their name is no file or folder here.
 
     Raises:
         InputError: the model is no language model; a ``max_length`` that it cannot read.
@@ -159,22 +184,50 @@ def language_task(
             the chat template does not take.
         StorageError: the file is not there.
     """
+    from blr_analysis.huggingface.preferences import PAIR, preference_task
+
     if loaded.task != "causal_lm":
         raise InputError(f"{str(loaded.folder)!r} is no causal language model: give its Task")
     if max_length is not None:
         read_length(loaded, max_length)
-    table, where = read_rows(data)
-    columns, tokens, words = read_tokens(loaded, table, where, text, max_length)
-    about = {"text": [" ".join(each.split())[:SHOWN] for each in words]}
-    others = {str(n): table[n].tolist() for n in table if n not in {*columns, "text"}}
-    about |= {n: v for n, v in others.items() if all(isinstance(x, str | int | float) for x in v)}
-    return tokens.task(loaded, metadata=about, **training_of(loaded.folder))
+    table, place = read_rows(data, online=online)
+    if (prompt is None) != (answer is None):
+        raise InputError("prompt= and answer= (--prompt, --answer) go together")
+    if text is None and prompt is None and set(PAIR) <= set(table):
+        return preference_task(loaded, table, place, max_length=max_length)
+    names = text
+    if prompt is not None and answer is not None:
+        table = _with_usual_names(table, place, prompt, answer)
+    columns, tokens, words = read_tokens(loaded, table, place, names, max_length)
+    metadata = metadata_of(table, columns, words)
+    return tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
+
+
+def _with_usual_names(table: Any, place: str, prompt: str, answer: str) -> Any:
+    """The table with the columns that somebody named for prompts and answers."""
+    for name in (prompt, answer):
+        if name not in table:
+            raise DataError(f"{place} has no column {name!r}, of {list(table)[:12]}")
+    usual = {*MESSAGES, *PROMPTS, *ANSWERS} - {prompt, answer}
+    others = [name for name in table if name in usual]
+    return table.drop(columns=others).rename(columns={prompt: PROMPTS[0], answer: ANSWERS[0]})
+
+
+def metadata_of(table: Any, columns: Sequence[str], words: Sequence[str]) -> dict[str, list[Any]]:
+    """The texts in short, and the columns of words and numbers that are not read as texts."""
+    metadata = {"text": [" ".join(text.split())[:SHOWN] for text in words]}
+    for name in table:
+        values = table[name].tolist()
+        is_plain = all(isinstance(value, str | int | float) for value in values)
+        if name not in {*columns, "text"} and is_plain:
+            metadata[str(name)] = values
+    return metadata
 
 
 def read_tokens(
     loaded: Pretrained,
     table: Any,
-    where: str,
+    place: str,
     text: str | Sequence[str] | None,
     max_length: int | None,
     labels: Sequence[int] | None = None,
@@ -184,65 +237,87 @@ def read_tokens(
     Args:
         labels: of a classifier, a class per row; None where none are needed.
     """
-    causal = loaded.task == "causal_lm"
-    answered = answer_columns(table) if causal and text is None else ()
-    columns = tuple(answered or text_columns(table, where, text))
-    if causal and not answered and len(columns) > 1:
-        raise DataError(f"a language model reads one text, not {columns}: name it, text= (--text)")
-    held = table[[*columns]].astype(object)
-    each = held.where(held.notna(), None).itertuples(index=False, name=None)
-    rows, shown, cut = [], [], 0
-    for k, (place, values) in enumerate(zip(places_of(table, where), each, strict=True)):
-        if causal:
-            words, row = _sequence(loaded, columns, values, place)
-            _check(loaded, row, max_length, place)
-            kept = {n: ids[:max_length] for n, ids in row.items()}
-        else:  # a text, which may be empty, or a pair
-            texts = [v if isinstance(v, str) else _words(v, "text", place) for v in values]
-            words, row = " ".join(texts), _ids(loaded, *texts)
-            kept = _ids(loaded, *texts, truncation=max_length is not None, max_length=max_length)
-            kept["labels"] = 0 if labels is None else labels[k]
-        cut += len(kept["input_ids"]) < len(row["input_ids"])
-        rows.append(kept)
-        shown.append(words)
-    return columns, Tokens(rows, loaded.pad_id, max_length, cut, loaded.tokenizer), shown
+    is_causal = loaded.task == "causal_lm"
+    columns = answer_columns(table) if is_causal and text is None else ()
+    if not columns:
+        columns = text_columns(table, place, text)
+        if is_causal and len(columns) > 1:
+            raise DataError(
+                f"a language model reads one text, not {columns}: name it, text= (--text)"
+            )
+    cells = table[[*columns]].astype(object)
+    values_of_rows = cells.where(cells.notna(), None).itertuples(index=False, name=None)
+    places = places_of(table, place)
+    rows: list[dict[str, Any]] = []
+    words: list[str] = []
+    n_cut = 0
+    for k, values in enumerate(values_of_rows):
+        if is_causal:
+            words_of_row, row = _sequence(loaded, columns, values, places[k])
+            check_ids(loaded, row, max_length, places[k])
+            shortened = {name: ids[:max_length] for name, ids in row.items()}
+        else:
+            texts = [v if isinstance(v, str) else _words(v, "text", places[k]) for v in values]
+            words_of_row = " ".join(texts)
+            row = ids_of(loaded, *texts)
+            is_cut = max_length is not None
+            shortened = ids_of(loaded, *texts, truncation=is_cut, max_length=max_length)
+            shortened["labels"] = 0 if labels is None else labels[k]
+        n_cut += len(shortened["input_ids"]) < len(row["input_ids"])
+        rows.append(shortened)
+        words.append(words_of_row)
+    return columns, Tokens(rows, loaded.pad_id, max_length, n_cut, loaded.tokenizer), words
 
 
 def answer_columns(table: Any) -> tuple[str, ...]:
-    """Those of messages, or of prompts (and inputs) and answers; none: the rows are texts."""
-    if held := next((name for name in MESSAGES if name in table), None):
-        return (held,)
-    prompt, answer = (next((n for n in usual if n in table), "") for usual in (PROMPTS, ANSWERS))
-    instructed = prompt == "instruction" and "input" in table
-    if not (prompt and answer) or (instructed and "text" in table):
+    """The columns of messages, or of prompts (and inputs) and answers; none: the rows are texts."""
+    for name in MESSAGES:
+        if name in table:
+            return (name,)
+    prompt = next((name for name in PROMPTS if name in table), None)
+    answer = next((name for name in ANSWERS if name in table), None)
+    if prompt is None or answer is None:
         return ()
-    return (prompt, "input", answer) if instructed else (prompt, answer)
+    if prompt == "instruction" and "input" in table:
+        return () if "text" in table else (prompt, "input", answer)
+    return (prompt, answer)
 
 
-Encoded = tuple[str, dict[str, Any]]  # a row's words and ids, of language models with labels
+Encoded = tuple[str, dict[str, Ids]]  # a row's words, and its ids with labels
 
 
 def _sequence(
-    loaded: Pretrained, columns: tuple[str, ...], values: tuple[Any, ...], place: str
+    loaded: Pretrained, columns: Sequence[str], values: Sequence[Any], place: str
 ) -> Encoded:
     """A text, an answer after its prompt, or messages."""
-    listed = all(isinstance(v, Iterable) and not isinstance(v, str) for v in values)
-    if listed or columns[0] in MESSAGES:
-        turns = [_turns(value, columns[0], place) for value in values]
-        first = 0 if len(turns) == 1 else len(turns[0])
-        return _chat(loaded, [turn for some in turns for turn in some], first, place)
-    named = zip(values, columns, strict=True)
-    given = [(v, n) for v, n in named if n != "input" or str(v or "").strip()]
-    *asked, answer = (_words(v, n, place) for v, n in given)
-    prompt = "\n\n".join(asked)
-    row = _ids(loaded, prompt + answer)
-    start = _common(_ids(loaded, prompt)["input_ids"], row["input_ids"])
-    return prompt + answer, _labelled(row, [(start, len(row["input_ids"]))])
+    are_lists = all(isinstance(v, Iterable) and not isinstance(v, str) for v in values)
+    if are_lists or columns[0] in MESSAGES:
+        parts = [turns_of(v, name, place) for v, name in zip(values, columns, strict=True)]
+        first_answer = 0 if len(parts) == 1 else len(parts[0])
+        turns = [turn for part in parts for turn in part]
+        return encoded_turns(loaded, turns, first_answer, place)
+    texts = [
+        _words(value, name, place)
+        for value, name in zip(values, columns, strict=True)
+        if name != "input" or str(value or "").strip()
+    ]
+    prompt = "\n\n".join(texts[:-1])
+    return prompt + texts[-1], encoded_answer(loaded, prompt, texts[-1])
 
 
-def _ids(loaded: Pretrained, *words: str, **how: Any) -> dict[str, Any]:
-    encoded: Any = loaded.tokenizer(*words, verbose=False, **how)
-    return {n: list(encoded[n]) for n in loaded.inputs if n in encoded}
+def encoded_turns(
+    loaded: Pretrained, turns: list[dict[str, Any]], first_answer: int, place: str
+) -> Encoded:
+    """The words and ids of a conversation, whose answers count from that turn on."""
+    words = " ".join(str(turn.get("content") or "") for turn in turns)
+    return words, encoded_chat(loaded, turns, first_answer, place)
+
+
+def encoded_answer(loaded: Pretrained, prompt: str, answer: str) -> dict[str, Ids]:
+    """The ids of both; the labels are those of the answer."""
+    row = ids_of(loaded, prompt + answer)
+    start = common_start(ids_of(loaded, prompt)["input_ids"], row["input_ids"])
+    return labelled(row, [(start, len(row["input_ids"]))])
 
 
 def _words(value: Any, name: str, place: str) -> str:
@@ -251,63 +326,18 @@ def _words(value: Any, name: str, place: str) -> str:
     raise DataError(f"{place} has {value!r} for its {name}: write it as text, or drop it")
 
 
-def _turns(value: Any, name: str, place: str) -> list[dict[str, Any]]:
-    """The messages of a row, as JSON or Parquet give them."""
-    turns = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
-    if not turns or not all(isinstance(t, Mapping) and "role" in t for t in turns):
-        raise DataError(f"{place} has no list of messages, with role and content, in its {name}")
-    return [dict(turn) for turn in turns]
-
-
-def _chat(loaded: Pretrained, turns: list[dict[str, Any]], first: int, place: str) -> Encoded:
-    """Every assistant's turn from ``first`` on counts, from its header to its end."""
-    if not getattr(loaded.tokenizer, "chat_template", None):
-        raise InputError("the tokenizer has no chat template: give prompt and answer, or text")
-
-    def text(upto: int, prompt: bool = False) -> str:
-        with told_as(DataError, f"{place}: the chat template does not take it"):
-            return loaded.tokenizer.apply_chat_template(
-                turns[:upto], add_generation_prompt=prompt, tokenize=False
-            )
-
-    def row(words: str) -> dict[str, Ids]:
-        return _ids(loaded, words, add_special_tokens=False)
-
-    written, spans = text(len(turns)), []
-    whole = row(written)
-    contents = [str(turn.get("content") or "") for turn in turns]
-    for k in range(first, len(turns)):
-        if turns[k]["role"] == "assistant":
-            _words(contents[k], "answer", place)
-            before, after = text(k, prompt=True), text(k + 1)
-            if not written.startswith(after) or not after.startswith(before):
-                raise DataError(f"{place}: the chat template rewrites earlier turns; give the text")
-            ends = (row(part)["input_ids"] for part in (before, after))
-            spans.append(tuple(_common(ids, whole["input_ids"]) for ids in ends))
-    return " ".join(contents), _labelled(whole, spans)
-
-
-def _labelled(row: dict[str, Ids], spans: Iterable[tuple[int, ...]]) -> dict[str, Ids]:
-    """With labels, which are the ids in these spans."""
-    labels = [IGNORED] * len(row["input_ids"])
-    for start, stop in spans:
-        labels[start:stop] = row["input_ids"][start:stop]
-    return {**row, "labels": labels}
-
-
-def _common(one: Ids, two: Ids) -> int:
-    """How many ids at the start are the same."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return next((k for k, (a, b) in pairs if a != b), min(len(one), len(two)))
-
-
-def _check(loaded: Pretrained, row: dict[str, Ids], most: int | None, place: str) -> None:
-    ids, words = row["input_ids"], len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
-    if most is None and len(ids) > loaded.longest:
-        count = f"{len(ids):,} tokens, the model reads {loaded.longest:,}"
-        raise DataError(f"{place} has {count}: cut with max_length (--max-length)")
-    if set(row["labels"][1:most]) <= {IGNORED}:
+def check_ids(loaded: Pretrained, row: dict[str, Ids], max_length: int | None, place: str) -> None:
+    """Raise :class:`DataError` of a row that the model cannot read, or without an answer."""
+    ids = row["input_ids"]
+    if max_length is None and len(ids) > loaded.longest:
+        raise DataError(
+            f"{place} has {len(ids):,} tokens, the model reads {loaded.longest:,}: cut with "
+            "max_length (--max-length)"
+        )
+    if set(row["labels"][1:max_length]) <= {IGNORED}:
         raise DataError(f"{place} leaves nothing to predict; drop or shorten it")
-    if max(ids) >= words:
-        wrong = f"token {max(ids)}, the model {words}"
-        raise DataError(f"{place} has {wrong}: the tokenizer is another's")
+    vocabulary = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
+    if max(ids) >= vocabulary:
+        raise DataError(
+            f"{place} has token {max(ids)}, the model {vocabulary}: the tokenizer is another's"
+        )

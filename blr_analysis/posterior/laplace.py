@@ -88,7 +88,8 @@ def fit_laplace(
             ("diag" and "full", P up to 20,000). Where the Hessian is negative S is raised to δ,
             with a warning; ``record["floored"]`` is the share of S that was. None: "ggn"; of more
             than 256 outputs 16 labels are drawn of each example for the layers below the last one,
-            which stays exact, and the posterior's ``note`` says so ("full" stays exact).
+            which stays exact ("full" stays exact all over); of sequences "mc_fisher". The
+            posterior's ``note`` says where labels were drawn.
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
             record holds ``rank`` and ``explained``, the share that is explained at least.
@@ -169,6 +170,9 @@ def fit_kept(
     prior_is_known = prior_precision is not None
     shapes = {n: tuple(p.shape) for n, p in params.items()}
     prior = Prior.read(prior_precision if prior_is_known else 1.0, shapes, positive=True)
+    is_chosen_here = curvature is None and not kind.of_inputs
+    if is_chosen_here and task.likelihood.is_sequence:
+        curvature = "mc_fisher"
     fit = Fit(task, params, prior, curvature or "ggn", samples, seed, rank, kept or {})
     _check(fit, kind)
     if curvature is None and kind.draws_labels and has_many_outputs(task, params):
@@ -176,6 +180,8 @@ def fit_kept(
     fit.prior = prior.around(initial, params)
     fit.measures = _needs_gradient(fit, kind, prior_is_known=prior_is_known)
     form, details = _fitted(fit, kind, prior_is_known=prior_is_known)
+    if is_chosen_here and task.likelihood.is_sequence:
+        details["drawn"] = {"labels": samples, "of": "token"}
     q = _posterior(fit, form, {**_record(fit, kind), **details})
     return _with_stationarity(fit, q) if fit.measures else q
 

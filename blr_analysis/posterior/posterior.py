@@ -234,8 +234,10 @@ class Posterior:
         drawn = self._entries.get("drawn")
         if drawn is None:
             return ""
-        by = f"{drawn['labels']} drawn labels of each example"
-        return f"the curvature of {drawn['outputs']:,} outputs is by {by}"
+        labels = f"{drawn['labels']} drawn label{'s' if drawn['labels'] > 1 else ''}"
+        if "outputs" not in drawn:
+            return f"the curvature is by {labels} of each {drawn['of']}"
+        return f"the curvature of {drawn['outputs']:,} outputs is by {labels} of each example"
 
     @property
     def _scale_note(self) -> str:

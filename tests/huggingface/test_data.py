@@ -116,16 +116,19 @@ def test_rows_are_padded_and_masked(bert: Path, tmp_path: Path) -> None:
     assert 1 in pair["token_type_ids"]
 
 
-def test_a_model_is_loaded_in_float32_and_eval_mode(tmp_path: Path) -> None:
-    loaded = load_model(tiny.save(tmp_path, tiny.build("bert").bfloat16().train()))
-    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+def test_a_model_is_loaded_as_its_files_hold_it_and_in_eval_mode(tmp_path: Path) -> None:
+    place = tiny.save(tmp_path, tiny.build("bert").bfloat16().train())
+    wide = load_model(place, dtype="float32")
+    assert {p.dtype for p in wide.model.parameters()} == {torch.float32}
+    loaded = load_model(place)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
     assert not any(m.training for m in loaded.model.modules())
     told = (loaded.task, loaded.likelihood, loaded.longest)
     assert told == ("classification", "categorical", 16)
 
 
 BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [
-    ("d.xlsx", "", DataError, r"none of \.jsonl"),
+    ("d.xlsx", "", DataError, r"none of \.jsonl.*folder: convert"),
     ("d.json", "[]", DataError, "no examples"),
     ("d.csv", "", DataError, "no examples"),
     ("d.csv", "tekst,label\na,1\n", DataError, r"'tekst', 'label'.*--text"),
@@ -144,7 +147,7 @@ BROKEN: list[tuple[str, str | bytes | None, type[BLRError], str]] = [
     ("d.json", '[{"text": "a"},\n{"text": ]', DataError, "line 2 column 10"),
     ("d.parquet", "PAR1 no", DataError, "no .parquet"),
     ("gone.csv", None, StorageError, "no file"),
-    ("folder", None, DataError, "neither a `Dataset`"),
+    ("folder", None, DataError, "any data files"),
 ]
 
 
