@@ -24,7 +24,7 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.huggingface.chats import IGNORED, Ids, turns_of
 from blr_analysis.huggingface.data import places_of
 from blr_analysis.huggingface.models import Pretrained
-from blr_analysis.huggingface.questions import (
+from blr_analysis.huggingface.tokens import (
     BATCH,
     Tokens,
     check_ids,

@@ -16,7 +16,7 @@ from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError
 from blr_analysis.files import drafted
 from blr_analysis.files.headers import record_text
-from blr_analysis.huggingface.questions import IGNORED
+from blr_analysis.huggingface.chats import IGNORED
 from blr_analysis.huggingface.recording import (
     Kept,
     Watching,
@@ -394,7 +394,7 @@ class IVONTrainer(VariationalTrainer, Trainer):
             posterior = posterior.changed(record=record)
         return posterior
 
-    def _sizes(self, optimizer: Any) -> dict[str, int]:
+    def _sizes(self, optimizer: Any) -> dict[str, Any]:
         """The numbers of examples and of tokens, where the optimizer's ``ess`` is that of tokens;
         an ``ess`` that the user chose speaks for itself."""
         n_terms = self._terms()

@@ -1,0 +1,150 @@
+"""Rows of token ids: checked, labelled, and padded into batches of their model's task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from blr_analysis.errors import DataError
+from blr_analysis.huggingface.chats import (
+    IGNORED,
+    Ids,
+    common_start,
+    encoded_chat,
+    ids_of,
+    labelled,
+)
+from blr_analysis.huggingface.models import Pretrained
+from blr_analysis.task import Task
+
+SHOWN = 200  # characters of a text that are kept beside its example
+BATCH = 8
+Encoded = tuple[str, dict[str, Ids]]  # a row's words, and its ids with labels
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Examples as token ids: a dataset whose batches are padded.
+
+    Attributes:
+        rows: the model's inputs of each example as lists of ids, and "labels": a list as well, or
+            a class.
+        pad_id: what fills up short rows.
+        max_length: tokens that are kept of a row; None: all.
+        cut: how many rows were longer.
+        tokenizer: what made the ids.
+        side: where short rows are filled up, "right" or "left".
+    """
+
+    rows: list[dict[str, Any]]
+    pad_id: int
+    max_length: int | None = None
+    cut: int = 0
+    tokenizer: Any = None
+    side: str = "right"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.rows[i]
+
+    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        """A batch padded to its longest row.
+
+        >>> rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+        >>> Tokens(rows, 0).collate(rows)["labels"]
+        tensor([[-100,    6],
+                [   7, -100]])
+        """
+        return {name: self._column(name, [row[name] for row in rows]) for name in rows[0]}
+
+    def _column(self, name: str, values: Sequence[Any]) -> Tensor:
+        tensors = [torch.tensor(value) for value in values]
+        if not tensors[0].ndim:
+            return torch.stack(tensors)
+        fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(name, 0)
+        return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=self.side)
+
+    def task(self, loaded: Pretrained, **settings: Any) -> Task:
+        """These examples under their model.
+
+        Args:
+            settings: what else :class:`~blr_analysis.Task` takes.
+        """
+        padded: Any = replace(self, side=padding_side(loaded, self))
+        loader: Any = DataLoader(padded, batch_size=BATCH, collate_fn=padded.collate)
+        settings.setdefault("likelihood", loaded.likelihood)
+        return Task(loaded.model, loader, batch_size=BATCH, **settings)
+
+
+def padding_side(loaded: Pretrained, tokens: Tokens) -> str:
+    """Where a short row is filled up: on the right, unless its output changes there and the
+    tokenizer says left (XLNet reads a text's last position)."""
+    by_length = sorted(tokens.rows, key=lambda row: len(row["input_ids"]))
+    shortest = by_length[0]
+    longest = by_length[-1]
+    lengths_differ = len(shortest["input_ids"]) < len(longest["input_ids"])
+    side = getattr(loaded.tokenizer, "padding_side", "right")
+    if side == "right" or loaded.task == "causal_lm" or not lengths_differ:
+        return "right"  # in causal models nothing behind a text changes its outputs
+    alone = _logits(loaded, tokens, [shortest])
+    padded = _logits(loaded, tokens, [shortest, longest])
+    return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else side
+
+
+def _logits(loaded: Pretrained, tokens: Tokens, rows: Sequence[dict[str, Any]]) -> Tensor:
+    device = next(loaded.model.parameters()).device
+    batch = {name: column.to(device) for name, column in tokens.collate(rows).items()}
+    batch.pop("labels")
+    with torch.no_grad():
+        return loaded.model(**batch).logits
+
+
+def metadata_of(table: Any, columns: Sequence[str], words: Sequence[str]) -> dict[str, list[Any]]:
+    """The texts in short, and the columns of words and numbers that are not read as texts."""
+    metadata = {"text": [" ".join(text.split())[:SHOWN] for text in words]}
+    for name in table:
+        values = table[name].tolist()
+        is_plain = all(isinstance(value, str | int | float) for value in values)
+        if name not in {*columns, "text"} and is_plain:
+            metadata[str(name)] = values
+    return metadata
+
+
+def encoded_turns(
+    loaded: Pretrained, turns: list[dict[str, Any]], first_answer: int, place: str
+) -> Encoded:
+    """The words and ids of a conversation, whose answers count from that turn on."""
+    words = " ".join(str(turn.get("content") or "") for turn in turns)
+    return words, encoded_chat(loaded, turns, first_answer, place)
+
+
+def encoded_answer(loaded: Pretrained, prompt: str, answer: str) -> dict[str, Ids]:
+    """The ids of both; the labels are those of the answer."""
+    row = ids_of(loaded, prompt + answer)
+    start = common_start(ids_of(loaded, prompt)["input_ids"], row["input_ids"])
+    return labelled(row, [(start, len(row["input_ids"]))])
+
+
+def check_ids(loaded: Pretrained, row: dict[str, Ids], max_length: int | None, place: str) -> None:
+    """Raise :class:`DataError` of a row that the model cannot read, or without an answer."""
+    ids = row["input_ids"]
+    if max_length is None and len(ids) > loaded.longest:
+        raise DataError(
+            f"{place} has {len(ids):,} tokens, the model reads {loaded.longest:,}: cut with "
+            "max_length (--max-length)"
+        )
+    if set(row["labels"][1:max_length]) <= {IGNORED}:
+        raise DataError(f"{place} leaves nothing to predict; drop or shorten it")
+    vocabulary = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
+    if max(ids) >= vocabulary:
+        raise DataError(
+            f"{place} has token {max(ids)}, the model {vocabulary}: the tokenizer is another's"
+        )
