@@ -77,6 +77,7 @@ EVERY: dict[str, Callable[..., Axes]] = {
 
 
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow
 def test_a_figure_of_ones_own_leaves_no_trace_and_axes_given_are_drawn_on(
     name: str, recwarn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_neither_order_nor_chunks_matter(audit, random, size: int) -> None:
 
 @seldom
 @given(audits(), st.data())
+@pytest.mark.slow
 def test_relabelling_is_linear_in_the_labels(audit, data) -> None:
     """Two relabellings move the weights by the sum of what each does alone."""
     task, q = audit

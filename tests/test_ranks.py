@@ -78,6 +78,7 @@ def all_agree(count: int, place: Path, said: Said, alone: dict[str, Any]) -> Non
         agree(torch.load(place / f"rank{rank}.pt")["answers"], alone)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_numbers_of_one(two: tuple[Path, Said], alone: Any) -> None:
     all_agree(2, *two, alone)
 

@@ -87,6 +87,7 @@ FIT = partial(fit_laplace, prior_precision=1.0, structure="diag")
 
 
 @pytest.mark.parametrize("sweep", [FIT, partial(FIT, structure="kron"), scored])
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_examples(sweep: Callable[[Task], Any]) -> None:
     budget = 2 * MB
     task = build("convolutions", 48, memory_budget=budget)

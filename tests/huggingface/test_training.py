@@ -200,6 +200,7 @@ def test_a_language_models_folder_is_a_task_with_its_training(tmp_path: Path) ->
     assert {k: told[k] for k in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_monitor_watches_and_is_resumed(tmp_path: Path) -> None:
     def watched(place: str | None = None) -> tuple[Any, blr.Monitor]:
         model = bert()

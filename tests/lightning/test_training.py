@@ -86,6 +86,7 @@ def same(net: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.slow
 def test_without_a_callback_and_by_manual_optimisation(tmp_path: Path, row: str) -> None:
     same(fit(tmp_path, Module(row)).net, by_hand(row))
     nothing = by_hand(row, closure=lambda: None)  # what Lightning passes to the step

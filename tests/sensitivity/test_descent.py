@@ -95,6 +95,7 @@ def test_the_objective_never_rises_and_passes_are_counted(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("structure", ["kron", "full"])
+@pytest.mark.slow
 def test_a_rare_class(structure: str) -> None:
     """One step, for up to a hundredth of the data, falls nats short of retraining, which the
     descent is."""

@@ -278,6 +278,7 @@ def test_few_numbers_err_as_they_say_and_are_refined(tmp_path: Path) -> None:
     ],
     ids=["killed", "full disk"],
 )
+@pytest.mark.slow
 def test_a_build_that_ends_early_goes_on_to_the_same_bits(
     raised: BaseException,
     error: type[BaseException],

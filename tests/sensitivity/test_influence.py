@@ -121,6 +121,7 @@ def test_influence_is_the_dense_product(
     ("structure", "memory_budget"),
     [("diag", None), ("kron", 3000), ("lowrank", 3000), ("full", None)],
 )
+@pytest.mark.slow
 def test_normalized_influence(world: World, structure: str, memory_budget: int | None) -> None:
     q = world.posterior(structure)
     task = bounded(world.task, memory_budget)

@@ -168,6 +168,7 @@ def cancer() -> Retrained:
     return Retrained(*standardised(load_breast_cancer))
 
 
+@pytest.mark.slow
 def test_breast_cancer_with_the_full_posterior(cancer: Retrained) -> None:
     loo = cancer.loo("full")
     assert set(loo.correction) == {"cavity"}

@@ -145,6 +145,7 @@ def objective(task: blr.Task, params: dict[str, Tensor], delta: float) -> tuple[
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.slow
 def test_a_network_comes_to_a_stationary_point_downhill(structure: str) -> None:
     task = network()
     own = on_a_copy(task)
@@ -159,6 +160,7 @@ def test_a_network_comes_to_a_stationary_point_downhill(structure: str) -> None:
         assert torch.equal(p, reached.params[name])
 
 
+@pytest.mark.slow
 def test_a_fit_that_does_not_converge_is_said() -> None:
     found = select(kinked(), [0.1, 1.0])
     assert [row["converged"] for row in found.rows] == [False, False]

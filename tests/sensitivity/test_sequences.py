@@ -316,6 +316,7 @@ def peak_of(n: int, budget: int, *, tied: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
 def test_peak_is_within_the_budget_and_flat_in_the_number_of_sequences(tied: bool) -> None:
     budget = 6 * MB
     (few, weights), (many, _) = (peak_of(n, budget, tied=tied) for n in (24, 96))

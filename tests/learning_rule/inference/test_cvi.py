@@ -248,6 +248,7 @@ def test_examples_without_any_feature_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("precision", [1.0, 0.03, 0.01, 1e-3, 1e-4])
+@pytest.mark.slow
 def test_large_counts_under_wide_priors(precision: float) -> None:
     """A prior under which E_q[e^f] is e^50 and more: the optimum by a scalar search instead."""
     y = torch.arange(840.0, 1000.0, 2.0, dtype=F64)
@@ -293,6 +294,7 @@ MEAN_FIELDS = [("bernoulli", examples("logistic")), ("poisson", counts()), ("gau
 
 
 @pytest.mark.parametrize(("name", "data"), MEAN_FIELDS)
+@pytest.mark.slow
 def test_sweeps_find_the_best_mean_field(name: str, data: tuple[Tensor, Tensor]) -> None:
     fitted = inf.MeanFieldRegression(prior(data[0].shape[1]), name).fit(data)
     mean, covariance, elbo = best_gaussian(name, *data, 0.1, 0.7, diagonal=True)

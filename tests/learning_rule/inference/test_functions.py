@@ -57,6 +57,7 @@ def test_newton_on_logistic_regression_converges_quadratically() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.slow
 def test_the_variational_solution_leaves_the_wall(temperature: float) -> None:
     """E_q[ℓ] = exp(−4m + 8/s)/4 + m, so that E_q[ℓ]/T − H(q) is least at s = 4/T, m = 2/s."""
     rule = VariationalNewton(samples=30, rho=0.2, temperature=temperature)
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_every_minimum_has_a_component_from_overlapping_ones(name: str) -> None:
     """The components as the rule leaves them, with no descent after it."""
     loss, known, count, spread, precision, temperature, steps, near = CASES[name]

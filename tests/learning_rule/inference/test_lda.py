@@ -97,6 +97,7 @@ def settled():
     return counts, lda, fitted
 
 
+@pytest.mark.slow
 def test_taking_documents_out_is_the_first_step_of_fitting_the_rest(settled):
     counts, lda, fitted = settled
     for gone in ([0], [3, 17, 29]):

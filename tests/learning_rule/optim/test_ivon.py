@@ -47,6 +47,7 @@ def test_agrees_with_ivon_opt(hess_approx: str, draws: int, options: dict[str, A
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.slow
 def test_a_start_by_the_weights_keeps_the_noise_below_them(grouped: bool) -> None:
     """0.05 of their size at first and, of a loss that says nothing, 0.15 of it in the end."""
     noise = torch.Generator().manual_seed(0)
