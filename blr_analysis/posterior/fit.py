@@ -23,6 +23,7 @@ from blr_analysis.task import Task
 EXACT_OUTPUTS = 256  # up to here every output of an example is differentiated unless told otherwise
 MANY = 64  # outputs, from which on the closed form of the last layer is faster
 SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
+DIRECTIONS = 512  # gradients, of all examples together, that they are found in at least
 
 
 @dataclass
@@ -64,12 +65,19 @@ class Fit:
             return self.samples
         return n_outputs(self.task, self.params)
 
+    def mixed_columns(self, n_examples: int) -> int | None:
+        """How many random sums of an example's columns show the directions; None: its columns
+        are fewer."""
+        enough = -(-DIRECTIONS // n_examples)
+        return enough if enough < self.columns() else None
+
     def passes(
         self,
         label: str,
         indices: Tensor | None = None,
         kept: Unfinished | None = None,
         by_layer: bool = False,
+        mixed: int | None = None,
     ) -> Iterator[list[Term]]:
         """The terms of the columns G_i, chunk by chunk.
 
@@ -78,23 +86,32 @@ class Fit:
             indices: of the examples; None: all.
             kept: sums that a sweep which was cut off has kept.
             by_layer: whether the caller sums each layer by itself. The last layer then has exact
-                sums in place of columns, if it gives many outputs.
+                sums in place of columns, if it gives many outputs or columns are mixed.
+            mixed: so many sums of an example's columns with random signs in their place, whose
+                G Gᵀ has the same mean; None: the columns.
         """
         sums_gradient = self.measures and not self.gradient and indices is None
         has_error_column = sums_gradient and self.curvature != "empirical_fisher"
         if sums_gradient:
             self.gradient.update({n: torch.zeros_like(p) for n, p in self.params.items()})
+        signs = None if mixed is None else self._signs(mixed)
         sweep = chunks(
             self.task,
             self.params,
-            columns=self.columns() + int(has_error_column),
+            columns=(mixed or self.columns()) + int(has_error_column),
             indices=shared(self.task, self.params, indices),
             label=label,
             kept=kept,
         )
         for chunk in sweep:
-            head, parts = self._exact_head(chunk) if by_layer else (None, None)
-            terms = chunk.terms(self._cotangents(chunk, has_error_column), last=True)
+            fewest = MANY if signs is None else 1
+            head, parts = self._exact_head(chunk, fewest) if by_layer else (None, None)
+            columns = self._curvature_columns(chunk)
+            if signs is not None:
+                columns = _mixed(columns, signs[chunk.indices])
+            if has_error_column:
+                columns = _with_error(chunk, columns)
+            terms = chunk.terms(columns, last=True)
             if sums_gradient:
                 self._add_gradient(terms)
             if has_error_column:
@@ -109,20 +126,23 @@ class Fit:
             for name, gradient in term.columns(slice(-1, None)).sum().items():
                 self.gradient[name] += gradient
 
-    def _exact_head(self, chunk: Chunk) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
-        """The weight of the layer that gives many outputs, and s, v of Λ = diag(s) − v vᵀ."""
-        if self.curvature != "ggn" or chunk.outputs.ndim != 2 or chunk.outputs.shape[1] < MANY:
+    def _exact_head(
+        self, chunk: Chunk, fewest: int
+    ) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
+        """The weight of the layer that gives the outputs, where they are not few, and s, v of
+        Λ = diag(s) − v vᵀ."""
+        outputs = chunk.outputs
+        if self.curvature != "ggn" or outputs.ndim != 2 or outputs.shape[1] < fewest:
             return None, None
         parts = chunk.likelihood.hessian_parts(chunk.outputs.double(), chunk.targets)
         return chunk.head, parts
 
-    def _cotangents(self, chunk: Chunk, with_error: bool) -> Tensor:
-        """The columns in the outputs, ``[B, K, C]``; ``with_error``: and e_i behind them."""
-        columns = self._curvature_columns(chunk)
-        if not with_error:
-            return columns
-        error = chunk.likelihood.error(chunk.outputs, chunk.targets)
-        return torch.cat([columns, error.unsqueeze(1)], dim=1)
+    def _signs(self, mixed: int) -> Tensor:
+        """Random signs over the root of ``mixed``, ``[N, mixed, K]``, drawn at once, so that they
+        do not depend on how the data are divided into chunks."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.task.n_data, mixed, self.columns())
+        return (2 * torch.randint(2, shape, generator=generator) - 1).float() / mixed**0.5
 
     def _curvature_columns(self, chunk: Chunk) -> Tensor:
         if self.curvature in ("ggn", "exact") and not self.drawn:
@@ -135,6 +155,18 @@ class Fit:
             chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, drawn) for drawn in labels
         ]
         return torch.stack(errors, dim=1) / samples**0.5
+
+
+def _mixed(columns: Tensor, signs: Tensor) -> Tensor:
+    """Sums of the columns ``[B, K, …]`` by ``[B, M, ≥ K]`` signs: ``[B, M, …]``."""
+    used = signs[..., : columns.shape[1]].to(columns)
+    return torch.einsum("bmk,bk...->bm...", used, columns)
+
+
+def _with_error(chunk: Chunk, columns: Tensor) -> Tensor:
+    """The columns ``[B, K, C]``, and the example's error e_i behind them."""
+    error = chunk.likelihood.error(chunk.outputs, chunk.targets)
+    return torch.cat([columns, error.unsqueeze(1)], dim=1)
 
 
 def has_many_outputs(task: Task, params: Mapping[str, Tensor]) -> bool:

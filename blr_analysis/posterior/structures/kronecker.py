@@ -200,12 +200,18 @@ Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their ke
 
 def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
-    where they take more memory than the weights, in the gradients' dtype."""
+    where they take more memory than the weights, in the gradients' dtype.
+
+    Of many outputs the layers below the last one see some random sums of the columns d, with the
+    same mean of d dᵀ: the factors are looked at for their eigenvectors alone.
+    """
     moments: Moments = {}
     kept = fit.kept.get("factors")
     vocabulary = vocabulary_of(fit.task, fit.params)
     padded = fit.task.likelihood.is_sequence
-    for terms in fit.passes("Kronecker factors", sample, kept, by_layer=True):
+    mixed = fit.mixed_columns(fit.task.n_data if sample is None else len(sample))
+    sweep = fit.passes("Kronecker factors", sample, kept, by_layer=True, mixed=mixed)
+    for terms in sweep:
         for term in terms:
             factors = None
             if not _is_too_large(term):
