@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 import blr_analysis as blr
 from blr_analysis.audit import in_text, investigate, sections
+from blr_analysis.audit.section import percent, two_digits
 from blr_analysis.cli import main
 from blr_analysis.cli.commands import app
 from blr_analysis.cli.inputs import load_tasks
@@ -146,10 +147,11 @@ class TestAudit(CommandContract):
         x, y = test.dataset.tensors
         nll = torch.nn.functional.cross_entropy(outputs := test.model(x), y).item()
         hits = (outputs.argmax(-1) == y).double().mean().item()
-        estimate = ["leave-one-out estimate", f"{loo.nll:.4f}", f"{loo.accuracy:.1%}"]
-        assert cells(said, "leave-one-out estimate") == estimate
-        assert cells(said, "test data") == ["test data", f"{nll:.4f}", f"{hits:.1%}"]
-        assert cells(said, "training data")[1] == f"{scores.losses.mean():.4f}"
+        estimate = cells(said, "leave-one-out estimate")
+        assert estimate[1] == two_digits(loo.nll) and estimate[-1] == percent(loo.accuracy)
+        on_test = cells(said, "test data")
+        assert on_test[1] == two_digits(nll) and on_test[-1] == percent(hits)
+        assert cells(said, "training data")[1] == two_digits(scores.losses.mean())
         for region, count in found.memory.counts().items():
             assert cells(said, f"{region}  ")[:2] == [region, str(count)]
         first = int(scores.table["deviation"].idxmax())

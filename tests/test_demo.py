@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import blr_analysis as blr
+from blr_analysis.audit.section import two_digits
 from blr_analysis.cli.inputs import load_tasks
 from blr_analysis.demo import load, network, recipe, run, train
 from blr_analysis.demo.job import _one_thread
@@ -54,7 +55,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert all(path.name in told for path in folder.iterdir() if path.name != "checkpoints")
     assert {"report.html", "summary.txt", "removals.png"} <= {p.name for p in folder.iterdir()}
     assert findings.table["row"].tolist() == load().rows.tolist()
-    assert all(f"{nll:.3f}" in told for nll in (*removals["nll_after"], *truth.values()))
+    assert all(two_digits(nll) in told for nll in (*removals["nll_after"], *truth.values()))
     assert "The temperature was measured" in told and "\x1b" not in told
     after = removals.set_index("group")["nll_after"]
     assert list(truth) == [int(after.idxmax()), int(after.idxmin())]

@@ -24,7 +24,7 @@ def _body(part: Section, most: int) -> Iterable[RenderableType]:
         yield grid({name: list(values)[:most] for name, values in part.columns.items()})
         if len(part.rows) > most:
             yield note(f"The {most} largest of {len(part.rows)}; the table has them all.")
-    yield from map(note, part.notes)
+    yield from map(note, (*part.notes, *part.details))
 
 
 def written(folder: Path, files: Iterable[Path]) -> RenderableType:

@@ -13,6 +13,7 @@ from rich.text import Text
 from torch import nn
 
 from blr_analysis import audit
+from blr_analysis.audit.section import two_digits
 from blr_analysis.demo.training import Digits, load, recipe, train
 from blr_analysis.files.placing import folder_for
 from blr_analysis.plots import plot_what_if
@@ -124,7 +125,7 @@ def retrained(findings: audit.Findings, say: Callable[[str], None]) -> dict[int,
 
 def beside(section: audit.Section, truth: dict[int, float]) -> audit.Section:
     """The section on groups with a column of the retrained networks' NLL."""
-    losses = {str(c): f"{nll:.3f}" for c, nll in truth.items()}
+    losses = {str(c): two_digits(nll) for c, nll in truth.items()}
     groups = next(iter(section.columns.values()))
     retrained_column = [losses.get(str(group), "") for group in groups]
     return replace(section, columns={**section.columns, "retrained": retrained_column})

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from blr_analysis.audit import Findings
+from blr_analysis.audit.new_data import ranks_only
 from blr_analysis.audit.pictures import images_of
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods import Poisson
 from blr_analysis.plots import image_of
 from blr_analysis.plots._canvas import Names, name_of
 from blr_analysis.sensitivity import TopInfluence, influence
@@ -26,14 +26,16 @@ from blr_analysis.task import Task
 
 MOST_SINGLE = 10_000  # examples with a point, a row and a thumbnail of their own
 GALLERY = 60
+CARDS = 10  # of the gallery, shown at first
 TESTS = (35, 15)  # test examples on the page: of the largest loss, and at even distances
 NEIGHBOURS = 5  # of either sign
 MOST_COLUMNS = 24
 MOST_INPUTS = 32
 TEXT = (80, 400, 1_500_000)  # characters of a text: at least, at most, and of all together
-FIRST = ("index", "target", "left_out_prediction", "kind", "region")
+FIRST = ("rank", "index", "target", "left_out_prediction", "kind", "region")
 LAST = ("loss", "left_out_loss", "deviation", "leverage", "prediction", "error", "variance")
 LAST += ("self_influence",)
+ESTIMATES = ("left_out_prediction", "left_out_loss")
 OF_CLASSES = ("target", "prediction", "left_out_prediction", "proposed")
 WORD = 80  # characters of a cell
 LONG = 40  # characters from which on a column of words is the examples' text
@@ -93,7 +95,7 @@ def rows_of(
 ) -> Shown:
     """All examples where they are few; else the important ones and an even share of the others."""
     index = _shown_indices(findings, neighbours)
-    table = findings.table.iloc[index].reset_index(drop=True)
+    table = table_of(findings).iloc[index].reset_index(drop=True)
     inputs = pd.DataFrame([findings.task.examples.row(int(i)) for i in index])
     inputs = inputs.iloc[:, :MOST_INPUTS]
     inputs = inputs.rename(columns=lambda name: f"{name} (input)" if name in table else name)
@@ -108,6 +110,27 @@ def rows_of(
         length = min(longest, max(shortest, total // max(len(index), 1)))
         texts = [_short(str(text), length) for text in texts]
     return Shown(index, table, texts, tuple(str(name) for name in inputs if name in table))
+
+
+def table_of(findings: Findings) -> pd.DataFrame:
+    """One row per example, with its rank among the suspects, and without left-out figures where
+    the page says that they are rough."""
+    table = findings.table.copy()
+    rank = np.empty(len(table), dtype=int)
+    rank[findings.suspicions.order.numpy()] = np.arange(1, len(table) + 1)
+    name = "rank"
+    if name in table:
+        table = table.rename(columns={name: f"{name}_metadata"})
+    table.insert(0, name, rank)
+    leverage = findings.loo.leverage
+    is_rough = np.full(len(table), ranks_only(findings))
+    if leverage is not None:
+        is_rough |= (leverage >= 1).numpy()
+    if is_rough.any():
+        for column in ESTIMATES:
+            if column in table:
+                table[column] = table[column].astype(float).mask(is_rough)
+    return table
 
 
 def _shown_indices(findings: Findings, neighbours: Neighbours | None) -> np.ndarray:
@@ -177,7 +200,7 @@ def columns_of(rows: Shown, names: Names | None = None) -> list[dict[str, Any]]:
     for name in [*ordered[:MOST_COLUMNS], *rows.inputs]:
         values = rows.table[name]
         if names is not None and name in OF_CLASSES:
-            values = values.map(lambda value: name_of(value, names))
+            values = values.map(lambda value: name_of(value, names), na_action="ignore")
         is_bool = pd.api.types.is_bool_dtype(values)
         is_number = pd.api.types.is_numeric_dtype(values) and not is_bool
         cells = [_cell(value) for value in values]
@@ -190,7 +213,7 @@ def colours_of(rows: Shown) -> list[str]:
     columns = ["region", "kind"]
     if "leverage" in rows.table:
         columns.append("leverage")
-    for name in rows.table.drop(columns=[*rows.inputs, *columns, "index"]):
+    for name in rows.table.drop(columns=[*rows.inputs, *columns, "index", "rank"]):
         values = rows.table[name]
         is_float = pd.api.types.is_float_dtype(values)
         if not is_float and 2 <= len(set(values.map(str))) <= 50:
@@ -253,27 +276,19 @@ def _text_of(test: Task, index: int) -> str | None:
 def suspects_of(findings: Findings, rows: Shown) -> list[dict[str, Any]]:
     """The gallery: the first rows of :func:`blr_analysis.suspicious`.
 
-    A suspect has its row on the page, its kind, its twin, and a new target, as
-    :func:`blr_analysis.what_if` takes it: the best other label, else the model's prediction
-    without the example, rounded where targets are counts.
+    A suspect has its row on the page, its kind, its twin, the chance that its label is wrong, and
+    the label that fits best among the others. Of regression nothing is proposed: the model's own
+    prediction would only confirm the model.
     """
-    has_counts = isinstance(findings.task.likelihood.kind, Poisson)
-    has_predictions = "left_out_prediction" in rows.table
     records = []
     for suspect in findings.suspects.head(GALLERY).to_dict("records"):
-        row = rows.place(suspect["index"])
-        proposed = suspect.get("proposed", np.nan)
-        is_missing = proposed != proposed  # NaN
-        if is_missing and has_predictions:
-            proposed = rows.table["left_out_prediction"].iloc[row]
-            proposed = round(proposed) if has_counts else proposed
         is_duplicate = suspect["kind"] == "duplicate"
         record = {
-            "row": row,
+            "row": rows.place(suspect["index"]),
             "kind": str(suspect["kind"]),
-            "proposed": _cell(proposed),
+            "proposed": _cell(suspect.get("proposed", np.nan)),
             "twin": suspect["twin"] if is_duplicate else None,
-            "loss": _cell(suspect["loss"]),
+            "wrong": _cell(suspect.get("wrong", np.nan)),
         }
         records.append(record)
     return records

@@ -16,7 +16,7 @@ const SHAPES = {
   diamond: "M7 1l4 6-4 6-4-6z", inverted_triangle: "M7 12L1.5 2h11z", plus: "M6 1h2v5h5v2H8v5H6V8H1V6h5z",
   x: "M2 3l1-1 4 4 4-4 1 1-4 4 4 4-1 1-4-4-4 4-1-1 4-4z", star: "M7 1l2 4h4l-3 3 1 5-4-3-4 3 1-5-3-3h4z",
 };
-const state = { words: "", where: {}, brush: null, by: data.by, down: true, page: 0 };
+const state = { words: "", where: {}, brush: null, by: "rank", down: false, page: 0 };
 let listed = [];
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 40rem)");
@@ -38,6 +38,18 @@ const tile = (k, side) => {
 };
 const words = (text, name = "words") => text ? make("p", { className: name, dir: "auto", textContent: text }) : null;
 const said = (v) => v === null ? "" : typeof v === "boolean" ? (v ? "yes" : "no") : String(v);
+const two = (v) => { // figures of the analyses to two digits
+  if (typeof v !== "number" || Number.isInteger(v)) return said(v);
+  return Math.abs(v) >= 1e7 || Math.abs(v) < 1e-4 ? v.toExponential(1)
+    : v.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(Math.abs(v)))), useGrouping: true });
+};
+const MEASURED = new Set(["prediction", "left_out_prediction", "loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence"]);
+const shownAs = (name, v) => MEASURED.has(name) ? two(v) : said(v);
+const title = (name) => name.replaceAll("_", " ");
+const meaning = (name) => data.words[title(name)] ?? "";
+// A word that says what it means to whoever points at it, or moves to it.
+const word = (name) => meaning(name)
+  ? make("abbr", { title: meaning(name), tabIndex: 0, textContent: title(name) }) : title(name);
 
 const long = (v) => typeof v === "string" && v.length > 24 ? "long" : "";
 
@@ -46,16 +58,23 @@ const known = (k, names) => {
   const list = make("dl");
   for (const name of names) {
     if (!columns.has(name) || value(name, k) === null) continue;
-    list.append(make("dt", { textContent: name.replaceAll("_", " ") }),
-      make("dd", { dir: "auto", className: long(value(name, k)), textContent: said(value(name, k)) }));
+    list.append(make("dt", {}, word(name)),
+      make("dd", { dir: "auto", className: long(value(name, k)), textContent: shownAs(name, value(name, k)) }));
   }
   return list;
 };
 const ABOUT = ["target", "left_out_prediction", "region", "loss", "left_out_loss", "deviation", "leverage"];
-const DERIVED = new Set([...ABOUT, "index", "kind", "prediction", "error", "variance", "self_influence"]);
+const DERIVED = new Set([...ABOUT, "rank", "index", "kind", "prediction", "error", "variance", "self_influence"]);
 const inputs = data.inputs.slice(0, 12);
-const extra = [...data.columns.map((c) => c.name)
-  .filter((name) => !DERIVED.has(name) && !data.inputs.includes(name)).slice(0, 5), ...inputs];
+const metadata = data.columns.map((c) => c.name)
+  .filter((name) => !DERIVED.has(name) && !data.inputs.includes(name)).slice(0, 5);
+const extra = [...metadata, ...inputs];
+const folded = (k, names) => {
+  if (names.length === 0) return null;
+  const part = make("details", {}, make("summary", { textContent: "what the model sees" }), known(k, names));
+  part.open = names.length <= 4;
+  return part;
+};
 const about = (k, names = [...ABOUT, ...extra], more = "") => [
   make("h4", { dir: "auto", textContent: `Example ${value("index", k)}${more && ": "}${more}` }),
   tile(k, 96), words(data.texts?.[k]), known(k, names),
@@ -111,7 +130,7 @@ const rows = () => {
     if (data.texts) row.append(make("td", { className: "text long", dir: "auto" }, make("div", { textContent: data.texts[k] })));
     for (const c of data.columns)
       row.append(make("td", { className: c.number ? "number" : long(c.values[k]), dir: c.number ? "ltr" : "auto",
-        textContent: said(c.values[k]) }));
+        textContent: shownAs(c.name, c.values[k]) }));
     return row;
   }));
   $("where").textContent = `Page ${state.page + 1} of ${pages}`;
@@ -124,10 +143,10 @@ const head = make("tr");
 if (data.across !== null) head.append(make("th", { scope: "col" }, make("span", { className: "hidden", textContent: "image" })));
 if (data.texts) head.append(make("th", { scope: "col" }, make("button", { type: "button", disabled: true, textContent: "text" })));
 for (const c of data.columns) {
-  const button = make("button", { type: "button", textContent: c.name.replaceAll("_", " ") });
+  const button = make("button", { type: "button", textContent: title(c.name), title: meaning(c.name) });
   button.dataset.name = c.name;
   button.onclick = () => {
-    state.down = state.by === c.name ? !state.down : c.number;
+    state.down = state.by === c.name ? !state.down : c.number && c.name !== "rank";
     state.by = c.name;
     refresh();
   };
@@ -167,10 +186,10 @@ for (const name of data.filters) {
   const distinct = [...new Set(columns.get(name).values.map(said))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const select = make("select", {}, new Option("all", ""), ...distinct.map((v) => new Option(v, v)));
   select.onchange = () => { state.where[name] = select.value; refresh(); };
-  $("by").append(make("label", {}, name.replaceAll("_", " ") + " ", select), " ");
+  $("by").append(make("label", {}, title(name) + " ", select), " ");
 }
 $("clear").onclick = () => {
-  Object.assign(state, { words: "", where: {}, brush: null, by: data.by, down: true });
+  Object.assign(state, { words: "", where: {}, brush: null, by: "rank", down: false });
   $("search").value = "";
   for (const select of document.querySelectorAll("#region, #by select")) select.value = "";
   if (points !== null) { own = true; points.selected.indices = []; own = false; }
@@ -224,25 +243,36 @@ const paint = () => {
     return make("li", { dir: "auto" }, picture, name === "" ? "(none)" : name);
   }));
 };
-for (const name of data.colours) $("colour").append(new Option(name.replaceAll("_", " "), name));
+for (const name of data.colours) $("colour").append(new Option(title(name), name));
 $("colour").onchange = paint;
 
 // Suspicious examples: keep, relabel or drop.
 const decisions = new Map();
+const complete = ({ action, label }) => action !== "relabel" || (label.value.trim() !== "" && !Number.isNaN(Number(label.value)));
 const decided = () => {
-  const count = (action) => [...decisions.values()].filter((d) => d.action === action).length;
-  $("decided").textContent = decisions.size
-    ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet";
+  const whole = [...decisions.values()].filter(complete);
+  const count = (action) => whole.filter((d) => d.action === action).length;
+  const open = decisions.size - whole.length;
+  $("decided").textContent = (decisions.size
+    ? `${count("drop")} to drop, ${count("relabel")} to relabel, ${count("keep")} to keep` : "nothing decided yet") +
+    (open ? `; ${open} without a new target` : "");
+  $("save").disabled = whole.length === 0;
 };
-const suspect = ({ row: k, kind, proposed, twin, loss }) => {
+const MEANS = { label: data.classes.length ? "label probably wrong" : "target probably wrong", unfamiliar: "unlike the others" };
+const verdict = (k, kind, other, twin) => {
+  if (kind === "label" && other !== undefined) return `labelled ${said(value("target", k))}, looks like ${said(other)}`;
+  return kind === "duplicate" ? `there twice, see example ${twin}` : MEANS[kind];
+};
+const suspect = ({ row: k, kind, proposed, twin, wrong }) => {
   const other = data.classes.find(([c]) => c === proposed)?.[1];
-  const doubt = kind === "label" && other !== undefined ? `${said(value("target", k))} or ${said(other)}?`
-    : kind === "duplicate" ? `twin of ${twin}` : kind;
-  const item = make("li", {}, ...about(k, ["kind", "target", "left_out_prediction", "left_out_loss", "region", ...extra], doubt).filter((p) => p !== null));
-  item.querySelector("dl").append(make("dt", { textContent: "mean loss" }), make("dd", { textContent: said(loss) }));
+  const answer = value("left_out_prediction", k) === null ? "prediction" : "left_out_prediction";
+  const names = [...(data.classes.length ? [] : ["target"]), answer, ...metadata];
+  const item = make("li", {}, ...about(k, names, verdict(k, kind, other, twin)).filter((p) => p !== null));
+  if (kind === "label" && wrong !== null) item.querySelector("dl").prepend(
+    make("dt", {}, word("chance of a wrong label")), make("dd", { textContent: `${Math.min(99, Math.round(100 * wrong))}%` }));
   const label = data.classes.length
     ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
-    : make("input", { ariaLabel: "new target", size: 8, value: said(proposed) });
+    : make("input", { ariaLabel: "new target", size: 8, inputMode: "decimal", placeholder: "new target", value: said(proposed) });
   const set = make("fieldset", {}, make("legend", { className: "hidden", textContent: "Decision on example " + value("index", k) }));
   const choose = (action) => {
     decisions.set(k, { action, label });
@@ -255,16 +285,30 @@ const suspect = ({ row: k, kind, proposed, twin, loss }) => {
     const choice = make("label", {}, radio, " " + action);
     set.append(action === "relabel" ? make("span", {}, choice, " ", label) : choice);
     if (action === "relabel")
-      label.onchange = () => { radio.checked = true; choose("relabel"); };
+      label.oninput = () => { radio.checked = true; choose("relabel"); };
   }
-  item.append(set);
+  item.append(...[folded(k, inputs), set].filter((part) => part !== null));
   return item;
 };
 if ($("gallery")) {
-  $("gallery").append(...data.suspects.map(suspect));
+  let cards = 0;
+  const more = () => {
+    const first = cards;
+    $("gallery").append(...data.suspects.slice(cards, cards + data.first).map(suspect));
+    cards = Math.min(cards + data.first, data.suspects.length);
+    const remaining = data.suspects.length - cards;
+    $("more").hidden = remaining === 0;
+    $("more").textContent = `Show ${Math.min(data.first, remaining)} more (${remaining} left)`;
+    if (first) $("gallery").children[first].querySelector("input").focus();
+  };
+  more();
   decided();
-  $("save").onclick = () => save("decisions.csv", ["index", "action", "label"],
-    [...decisions].map(([k, d]) => [value("index", k), d.action, d.action === "relabel" ? d.label.value : null]));
+  $("more").onclick = more;
+  $("save").onclick = () => {
+    const rows = [...decisions].filter(([, d]) => complete(d))
+      .map(([k, d]) => [value("index", k), d.action, d.action === "relabel" ? d.label.value.trim() : null]);
+    save("decisions.csv", ["index", "action", "label"], rows);
+  };
 }
 
 // Test examples and their neighbours.
@@ -275,7 +319,7 @@ const testCard = (place) => {
   $("later").disabled = place === data.tests.length - 1;
   const list = make("dl");
   for (const name of ["target", "prediction", "loss"])
-    if (t[name] !== undefined) list.append(make("dt", { textContent: name }), make("dd", { textContent: said(t[name]) }));
+    if (t[name] !== undefined) list.append(make("dt", {}, word(name === "loss" ? data.loss : name)), make("dd", { textContent: two(t[name]) }));
   for (const [name, v] of t.inputs.slice(0, 12))
     list.append(make("dt", { textContent: name }), make("dd", { dir: "auto", textContent: said(v) }));
   $("tested").replaceChildren(make("div", { className: "card" },
@@ -283,12 +327,12 @@ const testCard = (place) => {
     tile(data.testsPictured ? n + place : null, 96), words(t.text), list));
   for (const side of ["helpful", "harmful"])
     $(side).replaceChildren(...t[side].length ? t[side].map(([k, nats]) => make("li", {},
-      make("h4", { textContent: `Example ${value("index", k)}: ${nats > 0 ? "+" : ""}${nats} nats` }),
+      make("h4", { textContent: `Example ${value("index", k)}: ${nats > 0 ? "+" : ""}${two(nats)}` }),
       tile(k, 64), words(data.texts?.[k]), known(k, ["target", "left_out_prediction", ...extra]))) : [make("li", { textContent: "No example does." })]);
 };
 if ($("test")) {
   data.tests.forEach((t, i) => $("test").append(new Option(
-    `${t.index}${t.target === undefined ? "" : `: ${t.target}, predicted ${t.prediction}`}, loss ${t.loss}`, String(i))));
+    `${t.index}${t.target === undefined ? "" : `: ${t.target}, predicted ${t.prediction}`}, ${data.loss} ${two(t.loss)}`, String(i))));
   $("test").onchange = () => testCard(Number($("test").value));
   $("earlier").onclick = () => testCard(Number($("test").value) - 1);
   $("later").onclick = () => testCard(Number($("test").value) + 1);
@@ -311,6 +355,8 @@ const dressed = () => {
   }
 };
 const start = async () => {
+  if (points !== null || document.documentElement.dataset.map) return;
+  document.documentElement.dataset.map = "begun";
   Bokeh.set_log_level("error");
   await Promise.all(Object.entries(data.charts).map(([name, item]) => Bokeh.embed.embed_item(item, "chart-" + name)));
   const find = (name) => Bokeh.documents.map((d) => d.get_model_by_name(name)).find((m) => m !== null);
@@ -348,8 +394,27 @@ const start = async () => {
     if (k === undefined) card.hidden = true;
     else pointAt(k, place.x, place.y);
   });
-  document.documentElement.dataset.ready = "yes";
+  refresh();
+  document.documentElement.dataset.map = "yes";
 };
+// Tables wider than the page say so.
+const hints = new Map([...document.querySelectorAll(".scroll")].map((box) => {
+  const hint = make("p", { className: "hint", hidden: true, textContent: "More columns to the right: scroll, or use the arrow keys →" });
+  box.before(hint);
+  return [box, hint];
+}));
+const hinted = () => { for (const [box, hint] of hints) hint.hidden = box.scrollWidth <= box.clientWidth + 1; };
+const watch = new ResizeObserver(hinted);
+for (const box of hints.keys()) { watch.observe(box); watch.observe(box.firstElementChild); }
+// The map is drawn when somebody opens it; a link opens what it points into.
+$("all").addEventListener("toggle", () => { if ($("all").open) start(); });
+const unfold = () => document.querySelector(location.hash || null)?.querySelector(":scope > details")?.setAttribute("open", "");
+addEventListener("hashchange", unfold);
+for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", () => {
+  document.querySelector(link.hash).querySelector(":scope > details")?.setAttribute("open", "");
+});
+unfold();
 refresh();
 paint();
-start();
+hinted();
+document.documentElement.dataset.ready = "yes";

@@ -16,11 +16,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from blr_analysis.audit import Findings, sections
+from blr_analysis.audit.new_data import measured
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
-from blr_analysis.plots import plot_monitor, plot_what_if
+from blr_analysis.plots import plot_monitor
 from blr_analysis.report import contents
+from blr_analysis.report.bars import bars_of
 from blr_analysis.report.charts import drawn_here, memory_chart
+from blr_analysis.report.words import WORDS, explained
 from blr_analysis.sensitivity import Monitor
 
 
@@ -59,8 +62,12 @@ def write_page(
         n_shown=len(rows.index),
         regions=findings.memory.counts(),
         suspects=data["suspects"],
-        drawn=_drawings(findings, monitor, truth, group_names),
-        noun=findings.noun,
+        drawn={} if monitor is None else _drawings(monitor),
+        bars=[] if findings.removals is None else bars_of(findings.removals, truth),
+        truth=truth,
+        has_test=findings.test is not None,
+        measure=measured(findings),
+        explained=explained,
         tests=data["tests"],
         influence_note="" if neighbours is None else neighbours.top.note,
         version=package_version(),
@@ -83,7 +90,9 @@ def _data_of(
     return {
         "n": len(findings.table),
         "columns": contents.columns_of(rows, names),
-        "by": findings.influence,
+        "first": contents.CARDS,
+        "words": WORDS,
+        "loss": measured(findings),
         "texts": rows.texts,
         "inputs": rows.inputs,
         "colours": colours,
@@ -97,20 +106,9 @@ def _data_of(
     }
 
 
-def _drawings(
-    findings: Findings,
-    monitor: Monitor | None,
-    truth: Mapping[Any, float] | None,
-    group_names: dict[int, str] | None,
-) -> dict[str, str]:
-    """The pictures of the removals and of the training, where there are any."""
-    drawings = {}
-    if findings.removals is not None:
-        ax = plot_what_if(findings.removals, truth=truth, names=group_names)
-        drawings["removals"] = drawn_here(ax)
-    if monitor is not None and len(monitor.rows):
-        drawings["training"] = drawn_here(plot_monitor(monitor))
-    return drawings
+def _drawings(monitor: Monitor) -> dict[str, str]:
+    """The picture of the training, where it was watched."""
+    return {"training": drawn_here(plot_monitor(monitor))} if len(monitor.rows) else {}
 
 
 def _template() -> Template:
@@ -120,17 +118,13 @@ def _template() -> Template:
 
 
 def question(findings: Findings) -> str:
-    """The question of this audit, in a sentence."""
-    task = findings.task
+    """What this page answers, in a sentence."""
     size = sum(p.numel() for p in findings.posterior.mean.values())
+    model = f"{type(findings.task.model).__name__}, {size:,} parameters"
     groups = ""
     if findings.removals is not None:
-        groups = f", and without each {findings.noun}"
-    return (
-        f"Which of {task.n_data:,} training examples shape this model "
-        f"({type(task.model).__name__}, {size:,} parameters), which of them look wrong, and how "
-        f"well will it do on new data{groups}?"
-    )
+        groups = f", which {findings.noun} helps or hurts"
+    return f"Which rows look wrong{groups}, and how well this model ({model}) will do on new data."
 
 
 def policy(*scripts: str) -> str:

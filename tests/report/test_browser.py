@@ -73,6 +73,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         window.on("request", lambda request: asked.append(request.url))
         window.goto(path.as_uri())
         window.wait_for_selector("html[data-ready]")
+        folded = {"height": window.evaluate("document.documentElement.scrollHeight")}
+        folded["cards"] = window.locator("#gallery > li").count()
+        folded["map"] = window.locator("#chart-map canvas").count()
+        window.click("nav a[href='#examples']")
+        window.click("nav a[href='#influence']")
+        window.wait_for_selector("html[data-map=yes]")
         yield SimpleNamespace(**locals())
         browser.close()
 
@@ -112,7 +118,7 @@ def test_a_hover_shows_that_example_at_once(page: SimpleNamespace) -> None:
     row = dict(zip(names, values, strict=True))
     assert [row[name] for name in COLUMNS] == [column[k] for column in COLUMNS.values()]
     assert row["region"] == page.memory.region[k]
-    assert float(row["loss"]) == pytest.approx(float(page.scores.losses[k]), rel=1e-3)
+    assert float(row["loss"]) == pytest.approx(float(page.scores.losses[k]), rel=0.05)
     window.mouse.move(5, 5)
 
 
@@ -127,7 +133,7 @@ def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> N
     page.window.locator("#count", has_text="inside").wait_for()
     assert page.window.inner_text("#count").startswith(f"{len(inside)} of {N}")
     table = pd.read_csv(io.StringIO(saved(page, "#export")))
-    assert table["deviation"].is_monotonic_decreasing  # as listed
+    assert table["rank"].is_monotonic_increasing  # as listed
     table = table.sort_values("index", ignore_index=True)
     assert table["index"].tolist() == inside
     assert table["source"].tolist() == [f"<i>{k % 4}</i>" for k in inside]
@@ -138,8 +144,7 @@ def test_a_brush_lists_what_lies_inside_and_saves_it(page: SimpleNamespace) -> N
 def test_search_choice_order_and_keys(page: SimpleNamespace) -> None:
     window, scores = page.window, page.scores
     shown = window.eval_on_selector_all("#table tbody tr", ROWS)
-    largest = scores.deviation.sort(descending=True).values[:25].tolist()
-    assert scores.deviation[shown].tolist() == pytest.approx(largest, rel=1e-3)  # of four digits
+    assert shown == page.wrong.order[:25].tolist()  # the most suspicious first
     window.fill("#search", "he said")
     window.locator("#count", has_text="60 of").wait_for()
     window.select_option("#by label:has-text('source') select", "<i>2</i>")
@@ -159,6 +164,9 @@ def test_search_choice_order_and_keys(page: SimpleNamespace) -> None:
 
 def test_decisions_come_back_as_a_question(page: SimpleNamespace, tmp_path: Path) -> None:
     window = page.window
+    assert page.folded["cards"] == 10
+    while window.is_visible("#more"):
+        window.click("#more")
     titles = window.locator("#gallery > li h4").all_inner_texts()
     cards = [int(title.split()[1].rstrip(":")) for title in titles]
     window.focus("#gallery > li >> nth=0 >> input[value=drop]")
@@ -192,8 +200,9 @@ def test_each_class_source_and_region_has_a_colour_and_a_shape(page: SimpleNames
 
 def test_pictures_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamespace) -> None:
     window = page.window
-    widths = window.eval_on_selector_all("img.drawn", "list => list.map(img => img.naturalWidth)")
-    assert len(widths) == 2 and min(widths) > 400  # what was monitored, and the groups
+    (width,) = window.eval_on_selector_all("img.drawn", "list => list.map(img => img.naturalWidth)")
+    assert width > 400  # what was monitored
+    assert window.locator(".bars circle").count() == 3  # a drawing of each class
     before = window.inner_text("#tested h4")
     window.click("#later")
     assert window.inner_text("#tested h4") != before
@@ -212,3 +221,34 @@ def test_pictures_in_the_dark_in_print_and_in_a_narrow_window(page: SimpleNamesp
     widths = "list => list.map(value => value.clientWidth)"
     assert min(window.eval_on_selector_all("#gallery dd", widths)) > 90  # words stay whole
     window.set_viewport_size({"width": 1280, "height": 1000})
+
+
+def test_what_to_do_comes_first_and_the_rest_is_folded(page: SimpleNamespace) -> None:
+    window = page.window
+    order = window.eval_on_selector_all("main > section", "list => list.map(part => part.id)")
+    assert order == ["suspects", "removals", "new", "trust", "examples", "influence"]
+    assert page.folded["cards"] == 10 and page.folded["map"] == 0 and page.folded["height"] < 6000
+
+
+def test_words_explain_themselves_to_pointer_and_keyboard(page: SimpleNamespace) -> None:
+    window = page.window
+    word = window.locator("#new abbr").first
+    assert len(word.get_attribute("title") or "") > 20
+    word.focus()
+    window.keyboard.press("Tab")
+    window.keyboard.press("Shift+Tab")
+    shown = "word => getComputedStyle(word, '::after').content"
+    assert word.evaluate(shown) == f'"{word.get_attribute("title")}"'
+
+
+def test_tables_wider_than_the_page_say_so(page: SimpleNamespace) -> None:
+    window = page.window
+    hints = window.locator("#examples .hint")
+    for width in (390, 1280):
+        window.set_viewport_size({"width": width, "height": 1000})
+        window.wait_for_timeout(200)
+        wide = window.eval_on_selector_all(
+            "#examples .scroll", "list => list.map(box => box.scrollWidth > box.clientWidth + 1)"
+        )
+        assert [hints.nth(k).is_visible() for k in range(hints.count())] == wide
+        assert window.evaluate("document.documentElement.scrollWidth") <= width

@@ -19,6 +19,8 @@ from PIL import Image
 
 import blr_analysis as blr
 from blr_analysis.audit import Findings, in_text, investigate, sections
+from blr_analysis.audit.section import two_digits
+from blr_analysis.audit.suspects import main_supplier
 from blr_analysis.errors import BLRError, DataError, InputError, StorageError
 from blr_analysis.report.contents import MOST_SINGLE, TEXT, picture_of, sheet_of
 from blr_analysis.report.decisions import read_decisions
@@ -49,6 +51,11 @@ def problem(n: int = 40, outputs: int = 3, likelihood: Any = "categorical", **op
     task = blr.Task(model, (x, y), likelihood=likelihood, **options)
     test = blr.Task(model, (x[:9] + 0.1, y[:9]), likelihood=likelihood)
     return task, test, blr.fit_laplace(task, structure="kron", prior_precision=1.0)
+
+
+def trust_in_words(page: str) -> str:
+    """The two sentences on trust."""
+    return re.findall(r"<h2>How far to trust it</h2>\s*<p>(.*?)</p>", page)[0]
 
 
 def written(folder: Path, task: Any, test: Any, posterior: Any, **options: Any) -> Path:
@@ -104,12 +111,17 @@ def test_every_likelihood_has_a_page(tmp_path: Path, outputs: int, likelihood: A
     path = written(tmp_path, task, test, posterior)
     data, text = data_of(path), path.read_text("utf-8")
     assert len(data["suspects"]) > 0
-    for words, known in ((">NLL<", True), ("squared error, summed over 3 outputs", False)):
-        assert (words in text) == (known == isinstance(likelihood, str))
-    if outputs == 1:  # what the page proposes is a target
-        relabel = {s["row"]: s["proposed"] for s in data["suspects"]}
-        asked = {"relabel": relabel, "solver": "posterior"}
-        assert blr.what_if(task, posterior, **asked).relabelled == len(relabel) > 0
+    is_squared = not isinstance(likelihood, str)
+    assert ("squared error, summed over 3 outputs" in SCRIPTS.sub("", text)) == is_squared
+    for symbol in ("nats", "NLL"):
+        assert symbol not in SCRIPTS.sub("", text)
+    proposed = {s["row"]: s["proposed"] for s in data["suspects"]}
+    if not task.likelihood.is_classification:  # the model's own prediction is no new label
+        assert set(proposed.values()) == {None}
+    elif outputs == 1:  # what the page proposes is a target
+        relabel = {row: label for row, label in proposed.items() if label is not None}
+        result = blr.what_if(task, posterior, relabel=relabel, solver="posterior")
+        assert result.relabelled == len(relabel) > 0
 
 
 def test_classes_have_their_names(tmp_path: Path) -> None:
@@ -158,18 +170,49 @@ def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
     page = write_page(findings, tmp_path / "r.html", classes=NAMES).read_text("utf-8")
     assert "Without cat, owl: &lt;far&gt; off." in page
     summary = as_text(in_text(*sections(findings).values()))
-    assert "Without 0, 2: <far> off." in summary and len(removals) == 3
+    words = " ".join(summary.split())
+    assert "Without 0, 2: <far> off." in words and len(removals) == 3
     shown = ("cat", "&lt;b&gt;dog&lt;/b&gt;", "owl")
     for row, name in zip(removals.to_dict("records"), shown, strict=True):
-        cells = [f"{row['n']}", f"{row['nll_after']:.3f}", f"{row['nll_change']:+.3f}"]
-        cells.append(f"{row['nll_low']:.2f} and {row['nll_high']:.2f}")
-        said = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        assert f'<th scope="row" dir="auto">{name}</th>{said}' in page
-    assert 'src="data:image/png;base64,' in page  # the picture of them
-    assert f"The model is {posterior.stationarity.verdict}." in page
-    for word in ("ranking only", "diagonal", "a ranking, no scale"):
-        assert word in page and word in " ".join(summary.split())
+        (line,) = re.findall(rf'<tr><th scope="row" dir="auto">{name}</th>(.*?)</tr>', page)
+        is_trusted = row["note"] == ""
+        assert ("order only" in line) != is_trusted
+        assert ("<circle" in line) == is_trusted
+        for figure in (two_digits(row["nll_after"]), two_digits(row["nll_change"], "+")):
+            assert (f">{figure}<" in line) == is_trusted
+    assert trust_in_words(page).startswith("This model was stopped before its loss was minimal.")
+    for word in ("diagonal", "a ranking, no scale"):
+        assert word in page and word in words
     assert "BSD 3-Clause" in page and "Anaconda, Inc., and Bokeh Contributors" in page
+
+
+@pytest.mark.parametrize(
+    ("eve", "sentence"),
+    [(0.5, "annotator eve supplied"), (0.0, "")],
+)
+def test_a_source_that_supplied_most_suspects_is_named(eve: float, sentence: str) -> None:
+    """Half of eve's labels are wrong, or none."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 4, generator=g)
+    y = (x[:, 0] > 0).long()
+    who = ["ann", "bob", "eve"] * 100
+    is_wrong = (torch.rand(300, generator=g) < eve) & torch.tensor([name == "eve" for name in who])
+    y[is_wrong] = 1 - y[is_wrong]
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    task = blr.Task(model, (x, y), metadata={"annotator": who})
+    posterior = blr.fit_laplace(task, structure="full", prior_precision=1.0)
+    found = investigate(task, posterior, by=None)
+    told = main_supplier(found)
+    assert told.startswith(sentence) and bool(told) == bool(sentence)
+    if sentence:
+        suspects = found.suspects["index"]
+        count = sum(who[i] == "eve" for i in suspects)
+        assert f"{count} of {len(suspects)} suspects" in told
 
 
 # Images

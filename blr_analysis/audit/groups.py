@@ -1,0 +1,154 @@
+"""Which groups help and which hurt: each class, source or annotator taken out in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from blr_analysis.audit.section import Section, percent, two_digits
+from blr_analysis.plots._canvas import Names, name_of
+from blr_analysis.recipe import UNKNOWN
+
+NAMED = 5  # groups in a sentence
+WIDTHS = "The ranges are rough: four of five truths lie in them on small networks."
+ROUGH = (
+    "These figures are rough: nothing says how the model was trained. Pass recipe= to the Task for "
+    "better ones."
+)
+ORDER = "order only"  # in the place of a figure that is not to be trusted
+
+
+def without_each(
+    removals: pd.DataFrame,
+    noun: str,
+    measured_on: str,
+    names: Names | None = None,
+    measure: str = "loss",
+) -> Section:
+    """What each group is worth: the table of ``what_if_each``, the group that helps most first.
+
+    A group whose size is not to be trusted keeps its place, and shows no figure.
+    """
+    table = in_order(removals)
+    trusted = is_measured(table)
+    columns: dict[str, Sequence[Any]] = {
+        noun: [name_of(group, names) for group in table["group"]],
+        "examples": [f"{n:,}" for n in table["n"]],
+        "effect": verdicts(table),
+    }
+    if trusted.any():
+        columns[f"{measure} without"] = _figures(table["nll_after"], trusted)
+        columns["change"] = _figures(table["nll_change"], trusted, sign="+")
+    notes = doubts(removals, names)
+    has_range = table["nll_low"].notna().to_numpy() & trusted
+    if has_range.any():
+        ranges = zip(table["nll_low"], table["nll_high"], has_range, strict=True)
+        columns["likely between"] = [
+            f"{two_digits(low)} and {two_digits(high)}" if is_known else ""
+            for low, high, is_known in ranges
+        ]
+        notes.append(WIDTHS)
+    if trusted.any() and not table["accuracy_after"].isna().to_numpy().any():
+        accuracies = zip(table["accuracy_after"], trusted, strict=True)
+        columns["accuracy without"] = [
+            percent(accuracy) if is_trusted else "" for accuracy, is_trusted in accuracies
+        ]
+    before = two_digits(removals["nll_before"].iloc[0])
+    passes = float(removals["passes"].to_numpy().max())
+    manner = how(str(removals["solver"].iloc[0]), passes)
+    lead = (
+        f"{in_short(table, noun, names, measure)} With all data the {measure} on {measured_on} is "
+        f"{before}. Each {noun} was taken out {manner}."
+    )
+    return Section("Which groups help, which hurt", lead, columns, notes)
+
+
+def in_order(removals: pd.DataFrame) -> pd.DataFrame:
+    """The group that helps most first: without it the loss rises most."""
+    return removals.sort_values("nll_change", ascending=False, kind="stable", ignore_index=True)
+
+
+def is_measured(table: pd.DataFrame) -> Any:
+    """Which groups' figures are sizes, if rough ones. [G] bool."""
+    return table["note"].isin(["", UNKNOWN]).to_numpy()
+
+
+def verdicts(table: pd.DataFrame) -> list[str]:
+    """ "helps" or "hurts" for each group, "no clear effect" where its range holds both."""
+    rows = zip(
+        table["nll_change"],
+        table["nll_before"],
+        table["nll_low"],
+        table["nll_high"],
+        is_measured(table),
+        strict=True,
+    )
+    words = []
+    for change, before, low, high, is_trusted in rows:
+        if is_trusted and low <= before <= high:
+            words.append("no clear effect")
+        elif change == 0:
+            words.append("no effect")
+        else:
+            words.append("helps" if change > 0 else "hurts")
+    return words
+
+
+def in_short(table: pd.DataFrame, noun: str, names: Names | None, measure: str) -> str:
+    """The group that helps most and the one that hurts most, in two sentences."""
+    words = verdicts(table)
+    first = _effect(table.iloc[0], noun, names, measure, "rise")
+    last = _effect(table.iloc[-1], noun, names, measure, "fall")
+    helpful = f"{first}." if words[0] == "helps" else f"No {noun} clearly helps."
+    harmful = f"{last}." if words[-1] == "hurts" else f"No {noun} clearly hurts."
+    return f"{helpful} {harmful}"
+
+
+def _effect(row: Any, noun: str, names: Names | None, measure: str, direction: str) -> str:
+    """What one group does, in a sentence without its full stop."""
+    does = "helps" if direction == "rise" else "hurts"
+    sentence = f"{noun[:1].upper()}{noun[1:]} {name_of(row['group'], names)} {does} most"
+    if row["note"] not in ("", UNKNOWN):
+        return sentence
+    end = two_digits(row["nll_after"])
+    text = f"{sentence}: without it the {measure} would {direction} to {end}"
+    if pd.notna(row["nll_low"]):
+        text += f" (likely {two_digits(row['nll_low'])} to {two_digits(row['nll_high'])})"
+    return text
+
+
+def _figures(values: Any, trusted: Any, sign: str = "") -> list[str]:
+    """Figures to two digits, and :data:`ORDER` for those that are no sizes."""
+    pairs = zip(values, trusted, strict=True)
+    return [two_digits(value, sign) if is_trusted else ORDER for value, is_trusted in pairs]
+
+
+def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
+    """Why some groups show no figures, a sentence for each reason."""
+    sentences = []
+    for reason, rows in removals[removals["note"] != ""].groupby("note", sort=False):
+        if reason == UNKNOWN:
+            sentences.append(ROUGH)
+            continue
+        groups = [name_of(group, names) for group in rows["group"]]
+        if len(groups) == len(removals):
+            subject = "Only the order of the groups counts"
+        elif len(groups) > NAMED:
+            subject = f"Without {', '.join(groups[:NAMED])} and {len(groups) - NAMED} more"
+        else:
+            subject = f"Without {', '.join(groups)}"
+        sentences.append(f"{subject}: {reason}.")
+    return sentences
+
+
+def how(solver: str, passes: float) -> str:
+    """How a group was taken out, in words."""
+    manners = {
+        "posterior": "in one step, without training",
+        "cg": f"by a descent of {passes:.0f} passes over the data that stay",
+        "replay": f"by short trainings with and without it, {passes:.0f} passes over the data",
+        "retrain": f"by whole trainings without it, {passes:.0f} passes over the data",
+    }
+    return manners.get(solver, solver)

@@ -1,0 +1,160 @@
+"""How the model will do on new data: the estimate from the training data, its range, and what came
+true on test data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from blr_analysis.audit.findings import Findings
+from blr_analysis.audit.section import TWO, Section, mean_and_error, percent, two_digits
+from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
+from blr_analysis.posterior.predictive import measure_of
+
+ESTIMATE = "leave-one-out estimate"
+NO_ESTIMATE = (
+    "There is no estimate for new data: this posterior ranks examples, but does not measure sizes. "
+    "blr.calibrate(task, posterior) measures them."
+)
+
+
+def generalisation(findings: Findings) -> Section:
+    """The estimate of the loss on new data, beside what it was made from and what came true."""
+    loo = findings.loo
+    on_test = findings.on_test
+    has_estimate = not loo.is_below_chance and not ranks_only(findings)
+    evaluations: dict[str, Any] = {"training data": on_training_data(findings)}
+    if has_estimate:
+        evaluations[ESTIMATE] = loo
+    if on_test is not None:
+        evaluations["test data"] = on_test
+    columns: dict[str, Sequence[Any]] = {"": list(evaluations)}
+    rows = list(evaluations.values())
+    if findings.scores.tokens is not None:
+        columns["loss of a token"] = [two_digits(row.nll_per_token) for row in rows]
+        columns["perplexity"] = [two_digits(row.perplexity) for row in rows]
+    else:
+        columns[measured(findings)] = [two_digits(row.nll) for row in rows]
+        columns["likely between"] = ["", *map(loss_range, rows[1:])]
+        if is_of_one_number(findings):
+            columns["typical error"] = [two_digits(math.sqrt(row.nll)) for row in rows]
+        if loo.accuracy is not None:
+            columns["accuracy"] = [percent(row.accuracy) for row in rows]
+    notes = []
+    if loo.is_below_chance:
+        notes.append(f"There is no estimate for new data: {loo.note}.")
+    elif not has_estimate:
+        notes.append(NO_ESTIMATE)
+    elif loo.note:
+        notes.append(f"The estimate is rough: {loo.note}.")
+    if on_test is not None and has_estimate:
+        notes.append(agreement(loo, on_test, measured(findings)))
+    lead = expected(findings, loo if has_estimate else on_test)
+    return Section("How it will do on new data", lead, columns, notes)
+
+
+def ranks_only(findings: Findings) -> bool:
+    """Whether its posterior knows the order of left-out losses, but not their size."""
+    posterior = findings.posterior
+    is_measured = posterior.calibration is not None or posterior.at_minimum
+    has_guess = posterior.temperature != 1.0
+    return not is_measured and not has_guess
+
+
+def expected(findings: Findings, evaluation: Any) -> str:
+    """What to expect of new data, with its range, in a sentence."""
+    if evaluation is None:
+        return "The training data alone do not say."
+    source = "the test data" if evaluation is findings.on_test else "the training data alone"
+    if findings.scores.tokens is not None:
+        loss = two_digits(evaluation.nll_per_token)
+        perplexity = two_digits(evaluation.perplexity)
+        return f"By {source}, expect a loss of {loss} a token, a perplexity of {perplexity}."
+    loss = f"{two_digits(evaluation.nll)}{in_brackets(loss_range(evaluation))}"
+    if is_of_one_number(findings):
+        typical = two_digits(math.sqrt(evaluation.nll))
+        return (
+            f"By {source}, expect to be off by about {typical} (the root of a squared error of "
+            f"{loss})."
+        )
+    if evaluation.accuracy is None:
+        return f"By {source}, expect a {measured(findings)} of {loss}."
+    hits = f"{percent(evaluation.accuracy)}{in_brackets(accuracy_range(evaluation))}"
+    return f"By {source}, expect {hits} of answers to be right, and a loss of {loss}."
+
+
+def in_brackets(text: str) -> str:
+    """ " (text)", or nothing."""
+    return f" ({text})" if text else ""
+
+
+def losses_of(evaluation: Any) -> Any:
+    """The losses that count, one per example."""
+    return evaluation.counted if isinstance(evaluation, Evaluation) else evaluation.losses
+
+
+def loss_range(evaluation: Any) -> str:
+    """Two standard errors on either side of the mean loss; "" where one example is all."""
+    losses = losses_of(evaluation).double()
+    mean, error = mean_and_error(losses[losses.isfinite()])
+    if math.isnan(error):
+        return ""
+    return f"{two_digits(mean - TWO * error)} to {two_digits(mean + TWO * error)}"
+
+
+def accuracy_range(evaluation: Any) -> str:
+    """Where the accuracy on as many new examples probably lies (Wilson's interval)."""
+    share = evaluation.accuracy
+    n = len(losses_of(evaluation))
+    if n < 2:
+        return ""
+    z = TWO**2 / n
+    centre = (share + z / 2) / (1 + z)
+    width = math.sqrt(z * share * (1 - share) + z**2 / 4) / (1 + z)
+    return f"{percent(max(0.0, centre - width))} to {percent(min(1.0, centre + width))}"
+
+
+def on_training_data(findings: Findings) -> Any:
+    """Losses and hits on the data that the model was trained on."""
+    scores = findings.scores
+    if scores.tokens is not None:
+        return scores
+    assert scores.outputs is not None and scores.targets is not None
+    hits = findings.task.likelihood.correct(scores.outputs, scores.targets)
+    return Evaluation(scores.losses, hits)
+
+
+def measured(findings: Findings) -> str:
+    """What the losses of an example are called: "loss", or another measure and of how many
+    outputs it is summed."""
+    measure = measure_of(findings.task.likelihood.kind)
+    if measure == "nll":
+        return "loss"
+    error = findings.scores.error
+    assert error is not None
+    outputs = error.shape[-1]
+    return f"{measure}, summed over {outputs} outputs" if outputs > 1 else measure
+
+
+def is_of_one_number(findings: Findings) -> bool:
+    """Whether its loss is the squared error of one number, whose root has the target's units."""
+    return measured(findings) == "squared error"
+
+
+def agreement(loo: Any, on_test: Evaluation, measure: str) -> str:
+    """How far the estimate is from the test data, against the latter's own uncertainty."""
+    losses = on_test.counted.double()
+    gap = loo.nll - on_test.nll
+    if isinstance(on_test, SequenceEvaluation):  # Σ losses / Σ tokens, a ratio of sums
+        nll = on_test.nll_per_token
+        gap = loo.nll_per_token - nll
+        losses = (losses - nll * on_test.tokens) / on_test.tokens.double().mean()
+    side = "above" if gap >= 0 else "below"
+    sentence = f"The estimate is {two_digits(abs(gap))} {side} the {measure} on the test data"
+    n = len(losses)
+    if n > 1:
+        _, error = mean_and_error(losses)
+        chance = two_digits(error)
+        sentence += f"; the choice of these {n:,} test examples alone moves that by {chance}"
+    return f"{sentence}."

@@ -1,0 +1,71 @@
+"""A section of what an audit says, and how its figures are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+TWO = 2.0  # standard errors on either side: 19 of 20 ranges hold the truth
+NEAR_ALL = 0.05  # a share this close to none or all is written with a decimal
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a sentence, the columns of a small table, notes, and details that fold away."""
+
+    title: str
+    lead: str = ""
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    details: Sequence[str] = ()
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The table, row by row."""
+        return list(zip(*self.columns.values(), strict=True))
+
+
+def short(values: Any) -> list[str]:
+    """Numbers to two digits."""
+    return [two_digits(value) for value in values]
+
+
+def two_digits(value: float, sign: str = "") -> str:
+    """A number to two digits, without an exponent where it is of ordinary size.
+
+    >>> two_digits(0.03456), two_digits(12.6), two_digits(1234.5), two_digits(0.012, "+")
+    ('0.035', '13', '1,234', '+0.012')
+    """
+    value = float(value)
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:{sign}.2g}"
+    if size >= 1e7 or size < 1e-4:
+        return f"{value:{sign}.1e}"
+    decimals = max(0, 1 - math.floor(math.log10(size)))
+    return f"{value:{sign},.{decimals}f}"
+
+
+def percent(share: float) -> str:
+    """A share in percent; with a decimal where it is close to none or all.
+
+    >>> percent(0.873), percent(0.9961), percent(0.99999), percent(1.0)
+    ('87%', '99.6%', '99.9%', '100%')
+    """
+    distance = min(share, 1 - share)
+    if 0 < distance < NEAR_ALL:
+        return f"{min(max(share, 0.001), 0.999):.1%}"
+    return f"{share:.0%}"
+
+
+def mean_and_error(values: Tensor | np.ndarray) -> tuple[float, float]:
+    """The mean of independent numbers, and its standard error; NaN where there is one number."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if len(numbers) < 2:
+        return float(numbers.mean()), math.nan
+    return float(numbers.mean()), float(numbers.std(ddof=1) / math.sqrt(len(numbers)))

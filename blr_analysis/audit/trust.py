@@ -1,0 +1,135 @@
+"""How far the answers hold: two sentences, what speaks against them, and the details."""
+
+from __future__ import annotations
+
+from blr_analysis.audit.findings import Findings
+from blr_analysis.audit.section import Section, percent, two_digits
+from blr_analysis.posterior import Posterior
+from blr_analysis.posterior.minimum import Stationarity
+from blr_analysis.posterior.posterior import SATURATED
+from blr_analysis.posterior.recognition import elsewhere
+from blr_analysis.posterior.stationarity import stationarity, with_stationarity
+from blr_analysis.task import Task
+
+DIAGONAL = (
+    "This posterior is diagonal, without correlations between weights: for a whole group one step "
+    "can be far off in either direction; one of Kronecker factors (--fit kron) comes closer."
+)
+STARTING = (
+    "More than half of the precision is still the optimizer's starting value, not the data's: the "
+    "scale of every estimate rests on that choice."
+)
+TRAINED = "Groups were taken out by training without them, so that their sizes hold as well."
+TRAINERS = ("replay", "retrain")
+
+
+def trust(
+    task: Task,
+    posterior: Posterior,
+    findings: Findings | None = None,
+    solver: str = "",
+) -> Section:
+    """How far the answers hold: what the reader must know.
+
+    Args:
+        task, posterior: the subject.
+        findings: of a whole audit; None of a single question.
+        solver: by which groups were taken out; "" if none were.
+    """
+    posterior = with_stationarity(task, posterior)
+    minimum = stationarity(task, posterior)
+    lead = f"{how_it_was_trained(minimum)} {what_holds(posterior, minimum, solver)}"
+    details = [f"{sentence_of(minimum)}.", *notes_on_posterior(posterior)]
+    if solver in TRAINERS and groups_are_sizes(findings):
+        details.append(TRAINED)
+    if findings is not None:
+        details += notes_on_leverage(findings)
+    notes = warnings(task, posterior, findings)
+    return Section("How far to trust it", lead, notes=notes, details=details)
+
+
+def how_it_was_trained(minimum: Stationarity) -> str:
+    """Where the training ended, in a sentence."""
+    if minimum.at_minimum:
+        return "This model was trained until its loss was minimal."
+    if minimum.near:
+        return "This model was trained until its loss was nearly minimal."
+    return "This model was stopped before its loss was minimal."
+
+
+def what_holds(posterior: Posterior, minimum: Stationarity, solver: str) -> str:
+    """Whether rankings hold, and sizes, in a sentence."""
+    if minimum.at_minimum:
+        return "Rankings hold, and so do sizes."
+    if minimum.near:
+        least = f"{minimum.least_group:,.0f}"
+        return f"Rankings hold; sizes hold for groups of {least} examples or more."
+    error = posterior.temperature_error
+    if error is not None:
+        return f"Rankings hold; sizes are measured to within {percent(error)}."
+    subject = "the sizes of single examples" if solver in TRAINERS else "sizes"
+    if posterior.temperature != 1.0:
+        return f"Rankings hold; {subject} rest on a guess that blr.calibrate measures."
+    return f"Rankings hold; {subject} do not, until blr.calibrate measures them."
+
+
+def sentence_of(minimum: Stationarity) -> str:
+    """How far the training's end is from the minimum."""
+    gain = two_digits(minimum.decrement)
+    return f"One more step would lower the loss, summed over all examples, by about {gain}"
+
+
+def groups_are_sizes(findings: Findings | None) -> bool:
+    """Whether nothing speaks against the size of any group."""
+    if findings is None or findings.removals is None:
+        return True
+    return bool((findings.removals["note"] == "").all())
+
+
+def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> list[str]:
+    """What can make every answer wrong."""
+    sentences = []
+    if findings is not None and findings.unlike:
+        sentences.append(f"The test data are unlike the training data: {findings.unlike}")
+    warning = elsewhere(task, posterior)
+    if warning:
+        sentences.append(f"{warning[0].upper()}{warning[1:]}.")
+    if posterior.saturated > 0.5:
+        sentences.append(SATURATED.format(posterior.saturated))
+    if posterior.ending:
+        sentences.append(f"{posterior.ending[0].upper()}{posterior.ending[1:]}.")
+    return sentences
+
+
+def notes_on_posterior(posterior: Posterior) -> list[str]:
+    """What to know of its scale and of its structure."""
+    notes = []
+    if posterior.note and not posterior.at_minimum:  # at a minimum the sentences say it
+        notes.append(f"Single examples: {posterior.note}.")
+    error = posterior.temperature_error
+    if error is not None:
+        temperature = f"{two_digits(posterior.temperature)}, give or take {percent(error)}"
+        notes.append(f"The temperature was measured: {temperature}.")
+    if posterior.structure == "diag":
+        notes.append(DIAGONAL)
+    share_of_the_start = posterior.record.get("initial_share") or 0.0
+    if share_of_the_start > 0.5:
+        notes.append(STARTING)
+    return notes
+
+
+def notes_on_leverage(findings: Findings) -> list[str]:
+    """How many left-out estimates are rough, and what solves them."""
+    leverage = findings.loo.leverage
+    if leverage is None:
+        return []
+    rough = int((leverage >= 1).sum())
+    if not rough:
+        return []
+    sentence = (
+        f"{rough:,} of {len(leverage):,} examples decide their own predictions (leverage of 1 or "
+        "more): their left-out estimates are rough, and are not shown"
+    )
+    if findings.posterior.at_minimum:
+        sentence += "; leave_one_out(refine=) takes them out by a descent"
+    return [f"{sentence}."]
