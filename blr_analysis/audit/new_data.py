@@ -9,6 +9,7 @@ from typing import Any
 
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.section import TWO, Section, mean_and_error, percent, two_digits
+from blr_analysis.audit.trust import is_scaled_by_a_guess
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.posterior.predictive import measure_of
 
@@ -16,6 +17,9 @@ ESTIMATE = "leave-one-out estimate"
 NO_ESTIMATE = (
     "There is no estimate for new data: this posterior ranks examples, but does not measure sizes. "
     "blr.calibrate(task, posterior) measures them."
+)
+GUESS = (
+    "The estimate is rough: its scale is a guess, which blr.calibrate(task, posterior) measures."
 )
 
 
@@ -46,11 +50,14 @@ def generalisation(findings: Findings) -> Section:
         notes.append(f"There is no estimate for new data: {loo.note}.")
     elif not has_estimate:
         notes.append(NO_ESTIMATE)
+    elif is_scaled_by_a_guess(findings.posterior):
+        notes.append(GUESS)
     elif loo.note:
         notes.append(f"The estimate is rough: {loo.note}.")
     if on_test is not None and has_estimate:
         notes.append(agreement(loo, on_test, measured(findings)))
-    lead = expected(findings, loo if has_estimate else on_test)
+    best_known = loo if has_estimate and on_test is None else on_test
+    lead = expected(findings, best_known)
     return Section("How it will do on new data", lead, columns, notes)
 
 
@@ -58,8 +65,7 @@ def ranks_only(findings: Findings) -> bool:
     """Whether its posterior knows the order of left-out losses, but not their size."""
     posterior = findings.posterior
     is_measured = posterior.calibration is not None or posterior.at_minimum
-    has_guess = posterior.temperature != 1.0
-    return not is_measured and not has_guess
+    return not is_measured and not is_scaled_by_a_guess(posterior)
 
 
 def expected(findings: Findings, evaluation: Any) -> str:

@@ -70,8 +70,9 @@ def main_supplier(findings: Findings) -> str:
         excess = (count - n_suspects * share) / spread
         if count >= LEAST_SUSPECTS and excess > clearest_excess:
             clearest_excess = excess
+            subject = f"{column[:1].upper()}{column[1:]} {name_of(source)}"
             clearest = (
-                f"{column} {name_of(source)} supplied {count:,} of {n_suspects:,} suspects "
+                f"{subject} supplied {count:,} of {n_suspects:,} suspects "
                 f"({percent(count / n_suspects)}), but only {percent(share)} of all rows."
             )
     return clearest

@@ -68,9 +68,14 @@ def what_holds(posterior: Posterior, minimum: Stationarity, solver: str) -> str:
     if error is not None:
         return f"Rankings hold; sizes are measured to within {percent(error)}."
     subject = "the sizes of single examples" if solver in TRAINERS else "sizes"
-    if posterior.temperature != 1.0:
+    if is_scaled_by_a_guess(posterior):
         return f"Rankings hold; {subject} rest on a guess that blr.calibrate measures."
     return f"Rankings hold; {subject} do not, until blr.calibrate measures them."
+
+
+def is_scaled_by_a_guess(posterior: Posterior) -> bool:
+    """Whether its variances are multiplied by a temperature that nobody measured."""
+    return posterior.calibration is None and posterior.temperature != 1.0
 
 
 def sentence_of(minimum: Stationarity) -> str:

@@ -269,7 +269,7 @@ const suspect = ({ row: k, kind, proposed, twin, wrong }) => {
   const names = [...(data.classes.length ? [] : ["target"]), answer, ...metadata];
   const item = make("li", {}, ...about(k, names, verdict(k, kind, other, twin)).filter((p) => p !== null));
   if (kind === "label" && wrong !== null) item.querySelector("dl").prepend(
-    make("dt", {}, word("chance of a wrong label")), make("dd", { textContent: `${Math.min(99, Math.round(100 * wrong))}%` }));
+    make("dt", {}, word("label is wrong")), make("dd", { textContent: `${Math.min(99, Math.round(100 * wrong))}%` }));
   const label = data.classes.length
     ? make("select", { ariaLabel: "new label" }, ...data.classes.map(([c, name]) => new Option(said(name), said(c), false, c === proposed)))
     : make("input", { ariaLabel: "new target", size: 8, inputMode: "decimal", placeholder: "new target", value: said(proposed) });

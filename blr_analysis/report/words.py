@@ -38,7 +38,7 @@ WORDS = {
     "regular": "The model is right here, and other examples support it.",
     "uncertain": "The model is right here, but few examples support it.",
     "unpredictable": "The model is wrong here, because the other examples insist.",
-    "chance of a wrong label": "How likely it is that the label is wrong.",
+    "label is wrong": "How likely it is that the label is wrong.",
 }
 _LONGEST_FIRST = sorted(WORDS, key=len, reverse=True)
 _PATTERN = re.compile(rf"\b({'|'.join(_LONGEST_FIRST)})\b")

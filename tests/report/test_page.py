@@ -188,7 +188,7 @@ def test_groups_their_ranges_and_what_cannot_be_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("eve", "sentence"),
-    [(0.5, "annotator eve supplied"), (0.0, "")],
+    [(0.5, "Annotator eve supplied"), (0.0, "")],
 )
 def test_a_source_that_supplied_most_suspects_is_named(eve: float, sentence: str) -> None:
     """Half of eve's labels are wrong, or none."""
