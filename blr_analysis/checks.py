@@ -13,6 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -68,9 +69,14 @@ def whole(value: Any) -> int | None:
 
 def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     """One of these words."""
-    if not isinstance(value, str) or value not in words:
-        raise InputError(f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}")
-    return value
+    if isinstance(value, str) and value in words:
+        return value
+    word = value.lower() if isinstance(value, str) else ""
+    close = get_close_matches(word, words, n=1, cutoff=0.5)
+    question = f"; did you mean {close[0]!r}?" if close else ""
+    raise InputError(
+        f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}{question}"
+    )
 
 
 def instance(name: str, value: Any, kind: Any, wanted: str) -> None:

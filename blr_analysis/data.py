@@ -283,11 +283,22 @@ def _examples(data: Any) -> Examples:
     return Examples(data)
 
 
+def _are_words(part: Any) -> bool:
+    """Whether these are words, such as the names of classes."""
+    if isinstance(part, Tensor):
+        return False
+    first = np.ravel(np.asarray(part[:1], dtype=object))
+    return len(first) > 0 and isinstance(first[0], str)
+
+
 def _pair(data: Sequence[Any]) -> tud.TensorDataset:
     if len(data) != 2:
         raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
     tensors: list[Tensor] = []
     for name, part in zip("Xy", data, strict=True):
+        if _are_words(part):
+            remedy = f"number them: pd.Categorical({name}).codes"
+            raise DataError(f"{name} of (X, y) cannot become a tensor: it holds words; {remedy}")
         with told_as(DataError, f"{name} of (X, y) cannot become a tensor", "give numbers"):
             whole = part if isinstance(part, Tensor) else np.require(part, requirements="W")
             tensors.append(torch.as_tensor(whole))

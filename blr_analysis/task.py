@@ -363,7 +363,8 @@ class Task:
             reading.check_inputs(batch, indices)
         before = reading.versions(batch)
         failed = f"the model failed on a batch of {reading.describe(batch)}"
-        with told_as(ModelError, failed), _running(self.model, narrow(params)):
+        remedy = "give inputs of the shape and dtype of the training"
+        with told_as(ModelError, failed, remedy), _running(self.model, narrow(params)):
             result = self.forward(self.model, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             got = reading.describe(result)
@@ -524,6 +525,8 @@ def find_device(device: str | torch.device) -> torch.device:
     Raises:
         DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
     """
+    if str(device).split(":")[0] in ("gpu", "nvidia"):
+        raise DeviceError(f'device {device!r} cannot be used here: write "cuda"; "cpu" can')
     with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
         return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
 

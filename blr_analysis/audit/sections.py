@@ -14,7 +14,7 @@ import pandas as pd
 from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.groups import how, without_each
 from blr_analysis.audit.new_data import generalisation, measured
-from blr_analysis.audit.section import Section, short
+from blr_analysis.audit.section import Section
 from blr_analysis.audit.suspects import EXCERPT, SHOWN, influential, suspects
 from blr_analysis.audit.trust import trust
 from blr_analysis.memory_map import MemoryMap
@@ -120,7 +120,7 @@ def sources(table: pd.DataFrame, quantity: str, questions: Sequence[str] | None 
             f"{index}  {questions[index][:EXCERPT]}" if is_first else "" for index, is_first in rows
         ]
         columns["text"] = [str(text)[:EXCERPT] for text in table["text"]]
-    columns[quantity.replace("_", " ")] = short(table[quantity])
+    columns[quantity.replace("_", " ")] = [f"{value:.3g}" for value in table[quantity]]
     lead = "How far a question's loss would rise without them"
     lead += "." if quantity == "influence" else ", by the length of each."
     return Section("Sources", lead, columns)

@@ -79,17 +79,17 @@ def main_supplier(findings: Findings) -> str:
 
 
 def _sources(findings: Findings) -> Iterator[tuple[str, Any, int, float]]:
-    """Each column of few values: its name, the value with most suspects, how many, and its share of
-    all rows."""
+    """Of each column of few values, each value: the column, the value, its suspects, and its share
+    of all rows."""
     suspected = findings.suspects["index"].to_numpy()
     for column, values in findings.task.metadata.items():
         series = pd.Series(list(values)).map(str)
-        shares = series.value_counts(normalize=True)
+        shares: dict[str, float] = series.value_counts(normalize=True).to_dict()
         if not len(suspected) or not 2 <= len(shares) <= MOST_SOURCES:
             continue
-        counts = series.iloc[suspected].value_counts()
-        source = (counts / shares[counts.index]).where(counts >= LEAST_SUSPECTS, 0).idxmax()
-        yield str(column), source, int(counts[source]), float(shares[source])
+        counts: dict[str, int] = series.iloc[suspected].value_counts().to_dict()
+        for source, count in counts.items():
+            yield str(column), source, count, shares[source]
 
 
 def influential(findings: Findings) -> Section:

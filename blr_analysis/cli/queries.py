@@ -76,7 +76,13 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     """
     import pandas as pd
 
-    from blr_analysis.sensitivity.selection import RESERVED, SEVERAL, check_comparison
+    from blr_analysis.sensitivity.selection import (
+        RESERVED,
+        SEVERAL,
+        check_comparison,
+        rows_of_query,
+    )
+    from blr_analysis.sensitivity.slips import why_unreadable
 
     check_comparison(query, name)
     if any(column in RESERVED or column.startswith(SEVERAL) for column in task.metadata):
@@ -86,8 +92,9 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     score_columns = {word for word in words if word in computed or word.startswith(SEVERAL)}
     zeros = dict.fromkeys({*RESERVED, *score_columns}, 0.0)
     table = pd.DataFrame({**task.metadata, **zeros, "index": range(task.n_data)})
-    columns = [*RESERVED, *task.metadata]
-    with told_as(InputError, f"{name}={query!r} is no query of {columns}"):
-        selected_rows = table.query(query)
-    if not len(selected_rows) and not score_columns:
-        raise InputError(f"{name} selects none of the {task.n_data} examples")
+    values = {column: table[column].tolist() for column in table}
+    remedy = why_unreadable(query, values)
+    with told_as(InputError, f"{name}={query!r} is no query of these data", remedy):
+        table.query(query)
+    if not score_columns:  # zeros stand in their columns so far
+        rows_of_query(query, table, values, name)

@@ -19,7 +19,9 @@ see :mod:`blr_analysis.likelihoods.tokens`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from torch import Tensor, nn
 
@@ -57,6 +59,14 @@ BY_NAME: dict[str, type[Likelihood]] = {
     for kind in (Categorical, Bernoulli, Gaussian, Poisson, TokenCategorical, CausalLM)
 }
 
+ALSO_CALLED = {
+    "categorical": "crossentropy ce xent nll softmax multiclass classification logsoftmax",
+    "bernoulli": "bce bcewithlogits binarycrossentropy binarycrossentropywithlogits binary sigmoid "
+    "logistic multilabel",
+    "gaussian": "mse squarederror meansquarederror regression normal gaussiannll",
+    "poisson": "poissonnll count counts",
+    "causal_lm": "causal lm clm causallanguagemodel languagemodel languagemodeling",
+}
 
 Loss = str | Likelihood | nn.Module | Callable[[Tensor, Tensor], Tensor]
 
@@ -75,9 +85,27 @@ def resolve(likelihood: Loss) -> Likelihood:
         return read_module(likelihood)
     if callable(likelihood) and not isinstance(likelihood, type):
         return Function(likelihood)
+    if isinstance(likelihood, str):
+        raise InputError(f"likelihood {likelihood!r} is unknown: {remedy_for(likelihood)}")
     if isinstance(likelihood, type) and issubclass(likelihood, (nn.Module, Likelihood)):
         raise InputError(f"likelihood= is a class; call it: {likelihood.__name__}()")
     raise InputError(
-        f"likelihood must be one of {', '.join(map(repr, BY_NAME))}, a Likelihood, a loss of "
-        f"torch.nn, or a function (outputs, targets) -> loss of each example, got {likelihood!r}"
+        "likelihood must be a name, a loss of torch.nn or a function (outputs, targets) -> loss "
+        f"of each example, got {likelihood!r}"
     )
+
+
+def remedy_for(name: str) -> str:
+    """What to write in the place of a name that is none of ours.
+
+    >>> remedy_for("cross_entropy")
+    'write "categorical"'
+    """
+    plain = re.sub(r"loss$", "", re.sub(r"[^a-z]", "", name.lower()))
+    for ours, others in ALSO_CALLED.items():
+        if plain in others.split():
+            return f'write "{ours}"'
+    close = get_close_matches(name.lower(), BY_NAME, n=1)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    return f"take one of {', '.join(map(repr, BY_NAME))}, or the loss itself"

@@ -116,9 +116,11 @@ class Categorical(Likelihood):
         low, high = (int(extreme) for extreme in torch.aminmax(targets))
         if low < 0 or high >= n_classes:
             wrong = low if low < 0 else high
+            starts_at_one = low == 1 and high == n_classes
+            remedy = "; count classes from 0: y - 1" if starts_at_one else ""
             raise DataError(
                 f"{self.name} targets must lie in {valid} (the model has {n_classes} logits), "
-                f"found {wrong}"
+                f"found {wrong}{remedy}"
             )
 
     def _ignored(self, targets: Tensor) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError, told_as
+from blr_analysis.sensitivity.slips import ASSIGNMENT, QUOTED, why_nothing, why_unreadable
 
 Selection = Any  # boolean mask [N] | indices | (row) -> bool
 CHEAP = ("index", "target", "prediction", "loss")  # forward passes are enough for these
 RESERVED = (*CHEAP, "error", "variance", "deviation", "self_influence", "leverage", "tokens")
 
 SEVERAL = ("target_", "prediction_")
-QUOTED = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`""")
-ASSIGNMENT = re.compile(r"(?<![=!<>])=(?!=)")  # outside of a call, which a query seldom has
 
 
 class Columns:
@@ -148,8 +146,30 @@ def check_comparison(question: str, name: str) -> None:
 def _queried(question: str, columns: Columns, name: str) -> list[int]:
     """The rows of a query, as pandas' ``DataFrame.query`` reads it."""
     check_comparison(question, name)
-    with told_as(InputError, f"{name}={question!r} is no query of {columns.names()}"):
-        return columns.table.query(question)["index"].tolist()
+    table = columns.table
+    values = {str(column): table[column].tolist() for column in table}
+    return rows_of_query(question, table, values, name)["index"].tolist()
+
+
+def rows_of_query(
+    question: str, table: Any, values: Mapping[str, Sequence[Any]], name: str = "remove"
+) -> Any:
+    """The rows of a DataFrame that a query selects.
+
+    Args:
+        values: of the columns that a message may show.
+
+    Raises:
+        InputError: a query that cannot be read or selects nothing, with what was probably meant.
+    """
+    remedy = why_unreadable(question, values)
+    with told_as(InputError, f"{name}={question!r} is no query of these data", remedy):
+        rows = table.query(question)
+    if not len(rows):
+        reason = why_nothing(question, values)
+        selects = f"{name}={question!r} selects none of the {len(table)} examples"
+        raise InputError(f"{selects}: {reason}" if reason else selects)
+    return rows
 
 
 def _yes(answer: Any, index: int, name: str) -> bool:
