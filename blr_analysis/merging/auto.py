@@ -1,15 +1,21 @@
-"""Which merge? Several are tried on data, and the best is taken.
+"""Which merge? Several are tried on data, and the best is taken; without data a safe one is.
 
 Tried are the average, task arithmetic over a few α where there is a base, and merges by the
-precisions: diagonals as they are and by their roots, "gram" over shrinkages, "kron" over powers of
-G and dampings, the user's own settings first; gradient matching with the base's precision where
-that is given; propagated statistics where there are tasks.
+precisions: diagonals as they are, by their roots, and damped, "gram" over shrinkages and dampings,
+"kron" over powers of G and dampings, the user's own settings first; gradient matching with the
+base's precision where that is given; propagated statistics where there are tasks.
 
 The best mean NLL on the validation tasks decides. Without them that of the tasks whose statistics
 are propagated: these are of every other example then, and the rest are judged by, since merges fit
 best what their statistics are of (what is taken is made with all examples again); the models have
 seen them all the same, which validation tasks avoid. The average stays unless the best is ahead of
 it by more than the standard error of that, of the differences example by example.
+
+Without any data nothing is tried. Precisions then decide as far as they can bear: Σ α H θ / Σ α H,
+each H damped by its own mean in every layer, H + mean(H) 1, so that half of every weight is an
+average. That is also what :func:`blr_analysis.merge` does by default. Without precisions the
+average is taken. The damping was chosen on one seed of the networks of
+``python -m benchmarks.merging.contest``, which reports other seeds.
 """
 
 from __future__ import annotations
@@ -39,7 +45,8 @@ from blr_analysis.task import Task
 ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
-DAMPINGS = (1.0, 0.1)  # of "kron"
+DAMPINGS = (1.0, 0.1)
+SAFE_DAMPING = 1.0  # where nothing is tried; python -m benchmarks.merging.contest measures it
 ROOT = 0.5  # the power of diagonals
 AVERAGE = "average"
 PLAIN = {"shrink": None, "power": 1.0, "damping": None, "tasks": None}
@@ -53,7 +60,7 @@ class Choice:
     Attributes:
         name: of the candidate that was taken.
         settings: by which it differs from what was given: fields of :class:`.Job`, and the weights.
-        points: every candidate with what it came to.
+        points: every candidate with what it came to; none where there were no data to try them on.
         gain: by how much the best that was tried is ahead of the average, in nats, and the standard
             error of that; None where the average is the best.
         seen: whether it was judged by examples that the models were trained on.
@@ -68,14 +75,22 @@ class Choice:
     @property
     def average(self) -> MergePoint:
         """What the average came to."""
-        return next(p for p in self.points if p.method == AVERAGE)
+        return self._point(AVERAGE)
 
     @property
     def best(self) -> MergePoint:
         """What was taken came to."""
-        return next(p for p in self.points if p.method == self.name)
+        return self._point(self.name)
+
+    def _point(self, name: str) -> MergePoint:
+        for point in self.points:
+            if point.method == name:
+                return point
+        raise InputError("nothing was tried: give validate= or tasks=")
 
     def __repr__(self) -> str:
+        if not self.points:
+            return f"Choice({self.name!r}: no data to try others on, validate= or tasks=)"
         facts = [
             repr(self.name),
             f"NLL {self.best.nll:.4g}",
@@ -93,10 +108,10 @@ class Choice:
 
 
 def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
-    """The merge by the best of :func:`candidates`.
+    """The merge by the best of :func:`candidates`, or :func:`untried` where there are no data.
 
     Raises:
-        InputError: nothing to choose by.
+        InputError: precisions of some models only.
         BLRError: as :func:`blr_analysis.merge`.
     """
     have_precisions = [member.precision is not None for member in job.members]
@@ -104,9 +119,9 @@ def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
         raise InputError('method="auto" takes a precision of every model, or none')
     has_validation = validate is not None
     tasks = job.tasks
+    if not has_validation and tasks is None:
+        return untried(job)
     if not has_validation:
-        if job.tasks is None:
-            raise InputError('method="auto" chooses by data: give validate= or tasks=')
         tasks, validate = zip(*map(_halves, job.tasks), strict=True)
     in_memory, structure = _in_memory(job)
     settings_of = candidates(job, structure)
@@ -129,11 +144,37 @@ def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
     return changed(job, settings_of[name]), choice
 
 
+def untried(job: Job) -> tuple[Job, Choice]:
+    """The merge that is taken where there are no data to try others on."""
+    if all(member.precision is None for member in job.members):
+        settings = _average(job)
+        return changed(job, settings), Choice(AVERAGE, settings, (), None, seen=False)
+    safe_job = by_precisions(job)
+    settings = {"method": safe_job.method, "damping": safe_job.damping}
+    name = f"fisher, damping {safe_job.damping:g}"
+    return safe_job, Choice(name, settings, (), None, seen=False)
+
+
+def by_precisions(job: Job) -> Job:
+    """The average by precisions, each damped by its mean unless the user says otherwise.
+
+    Weights are normalized, so that the average stands where no model has a precision.
+    """
+    damping = SAFE_DAMPING if job.damping is None else job.damping
+    normalize = True if job.normalize is None else job.normalize
+    return replace(
+        job, method="fisher", base_precision=None, delta=0.0, damping=damping, normalize=normalize
+    )
+
+
+def _average(job: Job) -> dict[str, Any]:
+    ones = [1.0] * len(job.members)
+    return {**WITHOUT_PRECISIONS, "method": "linear", "weights": ones, "normalize": True}
+
+
 def candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
     """What each candidate changes of a job, by its name; ``weights`` are the members'."""
-    ones = [1.0] * len(job.members)
-    average = {**WITHOUT_PRECISIONS, "method": "linear", "weights": ones, "normalize": True}
-    settings = {AVERAGE: average}
+    settings = {AVERAGE: _average(job)}
     settings |= _arithmetic_candidates(job)
     if structure:
         settings |= _precision_candidates(job, structure)
@@ -189,14 +230,23 @@ def _propagated_candidates(job: Job) -> dict[str, dict[str, Any]]:
 def families(structure: str, job: Job) -> list[dict[str, Any]]:
     """Shrinkage, power of G and damping that are tried for a structure, the user's own first."""
     if structure not in FACTORED:
-        return [{"power": p} for p in dict.fromkeys((job.power, ROOT, 1.0))]
+        users_pair = (job.power, job.damping)
+        pairs = dict.fromkeys((users_pair, (ROOT, None), (1.0, None), *_damped(1.0)))
+        return [{"power": power, "damping": damping} for power, damping in pairs]
     if structure == "gram":
-        shrinks = dict.fromkeys((job.shrink, *SHRINK))
-        return [{"shrink": s, "damping": job.damping} for s in shrinks]
+        users_pair = (job.shrink, job.damping)
+        pairs = dict.fromkeys((users_pair, *_damped(1.0)))
+        pairs |= dict.fromkeys((shrink, job.damping) for shrink in SHRINK)
+        return [{"shrink": shrink, "damping": damping} for shrink, damping in pairs]
     users_pair = (job.power, 1.0 if job.damping is None else job.damping)
     grid = dict.fromkeys((users_pair, *itertools.product(POWERS, DAMPINGS)))
     shrink = 1.0 if job.shrink is None else job.shrink
     return [{"shrink": shrink, "power": power, "damping": damping} for power, damping in grid]
+
+
+def _damped(setting: float) -> list[tuple[float, float]]:
+    """A setting beside every damping that is tried."""
+    return [(setting, damping) for damping in DAMPINGS]
 
 
 def changed(job: Job, settings: Mapping[str, Any]) -> Job:

@@ -68,10 +68,12 @@ class Job:
         power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
             0.5 puts half way, in logarithms, between the average and the Fisher average; with 1 and
             no H_0 a merge can end below the average.
-        damping: d of H + d mean(H) 1, layer by layer; None: 1 for "kron", 0 for "gram". Where
-            losses are quadratic and "kron" holds their Hessians, 0 gives the optimum of all tasks
-            and 1 misses it; networks are merged better with 1. With 0, what no precision decides
-            stays at the average (with a base, at task arithmetic).
+        damping: d of H + d mean(H) 1, layer by layer, of diagonals tensor by tensor, after their
+            power; None: 1 for "kron", 0 for "gram" and diagonals. The larger it is, the nearer is
+            the merge to an average by the tasks' mean precisions. Where losses are quadratic and H
+            are their Hessians, 0 gives the optimum of all tasks and 1 misses it; networks are
+            merged more safely with 1. With 0, what no precision decides stays at the average (with
+            a base, at task arithmetic).
         trust: take precisions that were recorded for other weights than the model's.
         scale: λ of task arithmetic, TIES and DARE, a number or a function of the name.
         seed: of what DARE leaves out; the same seed leaves the same entries, whatever the shards.

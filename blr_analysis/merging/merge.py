@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.merging.auto import Choice, chosen
+from blr_analysis.merging.auto import Choice, by_precisions, chosen
 from blr_analysis.merging.folders import SHARD, collect, execute
 from blr_analysis.merging.job import Weight, job_of, refuse_idle
-from blr_analysis.merging.methods import method_of, widest
+from blr_analysis.merging.methods import Method, method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.task import Task
 
@@ -39,7 +39,7 @@ def merge(
     base: State | nn.Module | str | os.PathLike[str] | None,
     models: Sequence[State | nn.Module | str | os.PathLike[str]],
     *,
-    method: str = "gradient_matching",
+    method: str | None = None,
     precisions: Sequence[Any] | None = None,
     weights: Sequence[Weight] | Weight | None = None,
     base_precision: Any = None,
@@ -54,16 +54,21 @@ def merge(
         θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
 
     entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t abs(α_t) H_t,
-    task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ.
+    task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ. Without H_0, and
+    with no method named, every H_t is damped by its mean in each layer, H_t + mean(H_t) 1: the
+    merge Σ_t α_t H_t θ_t / Σ_t α_t H_t then leans on what the precisions can bear, and the rest is
+    an average, below which it does not fall (``python -m benchmarks.merging.contest``).
 
     Args:
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
         models: θ_t: the same, or the folder of a LoRA adapter of the base.
-        method: "gradient_matching", "fisher", "task_arithmetic", "linear", "ties" (also weighed by
-            precisions: "fisher_ties"), "dare_linear", "dare_ties", "slerp", "multislerp",
-            "karcher", "model_stock", or "auto", which chooses among the first four, α, shrink and
-            power by the losses on ``validate``, or else on half of ``tasks``, see
-            :mod:`blr_analysis.merging.auto`.
+        method: "gradient_matching" (the formula above as it stands), "fisher", "task_arithmetic",
+            "linear", "ties" (also weighed by precisions: "fisher_ties"), "dare_linear",
+            "dare_ties", "slerp", "multislerp", "karcher", "model_stock", or "auto", which chooses
+            among the first four, α, shrink, power and damping by the losses on ``validate``, or
+            else on half of ``tasks``; without both it is the default, and without precisions too
+            the average, see :mod:`blr_analysis.merging.auto`. None: the damped average by
+            precisions, or "gradient_matching" where H_0 is given or a weight is negative.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
             name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
             prior is taken off; or where one is stored. Those with factors are solved layer
@@ -103,8 +108,10 @@ def merge(
         >>> base = {"w": torch.zeros(2)}
         >>> models = [{"w": torch.tensor([1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0])}]
         >>> sure = [{"w": torch.tensor([3.0, 1.0])}, {"w": torch.tensor([1.0, 1.0])}]
-        >>> merge(base, models, precisions=sure)["w"]
+        >>> merge(base, models, precisions=sure, method="gradient_matching")["w"]
         tensor([1.5000, 2.0000])
+        >>> merge(base, models, precisions=sure)["w"]
+        tensor([1.5714, 1.8000])
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")
@@ -118,12 +125,15 @@ def merge(
         "validate": validate,
         **settings,
     }
-    row = widest(based=base is not None) if method == "auto" else method_of(method)
-    refuse_idle([row], arguments, method)
+    takes_default = method is None and _is_average(arguments)
+    row = _row(method, base, takes_default=takes_default)
+    refuse_idle([row], arguments, row.name if method is None else method)
     job = job_of(base, models, row.name, **arguments)
     choice = None
     if method == "auto":
         job, choice = chosen(job, validate)
+    elif takes_default:
+        job = by_precisions(job)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
     for note in plan.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -137,3 +147,22 @@ def merge(
     merged = Merged(state)
     merged.choice = choice
     return merged
+
+
+def _is_average(arguments: Mapping[str, Any]) -> bool:
+    """Whether precisions are there and nothing asks for an H_0 or takes a model out."""
+    weights = arguments["weights"]
+    numbers = weights if isinstance(weights, Sequence) else [weights]
+    has_negative_weights = any(isinstance(w, int | float) and w < 0 for w in numbers)
+    has_start = arguments["base_precision"] is not None or arguments["delta"] != 0
+    has_precisions = arguments["precisions"] is not None
+    return has_precisions and not has_start and not has_negative_weights
+
+
+def _row(method: str | None, base: Any, *, takes_default: bool) -> Method:
+    """The row of the registry that the arguments are checked by."""
+    if method == "auto":
+        return widest(based=base is not None)
+    if method is not None:
+        return method_of(method)
+    return method_of("fisher" if takes_default else "gradient_matching")

@@ -180,6 +180,7 @@ class MergePlan:
     def bytes_of(self, tensor: TensorPlan) -> int:
         """What the merge reads for one tensor, with the factors of its layer at its weight."""
         bytes_of_entries = tensor.spec.numel * stored_per_entry(self, tensor) * self.passes(tensor)
+        bytes_of_entries += tensor.spec.numel * _damped_per_entry(self, tensor)
         is_weight_of_solved_layer = tensor.layer == tensor.name
         if not is_weight_of_solved_layer:
             return bytes_of_entries
@@ -198,6 +199,18 @@ class MergePlan:
             return 2
         needs_limit = self.method.thinned == "size" and min(tensor.densities) < 1
         return 3 if needs_limit else 1
+
+
+def _damped_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
+    """Bytes of precisions that are read once more, for their mean."""
+    specs = [
+        model.precision.spec(tensor.name)
+        for model, kind in zip(plan.models, tensor.precisions, strict=False)
+        if kind == OWN and model.precision is not None and model.precision.reads_twice
+    ]
+    if plan.base_precision is not None and plan.base_precision.reads_twice:
+        specs.append(plan.base_precision.spec(tensor.name))
+    return sum(spec.dtype.itemsize for spec in specs if spec is not None)
 
 
 def stored_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:

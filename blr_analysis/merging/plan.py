@@ -162,8 +162,6 @@ def _check_models(plan: MergePlan) -> None:
         _check_precision(plan, model.precision, model.source)
     if not plan.precisions or any(precision.layers for precision in plan.precisions):
         return
-    if plan.job.damping:
-        raise InputError("damping is of precisions with factors: leave it out of diagonals")
     if plan.job.shrink not in (None, 1):
         raise InputError("shrink is of precisions with factors: leave it out of diagonals")
 
@@ -183,7 +181,9 @@ def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | Non
     if member.precision is None or not job.row.uses_precisions:
         return None
     label = f"the precision of {model.name}"
-    return open_precision(member.precision, member.n_data, label=label).raised(job.power)
+    return open_precision(member.precision, member.n_data, label=label).adjusted(
+        job.power, job.damping
+    )
 
 
 def _buffers(member: Member) -> frozenset[str]:

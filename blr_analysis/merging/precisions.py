@@ -8,6 +8,7 @@ it) is multiplied by the n_data that the user names.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Scratch, Source, Spec, fingerprint, storage
 from blr_analysis.files.storage import SAMPLE, checked_record
-from blr_analysis.merging.formula import is_precision
+from blr_analysis.merging.formula import BLOCK, is_precision
 from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
@@ -35,7 +36,7 @@ FACTORS = (VALUES, ROWS, INPUT_VECTORS, OUTPUT_VECTORS)
 
 @dataclass(frozen=True)
 class StoredPrecision:
-    """Named precisions, read piecewise as H = (scale · (S − δ))ᵖ.
+    """Named precisions, read piecewise as Hᵖ + d mean(Hᵖ), H = scale · (S − δ).
 
     Attributes:
         source: where the numbers are.
@@ -51,6 +52,7 @@ class StoredPrecision:
         mean: the weights that it belongs to, where they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
+        damping: d, of diagonals; the mean is that of the tensor.
         chance: by layer of "gram", the part of the off-diagonals of its moments that is chance,
             where there were fewer rows than inputs.
     """
@@ -66,7 +68,10 @@ class StoredPrecision:
     mean: Mapping[str, Tensor] | None = None
     adapter: bool = False
     power: float = 1.0
+    damping: float = 0.0
     chance: Mapping[str, float] = field(default_factory=dict)
+    _means: dict[str, float] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def name(self) -> str:
@@ -93,9 +98,18 @@ class StoredPrecision:
         """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
         return layer + ROWS in self.source.specs
 
-    def raised(self, power: float) -> StoredPrecision:
-        """Hᵖ where it has no factors, whose power is their own matter."""
-        return self if self.layers else replace(self, power=power)
+    def adjusted(self, power: float, damping: float | None) -> StoredPrecision:
+        """Hᵖ + d mean(Hᵖ) of what has no factors; factors are adjusted as they are read.
+
+        The power is for precisions without any factors.
+        """
+        own_power = 1.0 if self.layers else power
+        return replace(self, power=own_power, damping=damping or 0.0, _means={})
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether a tensor's mean is found before its first entry is read."""
+        return self.damping > 0
 
     def has_outputs(self, layer: str) -> bool:
         """Whether a layer's H is no matrix for all rows alike."""
@@ -161,6 +175,33 @@ class StoredPrecision:
         Raises:
             PosteriorError: S holds negative numbers, NaN or inf.
         """
+        values = self._undamped(name, start, stop, scratch, dtype)
+        if not self.damping:
+            return values
+        h = scratch.array((self, "damped"), values.numel(), dtype, values.device).copy_(values)
+        return h.add_(self.damping * self.tensor_mean(name))
+
+    def tensor_mean(self, name: str) -> float:
+        """The mean of a tensor's Hᵖ; a tensor is read for it once."""
+        key = self.stored[name]
+        with self._lock:
+            if key not in self._means:
+                self._means[key] = self._measured_mean(name)
+            return self._means[key]
+
+    def _measured_mean(self, name: str) -> float:
+        count = self.source.specs[self.stored[name]].numel
+        scratch = Scratch()
+        total = 0.0
+        for start in range(0, count, BLOCK):
+            stop = min(start + BLOCK, count)
+            total += float(self._undamped(name, start, stop, scratch, torch.float64).double().sum())
+        return total / max(count, 1)
+
+    def _undamped(
+        self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
+    ) -> Tensor:
+        """Hᵖ of some entries."""
         values = self.source.read(self.stored[name], start, stop, scratch)
         if values.numel() and not is_precision(values):
             low, high = map(float, torch.aminmax(values))

@@ -289,7 +289,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": 1}, "takes no 'seeds'"),
     ({**BARE, "method": "linear", "weights": [1.0, -1.0]}, "sum to 0"),
     ({"max_memory": 1000}, "max_memory=1000 bytes is too little"),
-    ({**TWO, "damping": 0.1}, "damping is of precisions with factors"),
     ({**TWO, "shrink": 0.9}, "shrink is of precisions with factors"),
     ({**TWO, "shrink": 1.1}, "shrink must be"),
     ({**TWO, "power": True}, "power must be"),
@@ -313,7 +312,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**BARE, "tasks": TASKS}, 'method="fisher"'),
     ({**BARE, "method": "fisher", "tasks": TASKS[:1]}, "1 tasks for 2"),
     ({**BARE, "method": "fisher", "tasks": TASKS, "weights": [1, -0.5]}, "at least 0"),
-    ({**BARE, "method": "auto"}, "validate="),
     ({"method": "auto", "validate": TASKS, "precisions": [curved(1), None]}, "every model"),
     # what a method cannot take
     ({**BARE, "method": "ties", "density": 1.5}, "at most 1"),

@@ -1,0 +1,127 @@
+"""Three sorts of text, letter by letter, and a small Llama for them, whole or by adapters.
+
+Source: Hutto and Gilbert, "VADER", ICWSM 2014, whose texts the sources of vaderSentiment carry.
+"""
+
+from __future__ import annotations
+
+import copy
+import tarfile
+import tempfile
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.merging.trained import Data, Trained, fitted, joined
+from benchmarks.truth import store
+from benchmarks.truth.wheels import download
+
+PACKAGE = "vaderSentiment==3.3.2"
+SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
+INSIDE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+SORTS = {"films": "movieReview", "products": "amazonReview", "editorials": "nytEditorial"}
+LETTERS = "\n abcdefghijklmnopqrstuvwxyz.,'!?-0"
+LENGTH = 32
+FIRST, TRAIN, VALIDATE, TEST = 500, 1000, 200, 300  # passages of each sort
+BASE_EPOCHS, EPOCHS, ADAPTER_EPOCHS = 8, 6, 8
+RANKS = {"films": (8, False), "products": (4, True), "editorials": (4, False)}  # and stabilised?
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def text_of(sort: str) -> str:
+    """All text of a sort, in small letters, from the cache or fetched with pip."""
+    place = store.root() / "texts" / f"{sort}.txt"
+    if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(_fetched(SORTS[sort]), encoding="utf-8")
+    return place.read_text(encoding="utf-8")
+
+
+def _fetched(stem: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        sources = download(PACKAGE, SHA256, folder, kind="--no-binary")
+        with (
+            tarfile.open(sources) as outer,
+            tarfile.open(fileobj=outer.extractfile(INSIDE)) as inner,
+        ):
+            file = inner.extractfile(f"hutto_ICWSM_2014/{stem}Snippets_GroundTruth.txt")
+            assert file is not None
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(line.split("\t")[-1].lower() for line in lines)
+
+
+def passages(sort: str) -> Tensor:
+    """Letters by number, ``[N, LENGTH]``; digits are one letter, what is no letter is left out."""
+    index = {letter: number for number, letter in enumerate(LETTERS)}
+    index |= dict.fromkeys("123456789", index["0"])
+    ids = torch.tensor([index[letter] for letter in text_of(sort) if letter in index])
+    count = len(ids) // LENGTH
+    return ids[: count * LENGTH].view(count, LENGTH)
+
+
+def llama() -> nn.Module:
+    """Two layers of width 48."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(LETTERS), hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def read_on(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of the next letter."""
+    logits = model(x).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten())
+
+
+def _base(seed: int) -> tuple[nn.Module, dict[str, dict[str, Data]]]:
+    torch.manual_seed(seed)
+    data = {}
+    for sort in SORTS:
+        ids = passages(sort)
+        rows = torch.randperm(len(ids))[: FIRST + TRAIN + VALIDATE + TEST]
+        parts = ids[rows].split([FIRST, TRAIN, VALIDATE, TEST])
+        names = ("first", "train", "validate", "test")
+        data[sort] = {name: (part, part) for name, part in zip(names, parts, strict=True)}
+    mixed = joined([part["first"] for part in data.values()])
+    return fitted(llama(), mixed, read_on, epochs=BASE_EPOCHS, seed=seed, rate=3e-3), data
+
+
+def texts_of(seed: int) -> Trained:
+    """A base that read a little of every sort, and a model that read on in each."""
+    base, data = _base(seed)
+    models = {
+        sort: fitted(base, part["train"], read_on, epochs=EPOCHS, seed=seed, rate=3e-3)
+        for sort, part in data.items()
+    }
+    return Trained(base, models, data)
+
+
+def adapted_texts(seed: int) -> Trained:
+    """The same by adapters, which are given as the weights that they make of the base.
+
+    Only adapted weights are trainable, so that precisions are of these alone.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    base, data = _base(seed)
+    models = {}
+    for sort, part in data.items():
+        rank, is_stabilised = RANKS[sort]
+        config = LoraConfig(
+            r=rank, lora_alpha=2 * rank, use_rslora=is_stabilised, target_modules=ADAPTED
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tuned = get_peft_model(copy.deepcopy(base), config)
+            tuned = fitted(
+                tuned, part["train"], read_on, epochs=ADAPTER_EPOCHS, seed=seed, rate=5e-3
+            )
+            model = tuned.merge_and_unload()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.split(".")[-2] in ADAPTED)
+        models[sort] = model
+    return Trained(base, models, data)

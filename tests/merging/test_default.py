@@ -1,0 +1,175 @@
+"""What is merged by when no method is named: precisions damped by their means, never a surprise."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, normal
+from models_on_disk import State, curved, near, state, write_model
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.files import Folder
+from blr_analysis.merging.auto import by_precisions
+
+WEIGHTS = [0.7, 1.0, 0.4]
+
+
+@pytest.fixture(scope="module")
+def family() -> dict[str, Any]:
+    """A base, three models and their precisions."""
+    base = state(0)
+    models = [near(base, t) for t in (1, 2, 3)]
+    return {"base": base, "models": models, "precisions": [curved(t) for t in (1, 2, 3)]}
+
+
+def damped_average(models: list[State], precisions: list[State], power: float = 1.0) -> State:
+    """Σ α (H + mean H) θ / Σ α (H + mean H), tensor by tensor in float64."""
+    merged = {}
+    for name in models[0]:
+        total = torch.zeros_like(models[0][name], dtype=torch.float64)
+        weighted = torch.zeros_like(total)
+        for weight, model, precision in zip(WEIGHTS, models, precisions, strict=True):
+            h = precision[name].double() ** power
+            share = weight * (h + h.mean())
+            total += share
+            weighted += share * model[name].double()
+        merged[name] = weighted / total
+    return merged
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_diagonals_are_damped_by_the_mean_of_each_tensor(
+    family: dict[str, Any], power: float
+) -> None:
+    merged = blr.merge(**family, weights=WEIGHTS, power=power, dtype=torch.float64)
+    truth = damped_average(family["models"], family["precisions"], power)
+    for name, value in truth.items():
+        torch.testing.assert_close(merged[name].double(), value, rtol=1e-6, atol=1e-7)
+
+
+def test_folders_pieces_and_threads_give_the_same(family: dict[str, Any], tmp_path: Path) -> None:
+    folders = [
+        write_model(tmp_path / f"ft{t}", model, precision=h)
+        for t, (model, h) in enumerate(zip(family["models"], family["precisions"], strict=True))
+    ]
+    base = write_model(tmp_path / "base", family["base"])
+    report = blr.merge(
+        base,
+        folders,
+        precisions=[folder / "precision" for folder in folders],
+        weights=WEIGHTS,
+        threads=3,
+        out=tmp_path / "out",
+    )
+    written = Folder.open(report.folder).tensors()
+    memory = blr.merge(**family, weights=WEIGHTS)
+    assert all(torch.equal(written[name], memory[name]) for name in memory)
+
+
+def test_a_long_tensor_has_one_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    count = 2**19 + 77
+    models = [{"w": torch.randn(count, generator=generator)} for _ in WEIGHTS]
+    precisions = [{"w": torch.rand(count, generator=generator)} for _ in WEIGHTS]
+    truth = damped_average(models, precisions)["w"]
+    for limits in ({"threads": 1}, {"threads": 3, "max_memory": 60_000_000}):
+        merged = blr.merge(None, models, precisions=precisions, weights=WEIGHTS, **limits)
+        torch.testing.assert_close(merged["w"].double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"delta": 0.3}, {"base_precision": curved(4)}, {"weights": [1.0, 1.0, -0.2]}],
+    ids=["delta", "base_precision", "a negative weight"],
+)
+def test_where_the_formula_is_asked_for_it_stands(
+    family: dict[str, Any], more: dict[str, Any]
+) -> None:
+    merged = blr.merge(**family, **more)
+    formula = blr.merge(**family, **more, method="gradient_matching")
+    assert all(torch.equal(merged[name], formula[name]) for name in formula)
+
+
+def test_where_nobody_has_a_precision_the_average_stands(family: dict[str, Any]) -> None:
+    nothing = [{name: torch.zeros_like(h) for name, h in p.items()} for p in family["precisions"]]
+    merged = blr.merge(family["base"], family["models"], precisions=nothing, weights=WEIGHTS)
+    average = blr.merge(None, family["models"], method="linear", weights=WEIGHTS)
+    for name, value in average.items():
+        torch.testing.assert_close(merged[name], value)
+
+
+def test_auto_without_data(family: dict[str, Any]) -> None:
+    """It is the default where there are precisions, and else the average."""
+    merged = blr.merge(**family, method="auto")
+    default = blr.merge(**family)
+    assert all(torch.equal(merged[name], default[name]) for name in default)
+    assert "no data" in repr(merged.choice)
+    bare = blr.merge(family["base"], family["models"], method="auto")
+    average = blr.merge(None, family["models"], method="linear")
+    assert bare.choice.name == "average"
+    assert all(torch.equal(bare[name], average[name]) for name in average)
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    """Models trained on inputs of other directions, and data that they have not seen."""
+    teacher = mlp(seed=5)
+    base = mlp(seed=1)
+    tasks = []
+    unseen = []
+    for t in range(2):
+        scale = torch.tensor([1.0, 1.0, 0.1, 0.1]).roll(2 * t)
+        x = normal(400, 4, seed=t) * scale
+        y = teacher(3 * x).argmax(1)
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+            optimizer.step()
+        tasks.append(blr.Task(model, (x[:200], y[:200])))
+        unseen.append((x[200:], y[200:]))
+    return {"base": base, "tasks": tasks, "unseen": unseen}
+
+
+def losses(model: nn.Module, merged: State, data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    model = copy.deepcopy(model)
+    model.load_state_dict(merged)
+    with torch.no_grad():
+        parts = [nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in data]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("structure", ["diag", "gram", "kron"])
+def test_it_does_not_lose_to_the_average(trained: dict[str, Any], structure: str) -> None:
+    models = [task.model for task in trained["tasks"]]
+    precisions = [blr.fit_laplace(task, structure=structure) for task in trained["tasks"]]
+    default = blr.merge(trained["base"], models, precisions=precisions)
+    average = blr.merge(None, models, method="linear")
+    gain = losses(trained["base"], average, trained["unseen"])
+    gain = gain - losses(trained["base"], default, trained["unseen"])
+    standard_error = gain.std() / len(gain) ** 0.5
+    assert float(gain.mean()) > -float(standard_error)
+
+
+@pytest.mark.parametrize("structure", ["gram", "kron"])
+def test_factors_are_damped_by_the_mean_of_their_layer(
+    trained: dict[str, Any], structure: str
+) -> None:
+    models = [task.model for task in trained["tasks"]]
+    precisions = [blr.fit_laplace(task, structure=structure) for task in trained["tasks"]]
+    default = blr.merge(None, models, precisions=precisions)
+    named = blr.merge(None, models, precisions=precisions, method="fisher", damping=1.0)
+    for name, value in named.items():
+        torch.testing.assert_close(default[name], value)
+
+
+def test_what_the_user_sets_stays() -> None:
+    job = blr.merging.Job("fisher", (), damping=0.0, normalize=False)
+    assert by_precisions(job).damping == 0.0
+    assert by_precisions(job).normalize is False
