@@ -115,7 +115,8 @@ def test_entries_without_any_precision_are_counted(tmp_path: Path) -> None:
     nobody["layers.1.norm.weight"][:4] = 1.0
     folder = write_model(tmp_path / "ft", near(base, 1), precision=nobody)
     root = write_model(tmp_path / "base", base)
-    report = blr.merge(root, [folder], precisions=[folder / "precision"], out=tmp_path / "out")
+    how: dict[str, Any] = {"method": "gradient_matching", "precisions": [folder / "precision"]}
+    report = blr.merge(root, [folder], **how, out=tmp_path / "out")
     assert report.fallback["layers.1.norm.weight"] == 2
     assert report.fallback_total == sum(t.numel() for t in base.values()) - 4
     arithmetic = blr.merge(base, [near(base, 1)], method="task_arithmetic")
