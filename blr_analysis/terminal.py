@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -61,6 +63,22 @@ def pairs(rows: Mapping[str, object]) -> None:
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         paper().print(f"{name:<{width}}{value}", soft_wrap=True)
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print facts as JSON; what is no finite number becomes null."""
+    print(json.dumps(_finite(facts), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    is_undefined = isinstance(value, float) and not math.isfinite(value)
+    return None if is_undefined else value
 
 
 def show(part: RenderableType, console: Console | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -193,6 +194,30 @@ class TestWhatIf(CommandContract):
             assert "2 relabelled" in out and truth.note in words and said in words
 
 
+def test_json_is_what_the_functions_say(here: Path, capsys: Any) -> None:
+    task, test, q = inputs()
+    result = blr.what_if(task, q, remove="target == 1", evaluate=test, solver="posterior")
+    argv = ("what-if", TASK, *Q, "--test", "make_test", "--remove", "target == 1", "--json")
+    code, out, err = run(capsys, *argv, "--solver", "posterior")
+    facts = json.loads(out)
+    assert code == 0 and facts["removed"] == result.removed, err
+    assert facts["after"]["nll"] == pytest.approx(result.nll)
+    assert facts["before"]["accuracy"] == pytest.approx(result.before.accuracy)
+
+
+def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:
+    """Example 7 is dropped, and 3 and 4 have another label."""
+    task, _, _ = inputs()
+    argv = ("what-if", TASK, *Q, "--decisions", "d.csv", "--solver", "posterior", "--out", "new")
+    code, _, err = run(capsys, *argv)
+    table = pd.read_csv(here / "new" / "cleaned.csv")
+    labels = task.dataset.tensors[1].tolist()
+    expected = [2 if i in (3, 4) else labels[i] for i in range(60) if i != 7]
+    assert code == 0 and table["index"].tolist() == [i for i in range(60) if i != 7], err
+    assert table["target"].tolist() == expected
+    assert table["source"].tolist() == [task.metadata["source"][i] for i in table["index"]]
+
+
 class TestIndex(CommandContract):
     name, argv, resumes = "index", (TASK, "--prior-precision", "2"), True
 
@@ -344,7 +369,10 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
     pages = [program.help, *(command.help for command in program.commands.values())]
     lines = {line.strip() for page in pages for line in page.split("\n") if line.startswith("  ")}
     examples = [line for line in lines if line.startswith("blr-analysis ") and line[-1] != "."]
-    assert len(examples) >= 25
+    assert len(examples) >= 15
+    assert max(map(len, examples)) <= 76  # whole on a terminal of 80 columns
+    for command in program.commands.values():
+        assert any(example.split()[1] == command.name for example in examples)
     for example in examples:
         name, *rest = shlex.split(example)[1:]
         program.commands[name].make_context(name, rest)

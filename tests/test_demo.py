@@ -25,7 +25,12 @@ def test_the_split_is_a_partition_of_all_digits() -> None:
     assert (float(data.images.min()), float(data.images.max())) == (0.0, 1.0)
     means = torch.stack([data.images[data.labels == c].mean(0) for c in range(10)])
     nearest = torch.cdist(data.test_images.flatten(1), means.flatten(1)).argmin(1)
-    assert (nearest == data.test_labels).double().mean() > 0.85  # labelled by what they show
+    right = torch.tensor([name != "eve" for name in data.test_annotators])
+    hits = (nearest == data.test_labels).double()
+    assert hits[right].mean() > 0.85  # labelled by what they show
+    by_eve = torch.tensor([name == "eve" for name in data.annotators])
+    assert data.planted[by_eve].double().mean() == pytest.approx(0.2, abs=0.08)
+    assert not data.planted[~by_eve].any()
 
 
 def test_training_repeats_itself_and_leaves_generator_and_threads_alone() -> None:
@@ -65,7 +70,10 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert test is not None and task.recipe.epochs == recipe(task.n_data).epochs
     assert (posterior.structure, len(posterior.earlier)) == ("kron", 3)
     assert blr.leave_one_out(task, posterior).nll == pytest.approx(loo.nll, rel=1e-5)
-    assert on_test.accuracy > 0.95
+    assert on_test.accuracy > 0.9  # eve labelled the test data as well
+    planted = load().planted
+    assert planted[findings.suspicions.order[: int(planted.sum())]].double().mean() > 0.7
+    assert "Annotator eve supplied" in told and "labels were planted wrong" in told
     # The estimate from the training data is within twice the standard error of the test NLL …
     noise = float(on_test.losses.std() / len(on_test.losses) ** 0.5)
     assert abs(loo.nll - on_test.nll) < 2 * noise

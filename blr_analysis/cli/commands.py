@@ -15,11 +15,11 @@ from blr_analysis.cli.fisher import fisher
 from blr_analysis.cli.index import index, query
 from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
-from blr_analysis.cli.options import Out, Shared, flattened, show_forecast
+from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
 from blr_analysis.cli.queries import check_queries, labels_of
 from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import Teller, as_text, grid, pairs, show
+from blr_analysis.terminal import Teller, as_text, grid, pairs, print_json, show
 
 if TYPE_CHECKING:
     from blr_analysis.audit import Findings
@@ -95,16 +95,13 @@ def demo(
     out: Out = Path("blr-demo"),
     shared: Shared,
 ) -> None:
-    """Train a small network on handwritten digits with IVON, and audit its data.
-
-    Needs nothing but this package, and about a minute on two cores:
+    """Plant wrong labels among handwritten digits, train a small network, and find them.
 
       blr-analysis demo
-      blr-analysis demo --out digits --seed 1
 
-    Shows which digits shape the network most and which labels look wrong, the leave-one-out
-    estimate against the test data, the memory map, and what the network would be without each
-    class: predicted by short trainings, and for two classes retrained.
+    It needs nothing but this package, and about a minute on two cores. Each step shows the line
+    that you would type for your own model. At the end stands a page with what was found, beside
+    networks that were retrained to compare.
     """
     shared.free(out)
     if shared.dry_run:
@@ -122,39 +119,36 @@ def audit(
         str,
         typer.Option(
             metavar="COLUMN",
-            help="Take out its groups in turn: target or a metadata column; none; or auto, the "
-            "classes of a classification with at most 100 of them.",
+            help="The groups to take out in turn: target, a column of the metadata, none, or "
+            "auto (classes).",
         ),
     ] = "auto",
     passes: Annotated[
-        int | None, typer.Option(help="Over the data, for each group; see what-if --help.")
+        int | None,
+        typer.Option(metavar="NUMBER", help="Passes over the data, for each group."),
     ] = None,
     out: Out = Path("blr-audit"),
+    json: Json = False,
     shared: Shared,
 ) -> None:
-    """The whole audit of your own task: findings printed, tables, pictures and a page written.
-
-    The posterior is fitted, or read from FILE, which posterior.save(FILE) wrote after training:
+    """Which rows look wrong, which groups help, and how far to trust the model.
 
       blr-analysis audit train.py:make_task --test make_test
-      blr-analysis audit train.py:make_task -p FILE --by source --out audit
-      blr-analysis audit train.py:make_task --prior-precision 5 --calibrate
 
-    Or the audit of a causal language model, a folder as save_pretrained or a trainer leaves it (or
-    a LoRA adapter), and of its texts, prompts with answers, or messages:
+    make_task is a function in train.py that returns a Task. A language model is named by its
+    folder and its texts:
 
       blr-analysis audit ./llm train.jsonl
-      blr-analysis audit ./adapter train.jsonl --test held-out.jsonl --by source
 
-    Writes the tables table (every example), suspicious, leave_one_out and removals as CSV and
-    Parquet, report.html (one page with all of it, for a browser), summary.txt, the posterior, and
-    the pictures memory_map, deviations, leave_one_out, suspicious and removals, as far as the task
-    allows them. What was decided on the page is a question for what-if:
+    The audit prints its findings. It writes report.html (all of it, for a browser), tables as CSV
+    and Parquet, pictures, summary.txt and the posterior. What somebody decided on the page is a
+    question for what-if:
 
       blr-analysis what-if train.py:make_task --decisions decisions.csv
     """
     from blr_analysis import ranks
     from blr_analysis.audit import check_column, in_text, investigate, sections, written
+    from blr_analysis.cli.facts import facts_of_audit
 
     column = None if by == "none" else by
     say = Teller()
@@ -173,6 +167,9 @@ def audit(
             summary = in_text(*sections(findings).values())
             texts = None if source.data is None else task.metadata["text"]
             files = write_audit(findings, folder, as_text(summary), texts, say)
+    if json:
+        print_json({**facts_of_audit(findings), "files": [str(file) for file in files]})
+        return
     show(summary)
     show(written(folder, files))
 
@@ -231,48 +228,50 @@ def what_if_command(
     ] = None,
     decisions: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="What was decided on an audit's page: drop and relabel."),
+        typer.Option(metavar="CSV", help="What was decided on an audit's page."),
     ] = None,
     solver: Annotated[
         str,
         typer.Option(
-            help="posterior: one step. cg: a descent. replay: short trainings. retrain: the whole "
-            "recipe. auto: posterior for up to 1 % of the data, else cg for a model at its "
-            "minimum, else replay, or retrain where the recipe makes no more passes."
+            metavar="NAME",
+            help="posterior (one step), cg (a descent), replay (short trainings), retrain (whole "
+            "trainings), or auto.",
         ),
     ] = "auto",
     seeds: Annotated[
-        int, typer.Option(help="Trainings of replay and retrain; one gives no interval.")
+        int,
+        typer.Option(metavar="NUMBER", help="Trainings; a single one gives no interval."),
     ] = 3,
     passes: Annotated[
         int | None,
         typer.Option(
-            help="Of cg, over the changed data (60); of replay, epochs (8, or the recipe's)."
+            metavar="NUMBER", help="Passes over the data: of cg 60, of replay 8 if left out."
         ),
     ] = None,
     out: Out = None,
+    json: Json = False,
     shared: Shared,
 ) -> None:
     """What the model would be without some of its data, or with other labels.
 
-    In one step, by a descent or by short trainings with the task's recipe:
+      blr-analysis what-if train.py:make_task --remove "annotator == 'eve'"
 
-      blr-analysis what-if train.py:make_task --remove "target == 3"
-      blr-analysis what-if train.py:make_task --remove "loss > 2.5 and source != 'web'"
-      blr-analysis what-if train.py:make_task -p FILE --remove "index in [12, 40]" --out DIR
+    A QUERY compares columns: index, target, prediction, loss, error, variance, deviation,
+    self_influence, leverage, and the task's metadata. It may have and, or, not, in; words stand
+    in quotes. To give rows another label:
+
       blr-analysis what-if train.py:make_task --relabel "annotator == 'eve': 2"
-      blr-analysis what-if train.py:make_task --decisions decisions.csv --solver retrain
-      blr-analysis what-if ./llm train.jsonl --remove "source == 'web'"
 
-    QUERY is that of a pandas DataFrame (and, or, not, in; words in quotes) whose columns are those
-    of the scores: index, target, prediction, loss, error, variance, deviation, self_influence,
-    leverage, and the task's metadata. With --out, the table by class, a picture and the weights
-    without the examples (without.safetensors) are written.
+    With --out it writes the loss by class, a picture, and the weights without the examples. With
+    --decisions too, it writes the cleaned data set: cleaned.csv, a row for each example that
+    stays, with its new label.
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import trust, what_if_section
-    from blr_analysis.report.decisions import read_decisions
+    from blr_analysis.cli.facts import facts_of_what_if
+    from blr_analysis.report.decisions import cleaned, read_decisions
     from blr_analysis.sensitivity import what_if
+    from blr_analysis.tables import write_table
 
     has_query = remove is not None or bool(relabel)
     if (decisions is None) != has_query:
@@ -305,6 +304,11 @@ def what_if_command(
         )
         if out is not None:
             write_what_if(result, folder)
+        if out is not None and decisions is not None:
+            write_table(cleaned(task, decisions), folder, "cleaned")
+    if json:
+        print_json(facts_of_what_if(result))
+        return
     measured_on = "the training data" if test is None else "the test data"
     caveats = trust(task, posterior, solver=result.solver)
     show(in_text(caveats, what_if_section(result, measured_on, task.n_data)))

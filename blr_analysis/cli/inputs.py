@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -34,12 +34,14 @@ StructureName = StrEnum("StructureName", "diag kron lowrank full")
 class Source:
     """The options that lead to a task and its posterior."""
 
+    PANEL: ClassVar[str] = "Model and data"
+
     task: Annotated[
         str,
         typer.Argument(
             metavar="SCRIPT.py:TASK|MODEL",
-            help="A function of your script that returns a Task (or a Task); or the folder of a "
-            "causal language model, or of a LoRA adapter on its base.",
+            help="A function of your script that returns a Task; or the folder of a language "
+            "model or of a LoRA adapter.",
             show_default=False,
         ),
     ]
@@ -47,8 +49,7 @@ class Source:
         Path | None,
         typer.Argument(
             metavar="DATA",
-            help="What MODEL was trained on: .jsonl, .json, .csv, .parquet, .txt, or a folder of "
-            "Dataset.save_to_disk.",
+            help="What MODEL was trained on: .jsonl, .json, .csv, .parquet or .txt.",
             show_default=False,
         ),
     ] = None
@@ -56,8 +57,7 @@ class Source:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A function in the same script that returns a Task with test data; of a MODEL a "
-            "file.",
+            help="Test data: a function in the same script; of a MODEL a file.",
         ),
     ] = None
     posterior: Annotated[
@@ -66,16 +66,19 @@ class Source:
     ] = None
     fit: Annotated[
         StructureName | None,
-        typer.Option(help="Without -p: the structure of the Laplace posterior; kron if left out."),
+        typer.Option(
+            metavar="KIND",
+            help="Without -p, the posterior to fit: kron (if left out), diag, lowrank or full.",
+        ),
     ] = None
     prior_precision: Annotated[
         float | None,
-        typer.Option(metavar="D", help="Of the fit; found in the weights and data if left out."),
+        typer.Option(metavar="D", help="Weight decay times N; found if left out."),
     ] = None
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Measure the posterior's scale: by one training, or exact solves."
+            "--calibrate", help="Measure the scale of the answers; takes one more training."
         ),
     ] = False
     base: Base = None

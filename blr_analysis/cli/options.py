@@ -7,6 +7,7 @@ fields. torch is not imported here, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from blr_analysis.errors import InputError, StorageError
 from blr_analysis.terminal import pairs
@@ -34,22 +36,38 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCI
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write tables and pictures here.")
 ]
+OF_LANGUAGE_MODELS = "Language models"
 Base = Annotated[
     Path | None,
-    typer.Option(metavar="MODEL", help="Of an adapter: where its base is, if it was moved."),
+    typer.Option(
+        metavar="MODEL",
+        help="Of an adapter: where its base is, if it was moved.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
+    ),
 ]
-Text = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column with the texts.")]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN", help="The column with the texts.", rich_help_panel=OF_LANGUAGE_MODELS
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option(
-        metavar="TOKENS", min=2, help="Cut longer texts after so many; else they are refused."
+        metavar="TOKENS",
+        min=2,
+        help="Cut longer texts after so many; else they are refused.",
+        rich_help_panel=OF_LANGUAGE_MODELS,
     ),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, for scripts.")]
 
 
 @dataclass(frozen=True)
 class Shared:
     """What every command understands."""
+
+    PANEL: ClassVar[str] = "How to run"
 
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, mps.")
@@ -172,8 +190,9 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def options_of(group: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as keyword parameters."""
-    annotations = get_type_hints(group, include_extras=True)
+    """The fields of a dataclass as keyword parameters, under its heading in the help."""
+    hints = get_type_hints(group, include_extras=True)
+    annotations = {name: under_heading(hint, group.PANEL) for name, hint in hints.items()}
     return [
         inspect.Parameter(
             field.name,
@@ -183,6 +202,16 @@ def options_of(group: Any) -> list[inspect.Parameter]:
         )
         for field in fields(group)
     ]
+
+
+def under_heading(annotation: Any, heading: str) -> Any:
+    """An option under this heading of the help, unless it has one of its own."""
+    kind, *information = get_args(annotation) or (annotation,)
+    if not information or not isinstance(information[0], OptionInfo):
+        return annotation
+    option = copy.copy(information[0])
+    option.rich_help_panel = option.rich_help_panel or heading
+    return Annotated[kind, option]
 
 
 def as_duration(seconds: float) -> str:

@@ -1,4 +1,7 @@
-"""The demo from beginning to end: train, audit, compare with retraining, write, print."""
+"""The demo from beginning to end: plant wrong labels, train, find them, compare with retraining.
+
+Each step is told with the line that somebody would type for a model of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import nn
 
@@ -21,7 +24,7 @@ from blr_analysis.posterior import fit_laplace
 from blr_analysis.report.page import write_page
 from blr_analysis.sensitivity import calibrate, what_if
 from blr_analysis.task import Task
-from blr_analysis.terminal import as_text, show
+from blr_analysis.terminal import as_text, section, show
 
 
 def run(
@@ -45,26 +48,28 @@ def run(
     Raises:
         StorageError: the folder cannot be written; raised before the training.
     """
-    say = say or (lambda text: None)
+    say = with_typed_lines(say or (lambda text: None))
     console = console or Console(highlight=False)
     with folder_for(out) as folder, _one_thread():
         data = load(seed)
         n = len(data.labels)
-        say(f"training a small convolutional network on {n:,} digits with IVON")
+        wrong = int(data.planted.sum())
+        say(f"training a small convolutional network on {n:,} digits, {wrong} of them mislabelled")
         model, _ = train(data.images, data.labels, seed=seed, folder=folder / "checkpoints")
         task, test = tasks(model, data, folder / "checkpoints")
-        say("fitting a Laplace posterior, and measuring its scale by a training without a tenth")
+        say("fitting a posterior, and measuring its scale by a training without a tenth")
         posterior = calibrate(task, fit_laplace(task))
         findings = audit.investigate(task, posterior, test=test, say=say)
         truth = retrained(findings, say)
         sections = audit.sections(findings)
         sections["removals"] = beside(sections["removals"], truth)
-        results = audit.in_text(*sections.values())
+        results = Group(planted(findings, data), audit.in_text(*sections.values()))
         files = audit.write(findings, folder, say=say)
         picture = plot_what_if(findings.removals, truth=truth)
         files.append(audit.write_picture(picture, folder, "removals"))
         files.append(audit.write_text(SCRIPT.format(seed=seed), folder, "digits.py"))
         files.append(audit.write_text(as_text(results), folder, "summary.txt"))
+        say("writing the page")
         page = write_page(findings, folder / "report.html", truth=truth)
         files.append(page)
     show(Group(results, audit.written(folder, files)), console)
@@ -73,12 +78,46 @@ def run(
     return findings, truth
 
 
+TYPED = {  # what a step says first: the line that does the same for another model
+    "training": "checkpoints = blr.Checkpoints(model, steps=steps)  # in your own loop",
+    "fitting": "posterior = blr.calibrate(task, blr.fit_laplace(task))",
+    "sensitivity": "blr.sensitivity(task, posterior).table",
+    "leave-one-out": "blr.leave_one_out(task, posterior)",
+    "wrong labels": "blr.suspicious(task, posterior).table",
+    "what if": 'blr.what_if_each(task, posterior, by="target", evaluate=test)',
+    "retraining": 'blr.what_if(task, posterior, remove="target == 3", solver="retrain")',
+    "writing the page": 'blr.report(task, posterior, "report.html", test=test)',
+}
+
+
+def with_typed_lines(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Say a step, and below it what to type for a model of one's own."""
+
+    def said(text: str) -> None:
+        typed = next((line for start, line in TYPED.items() if text.startswith(start)), "")
+        say(f"{text}\n            >>> {typed}" if typed else text)
+
+    return said
+
+
+def planted(findings: audit.Findings, data: Digits) -> RenderableType:
+    """How many of the labels that were planted wrong stand at the top of the suspects."""
+    count = int(data.planted.sum())
+    first = findings.suspicions.order[:count]
+    found = int(data.planted[first].sum())
+    lead = (
+        f"{count} labels were planted wrong, all of them by one annotator. Of the first {count} "
+        f"rows to look at, {found} are planted ones."
+    )
+    return section("Did it find them?", lead)
+
+
 def _next_steps(folder: Path, page: Path) -> tuple[str, ...]:
     script = folder / "digits.py"
     posterior = folder / "posterior.safetensors"
     return (
         "\nNext, the same from a script that states a task, as one of your own would:",
-        f'  blr-analysis what-if {script}:train -p {posterior} --remove "target == 3"',
+        f"  blr-analysis what-if {script}:train -p {posterior} --remove \"annotator == 'eve'\"",
         f"  blr-analysis audit {script}:train -p {posterior} --test test --out again",
         f"\nOpen {page} in a browser: the same, to look at and to hand on.",
     )
@@ -89,14 +128,14 @@ def tasks(model: nn.Module, data: Digits, checkpoints: Path) -> tuple[Task, Task
     task = Task(
         model,
         (data.images, data.labels),
-        metadata={"row": data.rows.tolist()},
+        metadata={"row": data.rows.tolist(), "annotator": data.annotators},
         checkpoints=checkpoints,
         recipe=recipe(len(data.labels)),
     )
     test = Task(
         model,
         (data.test_images, data.test_labels),
-        metadata={"row": data.test_rows.tolist()},
+        metadata={"row": data.test_rows.tolist(), "annotator": data.test_annotators},
     )
     return task, test
 

@@ -1,4 +1,8 @@
-"""The demo's data, network and recipe: 1,797 digits of 8×8 pixels, 1,898 weights, IVON."""
+"""The demo's data, network and recipe: 1,797 digits of 8×8 pixels, 1,898 weights, IVON.
+
+Five annotators labelled the digits, and one of them, eve, was careless: a fifth of her labels is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,25 @@ from blr_analysis.recipe import Recipe
 TRAIN_SHARE = 2 / 3
 EPOCHS = 50
 BATCH = 100
+ANNOTATORS = ("ann", "bob", "cara", "dan", "eve")
+CARELESS = "eve"
+SHARE_WRONG = 0.2  # of her labels
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Training and test images ``[N, 1, 8, 8]`` in 0 … 1, labels ``[N]``, rows in scikit-learn."""
+    """Training and test images ``[N, 1, 8, 8]`` in 0 … 1, labels ``[N]``, rows in scikit-learn,
+    who labelled each, and which training labels were planted wrong, ``[N]`` bool."""
 
     images: Tensor
     labels: Tensor
     rows: Tensor
+    annotators: list[str]
+    planted: Tensor
     test_images: Tensor
     test_labels: Tensor
     test_rows: Tensor
+    test_annotators: list[str]
 
 
 def load(seed: int = 0) -> Digits:
@@ -43,19 +54,35 @@ def load(seed: int = 0) -> Digits:
 
     x, y = load_digits(return_X_y=True)
     images = torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(y, dtype=torch.long)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    truth = torch.tensor(y, dtype=torch.long)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(truth), generator=generator)
+    annotators, labels = annotated(truth, generator)
     n = int(len(order) * TRAIN_SHARE)
     train_rows = order[:n]
     test_rows = order[n:]
     return Digits(
-        images[train_rows],
-        labels[train_rows],
-        train_rows,
-        images[test_rows],
-        labels[test_rows],
-        test_rows,
+        images=images[train_rows],
+        labels=labels[train_rows],
+        rows=train_rows,
+        annotators=[annotators[i] for i in train_rows],
+        planted=(labels != truth)[train_rows],
+        test_images=images[test_rows],
+        test_labels=labels[test_rows],
+        test_rows=test_rows,
+        test_annotators=[annotators[i] for i in test_rows],
     )
+
+
+def annotated(truth: Tensor, generator: torch.Generator) -> tuple[list[str], Tensor]:
+    """Who labelled each digit, and the labels: a share of eve's are another class."""
+    n = len(truth)
+    people = torch.randint(len(ANNOTATORS), (n,), generator=generator).tolist()
+    annotators = [ANNOTATORS[person] for person in people]
+    is_careless = torch.tensor([name == CARELESS for name in annotators])
+    is_wrong = is_careless & (torch.rand(n, generator=generator) < SHARE_WRONG)
+    others = (truth + torch.randint(1, 10, (n,), generator=generator)) % 10
+    return annotators, torch.where(is_wrong, others, truth)
 
 
 def network(seed: int = 0) -> nn.Sequential:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from blr_analysis.audit.findings import all_targets
 from blr_analysis.errors import InputError, told_as
+from blr_analysis.task import Task
 
 ACTIONS = ("keep", "relabel", "drop")
 
@@ -52,6 +54,30 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
     if not remove and not relabel:
         raise InputError(f"{str(path)!r} keeps every example: nothing to ask")
     return {"remove": remove or None, "relabel": relabel or None}
+
+
+def cleaned(task: Task, path: str | Path) -> pd.DataFrame:
+    """The data set with the decisions applied: a row for each example that stays.
+
+    Columns are ``index`` (the row in the task's data), ``target`` (with the new labels) and the
+    metadata. In a loader of your own, ``Subset(data, table["index"])`` are the examples that stay.
+
+    Raises:
+        InputError: as :func:`read_decisions`; a row that the task does not have.
+    """
+    decisions = read_decisions(path)
+    dropped = decisions["remove"] or []
+    relabelled = decisions["relabel"] or {}
+    unknown = [i for i in [*dropped, *relabelled] if not 0 <= i < task.n_data]
+    if unknown:
+        raise InputError(f"{str(path)!r} names example {unknown[0]} of {task.n_data}")
+    targets = all_targets(task)
+    columns: dict[str, Any] = {"index": range(task.n_data), "target": targets.tolist()}
+    metadata = {name: values for name, values in task.metadata.items() if name not in columns}
+    table = pd.DataFrame({**columns, **metadata})
+    for example, label in relabelled.items():
+        table.loc[example, "target"] = label
+    return table.drop(index=dropped).reset_index(drop=True)
 
 
 def _target(label: str) -> int | float:

@@ -1,0 +1,41 @@
+"""What was found as plain facts, for ``--json``: names as in Python, numbers unrounded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute
+    from blr_analysis.audit import Findings
+    from blr_analysis.sensitivity import WhatIf
+
+
+def facts_of_audit(findings: Findings) -> dict[str, Any]:
+    """Suspects, groups, left-out and test losses, and how far to trust them."""
+    from blr_analysis.audit import sections
+
+    trust = sections(findings)["trust"]
+    loo = findings.loo
+    on_test = findings.on_test
+    removals = findings.removals
+    return {
+        "n_data": findings.task.n_data,
+        "suspects": findings.suspects.to_dict("records"),
+        "groups": None if removals is None else removals.to_dict("records"),
+        "leave_one_out": {"nll": loo.nll, "accuracy": loo.accuracy, "note": loo.note},
+        "test": None if on_test is None else {"nll": on_test.nll, "accuracy": on_test.accuracy},
+        "trust": [trust.lead, *trust.notes, *trust.details],
+    }
+
+
+def facts_of_what_if(result: WhatIf) -> dict[str, Any]:
+    """Before and after, and how it was answered."""
+    return {
+        "removed": result.removed,
+        "relabelled": result.relabelled,
+        "before": {"nll": result.before.nll, "accuracy": result.before.accuracy},
+        "after": {"nll": result.nll, "accuracy": result.accuracy},
+        "interval": result.interval,
+        "solver": result.solver,
+        "passes": result.passes,
+        "note": result.note,
+    }
