@@ -8,6 +8,7 @@ makes of a batch is checked here too, before a likelihood sees it.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -266,6 +267,7 @@ def _examples(data: Any) -> Examples:
     several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
     if several and any(hasattr(part, "__array__") for part in data):
         pair = _pair(data)
+        _warn_of_labels(*data)
         return Examples(pair, labels=row_labels(dict(zip("Xy", data, strict=True)), len(pair)))
     if several and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
@@ -306,6 +308,17 @@ def _pair(data: Sequence[Any]) -> tud.TensorDataset:
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise DataError(f"X and y must have the same length, got {[*x.shape]} and {[*y.shape]}")
     return tud.TensorDataset(x, y)
+
+
+def _warn_of_labels(x: Any, y: Any) -> None:
+    """Say where y is of pandas with rows that are not 0 … N − 1, and X has none to compare."""
+    has_labels = hasattr(y, "reindex") and tuple(y.index) != tuple(range(len(y)))
+    if has_labels and not hasattr(x, "reindex"):
+        warnings.warn(
+            "y has row labels and X has none: both are read in the order in which they stand; "
+            "if that is theirs, pass y.to_numpy(), else X as a DataFrame",
+            stacklevel=5,
+        )
 
 
 def _check_sampler(loader: tud.DataLoader[Any]) -> None:

@@ -126,10 +126,14 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     twin          index of the nearest other example; −1 where not asked
     …             the user's metadata; a name taken above gets the suffix ``_metadata``
     ============= ========================================================== ===============
+
+    ``table.attrs["note"]`` says how far to trust it, and why no label is called where none is.
     """
     table = example_table(suspicions)
     table = table.assign(kind=pd.Categorical(suspicions.kind, [*FAULTS, NO_FAULT]))
-    return table.iloc[suspicions.order.numpy()].reset_index(drop=True)
+    table = table.iloc[suspicions.order.numpy()].reset_index(drop=True)
+    table.attrs["note"] = suspicions.note
+    return table
 
 
 def _fitted(fitted: Any) -> pd.DataFrame:

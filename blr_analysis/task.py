@@ -87,7 +87,7 @@ class Task:
             bring an index, which metadata and ``weights`` of pandas must share: a mask that is a
             Series is read by it, and a pandas Index selects by it. Beside tensors, whose rows are
             0 … N − 1, any other index is refused: ``reset_index(drop=True)`` where the order is
-            that of the data.
+            that of the data. An index of y beside a tensor X is warned of.
         checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
             trainer's folders, one folder of ``checkpoint-*``, or a
             :class:`blr_analysis.Checkpoints`. The model's own weights are the last.

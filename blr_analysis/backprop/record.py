@@ -167,9 +167,12 @@ class _Recorder:
         occurrence = self.calls[unit.path]
         self.calls[unit.path] += 1
         visit = Visit(unit, occurrence, args, kwargs, [], [])
+        several = sum(map(is_floating, leaves)) > 1
         for position, leaf in enumerate(leaves):
             if is_floating(leaf):
-                leaves[position] = self._joined(visit, leaf)
+                # An output may be made from another one (scores, softmax(scores)): of a copy the
+                # gradient is that of what follows the module alone.
+                leaves[position] = self._joined(visit, leaf.clone() if several else leaf)
         if self.shapes_only:
             visit.shrink()
             visit.edges = []

@@ -46,6 +46,7 @@ METADATA = "__metadata__"
 CHECKSUM = "checksum"  # of the text that it stands in
 CHECKSUMS = "checksums"  # in a header: of the tensors, in the order of their names
 FILES = "files"  # in a record: the checksums of the files beside it
+RECORD = "record"  # in a header: the name of the record beside it, which lists the file
 PIECES = "DCP_SHARDING_INFO"  # of torch.distributed.checkpoint, in files with parts of tensors
 AGAIN = "copy or save it again"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import positive_int
 from blr_analysis.files.checksums import checksum_of, checksum_of_file
-from blr_analysis.files.headers import read_header, write_header
+from blr_analysis.files.headers import RECORD, read_header, write_header
 from blr_analysis.files.source import Spec, bytes_of, specs_of
 
 
@@ -52,9 +52,12 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def save_folder(
-    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int, *, stem: str
+    tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int, *, stem: str, record: str
 ) -> dict[str, str]:
     """Numbered safetensors files and their index, in a folder that is there.
+
+    Args:
+        record: the name of the file that will list their checksums.
 
     Returns:
         The checksum of each file by its name.
@@ -62,11 +65,12 @@ def save_folder(
     positive_int("max_shard_bytes", max_shard_bytes)
     sizes = {name: spec.nbytes for name, spec in specs_of(tensors).items()}
     runs = split(sizes, max_shard_bytes)
+    metadata = {"format": "pt", RECORD: record}
     files = {}
     weight_map = {}
     for k, names in enumerate(runs, start=1):
         file = shard_name(stem, k, len(runs))
-        files[file] = save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
+        files[file] = save_file({n: tensors[n] for n in names}, folder / file, metadata)
         weight_map |= dict.fromkeys(names, file)
     index = write_index(folder, stem, weight_map, sum(sizes.values()))
     files[index.name] = checksum_of_file(index)

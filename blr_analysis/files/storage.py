@@ -164,7 +164,7 @@ def _write_draft(
         shards.save_file(tensors, draft, {"format": "pt", RECORD_KEY: text})
         return
     draft.mkdir()
-    checksums = shards.save_folder(tensors, draft, max_shard_bytes, stem=STEM)
+    checksums = shards.save_folder(tensors, draft, max_shard_bytes, stem=STEM, record=CONFIG_FILE)
     (draft / CONFIG_FILE).write_text(record_text(record, checksums), encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from blr_analysis.checks import path_of, some
 from blr_analysis.errors import StorageError
 from blr_analysis.files.folder import Folder
-from blr_analysis.files.headers import CHECKSUM, FILES, read_json
+from blr_analysis.files.headers import CHECKSUM, FILES, RECORD, read_json
 from blr_analysis.files.storage import check_file_beside
 from blr_analysis.progress import track
 
@@ -45,8 +45,8 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Ver
         progress: a bar; None: on a terminal when it takes long.
 
     Raises:
-        StorageError: nothing there, nothing with a checksum, a file that is missing, or damaged
-            files, which are named.
+        StorageError: nothing there, nothing with a checksum, a file or the record of a folder that
+            is missing, or damaged files, which are named.
 
     Example:
         >>> import tempfile, torch
@@ -106,8 +106,23 @@ def _check_tensors(file: Path) -> set[Path]:
     source = Folder.open(file)
     for name in source.specs:
         source.tensor(name)
+    record = source.metadata.get(RECORD)
+    if record is not None:
+        _check_listed(file, record)
     has_checksums = bool(source.headers[file].checksum)
     return {file} if has_checksums else set()
+
+
+def _check_listed(file: Path, record: str) -> None:
+    """Raise :class:`StorageError` where the record beside a file is gone, or does not list it."""
+    place = file.parent / record
+    if not place.is_file():
+        raise StorageError(
+            f"{str(file.parent)!r} lacks {record!r}, the record of its files: copy the whole folder"
+            " again."
+        )
+    if file.name not in read_json(place).get(FILES, ()):
+        raise StorageError(f"{str(place)!r} does not list {file.name!r}, which is beside it.")
 
 
 def _check_record(file: Path) -> set[Path]:

@@ -73,6 +73,7 @@ class Facts:
     rerun: Rerun | None = None
     fingerprint: Numbers | None = None
     frozen_values: Numbers | None = None
+    input_ranges: Numbers | None = None
 
 
 class Record(dict[str, Any]):
@@ -118,6 +119,7 @@ def facts_of(record: Mapping[str, Any]) -> Facts:
         rerun=rerun,
         fingerprint=_numbers(record, "fingerprint"),
         frozen_values=_numbers(record, "frozen_values"),
+        input_ranges=_numbers(record, "input_ranges"),
     )
 
 

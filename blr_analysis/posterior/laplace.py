@@ -34,6 +34,7 @@ from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
 from blr_analysis.posterior.fit import Fit, has_many_outputs
 from blr_analysis.posterior.flat import refuse_flat
+from blr_analysis.posterior.input_ranges import input_ranges
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.prior_choice import chosen_prior
@@ -210,6 +211,7 @@ def _posterior(fit: Fit, form: Structure, record: dict[str, Any]) -> Posterior:
         is_classifier=task.likelihood.is_classification,
         fingerprint=fingerprint(task, fit.params),
         frozen_values=frozen_numbers(task, fit.params),
+        input_ranges=input_ranges(task),
     )
 
 

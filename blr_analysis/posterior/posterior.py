@@ -28,6 +28,7 @@ from blr_analysis.posterior.facts import (
     recorded,
     without_facts,
 )
+from blr_analysis.posterior.input_ranges import other_units, remembered
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
@@ -82,6 +83,8 @@ class Posterior:
         fingerprint: outputs, targets and losses of a few examples, by which its data are known
             again; None where the fit saw no data.
         frozen_values: numbers of the parameters that were frozen at the fit, by name.
+        input_ranges: the least and largest mean and spread of its inputs, by which other units are
+            noticed; None where the fit saw no real numbers.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -104,6 +107,7 @@ class Posterior:
     ending: str
     fingerprint: Numbers | None
     frozen_values: Numbers | None
+    input_ranges: Numbers | None
 
     def __init__(
         self,
@@ -143,6 +147,7 @@ class Posterior:
         self.ending = facts.ending
         self.fingerprint = facts.fingerprint
         self.frozen_values = facts.frozen_values
+        self.input_ranges = facts.input_ranges
 
     @property
     def _facts(self) -> Facts:
@@ -156,6 +161,7 @@ class Posterior:
             ending=self.ending,
             fingerprint=self.fingerprint,
             frozen_values=self.frozen_values,
+            input_ranges=self.input_ranges,
         )
 
     def __repr__(self) -> str:
@@ -732,7 +738,10 @@ def predict(
     n_networks = max(n_draws, 1) * len(posteriors)
     is_one_at_its_mean = n_draws == 0 and len(posteriors) == 1
     judging = placed_posteriors[0].judging(task)
-    return averaged(judging, networks, 0 if is_one_at_its_mean else n_networks)
+    ranges = [q.input_ranges or remembered(q) for q in posteriors]
+    notes = [other_units(of_inputs, task) for of_inputs in ranges]
+    note = next(filter(None, notes), "")
+    return averaged(judging, networks, 0 if is_one_at_its_mean else n_networks, note)
 
 
 def _networks(

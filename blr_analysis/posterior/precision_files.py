@@ -50,6 +50,7 @@ DTYPES = (None, torch.float32, torch.bfloat16)
 ENTRIES = {  # of a posterior's record, where it has them, and what stands in each
     "stationarity": ("pull", "decrement", "residual", "n_data"),
     "fingerprint": ("outputs", "targets", "losses"),
+    "input_ranges": ("mean", "spread"),
     "prior_choice": ("delta", "rule"),
     "calibration": ("temperature",),
 }

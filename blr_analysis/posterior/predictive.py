@@ -39,6 +39,7 @@ class Predictions(Tabular):
             functions), −log E[exp(−ℓ)] of that loss; the repr calls it by its name.
         targets: ``[N]`` or ``[N, C]``; None for sequences.
         draws: how many networks were averaged; 0: one, at the posterior's mean.
+        note: whether the inputs are in other units than those of the training, in one line.
     """
 
     mean: Tensor | None
@@ -46,6 +47,7 @@ class Predictions(Tabular):
     targets: Tensor | None
     draws: int
     likelihood: Likelihood
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -65,7 +67,8 @@ class Predictions(Tabular):
             facts.append(f"accuracy={self.accuracy:.4g}")
         if self.calibration_error is not None:
             facts.append(f"calibration_error={self.calibration_error:.4g}")
-        return f"Predictions({', '.join(facts)})"
+        note = f"; {self.note}" if self.note else ""
+        return f"Predictions({', '.join(facts)}{note})"
 
     @property
     def measure(self) -> str:
@@ -122,7 +125,9 @@ def measure_of(kind: Likelihood) -> str:
     return f"loss of {kind!r}" if isinstance(kind, Function) else "nll"
 
 
-def averaged(task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int) -> Predictions:
+def averaged(
+    task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int, note: str = ""
+) -> Predictions:
     """The task's predictions averaged over ``networks``, parameters by name; 0 draws count as one.
 
     One network is held at a time, and N × C probabilities (of sequences N × T losses).
@@ -145,7 +150,7 @@ def averaged(task: Task, networks: Iterable[Mapping[str, Tensor]], draws: int) -
             answers = of_network if answers is None else answers.plus(of_network)
     assert answers is not None
     losses = (math.log(n_networks) - answers.log_likelihoods).to(answers.dtype)
-    return Predictions(answers.mean, losses, answers.targets, draws, scored)
+    return Predictions(answers.mean, losses, answers.targets, draws, scored, note)
 
 
 @dataclass

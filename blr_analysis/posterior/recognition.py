@@ -19,6 +19,7 @@ from torch import Tensor
 from blr_analysis.checks import bare_name
 from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
 from blr_analysis.posterior.facts import Numbers
+from blr_analysis.posterior.input_ranges import remember
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.task import Task
 
@@ -106,6 +107,8 @@ def _identity(task: Task, posterior: Posterior, seen: Numbers) -> Identity:
         frozen_numbers(task, posterior.mean) if frozen is None else frozen,
     )
     _AT_FIRST[posterior] = identity
+    if posterior.input_ranges is None:
+        remember(posterior, task)
     return identity
 
 

@@ -136,6 +136,7 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
         saturated=q.saturated,
         fingerprint=q.fingerprint,
         frozen_values=q.frozen_values,
+        input_ranges=q.input_ranges,
     )
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from blr_analysis.posterior.input_ranges import numbers_of
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
@@ -63,7 +62,7 @@ def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
     targets: list[Tensor] = []
     with torch.no_grad(), task.evaluation():
         for indices, batch in task.batches(indices=rows):
-            inputs.append(_numbers(batch, len(indices)))
+            inputs.append(numbers_of(batch, len(indices)))
             f, y = task.run(batch, mean, indices)
             outputs.append(f.cpu().double())
             targets.append(y.cpu())
@@ -72,16 +71,6 @@ def _sample(task: Task, mean: Mapping[str, Tensor]) -> Sample:
     has_table = len(numbers) == len(inputs) and len(widths) == 1
     table = torch.cat(numbers) if has_table else None
     return Sample(table, torch.cat(outputs), torch.cat(targets))
-
-
-def _numbers(batch: Any, size: int) -> Tensor | None:
-    """The real numbers of a batch's inputs, ``[B, D]``."""
-    inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(inputs, Mapping):
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
-    rows = [x.reshape(size, -1).cpu().double() for x in leaves if x.ndim and len(x) == size]
-    return torch.cat(rows, 1) if rows else None
 
 
 def _of_inputs(training: Sample, test: Sample) -> str:

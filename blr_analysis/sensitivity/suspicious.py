@@ -28,6 +28,7 @@ from blr_analysis.task import Task
 
 CLOSE = 0.5  # a twin at less than half the distance of the tenth neighbour
 LIKELY = 0.5  # more likely wrong than right
+UNLIKELY = 0.01  # wrong for at most one label in a hundred
 
 
 @torch.inference_mode(False)  # also where the caller switched it on
@@ -115,6 +116,7 @@ def suspicions_of(
         closeness, twin, stands_out = nearest(*responses, progress=subject.progress)
         distinct = closeness.where(stands_out, 0)
     kind, order = judged(suspects, distinct, share)
+    notes = [subject.note, none_called(suspects, kind)]
     return Suspicions(
         losses=suspects.losses,
         training=suspects.training,
@@ -130,8 +132,25 @@ def suspicions_of(
         order=order,
         likelihood=subject.likelihood,
         metadata=subject.metadata,
-        note=subject.note,
+        note="; ".join(filter(None, notes)),
     )
+
+
+def none_called(suspects: Suspects, kind: Sequence[str]) -> str:
+    """Why no label is called wrong though the model contradicts some, in one line; "" elsewhere."""
+    if suspects.wrong is None or "label" in kind:
+        return ""
+    contradicted = int(suspects.contradicted.sum())
+    if not contradicted:
+        return ""
+    likeliest = float(suspects.wrong.max())
+    if likeliest == 0:
+        reason = "left-out predictions explain labels no better than the classes' shares do"
+    elif likeliest < UNLIKELY:
+        reason = "the run's predictions explain all labels as they are (learned by heart?)"
+    else:
+        reason = "none is more likely wrong than right"
+    return f"no label is called wrong ({contradicted} contradicted): {reason}; read the ranking"
 
 
 def judged(suspects: Suspects, closeness: Tensor | None, share: float) -> tuple[list[str], Tensor]:

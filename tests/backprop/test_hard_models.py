@@ -115,6 +115,20 @@ def overwritten(m: Any, x: Tensor) -> Tensor:
     return m.out(gained + h)
 
 
+class Router(nn.Linear):
+    """Gives its scores and what it makes of them, as mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = super().forward(x)
+        return scores, scores.softmax(-1)
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    scores, shares = m.router(m.inner(x))
+    counts = (x[:, :1] > 5).double()  # never on the probe
+    return m.out(counts * (shares + scores) + x)
+
+
 def forces(m: Any, x: Tensor) -> Tensor:
     """The gradient of an energy: the weights are used backward as well."""
     with torch.enable_grad():
@@ -150,6 +164,9 @@ HARD: dict[str, Callable[[], Task]] = {
     "overwritten after it was read": lambda: made(
         overwritten, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, one=nn.Linear(3, 4),
         gain=gain(), out=nn.Linear(4, 2)),
+    "scores beside what is made of them": lambda: made(
+        gated, X + 9 * torch.tensor([[0, 1, 1, 0, 1, 1, 0]]).T, inner=nn.Linear(3, 3),
+        router=Router(3, 3), out=nn.Linear(3, 2)),
     "random in training": lambda: Task(stacked(gain(), 4).train(), (X, torch.arange(7) % 2)),
     "forces": lambda: made(forces, X, one=nn.Linear(3, 4), out=nn.Linear(4, 1)),
     **{f"a bias that torch spreads, {len(shape)}": lambda shape=shape: task_of(

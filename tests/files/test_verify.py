@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import shutil
 from collections.abc import Callable
@@ -99,7 +100,8 @@ KINDS = [
     Kind("index", built_index, asked_index, ("index_plan.json",)),
     Kind("run", kept_run, read_run),
 ]
-EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+KIND_NAME = operator.attrgetter("name")
+EACH = pytest.mark.parametrize("kind", KINDS, ids=KIND_NAME)
 
 
 def files_of(place: Path) -> list[Path]:
@@ -159,6 +161,29 @@ def test_what_is_missing_foreign_or_damaged_is_told_apart(tmp_path: Path) -> Non
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (tmp_path / "q" / "precision_config.json").write_text("{")
     with pytest.raises(StorageError, match="2 of 4 files are damaged"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "run"], ids=KIND_NAME)
+def test_each_missing_file_is_refused(kind: Kind, tmp_path: Path) -> None:
+    """The record too, without which every other file is whole."""
+    place = tmp_path / kind.name
+    kind.write(place)
+    for file in files_of(place):
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(StorageError, match=r"lacks|nothing"):
+            verify(place)
+            pytest.fail(f"{file.name} was missing")
+        file.write_bytes(content)
+    verify(place)
+
+
+def test_a_stray_shard_is_refused(tmp_path: Path) -> None:
+    saved_posterior(tmp_path / "q")
+    shard = next((tmp_path / "q").glob("*.safetensors"))
+    shutil.copy(shard, tmp_path / "q" / "precision-00002-of-00002.safetensors")
+    with pytest.raises(StorageError, match="does not list"):
         verify(tmp_path)
 
 

@@ -23,6 +23,7 @@ MEASURED = {
     "calibration": Calibration(0.3, error=0.1, how="exact solves", examples=7),
     "fingerprint": {"outputs": [1.0], "targets": [2.0], "losses": [3.0]},
     "frozen_values": {"w": [1.0, 2.0]},
+    "input_ranges": {"mean": [0.0, 1.0], "spread": [2.0, 3.0]},
 }
 OF_TRAINING = {
     "source": "laplace",
@@ -54,6 +55,7 @@ RECORD = {
     "rerun": {"seed": 3, "known": False, "ending": "ended elsewhere"},
     "fingerprint": {"outputs": [1.0], "targets": [2.0], "losses": [3.0]},
     "frozen_values": {"w": [1.0, 2.0]},
+    "input_ranges": {"mean": [0.0, 1.0], "spread": [2.0, 3.0]},
 }
 
 
@@ -114,6 +116,7 @@ def test_a_record_is_read_only() -> None:
         ("saturated", "most"),
         ("fingerprint", {"outputs": 1.0}),
         ("frozen_values", [1.0]),
+        ("input_ranges", {"mean": 1.0}),
     ],
 )
 def test_a_damaged_entry_is_named(word: str, entry: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,29 @@ ALIKE: dict[str, Callable[[Tensor, Tensor], Pair]] = {
         y[:40],
     ),
 }
+
+
+@pytest.mark.parametrize("source", ["fit", "file", "optimizer"])
+def test_one_line_in_predictions(digits: blr.Task, source: str, tmp_path: Path) -> None:
+    """Of a fit, of its file, and of a capture that was analysed with its data before."""
+    q = blr.fit_laplace(digits, structure="diag", prior_precision=1.0)
+    if source == "file":
+        q.save(tmp_path / "q")
+        q = blr.Posterior.load(tmp_path / "q")
+    if source == "optimizer":
+        q = blr.Posterior(
+            q.mean, {n: q.precision(n) for n in q.mean}, prior_precision=1.0, n_data=digits.n_data
+        )
+        assert q.predict(digits, draws=0).note == ""
+        blr.sensitivity(digits, q)
+    for way, made in (ANOTHER | ALIKE).items():
+        test = blr.Task(digits.model, made(PIXELS[200:300], DIGITS[200:300]))
+        found = q.predict(test, draws=2)
+        is_in_other_units = way in ANOTHER and way != "labels from 1"  # inputs alone are compared
+        assert ("other units" in found.note, "other units" in repr(found)) == (
+            is_in_other_units,
+            is_in_other_units,
+        ), way
 
 
 @pytest.mark.parametrize("way", [*ANOTHER, *list(ALIKE)[:3]])

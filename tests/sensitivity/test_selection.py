@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import numpy as np
@@ -139,6 +140,19 @@ def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFram
         if data[0] is x:
             reset = frame.reset_index(drop=True)
             assert blr.Task(mlp(), (x, y), metadata=reset).metadata["source"] == list(frame.source)
+
+
+@pytest.mark.parametrize("frame", [SHUFFLED, STRANGE], ids=["shuffled", "strange"])
+@pytest.mark.parametrize("form", [torch.as_tensor, np.asarray])
+def test_labels_of_y_beside_x_without_labels_are_warned_of(frame: pd.DataFrame, form: Any) -> None:
+    x, y = form(torch.randn(N, 4)), pd.Series(np.arange(N) % 3, index=frame.index)
+    with pytest.warns(UserWarning, match=r"row labels.*y\.to_numpy"):
+        blr.Task(mlp(), (x, y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blr.Task(mlp(), (x, y.to_numpy()))
+        blr.Task(mlp(), (x, y.reset_index(drop=True)))
+        blr.Task(mlp(), (pd.DataFrame(np.asarray(x), index=frame.index), y))
 
 
 def test_a_series_relabels_the_rows_that_it_names() -> None:

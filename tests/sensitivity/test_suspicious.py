@@ -291,3 +291,39 @@ def test_losses_side_by_side_have_no_weights() -> None:
         plain = nn.functional.cross_entropy
         torch.testing.assert_close(found.left_out, plain(loo.logits, y, reduction="none"))
         torch.testing.assert_close(found.training, plain(model(x), y, reduction="none").detach())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("n", "every", "steps", "reason"),
+    [
+        (100, 1, 3, "than the classes' shares"),
+        (300, 10, 100, "learned by heart"),
+        (600, 10, 20, ""),
+    ],
+)
+def test_where_no_label_is_called_wrong_a_line_says_why(
+    n: int, every: int, steps: int, reason: str, weighted: bool
+) -> None:
+    """Labels drawn at random are not explained; thirty examples a class are learned by heart."""
+    pixels, targets = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels[:n]).float() / 16, torch.tensor(targets[:n])
+    wrong = torch.arange(0, n, every)
+    g = torch.Generator().manual_seed(0)
+    y[wrong] = (y[wrong] + torch.randint(1, 10, (len(wrong),), generator=g)) % 10
+    weight = n / (10 * torch.bincount(y, minlength=10).float()) if weighted else None
+    loss = nn.CrossEntropyLoss(weight=weight)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    task = blr.Task(model, (x, y), likelihood=loss)
+    found = blr.suspicious(task, blr.fit_laplace(task), duplicates=False)
+    called = found.kind.count("label")
+    assert bool(called) == (reason == "")
+    assert ("no label is called wrong" in found.note) == (not called)
+    assert reason in found.note
+    assert found.table.attrs["note"] == found.note

@@ -23,7 +23,7 @@ from torch import Tensor
 from blr_analysis.errors import StorageError
 from blr_analysis.files import Folder
 from blr_analysis.files.checksums import checksum_of
-from blr_analysis.files.headers import CHECKSUM, FILES, damaged, read_json, record_text
+from blr_analysis.files.headers import CHECKSUM, FILES, RECORD, damaged, read_json, record_text
 from blr_analysis.files.placing import drafted
 from blr_analysis.files.shards import save_file, shard_name
 from blr_analysis.files.source import bytes_of
@@ -196,7 +196,7 @@ class Store:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the record, when all other files are there: the index is complete."""
-        names = [*self.files, POSTERIOR, EXAMPLES]
+        names = [*self.files, POSTERIOR, EXAMPLES, PLAN]
         checksums = {name: file_checksum(self.path / name) for name in names}
         write_record(self.path / CONFIG, config, checksums)
 
@@ -248,8 +248,9 @@ def load_records(file: Path) -> Records:
 
 def write_shard(records: dict[str, Tensor], file: Path, rows: Tensor) -> None:
     """Write the records of these examples, in one step."""
+    metadata = {"format": "pt", "first": str(int(rows[0])), RECORD: CONFIG}
     with drafted(file) as draft:
-        save_file(records, draft, {"format": "pt", "first": str(int(rows[0]))})
+        save_file(records, draft, metadata)
 
 
 def check_shard(file: Path, rows: Tensor, checksum: str | None) -> dict[str, str]:
