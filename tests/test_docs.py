@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -76,6 +79,27 @@ def tables() -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Record(dict):
+    """What FiftyOne and Argilla make of keywords."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(named, values=list(values))
+
+    def add_sample(self, sample: Record) -> None:
+        self["values"].append(sample)
+
+
+def stand_in(*names: str) -> SimpleNamespace:
+    """A package that is not installed here: classes that keep what they are given."""
+    return SimpleNamespace(**dict.fromkeys(names, Record))
+
+
+PACKAGES = {
+    "fiftyone": stand_in("Dataset", "Sample", "Classification"),
+    "argilla": stand_in("Record", "Suggestion"),
+}
+
+
 def training() -> dict[str, Any]:
     from transformers import TrainingArguments
 
@@ -104,6 +128,9 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     """Block after block, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
+    for name, package in PACKAGES.items():
+        if find_spec(name) is None:
+            monkeypatch.setitem(sys.modules, name, package)
     known = {"blr": blr, "torch": torch, "nn": nn, **WORLDS.get(page.name, digits)()}
     text = page.read_text("utf-8")
     for match in CODE.finditer(text):
