@@ -55,7 +55,7 @@ class PosteriorWarning(UserWarning):
 
 
 class InitialPrecisionWarning(UserWarning):
-    """More than half of the precision that an optimizer learned is still what it began with."""
+    """The precision that an optimizer learned is mostly noise, or still what it began with."""
 
 
 @contextmanager

@@ -16,8 +16,8 @@ DIAGONAL = (
     "can be far off in either direction; one of Kronecker factors (--fit kron) comes closer."
 )
 STARTING = (
-    "More than half of the precision is still the optimizer's starting value, not the data's: the "
-    "scale of every estimate rests on that choice."
+    "What the optimizer learned of the precision is mostly noise, or its starting value, not the "
+    "data's: the scale of every estimate rests on that."
 )
 TRAINED = "Groups were taken out by training without them, so that their sizes hold as well."
 TRAINERS = ("replay", "retrain")
@@ -117,8 +117,7 @@ def notes_on_posterior(posterior: Posterior) -> list[str]:
         notes.append(f"The temperature was measured: {temperature}.")
     if posterior.structure == "diag":
         notes.append(DIAGONAL)
-    share_of_the_start = posterior.record.get("initial_share") or 0.0
-    if share_of_the_start > 0.5:
+    if posterior.record.get("is_doubtful"):
         notes.append(STARTING)
     return notes
 

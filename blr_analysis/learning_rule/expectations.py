@@ -137,6 +137,11 @@ def _times_ess(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) 
     return list(torch._foreach_mul(evidence, group["ess"]))
 
 
+def _times_batch_size(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ = B · ḡ²: B times the squared gradient of a mean over B examples, the Fisher diagonal."""
+    return list(torch._foreach_mul(evidence, group["batch_size"]))
+
+
 def _price(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
     """ĥ = ess (h + δ) · (θ − m) · g, by Price's theorem (K&R 11)."""
     estimate = list(torch._foreach_mul(evidence, precision))
@@ -156,6 +161,7 @@ NO_CURVATURE = HessianEstimate("none", "none")
 EXACT = HessianEstimate("exact")
 SQUARED_GRADIENT = HessianEstimate("squared minibatch gradient", "gradsq", _as_it_is)
 SQUARED_TIMES_ESS = HessianEstimate("squared minibatch gradient · ess", "gradsq", _times_ess)
+FISHER = HessianEstimate("squared minibatch gradient · batch size", "gradsq", _times_batch_size)
 GAUSS_NEWTON = HessianEstimate("Gauss–Newton: sum of squared gradients", "ggn", _as_it_is)
 GENERALISED = HessianEstimate("generalised Gauss–Newton: J Λ J over the outputs")
 PRICE = HessianEstimate("reparameterised (Price)", "price", _price)

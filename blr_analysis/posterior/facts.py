@@ -74,6 +74,7 @@ class Facts:
     fingerprint: Numbers | None = None
     frozen_values: Numbers | None = None
     input_ranges: Numbers | None = None
+    start: Numbers | None = None
 
 
 class Record(dict[str, Any]):
@@ -120,6 +121,7 @@ def facts_of(record: Mapping[str, Any]) -> Facts:
         fingerprint=_numbers(record, "fingerprint"),
         frozen_values=_numbers(record, "frozen_values"),
         input_ranges=_numbers(record, "input_ranges"),
+        start=_numbers(record, "start"),
     )
 
 

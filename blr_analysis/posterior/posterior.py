@@ -39,7 +39,6 @@ from blr_analysis.posterior.structures.lowrank import ENOUGH
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
-STILL_INITIAL = "more than half of the optimizer's hess is its start: train longer, or with steps="
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
@@ -85,6 +84,9 @@ class Posterior:
         frozen_values: numbers of the parameters that were frozen at the fit, by name.
         input_ranges: the least and largest mean and spread of its inputs, by which other units are
             noticed; None where the fit saw no real numbers.
+        start: by name, of what an optimizer of the rule learned: β₂ᵗ, the weight that its start
+            still had, and the precision S₀ that it started with. Neither is part of S; predictions
+            draw weights as training did, with (1 − β₂ᵗ) S + β₂ᵗ S₀. None of other posteriors.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -108,6 +110,7 @@ class Posterior:
     fingerprint: Numbers | None
     frozen_values: Numbers | None
     input_ranges: Numbers | None
+    start: Numbers | None
 
     def __init__(
         self,
@@ -148,6 +151,7 @@ class Posterior:
         self.fingerprint = facts.fingerprint
         self.frozen_values = facts.frozen_values
         self.input_ranges = facts.input_ranges
+        self.start = facts.start
 
     @property
     def _facts(self) -> Facts:
@@ -162,6 +166,7 @@ class Posterior:
             fingerprint=self.fingerprint,
             frozen_values=self.frozen_values,
             input_ranges=self.input_ranges,
+            start=self.start,
         )
 
     def __repr__(self) -> str:
@@ -231,7 +236,8 @@ class Posterior:
     def note(self) -> str:
         """How far it is to be trusted, in one line; "" where it is."""
         saturated = SATURATED.format(self.saturated) if self.saturated > 0.5 else ""
-        notes = (saturated, self.ending, self._scale_note, self._drawn_note)
+        caveat = self._entries.get("caveat") or ""
+        notes = (saturated, self.ending, caveat, self._scale_note, self._drawn_note)
         return "; ".join(note for note in notes if note)
 
     @property
@@ -368,10 +374,9 @@ class Posterior:
         model = unwrapped(model)
         captured = read(source, model, facts=facts, **options)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
-        initial_share = captured.record.get("initial_share") or 0.0
-        if initial_share > 0.5:
-            message = f"{STILL_INITIAL} (record['initial_share'])"
-            warnings.warn(message, InitialPrecisionWarning, stacklevel=4)  # of from_…
+        if captured.record.get("is_doubtful"):
+            caveat = captured.record["caveat"]
+            warnings.warn(caveat, InitialPrecisionWarning, stacklevel=4)  # of from_…
         return cls(
             captured.mean,
             captured.precision,
@@ -406,6 +411,16 @@ class Posterior:
         noise = {name: _normal(m, batch, generator) for name, m in self.mean.items()}
         deviation = self.form.root_solve(noise)
         return {name: m + deviation[name] for name, m in self.mean.items()}
+
+    @property
+    def _as_drawn(self) -> Posterior:
+        """As weights were drawn in training: (1 − β₂ᵗ) S + β₂ᵗ S₀, the start still in it."""
+        if self.start is None:
+            return self
+        drawn = dict(self.form.diagonal())
+        for name, (weight, start) in self.start.items():
+            drawn[name] = drawn[name].lerp(torch.full_like(drawn[name], start), weight)
+        return self.changed(form=Diagonal(drawn))
 
     def predict(
         self, task: Task, draws: int = 10, *, generator: torch.Generator | None = None
@@ -668,7 +683,7 @@ def _are_the_same(moved: Tree, tensors: Tree) -> bool:
 def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, kind: str) -> Posterior:
     """Another posterior under the same prior, of another ``kind``; what was measured of ``q`` and
     its data does not hold for it, and is left out."""
-    lasting = Facts(source=q.source, is_classifier=q.is_classifier, rerun=q.rerun)
+    lasting = Facts(source=q.source, is_classifier=q.is_classifier, rerun=q.rerun, start=q.start)
     return Posterior(
         mean,
         form,
@@ -751,6 +766,6 @@ def _networks(
     the means."""
     for q in posteriors:
         for _ in range(n_draws):
-            yield {**q.sample(generator=generator), **q.buffers}
+            yield {**q._as_drawn.sample(generator=generator), **q.buffers}
         if n_draws == 0:
             yield {**q.mean, **q.buffers}

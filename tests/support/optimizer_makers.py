@@ -70,6 +70,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     **{name: partial(row, name=name) for name in ELEMENTWISE},
     "IVON itself": of(optim.IVON, lr=0.1, ess=N, beta2=0.9),
     "IVON, gradsq": of(optim.IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="gradsq", clip_radius=0.5),
+    "IVON, fisher": of(
+        optim.IVON, lr=0.1, ess=N, beta2=0.9, hess_approx="fisher", batch_size=BATCH
+    ),
     "Vadam itself": of(optim.Vadam, lr=0.01, ess=N),
     "Vprop itself": of(optim.Vprop, lr=0.01, ess=N),
     **{f"dropout, {name}": partial(dropout, row=name) for name in ("SGD", "Adam", "VOGN")},

@@ -124,6 +124,18 @@ def scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
     return list(torch._foreach_mul(tensors, factor))
 
 
+def average_squares(means: list[Tensor], tensors: list[Tensor], decay: float) -> None:
+    """v ← decay · v + (1 − decay) · g², in place.
+
+    >>> v = [torch.ones(2)]
+    >>> average_squares(v, [torch.tensor([0.0, 2.0])], 0.5)
+    >>> v
+    [tensor([0.5000, 2.5000])]
+    """
+    torch._foreach_mul_(means, decay)
+    torch._foreach_addcmul_(means, tensors, tensors, value=1 - decay)
+
+
 class Scratch(dict[Any, Tensor]):
     """Large tensors that are used again at the next draw.
 

@@ -10,7 +10,7 @@ import torch
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
-from blr_analysis.learning_rule.expectations import PRICE, SQUARED_TIMES_ESS
+from blr_analysis.learning_rule.expectations import FISHER, PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
 from blr_analysis.learning_rule.optim.row_optimizer import (
     SETTINGS,
@@ -27,7 +27,7 @@ BROAD = 0.05
 NARROW, WIDEST = 0.05, 0.15
 """With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
 where the data say nothing."""
-CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS}
+CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS, "fisher": FISHER}
 
 
 def size_of(groups: list[dict[str, Any]]) -> float:
@@ -93,11 +93,13 @@ class IVON(RowOptimizer):
     examples. Each step averages, over the draws θ = m + ε since the last step, the gradient and
     the curvature estimate ess·(hess + weight_decay)·ε·gradient (``"price"``) or ess·gradient²
     (``"gradsq"``), and moves ``hess`` = h and m. With the mean gradient ĝ over the draws ε,
-    ρ₁ = 1 − beta1, ρ₂ = 1 − beta2, δ = weight_decay and s = h + δ:
+    ρ₁ = 1 − beta1, ρ₂ = 1 − beta2, δ = weight_decay, s = h + δ and B = batch_size:
 
         ĥ = ess · s · mean(ε · gradient)      "price"  (reparameterisation)
         ĥ = ess · mean(gradient²)             "gradsq"
+        ĥ = B · ĝ²                            "fisher"
         h ← h + ρ₂ (ĥ − h) + ρ₂² (ĥ − h)² / (2 s)         keeps h + δ at s/2 or more
+        v ← v + ρ₂ (ĝ² − v)                   in ``state[p]["squares"]``, beside "price"
         u ← u + ρ₁ (ĝ − u)
         m ← m − lr · clip( (u / (1 − beta1^t) + δ m) / (h + δ) )
 
@@ -124,7 +126,7 @@ class IVON(RowOptimizer):
 
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
     too (``steps`` apart); all but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
-    ``generator`` and ``steps`` can be set per group.
+    ``generator``, ``steps`` and ``squares`` can be set per group.
 
     Args:
         params: parameters, named parameters or groups, real and floating-point; any mix of
@@ -139,7 +141,7 @@ class IVON(RowOptimizer):
         weight_decay: δ/ess, added to ``hess`` and pulling m to zero.
         mc_samples: how often ``step(closure)`` calls the closure. Without a closure every
             ``sampled_params(train=True)`` since the last step counts as one draw.
-        hess_approx: ``"price"`` or ``"gradsq"``.
+        hess_approx: ``"price"``, ``"gradsq"`` or ``"fisher"``, which needs ``batch_size``.
         clip_radius: bound on each element of the step before ``lr``, set by ``steps`` if inf.
         sync: average gradient and curvature estimates over all processes of
             ``torch.distributed`` in ``step`` (nothing happens if it is not initialised). Seed
@@ -152,6 +154,11 @@ class IVON(RowOptimizer):
             is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
             :func:`radius_for`, by the ``lr`` given here.
         foreach: taken as by torch's optimizers, and nothing hangs on it.
+        squares: keep v, the mean of squared gradients, beside h. It takes as much memory as h, and
+            ``Posterior.from_optimizer`` has the precision of it where h is too noisy.
+        batch_size: B, the examples of a step (of a loss averaged over tokens: its tokens), with
+            accumulation and all processes; the scale of v and of ``"fisher"``. None: v gets its
+            scale from h.
 
     Behaviour:
 
@@ -166,8 +173,8 @@ class IVON(RowOptimizer):
       without ``scaler.unscale_(optimizer)`` after the last context: gradient and curvature are
       unscaled before they are used, and a step that the scaler skips changes nothing and drops
       its draws. A scale must not change (``scaler.update()``) between the draws of one step.
-    * *Half-precision weights* keep ``hess``, ``momentum`` and the noise in float32; the weights
-      are rounded once when perturbed and once when updated.
+    * *Half-precision weights* keep ``hess``, ``squares``, ``momentum`` and the noise in float32;
+      the weights are rounded once when perturbed and once when updated.
     * *Left alone:* frozen parameters are neither perturbed nor updated, parameters without a
       gradient not updated. State is made at the first step of a parameter.
     * *Failures.* If the body of a context raises, the weights come back bit for bit, and that
@@ -206,6 +213,8 @@ class IVON(RowOptimizer):
         generator: torch.Generator | None = None,
         foreach: bool | None = None,
         steps: int | None = None,
+        squares: bool = True,
+        batch_size: int | None = None,
     ) -> None:
         check_setting("lr", lr, SETTINGS["lr"])
         check_setting("ess", ess, SETTINGS["ess"])
@@ -241,6 +250,8 @@ class IVON(RowOptimizer):
             rescale_lr=rescale_lr,
             generator=generator,
             foreach=foreach,
+            squares=squares and hess_approx == "price",
+            batch_size=batch_size,
         )
 
     def _check_group(self, group: Group) -> None:
@@ -248,6 +259,10 @@ class IVON(RowOptimizer):
         first = self.param_groups[0]["hess_approx"]
         if one_of("hess_approx", group["hess_approx"], tuple(CURVATURES)) != first:
             raise InputError("hess_approx is the same for all groups")
+        if group.get("batch_size") is not None:
+            positive_int("batch_size", group["batch_size"])
+        elif first == "fisher":
+            raise InputError('hess_approx="fisher" needs batch_size, the examples of a step')
 
     def _law(self, group: Group) -> Law:
         _, move, settings = super()._law(group)

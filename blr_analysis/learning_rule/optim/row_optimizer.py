@@ -28,6 +28,7 @@ from blr_analysis.learning_rule.expectations import AT_ADVERSARY, GAUSS_NEWTON, 
 from blr_analysis.learning_rule.moves import Block, Move, step
 from blr_analysis.learning_rule.optim.blocks import (
     Scratch,
+    average_squares,
     for_blocks,
     group_by,
     plain_tensors,
@@ -52,7 +53,9 @@ SETTINGS = {
     **dict.fromkeys(("radius", "damping", "floor", "noise"), "[0, inf)"),
 }
 """Numbers of a parameter group, and where they lie."""
-GROUPED = (*SETTINGS, "hess_approx", "debias", "rescale_lr", "dim", "prior")
+GROUPED = (
+    *SETTINGS, "hess_approx", "debias", "rescale_lr", "dim", "prior", "squares", "batch_size",
+)  # fmt: skip
 DEFAULTS = {
     "ess": 1.0,
     "weight_decay": 0.0,
@@ -219,6 +222,10 @@ class RowOptimizer(torch.optim.Optimizer):
             names.append("moved")
         return tuple(names)
 
+    def _kept_of(self, group: Group) -> tuple[str, ...]:
+        """The same, with the mean of squared gradients where a group asks for it."""
+        return (*self._kept, "squares") if group.get("squares") else self._kept
+
     @property
     def _own_scale(self) -> bool:
         """Whether ess·(hess + weight_decay) is the precision of a posterior."""
@@ -381,7 +388,8 @@ class RowOptimizer(torch.optim.Optimizer):
         the mean no squares are averaged, for these are parts of one larger minibatch."""
         method = self.param_groups[0]["hess_approx"]
         squares_at_mean = method == "gradsq" and not self._is_noisy(train=True)
-        self._gathered = Gathered("none" if squares_at_mean else method)
+        squares_of_step = squares_at_mean or method == "fisher"
+        self._gathered = Gathered("none" if squares_of_step else method)
 
     def _refuse_inside(self, call: str) -> None:
         if self._open is not None:
@@ -497,7 +505,7 @@ class RowOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            for name in self._kept:
+            for name in self._kept_of(group):
                 start = group["hess_init"] if name == "hess" else 0.0
                 state[name] = torch.full_like(
                     param, start, dtype=working(param.dtype), memory_format=torch.preserve_format
@@ -518,7 +526,7 @@ class RowOptimizer(torch.optim.Optimizer):
             "theta": params,
             "grad": [gathered.grads[p].detach() for p in params],
         }
-        for name in self._kept:
+        for name in self._kept_of(settings):
             columns[name] = [self.state[p][name] for p in params]
         if gathered.sources:
             columns["evidence"] = [gathered.sources[p] for p in params]
@@ -531,6 +539,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 tensors["evidence"] = scaled(tensors.get("evidence", []), curvature_scale)
             elif "evidence" in tensors:  # the noise of one draw
                 torch._foreach_mul_(tensors["evidence"], tensors["grad"])
+            if "squares" in tensors:
+                average_squares(tensors.pop("squares"), tensors["grad"], settings["beta2"])
             step(Block(**tensors), curvature, move, settings, count)
 
         for_blocks(move_block, list(columns.values()))
@@ -575,10 +585,10 @@ class RowOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         with plain_tensors():
-            for key, param, _ in self._places(checked):
+            for key, param, group in self._places(checked):
                 entry = checked["state"].get(key)
                 if entry:
-                    names = ("step", *self._kept)
+                    names = ("step", *self._kept_of(group))
                     self.state[param] = {name: _moved(entry[name], param) for name in names}
         drawn = checked.get("sampling", {}).get("generator")
         if self.generator is not None and drawn is not None:
@@ -590,24 +600,25 @@ class RowOptimizer(torch.optim.Optimizer):
         foreign = algorithms - {self.algorithm}
         if foreign:
             return f"this is the state of {', '.join(foreign)}, not of {self.algorithm}"
-        for key, param, decay in self._places(state_dict):
+        for key, param, group in self._places(state_dict):
             entry = state_dict["state"].get(key, {})
-            difference = self._entry_differs(key, entry, self._shape(param), decay)
+            difference = self._entry_differs(key, entry, self._shape(param), group)
             if difference is not None:
                 return difference
         return None
 
     def _entry_differs(
-        self, key: Any, entry: Mapping[str, Any], shape: torch.Size, decay: float
+        self, key: Any, entry: Mapping[str, Any], shape: torch.Size, group: Group
     ) -> str | None:
         """Why this is no state of a parameter whose tensors have this shape."""
-        shapes = {name: getattr(entry.get(name), "shape", None) for name in self._kept}
+        names = self._kept_of(group)
+        shapes = {name: getattr(entry.get(name), "shape", None) for name in names}
         fits = "step" in entry and all(size == shape for size in shapes.values())
         if entry and not fits:
             return f"of parameter {key} it holds {shapes}, which does not fit {shape}"
         if not self._own_scale:
             return None
-        precision = entry.get("hess", torch.ones(())) + decay
+        precision = entry.get("hess", torch.ones(())) + group["weight_decay"]
         if not bool(((precision > 0) & precision.isfinite()).all()):
             return f"hess + weight_decay of parameter {key} is not positive and finite"
         return None
@@ -616,11 +627,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Of every tensor in the state of a parameter."""
         return param.shape
 
-    def _places(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor, float]]:
-        """(key in the state dict, parameter, weight decay in the state dict), in order."""
+    def _places(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor, Group]]:
+        """(key in the state dict, parameter, its group in the state dict), in order."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
-                yield key, param, saved["weight_decay"]
+                yield key, param, saved
 
     def __getstate__(self) -> dict[str, Any]:
         if self._open is not None or self._gathered.count:

@@ -2,8 +2,10 @@
 
 The precision S of q(θ) = N(m, S⁻¹), entry by entry:
 
-* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(h + weight_decay), the posterior that they sample
-  from while they train (OGN: that it could sample from);
+* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(ĥ + weight_decay), ĥ their h without its start,
+  (h − β₂ᵗ h₀) / (1 − β₂ᵗ); of IVON, where that is too noisy, B times the mean of squared gradients
+  that stands beside it: :mod:`blr_analysis.posterior.capture.learned`. (What they draw weights
+  from while they train has the start in it: ``optimizer.sampled_params()``.)
 * second moments (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad): S = N·√v̂ + δ by default, or
   N·B·v̂ + δ with ``scaling="squared"``; v̂ is the bias-corrected mean of squared gradients of
   the minibatch-MEAN loss, N the number of training examples, B the batch size.
@@ -65,8 +67,9 @@ def from_optimizer(
             (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of an
             optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
         scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
-        batch_size: B, for ``scaling="squared"`` only: examples per step, gradient accumulation
-            included.
+        batch_size: B, for ``scaling="squared"`` and for IVON's squared gradients: examples per
+            step, gradient accumulation included (of a loss averaged over tokens: tokens per step).
+            None: IVON's own ``batch_size``, or by the sum of h.
         tokens: where the loss was a mean over more numbers than examples, how many, T: of
             sequences all tokens that counted in training; of C outputs with a loss each
             (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. S = T·√v̂ + δ, δ = T·weight_decay, or
@@ -109,8 +112,9 @@ def from_optimizer(
         states = _states(optimizer, group)
         for p, name, state in zip(group["params"], names, states, strict=True):
             if p.requires_grad:
-                if reader.key in state:
-                    state[reader.key] = gathered(state[reader.key])
+                for key in (reader.key, "squares"):
+                    if key in state:
+                        state[key] = gathered(state[key])
                 slots.append(Slot(name, gathered(p.detach()), state, group))
     kind = type(optimizer)
     record = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}

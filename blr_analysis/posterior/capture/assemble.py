@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError, OptimizerError, PosteriorError
 from blr_analysis.half import HALF, working
-from blr_analysis.posterior.capture.readers import Reader, State, beta2, steps
+from blr_analysis.posterior.capture.learned import curvature_of
+from blr_analysis.posterior.capture.readers import (
+    IVON,
+    Reader,
+    Slot,
+    State,
+    beta2,
+    steps,
+    weight_of_start,
+)
 from blr_analysis.posterior.precision_files import write_precision
 from blr_analysis.posterior.prior import Given, Prior, n_data_of
 from blr_analysis.posterior.prior_choice import by_evidence
@@ -58,16 +67,6 @@ class Captured:
     record: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One trainable parameter: its name, its value, and what the optimizer holds about it."""
-
-    name: str
-    value: Tensor
-    state: State
-    group: State
-
-
 def assemble(
     slots: Sequence[Slot], reader: Reader, model: nn.Module, facts: Facts, record: dict[str, Any]
 ) -> Captured:
@@ -85,11 +84,19 @@ def assemble(
     groups = {slot.name: slot.group for slot in slots}
     scale = own_scale(groups, facts) if reader.scaled else given_scale(groups, facts)
     mean = {slot.name: _mean(slot) for slot in slots}
-    data_part = {slot.name: _data_part(slot, reader, scale) for slot in slots}
-    n_steps = _largest_count(learned)
-    choices: dict[str, Any] = {}
+    estimates = {slot.name: _estimate(slot, reader) for slot in learned}
+    choices: dict[str, Any] = {"definition": scale.definition}
     if reader.scaled:
-        choices["initial_share"] = None if n_steps is None else initial_share(slots, data_part)
+        curvature = curvature_of(
+            learned,
+            estimates,
+            is_ivon=reader.kind == IVON.kind,
+            batch_size=facts.batch_size,
+        )
+        estimates = curvature.hessian
+        choices = curvature.record(initial_share(slots))
+    data_part = {slot.name: _data_part(slot, estimates, scale) for slot in slots}
+    n_steps = _largest_count(learned)
     if facts.bare and not reader.scaled:
         precision = data_part
         prior = dict.fromkeys(data_part, 0.0)
@@ -100,7 +107,6 @@ def assemble(
         choices |= choice
     captured_record = {
         "kind": reader.kind,
-        "definition": scale.definition,
         "n_data": scale.n_data,
         **scale.record,
         **record,
@@ -143,11 +149,11 @@ def _check_half(learned: Sequence[Slot], reader: Reader, record: Mapping[str, An
     warnings.warn(f"{text}; train with parameters in float32 (autocast)", stacklevel=7)
 
 
-def _data_part(slot: Slot, reader: Reader, scale: Scale) -> Tensor:
+def _data_part(slot: Slot, estimates: Mapping[str, Tensor], scale: Scale) -> Tensor:
     """S − δ of one parameter: 0 where no gradient ever came."""
-    if not reader.has_learned(slot.state, slot.group):
+    if slot.name not in estimates:
         return torch.zeros_like(slot.value, dtype=working(slot.value.dtype))
-    return scale.data_part(_estimate(slot, reader), slot.group)
+    return scale.data_part(estimates[slot.name], slot.group)
 
 
 def _largest_count(learned: Sequence[Slot]) -> float | None:
@@ -248,29 +254,27 @@ def _estimate(slot: Slot, reader: Reader) -> Tensor:
     return estimate
 
 
-def initial_share(slots: Sequence[Slot], data_part: Mapping[str, Tensor]) -> float:
+def initial_share(slots: Sequence[Slot]) -> float | None:
     """How much of h is its start, 0 … 1: what is left of it after t steps in what is there,
 
-        Σ β₂ᵗ hess_init / Σ h  over all weights,
+        Σ β₂ᵗ hess_init / Σ h  over all weights, each times its group's ess,
 
     or its weight, the mean of β₂ᵗ, where that is larger: a small start holds h below the data's.
-    Without a step, h is all start.
-
-    Args:
-        slots: the parameters.
-        data_part: ess · h by name.
+    Without a step, h is all start. None where nobody counted the steps.
     """
     total_weight = 0.0
     total_start = 0.0
     total_h = 0.0
     for slot in slots:
-        count = steps(slot.state, slot.group) if slot.state else 0.0
-        weight = float(slot.group["beta2"]) ** count * slot.value.numel()
-        start = weight * float(slot.group["ess"]) * float(slot.group.get("hess_init", 0.0))
-        total_weight += weight
+        weight = weight_of_start(slot.state, slot.group) if slot.state else 1.0
+        ess = float(slot.group["ess"])
+        start = weight * slot.value.numel() * ess * float(slot.group.get("hess_init", 0.0))
+        total_weight += weight * slot.value.numel()
         total_start += start
-        total_h += float(data_part[slot.name].sum()) if count else start
+        total_h += ess * float(slot.state["hess"].double().sum()) if slot.state else start
     mean_weight = total_weight / sum(slot.value.numel() for slot in slots)
+    if math.isnan(mean_weight):
+        return None
     if total_h > 0:
         return max(min(total_start / total_h, 1.0), mean_weight)
     return max(float(total_start > 0), mean_weight)

@@ -3,14 +3,15 @@
 Two families. Optimizers that learn a posterior (IVON, VOGN, OGN, Vadam, Vprop, bSAM) keep a
 Hessian estimate h and know their own scale: S = ess·(h + weight_decay). Optimizers that only
 keep a second moment v of the minibatch-mean gradients (Adam and its relatives) are read as v̂,
-corrected for the bias of its start at zero; the caller supplies the scale.
+corrected for the bias of its start at zero; the caller supplies the scale. h is corrected for its
+start as well (:mod:`blr_analysis.posterior.capture.learned`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from blr_analysis.errors import OptimizerError
 State = Mapping[str, Any]
 
 ADVICE = "fit_laplace fits a posterior after any training"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One trainable parameter: its name, its value, and what the optimizer holds about it."""
+
+    name: str
+    value: Tensor
+    state: State
+    group: State
 
 
 def steps(state: State, group: State) -> float:
@@ -122,8 +133,29 @@ class Reader:
         return isinstance(state.get(self.key), Tensor) and steps(state, group) != 0
 
 
+def weight_of_start(state: State, group: State) -> float:
+    """β₂ᵗ, the weight that the start still has; NaN where nobody counted the steps."""
+    factor = beta2(group)
+    return nan if factor is None else factor ** steps(state, group)
+
+
+def has_weight_of_start(state: State, group: State) -> bool:
+    """Whether the start can be taken off: its weight is known, and the estimates have some too."""
+    weight = weight_of_start(state, group)
+    return "hess_init" in group and not isnan(weight) and weight < 1
+
+
+def _without_start(state: State, group: State) -> Tensor:
+    """(h − β₂ᵗ h₀) / (1 − β₂ᵗ); h itself where that cannot be known."""
+    hess = state["hess"]
+    if not has_weight_of_start(state, group):
+        return hess
+    weight = weight_of_start(state, group)
+    return (hess - weight * float(group["hess_init"])) / (1 - weight)
+
+
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam")
-IVON = Reader("ivon", "hess", lambda state, _: state["hess"], ("IVON",), "ess", True)
+IVON = Reader("ivon", "hess", _without_start, ("IVON",), "ess", True)
 READERS = (
     IVON,
     Reader("adam_v", "exp_avg_sq", _mean("exp_avg_sq"), ADAMS, "betas"),

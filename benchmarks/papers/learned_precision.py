@@ -1,0 +1,120 @@
+"""Is the precision that IVON leaves behind the data's? Beside Laplace's, and in merges of four.
+
+    python -m benchmarks.papers.learned_precision [--small]
+
+Four turned or inverted sets of Fashion-MNIST, 2,000 images each, an MLP 784-64-10, trained by IVON
+with the settings of the docs: from one base (12 epochs; ``hess_init`` 1 and "weights"), and from
+fresh weights (25 epochs). Spearman's rank correlation with the diagonal of ``fit_laplace``, over
+all weights, of h as it stands (before), of h without its start, and of what
+``Posterior.from_optimizer`` makes of it (after); then the accuracy of merges by each, the mean over
+the tasks, with the best of five numbers added to the precisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from benchmarks.merging.cases import TURNS, turned
+from benchmarks.papers import Data, clothes, fitted
+
+State = dict[str, Tensor]
+RIDGES = (1e-3, 1e-2, 0.1, 1.0, 10.0)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def tasks(n: int) -> list[Data]:
+    """Each with its own images, and the same test images turned; a tenth more for the base."""
+    x, y, x_test, y_test = clothes(5 * n)
+    found = []
+    for k, how in enumerate(TURNS):
+        rows = slice(k * n, (k + 1) * n)
+        views = [images.view(-1, 1, 28, 28) for images in (x[rows], x_test[:2000])]
+        views = [-v if how == "inverted" else turned(v, how) for v in views]
+        found.append((views[0].flatten(1), y[rows], views[1].flatten(1), y_test[:2000]))
+    return found
+
+
+def learned(model: nn.Module, data: Data, epochs: int, start: float | str) -> dict[str, State]:
+    """The data's part of every precision, by what it is called."""
+    n = len(data[0])
+    steps = epochs * -(-n // 100)
+    optimizer = blr.IVON(
+        model.parameters(), lr=0.2, ess=n, weight_decay=1 / n, steps=steps, hess_init=start
+    )
+    fitted(model, optimizer, data, epochs, seed=0)
+    task = blr.Task(model, data[:2])
+    group = optimizer.param_groups[0]
+    left = group["beta2"] ** steps
+    hess = {name: optimizer.state[p]["hess"] for name, p in model.named_parameters()}
+    learned = blr.Posterior.from_optimizer(optimizer, model)
+    laplace = blr.fit_laplace(task, structure="diag", prior_precision=1.0)
+    return {
+        "h (before)": {name: n * h for name, h in hess.items()},
+        "h without its start": {
+            name: n * ((h - left * group["hess_init"]) / (1 - left)).clamp_min(0)
+            for name, h in hess.items()
+        },
+        "captured (after)": {name: learned.precision(name) - 1 for name in hess},
+        "Laplace": {name: laplace.precision(name) - 1 for name in hess},
+    }
+
+
+def merged(models: list[State], precisions: list[State], data: list[Data]) -> float:
+    """Mean accuracy in per cent, of the best number that is added."""
+    found = []
+    for ridge in RIDGES:
+        damped = [{name: h + ridge for name, h in state.items()} for state in precisions]
+        weights = blr.merge(None, models, precisions=damped, method="fisher", progress=False)
+        model = network()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            hits = [(model(x).argmax(1) == y).double().mean() for _, _, x, y in data]
+        found.append(100 * float(torch.stack(hits).mean()))
+    return max(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--small", action="store_true", help="100 images a task, two epochs")
+    small = parser.parse_args().small
+    data = tasks(100 if small else 2000)
+    warnings.simplefilter("ignore", blr.errors.InitialPrecisionWarning)
+    torch.manual_seed(0)
+    base = network()
+    few = [tuple(part[: len(part) // 4] for part in parts) for parts in data]
+    x, y, x_test, y_test = (torch.cat(parts) for parts in zip(*few, strict=True))
+    fitted(base, torch.optim.AdamW(base.parameters(), lr=1e-3), (x, y, x_test, y_test), 5, 0)
+    print("| start | precision | rank with Laplace's | merge % |\n|---|---|---|---|")
+    for title, start, epochs in (("base", 1.0, 12), ("base", "weights", 12), ("fresh", 1.0, 25)):
+        models = [network() if title == "fresh" else copy.deepcopy(base) for _ in data]
+        ways = [
+            learned(model, parts, 2 if small else epochs, start)
+            for model, parts in zip(models, data, strict=True)
+        ]
+        states = [{n: p.detach() for n, p in model.named_parameters()} for model in models]
+        equal = [{n: torch.ones_like(p) for n, p in state.items()} for state in states]
+        print(f"| {title}, {start} | equal (average) | | {merged(states, equal, data):.1f} |")
+        for way in ways[0]:
+            ranks = [
+                spearmanr(flat(found[way]), flat(found["Laplace"])).statistic for found in ways
+            ]
+            merge = merged(states, [found[way] for found in ways], data)
+            print(f"| | {way} | {min(ranks):.2f} to {max(ranks):.2f} | {merge:.1f} |", flush=True)
+
+
+def flat(state: State) -> Tensor:
+    return torch.cat([h.flatten() for h in state.values()])
+
+
+if __name__ == "__main__":
+    main()
