@@ -6,7 +6,8 @@ For a diagonal Gaussian with S = ess·(h + δ) the rule is
 
 ĝ and ĥ gradient and Hessian of the mean loss, δ = weight_decay the prior's share. Deep learning
 departs from it in a few ways that recur, and :class:`Move` names them. With none of them, one
-step of :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`.
+step of :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`. For any family there
+is natural momentum (Khan & Rue, App. F): :func:`natural_momentum`.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,9 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from blr_analysis.checks import tolerance
 from blr_analysis.learning_rule.expectations import HessianEstimate, Tensors
-from blr_analysis.learning_rule.families.base import ExponentialFamily
+from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
+from blr_analysis.learning_rule.rule import blr_step
 
 Q = TypeVar("Q", bound=ExponentialFamily)
 
@@ -31,7 +35,8 @@ class Move:
 
     Attributes:
         power: the precision divides the step to this power; ½ is the square root of Adam.
-        momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ.
+        momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ;
+            ``"natural"``, γ (λ − λ_previous), for any family (:func:`natural_momentum`).
         debias: u is divided by 1 − β₁ᵗ, for it starts at 0.
         debias_hess: so is h by 1 − β₂ᵗ, in the step (not in the posterior), if it starts at 0.
         damping: what keeps the divisor from 0: the ``"prior"``, (h + δ)^power; the prior
@@ -218,3 +223,36 @@ def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:
 
 def _squares(tensors: Tensors) -> Tensors:
     return list(torch._foreach_mul(tensors, tensors))
+
+
+def natural_momentum(
+    q: Q, previous: Q, loss_gradient: Mapping[str, Tensor], rho: float, gamma: float
+) -> Q:
+    """The rule with momentum along the posterior's own geometry (Khan & Rue, Eq. 80).
+
+        λ ← (1 − ρ) λ − ρ ∇_μ E_q[ℓ̄ + log h] + γ (λ − λ_previous)
+
+    For a Gaussian of fixed covariance this is Polyak's heavy ball (K&R 75).
+
+    Args:
+        q: the present posterior.
+        previous: the posterior one step before; at the first step ``q`` itself.
+        loss_gradient: ∇_μ E_q[ℓ̄], statistic by statistic.
+        rho: ρ in (0, 1].
+        gamma: γ, 0 or more: the share of the last move that is made again.
+
+    Raises:
+        InputError: a ρ or γ out of range, or λ leaves the family's domain.
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import FixedGaussian
+        >>> one = torch.ones(1)
+        >>> previous = FixedGaussian(torch.zeros(1), one)
+        >>> q = FixedGaussian(one, one)
+        >>> natural_momentum(q, previous, {"linear": torch.tensor([2.0])}, 0.1, 0.5).mean
+        tensor([1.3000])
+    """
+    tolerance("gamma", gamma)
+    after = blr_step(q, loss_gradient, rho)
+    drift = scale(subtract(q.natural, previous.natural), gamma)
+    return q.with_natural(add(after.natural, drift))

@@ -1,10 +1,10 @@
 """The Bayesian learning rule, once.
 
-    λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) ]            (Khan & Rue, Eq. 6, for a constant base measure h)
+    λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ]            (Khan & Rue, Eq. 6)
 
 minimises E_q[ℓ̄] − H(q) over the members q of an exponential family, by natural gradients: ∇_μ is
-the natural gradient with respect to λ. A loss that is a sum over examples gives each of them a
-site, and at a fixed point the posterior is their sum:
+the natural gradient with respect to λ, and h the family's base measure. A loss that is a sum over
+examples gives each of them a site, and at a fixed point the posterior is their sum:
 
     λ = λ_prior + Σ_i λ̃_i,      λ̃_i = −∇_μ E_q[ℓ_i]          (K&R 5, 54)
 """
@@ -32,6 +32,10 @@ class Member(Protocol):
         """The member of the same family with these λ."""
         ...
 
+    def base_gradient(self) -> Natural:
+        """∇_μ E_q[log h(θ)]."""
+        ...
+
 
 Q = TypeVar("Q", bound=Member)
 
@@ -41,7 +45,8 @@ def blr_step(q: Q, loss_gradient: Mapping[str, Tensor], rho: float) -> Q:
 
     Args:
         q: the present posterior.
-        loss_gradient: ∇_μ E_q[ℓ̄], statistic by statistic; ℓ̄ includes −log prior.
+        loss_gradient: ∇_μ E_q[ℓ̄], statistic by statistic; ℓ̄ includes −log prior. The rule adds
+            the share of the base measure.
         rho: ρ in (0, 1]; 1 forgets what was there before.
 
     Returns:
@@ -63,4 +68,5 @@ def blr_step(q: Q, loss_gradient: Mapping[str, Tensor], rho: float) -> Q:
         DiagonalGaussian(mean=tensor([1.3333]), precision=tensor([3.]))
     """
     share("rho", rho)
-    return q.with_natural(add(scale(q.natural, 1 - rho), scale(loss_gradient, -rho)))
+    gradient = add(loss_gradient, q.base_gradient())
+    return q.with_natural(add(scale(q.natural, 1 - rho), scale(gradient, -rho)))

@@ -25,13 +25,16 @@ from blr_analysis.learning_rule.expectations import (
     AT_DROPPED_OUT_MEAN,
     AT_MEAN,
     AT_MODE_OF_PARAMETERS,
+    AT_NEIGHBOUR,
     AT_RELAXED_SAMPLES,
     AT_SAMPLES,
     AT_SIGN,
+    BY_DRAWS,
     BY_NODES,
     EXACT,
     EXACT_OR_GAUSS_NEWTON,
     EXACTLY,
+    FIXED_PRECONDITIONER,
     GAUSS_NEWTON,
     GENERALISED,
     NO_CURVATURE,
@@ -44,6 +47,7 @@ from blr_analysis.learning_rule.expectations import (
 from blr_analysis.learning_rule.moves import Move
 from blr_analysis.views import Tabular
 
+RULE_ROOM = "blr_analysis.learning_rule"
 OPTIM = "blr_analysis.learning_rule.optim"
 INFERENCE = "blr_analysis.learning_rule.inference"
 POSTERIOR = "blr_analysis.posterior"
@@ -51,6 +55,7 @@ POSTERIOR = "blr_analysis.posterior"
 FIXED = "Gaussian, fixed covariance"
 DIAGONAL = "Gaussian, diagonal covariance"
 FULL = "Gaussian"
+ANY = "exponential family"
 MEAN_FIELD = "exponential family, mean field"
 SPIKED = "mixture of Gaussians (spike and slab)"
 
@@ -92,6 +97,8 @@ class Row:
 RULE = Move()
 L2 = Move(decay="gradient")
 HEAVY_BALL = Move(momentum="heavy ball", decay="gradient")
+NATURAL_MOMENTUM = Move(momentum="natural")
+PRECONDITIONED = Move(damping="eps", decay="gradient")
 ROOT = Move(power=0.5, damping="eps", decay="gradient")
 ADAGRAD = replace(ROOT, memory="sum")
 ADADELTA = replace(ROOT, damping="eps inside", rescaled=True)
@@ -112,6 +119,15 @@ BINARY = f"{OPTIM}.binary"
 
 # fmt: off
 _ROWS = (
+    Row("mirror descent", ANY, EXACTLY, EXACT, RULE,
+        "none: the rule, in the expectation parameters",
+        "2.2, Eq. 22", NOT_LEARNED, f"{RULE_ROOM}.mirror"),
+    Row("natural momentum", ANY, EXACTLY, EXACT, NATURAL_MOMENTUM,
+        "none: mirror descent with a momentum of its own geometry",
+        "App. F, Eq. 80", NOT_LEARNED, f"{RULE_ROOM}.moves"),
+    Row("any family, any loss", ANY, AT_SAMPLES, BY_DRAWS, RULE,
+        "stochastic approximation of the expectation by draws",
+        "3", NOT_LEARNED, f"{RULE_ROOM}.by_samples"),
     Row("gradient descent", FIXED, AT_MEAN, NO_CURVATURE, L2, DELTA,
         "1.3.1", LAPLACE, ANY_ROW),
     Row("Newton", FULL, AT_MEAN, EXACT, RULE, DELTA,
@@ -123,8 +139,13 @@ _ROWS = (
         "3.2", NOT_LEARNED, f"{INFERENCE}.functions"),
     Row("SGD", FIXED, AT_MEAN, NO_CURVATURE, L2, STOCHASTIC,
         "4.1", LAPLACE, ANY_ROW),
+    Row("preconditioned SGD", FIXED, AT_MEAN, FIXED_PRECONDITIONER, PRECONDITIONED,
+        f"{STOCHASTIC}, a fixed covariance that is no multiple of I",
+        "4.1, Eq. 35", LAPLACE, f"{OPTIM}.preconditioned"),
     Row("SGD with momentum", FIXED, AT_MEAN, NO_CURVATURE, HEAVY_BALL,
         f"{STOCHASTIC}, natural momentum", "4.1, App. F", LAPLACE, ANY_ROW),
+    Row("diagonal online Newton", DIAGONAL, AT_MEAN, EXACT, RULE, STOCHASTIC,
+        "4.2, Eqs. 36, 37 and 44", OPTIMIZER, f"{OPTIM}.diagonal_newton"),
     Row("AdaGrad", DIAGONAL, AT_MEAN, SQUARED_GRADIENT, ADAGRAD,
         f"{STOCHASTIC}, Hessian approximation, square-root scaling, no forgetting",
         "Duchi et al. 2011", OPTIMIZER, ANY_ROW),
@@ -138,6 +159,9 @@ _ROWS = (
         "4.2, App. F", OPTIMIZER, ANY_ROW),
     Row("dropout", SPIKED, AT_DROPPED_OUT_MEAN, NO_CURVATURE, L2,
         f"{STOCHASTIC}, responsibility approximation", "4.3", LAPLACE, f"{OPTIM}.dropout"),
+    Row("dropout, rate learned", f"{SPIKED} × Bernoulli", AT_DROPPED_OUT_MEAN, NO_CURVATURE, L2,
+        f"{STOCHASTIC}, responsibility approximation, relaxed units",
+        "4.3; Gal et al. 2017", LAPLACE, f"{OPTIM}.learned_dropout"),
     Row("OGN", DIAGONAL, AT_MEAN, GAUSS_NEWTON, SMOOTH,
         f"{STOCHASTIC}, Gauss–Newton, no square-root scaling", "4.4", OPTIMIZER, NAMED),
     Row("VOGN", DIAGONAL, AT_SAMPLES, GAUSS_NEWTON, SMOOTH,
@@ -166,6 +190,9 @@ _ROWS = (
     Row("VOGGN", "Gaussian, low rank plus diagonal", AT_SAMPLES, GENERALISED, SMOOTH,
         "stochastic approximation, generalised Gauss–Newton (OGGN without the delta method)",
         "4.4; Khan et al. 2019", OWN_POSTERIOR, f"{OPTIM}.structured"),
+    Row("SAM", FIXED, AT_NEIGHBOUR, NO_CURVATURE, HEAVY_BALL,
+        f"{STOCHASTIC}, expected loss relaxed, no width",
+        "Foret et al. 2021", LAPLACE, f"{OPTIM}.sam"),
     Row("bSAM", DIAGONAL, AT_ADVERSARY, ROOT_MAGNITUDE, BSAM,
         "stochastic approximation, expected loss relaxed to its Fenchel biconjugate",
         "Möllenhoff & Khan 2023", OPTIMIZER, f"{OPTIM}.bsam"),

@@ -20,10 +20,13 @@ from torch import distributions as td
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families import (
+    BernoulliFamily,
     Beta,
     DiagonalGaussian,
     Dirichlet,
     ExponentialFamily,
+    FixedFullGaussian,
+    FixedGaussian,
     FullGaussian,
     Gamma,
     GaussianMixture,
@@ -83,6 +86,16 @@ def _full(p: Parameters) -> FullGaussian:
     return FullGaussian(p.real(p.size), p.matrix())
 
 
+def _fixed(p: Parameters) -> FixedGaussian:
+    precision = torch.linspace(0.5, 2.0, p.size, dtype=torch.float64)
+    return FixedGaussian(p.real(p.size), precision.expand(*p.copies, p.size))
+
+
+def _fixed_full(p: Parameters) -> FixedFullGaussian:
+    precision = torch.eye(p.size, dtype=torch.float64) + 0.3
+    return FixedFullGaussian(p.real(p.size), precision.expand(*p.copies, p.size, p.size))
+
+
 def _normal_wishart(p: Parameters) -> NormalWishart:
     return NormalWishart(p.real(p.size), p.positive(), p.positive(above=p.size + 1), p.matrix())
 
@@ -93,6 +106,15 @@ FAMILIES = {
     ),
     "FullGaussian": Case(
         _full, lambda q: td.MultivariateNormal(q.mean, precision_matrix=q.precision)
+    ),
+    "FixedGaussian": Case(_fixed, lambda q: _independent(td.Normal(q.mean, q.precision.rsqrt()))),
+    "FixedFullGaussian": Case(
+        _fixed_full, lambda q: td.MultivariateNormal(q.mean, precision_matrix=q.precision)
+    ),
+    "Bernoulli": Case(
+        lambda p: BernoulliFamily(p.real(p.size)),
+        lambda q: _independent(td.Bernoulli(logits=2 * q.half_logit)),
+        to_twin=lambda theta: (theta + 1) / 2,
     ),
     "Categorical": Case(
         lambda p: Categorical(p.real(p.size)), lambda q: td.Categorical(logits=q.log_probs)
@@ -192,7 +214,8 @@ class TestContract:
         expectation = leaves(q.expectation)
         moved = q.with_expectation(expectation)
         found = gradients(moved.entropy().sum(), expectation)
-        assert_same(found, {k: -v for k, v in q.natural.items()}, 1e-8)
+        base = q.base_gradient()  # of the entropy as well: H = A − ⟨λ, μ⟩ − E[log h]
+        assert_same(found, {k: -v - base[k] for k, v in q.natural.items()}, 1e-8)
 
     @every_family
     @few

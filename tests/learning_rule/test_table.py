@@ -47,6 +47,13 @@ PAPER = {
     "non-conjugate VI": ("mixture exponential family", "none", "5.4"),
 }
 BEYOND = {
+    "mirror descent",
+    "natural momentum",
+    "any family, any loss",
+    "preconditioned SGD",
+    "diagonal online Newton",
+    "dropout, rate learned",
+    "SAM",
     "ridge regression",
     "SGD with momentum",
     "AdaGrad",
@@ -107,6 +114,12 @@ def test_what_makes_a_row_another_one() -> None:
 
     assert differences("gradient descent", "SGD") == set()  # but for the minibatch
     assert differences("SGD", "SGD with momentum") == {"move"}
+    assert differences("mirror descent", "natural momentum") == {"move"}
+    assert differences("SGD", "preconditioned SGD") == {"curvature", "move"}
+    assert differences("diagonal online Newton", "RMSprop") == {"curvature", "move"}
+    assert differences("diagonal online Newton", "OGN") == {"curvature", "move"}
+    assert differences("dropout", "dropout, rate learned") == {"family"}
+    assert differences("SGD with momentum", "SAM") == {"look"}
     assert differences("OGN", "VOGN") == {"look"}
     assert (row("OGN").look, row("VOGN").look) == (AT_MEAN, AT_SAMPLES)
     assert differences("Adam", "AdamW") == {"move"}

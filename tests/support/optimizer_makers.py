@@ -40,13 +40,20 @@ def row(model: nn.Module, generator: Any, name: str, params: Any = None, **optio
     return optim.RowOptimizer(params, name, **{**settings, **options})
 
 
-def dropout(model: Any, generator: Any, row: str, params: Any = None, **options: Any) -> Any:
+def dropout(
+    model: Any,
+    generator: Any,
+    row: str,
+    params: Any = None,
+    kind: Any = optim.Dropout,
+    **options: Any,
+) -> Any:
     last = model[2].weight
     groups = [{"params": [last], "keep": 0.6}]
     groups += [{"params": [p for p in model.parameters() if p is not last]}]
     extra = {"model": model, "weight_decay": 0.1} if row in ("VOGN", "OGN") else {}
     given = {"lr": 0.01, "ess": N, "generator": generator, **extra, **options}
-    return optim.Dropout(groups if params is None else params, row=row, **given)
+    return kind(groups if params is None else params, row=row, **given)
 
 
 def of(kind: type, **settings: Any) -> Callable[..., Any]:
@@ -56,6 +63,19 @@ def of(kind: type, **settings: Any) -> Callable[..., Any]:
         return kind(params, **noise, **{**settings, **options})
 
     return make
+
+
+def preconditioned(model: Any, generator: Any, params: Any = None, **options: Any) -> Any:
+    """S counts up from 1, parameter by parameter."""
+    given = [*model.parameters()] if params is None else params
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    scales = [
+        1 + torch.arange(p.numel()).double().view(p.shape) / 10
+        for group in groups
+        for p in group["params"]
+    ]
+    settings = {"lr": 0.1, "weight_decay": 0.02, "generator": generator, **options}
+    return optim.PreconditionedSGD(given, preconditioner=scales, **settings)
 
 
 def whole(kind: type) -> Callable[..., Any]:
@@ -80,11 +100,16 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "STE": of(optim.STE, lr=0.05),
     "STE with Adam": of(optim.STE, lr=0.05, row="Adam", clip=2.0),
     **{kind.__name__: whole(kind) for kind in STRUCTURED},
+    "SAM": of(optim.SAM, lr=0.05, radius=0.3, weight_decay=0.075),
+    "PreconditionedSGD": preconditioned,
+    "LearnedDropout": partial(dropout, row="SGD", lr=0.1, kind=optim.LearnedDropout, keep_lr=0.05),
     "Newton": of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0),
+    "DiagonalNewton": of(optim.DiagonalNewton, lr=0.3, ess=N, weight_decay=1.0, beta2=0.8),
 }
 
 BINARY = ("BayesBiNN", "STE", "STE with Adam")
-ALONE = ("Newton", *WHOLE)  # neither groups nor several draws
+BY_CLOSURE = ("Newton", "DiagonalNewton")  # that returns the loss, without a backward pass
+ALONE = (*BY_CLOSURE, *WHOLE)  # not several draws
 
 
 def make(name: str, model: nn.Module, seed: int = 3, **options: Any) -> Any:
@@ -104,14 +129,14 @@ def draw(name: str, optimizer: Any, loss: Callable[[], Tensor], **options: Any) 
     with optimizer.sampled_params(train=True, **options):
         optimizer.zero_grad()
         loss().backward()
-    if name == "bSAM":
+    if hasattr(optimizer, "adversarial_params"):
         with optimizer.adversarial_params(**options):
             loss().backward()
 
 
 def step(name: str, optimizer: Any, loss: Callable[[], Tensor], draws: int = 1) -> None:
     """A step of any of them, after so many draws."""
-    if name == "Newton":
+    if name in BY_CLOSURE:
         optimizer.step(loss)
         return
     for _ in range(draws):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from optimizer_makers import BATCH, N, X, Y, dropout, flat, network, of, row, whole
+from optimizer_makers import preconditioned as make_preconditioned
 from oracles import rows as rows_of
 from oracles import unflatten
 from torch import Tensor, nn
@@ -250,6 +251,54 @@ def newton(run: Run) -> Steps:
         yield m, s
 
 
+def diagonal_newton(run: Run) -> Steps:
+    """Khan & Rue, Eq. 36, with the prior's share."""
+    m, h = START, torch.ones_like(START)
+    for t in count(1):
+        hessian, gradient = torch.func.hessian(run.loss)(m, t), run.gradient(m, t)
+        h = 0.8 * h + 0.2 * hessian.diagonal()
+        m = m - 0.3 * (gradient + m) / (h + 1)
+        yield m, h
+
+
+def preconditioned(run: Run) -> Steps:
+    """Khan & Rue, Eq. 35, with an L2 penalty."""
+    scales = flat(1 + torch.arange(shape.numel()).double() / 10 for shape in SHAPES.values())
+    m = START
+    for t in count(1):
+        m = m - 0.1 * (run.gradient(m, t) + 0.02 * m) / scales
+        yield m, scales
+
+
+def sam(run: Run) -> Steps:
+    """Foret et al., ICLR 2021, Algorithm 1, over SGD with momentum."""
+    m, u = START, torch.zeros_like(START)
+    for t in count(1):
+        g = run.gradient(m, t)
+        u = 0.9 * u + run.gradient(m + 0.3 * g / g.norm(), t) + 0.075 * m
+        m = m - 0.05 * u
+        yield m, None
+
+
+def learned_dropout(run: Run) -> Steps:
+    """Weights as in K&R 42, and λ of the Bernoulli by autograd through the relaxed units."""
+    m, lam = START, torch.tensor(0.6, dtype=torch.float64).logit()
+    for t in count(1):
+        u = run.uniform(1, 6)
+
+        def loss(m: Tensor, lam: Tensor, u: Tensor = u, t: int = t) -> Tensor:
+            z = torch.ones_like(START)
+            z = z.masked_scatter(UNITS, ((u.logit() + lam) / 0.1).sigmoid().expand(3, 6))
+            return run.loss(z * m, t)
+
+        g, slope = torch.func.grad(loss, argnums=(0, 1))(m, lam)
+        share = lam.sigmoid()
+        m = m - 0.1 * g / torch.where(UNITS, share, 1.0)
+        in_share = slope / (share * (1 - share))
+        lam = lam - 0.05 * (N / 6 * in_share + lam - 0.0)
+        yield m, None
+
+
 def structured(run: Run, average: Callable[[int], Tensor]) -> Steps:
     """m ← m − lr (S + δ + Nγ)⁻¹ N (u + δ m / N), S + δ an average over the minibatches."""
     m, u, eye = START, torch.zeros_like(START), torch.eye(len(START)).double()
@@ -356,6 +405,13 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[Run], Steps], int]] = {
                       partial(behind_a_sign, kind=T.SGD, momentum=0.9), 1),
     "STE, Adam": (STE(row="Adam"), partial(behind_a_sign, kind=T.Adam), 1),
     "Newton": (of(optim.Newton, lr=0.5, ess=N, weight_decay=1.0), newton, 1),
+    "DiagonalNewton": (
+        of(optim.DiagonalNewton, lr=0.3, ess=N, weight_decay=1.0, beta2=0.8), diagonal_newton, 1),
+    "PreconditionedSGD": (make_preconditioned, preconditioned, 1),
+    "SAM": (of(optim.SAM, lr=0.05, radius=0.3, weight_decay=0.075), sam, 1),
+    "LearnedDropout": (
+        partial(dropout, row="SGD", lr=0.1, kind=optim.LearnedDropout, keep_lr=0.05),
+        learned_dropout, 1),
     "SLANG": (partial(whole(optim.SLANG), rank=50), partial(low_rank, rows_of="each"), 1),
     "VOGGN": (partial(whole(optim.VOGGN), rank=50), partial(low_rank, rows_of="curved"), 1),
     "OGGN": (partial(whole(optim.OGGN), rank=50), partial(low_rank, rows_of="curved"), 1),

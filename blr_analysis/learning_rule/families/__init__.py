@@ -9,11 +9,13 @@ from blr_analysis.learning_rule.families.base import (
     scale,
     subtract,
 )
+from blr_analysis.learning_rule.families.bernoulli import BernoulliFamily
 from blr_analysis.learning_rule.families.dirichlet import (
     Beta,
     CategoricalFamily,
     Dirichlet,
 )
+from blr_analysis.learning_rule.families.fixed import FixedFullGaussian, FixedGaussian
 from blr_analysis.learning_rule.families.gamma import (
     Gamma,
     NormalWishart,
@@ -26,11 +28,14 @@ from blr_analysis.learning_rule.families.gaussian import (
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
 
 __all__ = [
+    "BernoulliFamily",
     "Beta",
     "CategoricalFamily",
     "DiagonalGaussian",
     "Dirichlet",
     "ExponentialFamily",
+    "FixedFullGaussian",
+    "FixedGaussian",
     "FullGaussian",
     "Gamma",
     "GaussianMixture",

@@ -106,8 +106,8 @@ class ExponentialFamily(ABC):
         return torch.zeros_like(self.log_partition())
 
     def base_gradient(self) -> Natural:
-        """∇_μ E_q[log h(θ)]: 0, for log h is constant in μ."""
-        return {k: torch.zeros_like(v) for k, v in self.natural.items()}
+        """∇_μ E_q[log h(θ)]; 0 unless the family says otherwise."""
+        return {name: value.new_zeros(()).expand_as(value) for name, value in self.natural.items()}
 
     def log_prob(self, theta: Any) -> Tensor:
         """log q(θ), in nats, one number per point and copy.

@@ -79,8 +79,8 @@ class Dirichlet(ExponentialFamily):
     def statistics(self, theta: Tensor) -> Natural:
         points(theta, self.concentration, 1)
         finite("points of a Dirichlet distribution", theta)
-        off = (theta.sum(-1) - 1).abs() > torch.finfo(theta.dtype).eps ** 0.5
-        if bool(off.any()) or not bool((theta > 0).all()):
+        sums_to_one = (theta.sum(-1) - 1).abs() <= torch.finfo(theta.dtype).eps ** 0.5
+        if not bool(sums_to_one.all()) or not bool((theta > 0).all()):
             raise InputError("points of a Dirichlet distribution are above 0 and sum to 1")
         return {"log": theta.log()}
 
@@ -182,24 +182,36 @@ def _concentration(logs: Tensor) -> Tensor:
     slack = -torch.expm1(torch.logsumexp(fixed, -1))
     expectation_inside("Dirichlet", slack > 0, "the exponentials of E[log θ] sum to less than 1")
     with torch.no_grad():
-        u = 2 * slack / (fixed.shape[-1] - 1 + slack)
-        for _ in range(100):
-            parts = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
-            slope = (1 / trigamma(parts)).sum(-1) * trigamma(1 / u)
-            total = parts.sum(-1)
-            before = u
-            u = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u)
-            if bool(((u - before).abs() <= 1e-14 * u).all()):
-                break
-        alpha = inverse_digamma(fixed + torch.digamma(1 / u).unsqueeze(-1))
-    for _ in range(2):  # α − F⁻¹ (∇A(λ) − μ): F is diagonal plus a constant (Sherman & Morrison)
-        total = alpha.sum(-1, keepdim=True)
-        bend = trigamma(alpha)
-        residual = torch.digamma(alpha) - torch.digamma(total) - logs
-        shared = (residual / bend).sum(-1, keepdim=True)
-        constant = 1 / trigamma(total) - (1 / bend).sum(-1, keepdim=True)
-        alpha = alpha - (residual + shared / constant) / bend
+        inverse_sum = _inverse_sum(fixed, slack)
+        alpha = inverse_digamma(fixed + torch.digamma(1 / inverse_sum).unsqueeze(-1))
+    for _ in range(2):
+        alpha = alpha - _newton_step(alpha, logs)
     return alpha
+
+
+def _inverse_sum(logs: Tensor, slack: Tensor) -> Tensor:
+    """1/S with Σ_k ψ⁻¹(logs_k + ψ(S)) = S; ``slack`` is 1 − Σ_k exp(logs_k)."""
+    tolerance = 1e-14
+    u = 2 * slack / (logs.shape[-1] - 1 + slack)
+    for _ in range(100):
+        parts = inverse_digamma(logs + torch.digamma(1 / u).unsqueeze(-1))
+        slope = (1 / trigamma(parts)).sum(-1) * trigamma(1 / u)
+        total = parts.sum(-1)
+        before = u
+        u = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u)
+        if bool(((u - before).abs() <= tolerance * u).all()):
+            break
+    return u
+
+
+def _newton_step(alpha: Tensor, logs: Tensor) -> Tensor:
+    """F⁻¹ (∇A(λ) − μ): F is a diagonal and a constant (Sherman & Morrison)."""
+    total = alpha.sum(-1, keepdim=True)
+    diagonal = trigamma(alpha)
+    residual = torch.digamma(alpha) - torch.digamma(total) - logs
+    shared = (residual / diagonal).sum(-1, keepdim=True)
+    constant = 1 / trigamma(total) - (1 / diagonal).sum(-1, keepdim=True)
+    return (residual + shared / constant) / diagonal
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +280,8 @@ class CategoricalFamily(ExponentialFamily):
     def statistics(self, theta: Tensor) -> Natural:
         classes = self.log_odds.shape[-1] + 1
         points(theta, self.log_odds[..., 0], 0, "classes")
-        if theta.is_floating_point() or not bool(((theta >= 0) & (theta < classes)).all()):
+        is_inside = (theta >= 0) & (theta < classes)
+        if theta.is_floating_point() or not bool(is_inside.all()):
             raise InputError(f"classes must be integers from 0 to {classes - 1}")
         return {"indicator": one_hot(theta.long(), classes)[..., :-1].to(self.log_odds.dtype)}
 
@@ -287,4 +300,5 @@ class CategoricalFamily(ExponentialFamily):
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Indices of classes ``[n, ...]``, by the largest of Gumbel-perturbed log-probabilities."""
         logits = many(self.log_probs.detach(), n)
-        return (logits - (-uniform(logits, generator).log()).log()).argmax(-1)
+        gumbel = -(-uniform(logits, generator).log()).log()
+        return (logits + gumbel).argmax(-1)

@@ -40,7 +40,7 @@ from blr_analysis.learning_rule.families.special import (
 
 
 @dataclass(frozen=True, eq=False)
-class _Elementwise(ExponentialFamily):
+class ElementwiseGaussian(ExponentialFamily):
     """What Gaussians with a diagonal precision share."""
 
     mean: Tensor
@@ -69,7 +69,7 @@ class _Elementwise(ExponentialFamily):
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalGaussian(_Elementwise):
+class DiagonalGaussian(ElementwiseGaussian):
     """N(m, diag(s)⁻¹): λ = (s m, −s/2), μ = (m, m² + 1/s).
 
     Attributes:

@@ -81,29 +81,31 @@ def excess_logarithm(x: Tensor, size: int) -> Tensor:
 def invert_excess_logarithm(excess: Tensor, size: int = 1) -> Tensor:
     """x > (p − 1)/2 with p log x − ψ_p(x) = ``excess`` > 0, differentiable.
 
-    Newton's method in u = 1/(x − (p−1)/2), in which the function is almost a straight line.
-    Derivatives come from two further steps that are recorded: right to third order.
+    Newton's method in u = 1/(x − (p−1)/2), in which the function is almost a straight line, to
+    half of the digits. Two further steps, which are recorded, give the other half and the
+    derivatives: right to third order.
     """
-    shift = 0.5 * (size - 1)
+    smallest = 0.5 * (size - 1)
+    half_of_the_digits = torch.finfo(excess.dtype).eps ** 0.5
     with torch.no_grad():
         u = 4 * excess.detach() / (size * (size + 1))
         for _ in range(60):
-            step = _excess_step(u, excess.detach(), size)
             before = u
-            u = torch.maximum(u - step, 0.1 * u)
-            if bool(((u - before).abs() <= 1e-15 * u).all()):
+            u = torch.maximum(u - _excess_step(u, excess.detach(), size), 0.1 * u)
+            if bool(((u - before).abs() <= half_of_the_digits * u).all()):
                 break
     for _ in range(2):
         u = u - _excess_step(u, excess, size)
-    return 1 / u + shift
+    return 1 / u + smallest
 
 
 def _excess_step(u: Tensor, excess: Tensor, size: int) -> Tensor:
-    rest = 1 / u
-    x = rest + 0.5 * (size - 1)
+    """Newton's step in u."""
+    x = 1 / u + 0.5 * (size - 1)
     parts = _halves(x, size)
-    slope = (trigamma_excess(parts) + _halves_off(parts) / (x.unsqueeze(-1) * parts)).sum(-1)
-    return (excess_logarithm(x, size) - excess) / (slope * rest.square())
+    slopes = trigamma_excess(parts) + _halves_off(parts) / (x.unsqueeze(-1) * parts)
+    slope_in_u = slopes.sum(-1) / u.square()
+    return (excess_logarithm(x, size) - excess) / slope_in_u
 
 
 def inverse_digamma(y: Tensor) -> Tensor:

@@ -344,8 +344,11 @@ def bayes(prior: Q, site: Natural) -> Q:
 
 
 def toward(q: Q, prior: Q, sites: Natural, rho: float) -> Q:
-    """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩."""
-    return blr_step(q, scale(add(prior.natural, sites, prior.base_gradient()), -1.0), rho)
+    """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩.
+
+    The prior has a base measure, too: ∇_μ E_q[−log prior] = −λ_0 − ∇_μ E_q[log h].
+    """
+    return blr_step(q, scale(add(prior.natural, sites, q.base_gradient()), -1.0), rho)
 
 
 def wide(q: Q) -> Q:

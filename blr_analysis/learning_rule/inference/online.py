@@ -192,5 +192,5 @@ def likelihood_step(
         return q.with_expectation(add(q.expectation, scale(gradient, rho)))
     if along == "natural":
         gradient = natural_gradient(q, gradient)
-    without_entropy = scale(add(gradient, q.natural), -1.0)
+    without_entropy = scale(add(gradient, q.natural, q.base_gradient()), -1.0)
     return blr_step(q, without_entropy, rho)

@@ -98,6 +98,10 @@ class SkewNormal:
         precision = -2 * natural["square"]
         return cls(natural["linear"] / precision, natural["lean"] / precision, precision)
 
+    def base_gradient(self) -> Natural:
+        """∇_μ E_q[log h] = 0: h is constant in θ."""
+        return {name: torch.zeros_like(value) for name, value in self.natural.items()}
+
     @classmethod
     def from_expectation(cls, expectation: Natural) -> SkewNormal:
         """The inverse of :attr:`expectation`."""

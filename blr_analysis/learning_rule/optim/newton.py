@@ -136,16 +136,16 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
     """∇ℓ ``[P]`` and ∇²ℓ ``[P, P]``, row by row."""
     try:
-        gradient = _gradient(loss, params, create_graph=True)
+        gradient = gradient_of(loss, params, create_graph=True)
     except RuntimeError as error:
         raise OptimizerError("return the loss, without backward") from error
     if not gradient.requires_grad:  # a linear loss
         return gradient.detach(), gradient.new_zeros(len(gradient), len(gradient))
-    rows = [_gradient(entry, params, retain_graph=True) for entry in gradient]
+    rows = [gradient_of(entry, params, retain_graph=True) for entry in gradient]
     return gradient.detach(), torch.stack(rows)
 
 
-def _gradient(value: Tensor, params: list[Tensor], **graph: Any) -> Tensor:
+def gradient_of(value: Tensor, params: list[Tensor], **graph: Any) -> Tensor:
     """∇ of a number, ``[P]``; 0 where it does not depend on a parameter."""
     how: Any = {"allow_unused": True, "materialize_grads": True}
     return _flat([*torch.autograd.grad(value, params, **graph, **how)])

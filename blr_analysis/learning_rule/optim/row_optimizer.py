@@ -47,10 +47,11 @@ SETTINGS = {
     "beta1": "[0, 1)",
     "beta2": "[0, 1]",
     "keep": "(0, 1]",
+    "keep_prior": "(0, 1)",
     **dict.fromkeys(("ess", "temperature"), "(0, inf)"),
     **dict.fromkeys(("clip", "clip_radius"), "(0, inf]"),
     **dict.fromkeys(("lr", "weight_decay", "hess_init", "eps"), "[0, inf)"),
-    **dict.fromkeys(("radius", "damping", "floor", "noise"), "[0, inf)"),
+    **dict.fromkeys(("radius", "damping", "floor", "noise", "keep_lr"), "[0, inf)"),
 }
 """Numbers of a parameter group, and where they lie."""
 GROUPED = (

@@ -25,9 +25,16 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
 
+from blr_analysis.errors import InputError
 from blr_analysis.learning_rule import inference as inf
 from blr_analysis.learning_rule.families import DiagonalGaussian, FullGaussian
-from blr_analysis.learning_rule.inference import GaussianProcess, GeneralizedLinear, cvi, linear
+from blr_analysis.learning_rule.inference import (
+    GaussianProcess,
+    GeneralizedLinear,
+    ascent,
+    cvi,
+    linear,
+)
 from blr_analysis.learning_rule.inference.gp import function_values
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.likelihoods import Gaussian, Poisson
@@ -394,3 +401,35 @@ def test_inducing_inputs_give_the_dense_bound_and_predictions() -> None:
     again = GaussianProcess(inf.rbf, likelihood, inducing=z).fit((x[1:], y[1:]), progress=False)
     found = fitted.left_out()[0]
     torch.testing.assert_close(found, again.log_predictive((x[:1], y[:1]))[0])
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "poisson"])
+def test_minibatches_of_a_sparse_process(likelihood: str) -> None:
+    """All examples at once are the step of the rule; small batches end near the whole fit."""
+    x = torch.linspace(-3, 3, 120, dtype=F64).unsqueeze(1)
+    y = (x.squeeze(1).sin() > 0).double() if likelihood == "bernoulli" else (x[:, 0] + 3).round()
+    process = GaussianProcess(inf.rbf, likelihood, inducing=x[::12])
+    whole = process.fit((x, y), progress=False)
+    problem = whole.model
+    rates: dict[str, Any] = {"progress": False, "generator": torch.Generator().manual_seed(0)}
+    single = process.fit((x, y), batch=len(x), rho=1.0, max_iter=1, **rates)
+    near = ascent.start(problem).q
+    marginals = cvi.latent(near, problem.design, problem.residual)
+    mean = marginals.mean.clone().requires_grad_()
+    variance = (1 / marginals.precision).clone().requires_grad_()
+    terms = cvi.expected_log_prob(problem.likelihood, DiagonalGaussian(mean, 1 / variance), y)
+    slope, half_bend = torch.autograd.grad(terms.sum(), (mean, variance))
+    precision = problem.prior.precision - problem.design.mT @ (
+        2 * half_bend[:, None] * problem.design
+    )
+    pull = problem.design.mT @ (slope - 2 * half_bend * mean.detach())
+    torch.testing.assert_close(single.q.precision, precision, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(single.q.mean, torch.linalg.solve(precision, pull))
+
+    small = process.fit((x, y), batch=30, rho=lambda t: (t + 5) ** -0.8, max_iter=150, **rates)
+    assert float(small.q.kl(whole.q)) < 0.05 < float(whole.prior.kl(whole.q))
+    assert not small.converged and len(small.history) == 150
+    torch.testing.assert_close(small.left_out(), whole.left_out(), rtol=0.1, atol=0.05)
+    for broken in ({"rho": 0.0, "batch": 30}, {"batch": 0}, {"batch": 121}):
+        with pytest.raises(InputError, match=r"rho|batch"):
+            process.fit((x, y), **{"max_iter": 1, **rates, **broken})

@@ -11,6 +11,7 @@ import torch
 from optimizer_makers import (
     ALONE,
     BINARY,
+    BY_CLOSURE,
     MAKERS,
     WHOLE,
     X,
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.learning_rule.optim.draws import Draw
 
-UNSCALED = ("bSAM", *ALONE)  # whose gradients must have their own size
+UNSCALED = ("bSAM", "SAM", *ALONE)  # whose gradients must have their own size
 
 
 def but(*names: str) -> list[str]:
@@ -92,7 +93,7 @@ def test_resumes_to_the_bit(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", but("Newton"))
+@pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_closure_is_a_context(name: str, own: bool) -> None:
     """Also one that opens the context itself, and several draws a step."""
     draws = 1 if name in WHOLE else 2
@@ -139,7 +140,7 @@ def test_microbatches_make_one_minibatch(name: str) -> None:
 
 
 @pytest.mark.parametrize(("unscale", "draws"), [(False, 1), (True, 1), (False, 2), (True, 2)])
-@pytest.mark.parametrize("name", but("Newton"))
+@pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_loss_scale_changes_nothing(name: str, unscale: bool, draws: int) -> None:
     """Powers of two change no bit of a product. Rows that cannot take one say so."""
     (model, optimizer), (other, twin) = trained(name, stop=0), trained(name, stop=0)
@@ -221,7 +222,7 @@ def test_groups_have_settings_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("name", but("Newton"))
+@pytest.mark.parametrize("name", but(*BY_CLOSURE))
 def test_a_gradient_that_is_not_finite_moves_nothing(name: str, draws: int, scaled: bool) -> None:
     """An error; with a scaler, a step that is skipped."""
     model, optimizer = trained(name)
@@ -248,7 +249,7 @@ def test_a_user_may_look_at_draws_in_between(name: str) -> None:
         def loss(t: int = t) -> Tensor:
             return loss_of(model, t)
 
-        if name != "Newton":
+        if name not in BY_CLOSURE:
             draw(name, optimizer, loss)
         if optimizer._own_scale or optimizer._sample is not None:
             generator, optimizer.generator = optimizer.generator, torch.Generator()
@@ -257,6 +258,6 @@ def test_a_user_may_look_at_draws_in_between(name: str) -> None:
                 assert not torch.equal(flat(model.parameters()), before)
             assert torch.equal(flat(model.parameters()), before)
             optimizer.generator = generator
-        optimizer.step(loss if name == "Newton" else None)
+        optimizer.step(loss if name in BY_CLOSURE else None)
         step(name, twin, lambda t=t: loss_of(other, t))
     assert same(held(model, optimizer), held(other, twin))

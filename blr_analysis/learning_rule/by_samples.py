@@ -1,0 +1,258 @@
+"""Any family, any loss: the rule by gradients at samples of q (Khan & Rue, section 3).
+
+    λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ]
+
+needs nothing of a loss but ∇_μ E_q[ℓ̄]. Draws θ_s of q give it in one of two ways:
+
+    path:   ∇_μ (1/S) Σ_s f(θ_s(μ))                       the draws differentiated (reparameterised)
+    score:  (1/S) Σ_s (f(θ_s) − f̄_s) ∇_μ log q(θ_s)       f̄_s the mean of the other draws
+
+both with respect to μ, through the family's own map from μ to its parameters; so the gradient is
+the natural one, without a Fisher matrix. Of f = ℓ̄ + log q, with the parameters of log q held fixed,
+the gradient is ∇_μ E_q[ℓ̄ + log h] + λ: it is 0, and without noise, where q is the posterior itself
+(Roeder et al., 2017), and the rule's step is λ ← λ − ρ ∇_μ E_q[f].
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from blr_analysis.checks import at_least, instance, one_of, tolerance
+from blr_analysis.errors import InputError
+from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural, add, scale
+from blr_analysis.learning_rule.inference.fitted import (
+    Fitted,
+    NotConverged,
+    answer,
+    rate_at,
+    until_flat,
+)
+from blr_analysis.learning_rule.rule import blr_step
+
+Q = TypeVar("Q", bound=ExponentialFamily)
+Loss = Callable[[Any], Tensor]
+OBJECTIVE = "E_q[loss] − entropy"
+CONTRACT = "loss must be a function (one draw of q) -> a number, by torch operations"
+HALVINGS = 20
+
+
+def fit(
+    start: Q,
+    loss: Loss,
+    *,
+    samples: int = 100,
+    rho: float | Callable[[int], float] = 0.1,
+    gradients: str = "auto",
+    n_iter: int = 500,
+    tol: float = 0.01,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> Fitted[Q]:
+    r"""The member of a family that minimises E_q[ℓ̄(θ)] − H(q), for any family and any loss.
+
+    With ℓ̄ = −log p(y, θ) it is the member nearest to the posterior in KL(q ‖ p), and exactly the
+    posterior where that is in the family. The steps are the rule's,
+
+        λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ],
+
+    with the expectation's gradient from draws of q. The result is the mean of λ over the second
+    half of the steps, whose noise is smaller than that of the last λ.
+
+    Args:
+        start: q before the first step: any member of :mod:`~blr_analysis.learning_rule.families`.
+            Copies of a factor are a mean field: ``Gamma`` of shape ``[P]`` has P independent θ_j.
+        loss: ℓ̄, from one draw to a number: a tensor as ``start.sample()`` gives it, ``[P]`` for a
+            Gaussian, ``[...]`` for a Gamma or Beta; for some families a dictionary. A sum over all
+            examples, with −log prior; of a minibatch N/B times its sum, with the prior's once.
+        samples: S, draws for each step, 2 or more.
+        rho: ρ in (0, 1], or t → ρ_t from t = 1.
+        gradients: ``"path"``, ``"score"`` (for losses that have no gradient in θ), or ``"auto"``:
+            the path where draws can be differentiated, the score for classes and signs.
+        n_iter: steps.
+        tol: the divergence between the means over the last two quarters of the steps, in nats per
+            copy, from which on the fit counts as not converged.
+        generator: of the draws.
+        progress: whether to show a bar; None: on a terminal after a second.
+
+    Returns:
+        The posterior; ``history`` is the estimate of E_q[ℓ̄] − H(q) before each step, in nats.
+
+    Raises:
+        InputError: a start that is no member of a family, settings out of range, a loss that is no
+            number, is not finite at draws of q, or has no gradient in θ where one is asked for.
+
+    Warns:
+        NotConverged: q still moved by more than ``tol``.
+
+    Example:
+        Counts of a Poisson distribution whose rate has a log-normal prior: no Gamma distribution
+        is the posterior; this is the one nearest to it.
+
+        >>> from blr_analysis.learning_rule.families import Gamma
+        >>> y = torch.tensor([2.0, 4.0, 1.0])
+        >>> def loss(theta):
+        ...     log_prior = -theta.log() - 0.5 * theta.log().square()
+        ...     return -(y * theta.log() - theta).sum() - log_prior
+        >>> start = Gamma(torch.tensor(1.0), torch.tensor(1.0))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> fitted = fit(start, loss, rho=0.3, n_iter=60, generator=generator, progress=False)
+        >>> fitted.shape.round(decimals=1), fitted.rate.round(decimals=1)
+        (tensor(7.4000), tensor(3.5000))
+
+    Source: Khan & Rue, section 3; Lin, Khan & Schmidt, ICML 2019 (natural gradients of draws);
+    Figurnov et al., NeurIPS 2018 (paths through Gamma draws).
+    """
+    instance("start", start, ExponentialFamily, "a member to begin from, as Gamma(shape, rate)")
+    at_least(2, "samples", samples)
+    at_least(8, "n_iter", n_iter)
+    one_of("gradients", gradients, ("auto", "path", "score"))
+    tolerance("tol", tol)
+    estimate = partial(
+        estimated, loss=loss, samples=samples, gradients=gradients, generator=generator
+    )
+    q = start
+    halves = Halves(n_iter)
+
+    def step(t: int) -> float:
+        nonlocal q
+        value, gradient = estimate(q)
+        q = _inside(q, gradient, rate_at(rho, t + 1))
+        halves.add(t, q.natural)
+        return value
+
+    run = until_flat(step, OBJECTIVE, noisy=True, max_iter=n_iter, progress=progress)
+    third_quarter, last_quarter, mean = (start.with_natural(natural) for natural in halves.means())
+    moved = float(last_quarter.kl(third_quarter).detach().max())
+    if moved > tol:
+        warnings.warn(
+            f"q still moved by {moved:.3g} nats over the last steps: raise n_iter, samples or tol",
+            NotConverged,
+            stacklevel=2,
+        )
+    return Fitted(mean, run["history"], OBJECTIVE, converged=moved <= tol)
+
+
+class Halves:
+    """The sums of λ over the third and the last quarter of the steps."""
+
+    def __init__(self, n_iter: int) -> None:
+        self.n_iter = n_iter
+        self.sums: dict[int, Natural] = {}
+        self.counts = {2: 0, 3: 0}
+
+    def add(self, t: int, natural: Natural) -> None:
+        """λ after step t = 0, 1, …"""
+        quarter = 4 * t // self.n_iter
+        if quarter < 2:
+            return
+        fixed = {name: value.detach() for name, value in natural.items()}
+        self.sums[quarter] = add(self.sums[quarter], fixed) if self.counts[quarter] else fixed
+        self.counts[quarter] += 1
+
+    def means(self) -> tuple[Natural, Natural, Natural]:
+        """Of the third quarter, of the last one, and of both."""
+        both = add(self.sums[2], self.sums[3])
+        return (
+            scale(self.sums[2], 1 / self.counts[2]),
+            scale(self.sums[3], 1 / self.counts[3]),
+            scale(both, 1 / (self.counts[2] + self.counts[3])),
+        )
+
+
+def estimated(
+    q: ExponentialFamily,
+    loss: Loss,
+    samples: int = 100,
+    gradients: str = "auto",
+    generator: torch.Generator | None = None,
+) -> tuple[float, Natural]:
+    """E_q[ℓ̄] − H(q) and ∇_μ E_q[ℓ̄] at draws of q, the latter as ``blr_step`` takes it.
+
+    Example:
+        >>> from blr_analysis.learning_rule.families import CategoricalFamily
+        >>> q = CategoricalFamily(torch.zeros(1))
+        >>> costs = torch.tensor([0.0, 2.0])
+        >>> value, gradient = estimated(
+        ...     q, lambda k: costs[k], 4000, generator=torch.Generator().manual_seed(0)
+        ... )
+        >>> round(value, 1), gradient["indicator"].round(decimals=1)   # 1 − log 2, 0 − 2
+        (0.3, tensor([-2.]))
+    """
+    wide = q.with_natural({name: value.detach().double() for name, value in q.natural.items()})
+    dtype = next(iter(q.natural.values())).dtype
+    with torch.enable_grad():
+        mu = {name: value.detach().requires_grad_() for name, value in wide.expectation.items()}
+        member = wide.with_expectation(mu)
+        draws = member.sample(samples, generator=generator)
+        use_path = gradients == "path" or (gradients == "auto" and _follows(draws))
+        if use_path and not _follows(draws):
+            raise InputError("draws of this family have no path: take gradients='score'")
+        if not use_path:
+            draws = tree_map(torch.Tensor.detach, draws)
+        losses = _losses(loss, tree_map(lambda draw: _like(draw, dtype), draws)).double()
+        if use_path and not losses.requires_grad:
+            raise InputError("the loss has no gradient in θ: take gradients='score'")
+        objectives = losses + _per_draw(wide.log_prob(draws))
+        if not bool(objectives.isfinite().all()):
+            raise InputError("the loss is not finite at a draw of q: begin elsewhere, or lower rho")
+        if use_path:
+            surrogate = objectives.mean()
+        else:
+            surrogate = _score_surrogate(objectives.detach(), _per_draw(member.log_prob(draws)))
+        slopes = torch.autograd.grad(surrogate, list(mu.values()))
+    objective_gradient = dict(zip(mu, slopes, strict=True))
+    loss_gradient = add(objective_gradient, scale(add(wide.natural, wide.base_gradient()), -1.0))
+    value = float(objectives.detach().mean())
+    return value, {name: slope.to(dtype) for name, slope in loss_gradient.items()}
+
+
+def _score_surrogate(objectives: Tensor, log_probs: Tensor) -> Tensor:
+    """A number whose gradient is that of the score, each draw compared with the others' mean."""
+    count = len(objectives)
+    advantages = (objectives - objectives.mean()) * count / (count - 1)
+    return (advantages * log_probs).mean()
+
+
+def _follows(draws: Any) -> bool:
+    """Whether the draws can be differentiated in the parameters."""
+    return any(draw.requires_grad for draw in tree_leaves(draws))
+
+
+def _like(draw: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of the start, which is the data's; the indices of classes stay integers."""
+    return draw.to(dtype) if draw.is_floating_point() else draw
+
+
+def _per_draw(values: Tensor) -> Tensor:
+    """The sum over the copies, of each draw ``[S]``."""
+    return values.reshape(len(values), -1).sum(1)
+
+
+def _losses(loss: Loss, draws: Any) -> Tensor:
+    """ℓ̄ of every draw ``[S]``: all at once, or where torch cannot, one after the other."""
+    number = partial(answer, CONTRACT, torch.Size([]), loss)
+    try:
+        return vmap(number, randomness="different")(draws)
+    except (InputError, RuntimeError):
+        count = len(tree_leaves(draws)[0])
+        of_each = (tree_map(lambda draw, i=i: draw[i], draws) for i in range(count))
+        return torch.stack([number(draw) for draw in of_each])
+
+
+def _inside(q: Q, gradient: Natural, rho: float) -> Q:
+    """One step of the rule, with ρ halved until it stays in the family: draws are noisy."""
+    for k in range(HALVINGS):
+        try:
+            after = blr_step(q, gradient, rho / 2**k)
+        except InputError:
+            continue
+        return after
+    raise InputError("no step stays in the family: take more samples, or begin elsewhere")
