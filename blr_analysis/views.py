@@ -52,7 +52,21 @@ def _maker_for(result: object, makers: Mapping[str, Callable[..., Any]]) -> Call
     raise InputError(f"a {type(result).__name__} has no table or picture of this kind")
 
 
-class Tabular:
+PLUMBING = {"table_columns", "row", "likelihood"}  # what serves to make a result
+
+
+class Listed:
+    """A result whose ``dir()``, and so completion by the Tab key, lists what it found."""
+
+    def __dir__(self) -> list[str]:
+        names = set(vars(self))
+        for kind in type(self).__mro__:
+            if kind.__module__.startswith("blr_analysis"):
+                names |= set(vars(kind))
+        return sorted(name for name in names - PLUMBING if not name.startswith("_"))
+
+
+class Tabular(Listed):
     """A result with a ``table``, made when first asked for and then kept."""
 
     @cached_property
@@ -66,7 +80,7 @@ class Tabular:
             return self.table._repr_html_()
 
 
-class Plottable:
+class Plottable(Listed):
     """A result with a ``plot`` method."""
 
     def plot(self, ax: Any = None, **options: Any) -> Any:

@@ -18,6 +18,5 @@ if __name__ == "__main__":
         window = browser.new_page(viewport={"width": 1180, "height": 900})
         window.goto((Path(folder) / "report.html").as_uri())
         window.wait_for_selector("html[data-ready]")
-        window.evaluate("document.getElementById('chart-map').scrollIntoView({block: 'center'})")
         window.screenshot(path=HERE / "report.png")
         browser.close()

@@ -26,7 +26,7 @@ PACKAGE = "blr_analysis"
 # units on one line have never heard of each other. `__init__` stands on top of all.
 LAYERS = (
     {"errors"},
-    {"progress", "views", "checks", "ranks"},
+    {"progress", "views", "checks", "ranks", "regression"},
     {"likelihoods", "files", "half", "modes", "schedules"},
     {"adapters", "recipe", "snapshots", "padding"},
     {"runs"},

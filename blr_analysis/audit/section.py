@@ -38,8 +38,8 @@ def short(values: Any) -> list[str]:
 def two_digits(value: float, sign: str = "") -> str:
     """A number to two digits, without an exponent where it is of ordinary size.
 
-    >>> two_digits(0.03456), two_digits(12.6), two_digits(1234.5), two_digits(0.012, "+")
-    ('0.035', '13', '1,234', '+0.012')
+    >>> two_digits(0.03456), two_digits(0.999), two_digits(12.6), two_digits(0.012, "+")
+    ('0.035', '1.0', '13', '+0.012')
     """
     value = float(value)
     size = abs(value)
@@ -47,7 +47,8 @@ def two_digits(value: float, sign: str = "") -> str:
         return f"{value:{sign}.2g}"
     if size >= 1e7 or size < 1e-4:
         return f"{value:{sign}.1e}"
-    decimals = max(0, 1 - math.floor(math.log10(size)))
+    rounded = float(f"{size:.1e}")
+    decimals = max(0, 1 - math.floor(math.log10(rounded)))
     return f"{value:{sign},.{decimals}f}"
 
 

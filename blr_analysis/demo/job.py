@@ -5,6 +5,7 @@ Each step is told with the line that somebody would type for a model of their ow
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,7 +86,7 @@ TYPED = {  # what a step says first: the line that does the same for another mod
     "leave-one-out": "blr.leave_one_out(task, posterior)",
     "wrong labels": "blr.suspicious(task, posterior).table",
     "what if": 'blr.what_if_each(task, posterior, by="target", evaluate=test)',
-    "retraining": 'blr.what_if(task, posterior, remove="target == 3", solver="retrain")',
+    "retraining": 'blr.what_if(task, posterior, remove="target == CLASS", solver="retrain")',
     "writing the page": 'blr.report(task, posterior, "report.html", test=test)',
 }
 
@@ -95,6 +96,9 @@ def with_typed_lines(say: Callable[[str], None]) -> Callable[[str], None]:
 
     def said(text: str) -> None:
         typed = next((line for start, line in TYPED.items() if text.startswith(start)), "")
+        named_class = re.search(r"class (\d+)", text)
+        if named_class is not None:
+            typed = typed.replace("CLASS", named_class[1])
         say(f"{text}\n            >>> {typed}" if typed else text)
 
     return said

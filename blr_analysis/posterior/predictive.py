@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr_analysis import regression
 from blr_analysis.likelihoods import (
     Bernoulli,
     Categorical,
@@ -65,6 +66,8 @@ class Predictions(Tabular):
         facts = [f"{len(self.losses):,}", f"draws={self.draws}", f"{self.measure}={self.nll:.4g}"]
         if self.accuracy is not None:
             facts.append(f"accuracy={self.accuracy:.4g}")
+        if self.rmse is not None:
+            facts += [f"rmse={self.rmse:.4g}", f"r2={self.r2:.4g}"]
         if self.calibration_error is not None:
             facts.append(f"calibration_error={self.calibration_error:.4g}")
         note = f"; {self.note}" if self.note else ""
@@ -91,6 +94,29 @@ class Predictions(Tabular):
         _, hits = judged
         labels = self.mean.shape[-1] if isinstance(self.likelihood, Bernoulli) else 1
         return float(hits.view(-1, labels).amin(-1).mean())
+
+    @property
+    def rmse(self) -> float | None:
+        """The root of the mean squared error of ``mean``, in the targets' units; None where the
+        likelihood is not Gaussian."""
+        if self._numbers is None:
+            return None
+        return regression.rmse(*self._numbers)
+
+    @property
+    def r2(self) -> float | None:
+        """The share of the targets' variance that ``mean`` explains; None as ``rmse``."""
+        if self._numbers is None:
+            return None
+        return regression.r2(*self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[Tensor, Tensor] | None:
+        """Predictions and targets of a regression."""
+        is_regression = isinstance(self.likelihood, Gaussian)
+        if not is_regression or self.mean is None or self.targets is None:
+            return None
+        return self.mean, self.targets
 
     @property
     def calibration_error(self) -> float | None:

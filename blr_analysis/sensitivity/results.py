@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr_analysis import regression
 from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -253,6 +254,19 @@ class LeaveOneOut(PerExample, Plottable):
             return None
         assert self.logits is not None and self.targets is not None
         return float((self.logits - self.targets).double().square().mean())
+
+    @property
+    def rmse(self) -> float | None:
+        """The root of the mean squared left-out error, in the targets' units (as ``mse``)."""
+        return None if self.mse is None else math.sqrt(self.mse)
+
+    @property
+    def r2(self) -> float | None:
+        """The share of the targets' variance that left-out predictions explain (as ``mse``)."""
+        if self.mse is None:
+            return None
+        assert self.logits is not None and self.targets is not None
+        return regression.r2(self.logits, self.targets)
 
     @property
     def nll_per_token_before(self) -> float:
