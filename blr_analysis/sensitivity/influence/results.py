@@ -16,7 +16,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.data import chosen_indices
 from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.selection import Selection, groups_by
-from blr_analysis.views import Tabular, make_plot
+from blr_analysis.views import Listed, Tabular, make_plot
 
 Normalize = bool | str
 
@@ -109,6 +109,7 @@ class BetweenTasks:
     """What knows the two tasks that it is between."""
 
     pairs: Pairs
+    __dir__ = Listed.__dir__  # of a tensor too, which has 600 names of its own
 
     def plot(self, test: int = 0, ax: Any = None, **options: Any) -> Any:
         """The most helpful and most harmful training examples of one test example.
