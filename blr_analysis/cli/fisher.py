@@ -96,22 +96,16 @@ def fisher(
 ) -> None:
     """The precision of a fine-tuned model, from its data: what a merge weighs it by.
 
-    MODEL is a folder as save_pretrained leaves it, with a sequence classifier or a causal language
-    model; DATA is what it was fine-tuned on:
-
       blr-analysis fisher ./ft1 train.csv
+
+    MODEL is a folder with a classifier of texts or a language model, DATA what it was fine-tuned
+    on. Pairs of texts have two columns:
+
       blr-analysis fisher ./ft1 train.jsonl --text premise --text hypothesis
-      blr-analysis fisher ./ft1 train.parquet --examples 2000 --samples 4
-      blr-analysis fisher ./ft1 train.csv --kind emp --label sentiment
-      blr-analysis fisher ./llm corpus.txt --max-length 256 --out PRECISION
 
-    Writes MODEL/precision, which blr-analysis merge finds there: for every weight the sum over all
-    examples of its squared gradients, each example by itself. With --kind mc, the Fisher, labels
-    are drawn from the model's own predictions, so that DATA needs none; --kind ggn is the same
-    without the noise of drawing, for classifiers with few labels; --kind emp takes the labels of
-    DATA.
-
-    Sums, not averages: the record beside the numbers says n_data, and the merge counts on it.
+    It writes MODEL/precision, which blr-analysis merge finds there. With --kind mc labels are
+    drawn from the model, so that DATA needs none; emp takes the labels of DATA; ggn is mc without
+    the noise of drawing, for classifiers with few labels.
     """
     import torch
 

@@ -44,27 +44,18 @@ def index(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
     shared: Shared,
 ) -> None:
-    """An index of what a model was trained on: asked later without another pass.
+    """An index of what a model was trained on, to be asked later without another pass.
 
-    Of your own task; FILE is what posterior.save(FILE) wrote after training:
+      blr-analysis index train.py:make_task --out INDEX
 
-      blr-analysis index train.py:make_task -p FILE --out INDEX
-      blr-analysis index train.py:make_task --fit kron --out INDEX
+    A language model is named by its folder and its texts (a text per row, a prompt and an answer,
+    or messages):
 
-    Or of a causal language model. MODEL is a folder as save_pretrained leaves it, or a LoRA adapter
-    on its base; DATA has a text per row, a prompt and an answer, or messages; of the last two the
-    answers alone count:
+      blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
-      blr-analysis index ./llm train.jsonl --out INDEX
-      blr-analysis index ./adapter chats.parquet --out INDEX --max-length 512
-      blr-analysis index ./llm train.jsonl --out INDEX -p POSTERIOR
-
-    Without -p a Kronecker posterior is fitted; a diagonal one (--fit diag) takes less time and
-    memory, and is weak for influence.
-
-    The index keeps the longest parts of every example's gradient, and signs of random sums of the
-    rest. How far its influence is from the exact one is measured and printed. A run that was killed
-    goes on where it was; --force begins anew.
+    The index keeps the longest parts of every example's gradient. How far its influence is from
+    the exact one is measured and printed. A run that was killed goes on where it was; --force
+    begins anew.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
@@ -196,21 +187,15 @@ def query(
 ) -> None:
     """Which training examples a model's answers rest on.
 
-    Of a script's task, whose index knows where the training task is:
-
       blr-analysis query INDEX train.py:make_test --top 20
-      blr-analysis query INDEX train.py:make_test --out DIR --refine 50
 
-    Of a language model:
+    Of a language model, rows of questions (a prompt and an answer, or a text):
 
-      blr-analysis query INDEX questions.jsonl --top 20
-      blr-analysis query INDEX questions.jsonl --out DIR --tokens
+      blr-analysis query INDEX questions.jsonl --out DIR --refine 50
 
-    A row of QUESTIONS has a prompt and an answer, or a text. Shown are the examples without which
-    the loss of the question would rise most, to first order: for their length (--normalize), or by
-    how many nats (--no-normalize). With --out, the table sources names their metadata too. --tokens
-    writes how many nats each token of these texts contributes; it and --refine read the training
-    data again, from where they were when the index was built.
+    It shows the examples without which the loss of a question would rise most. With --out it
+    writes the table sources, with their metadata. --refine computes the best ones exactly, and
+    --tokens says what each token contributes; both read the training data again.
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import sources

@@ -30,7 +30,7 @@ FOUR = (GREY, BLUE, ORANGE, VERMILLION)
 
 Labels = Sequence[Any] | Mapping[int, Any]
 Names = Sequence[str] | Mapping[Any, str]
-MEASURES = {"nll": "NLL [nats per example]  (→ worse)", "accuracy": "accuracy  (→ better)"}
+MEASURES = {"nll": "loss per example  (→ worse)", "accuracy": "accuracy  (→ better)"}
 UNITS = {
     "deviation": "deviation without the example  (→ shapes more)",
     "self_influence": "self-influence gᵀΣg [nats]  (→ shapes more)",
@@ -208,7 +208,8 @@ def whole_figure(ax: Axes) -> Figure:
 def paired_bars(
     ax: Axes, first: np.ndarray, second: np.ndarray, labels: tuple[str, str], colour: str
 ) -> np.ndarray:
-    """Draw two bars side by side at each place; up to six pairs show their values.
+    """Draw two bars side by side at each place; up to six pairs show their values, upright where a
+    bar is narrower than its number.
 
     Returns:
         The places of the second bars.
@@ -223,7 +224,8 @@ def paired_bars(
     )
     if len(first) <= 6:
         for bars in (first_bars, second_bars):
-            ax.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+            rotation = 0 if len(first) == 1 else 90
+            ax.bar_label(bars, fmt="%.2g", padding=2, fontsize=8, rotation=rotation)
     if len(first) == 1:
         ax.set_xlim(-1, 1)
     return right
