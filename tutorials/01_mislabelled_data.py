@@ -5,11 +5,11 @@
 # of ten thousand images: which ones? Here we know the answer, because we flip 5 % of the labels
 # ourselves, train a LeNet on the result, and see which ranking brings the flipped ones to the top:
 #
-# * **leave-one-out** (this package): how badly would the label be predicted, had the network
-#   never seen it? Computed from *one* training, without leaving anything out.
-# * **cleanlab**: how badly is the label predicted by a network that never saw it? Computed by
-#   *cross-validation*, five trainings more. And, for comparison, from the one network that did
-#   see it, which cleanlab's documentation warns of.
+# * **leave-one-out** (this package): how badly would the network predict the label if it had never
+#   seen it? The answer comes from *one* training, without leaving anything out.
+# * **cleanlab**: how badly does a network predict the label that really has never seen it? The
+#   answer comes from *cross-validation*, five more trainings. For comparison we also give cleanlab
+#   the one network that did see it, which its documentation warns of.
 # * **the plain loss** of the trained network.
 #
 # Run it with `python tutorials/01_mislabelled_data.py`; every figure in the output is computed,
@@ -79,9 +79,9 @@ print(f"{N:,} training images of {DATA}, {K} labels flipped")
 # IVON learns a mean and a precision for every weight: the posterior costs nothing extra. The
 # settings are the best of five on *other* 6,000 images of the same data set, by the likelihood
 # that the network gave to 3,000 test images, and not by the flips that it found. The weights start
-# with a precision of 30,000, a standard deviation of 0.006. During the run that fades by a factor
-# e⁻³ in favour of the precision that the data give; a faster fading would leave so much
-# noise in the weights that a network of this size learns less.
+# with a precision of 30,000, a standard deviation of 0.006. During the run that start fades by a
+# factor e⁻³, and the precision that the data give takes its place. If it faded faster, the weights
+# would be so noisy that a network of this size learns less.
 
 
 # %%

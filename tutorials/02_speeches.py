@@ -42,8 +42,8 @@ OUT.mkdir(parents=True, exist_ok=True)
 # %% [markdown]
 # ## 1. The speeches
 #
-# From every speech a few passages of 65 words and punctuation marks, evenly spaced. Every fourth
-# is held out. Words outside the vocabulary are one word, `<other>`.
+# We take a few passages of 65 words and punctuation marks from every speech, evenly spaced, and
+# hold every fourth one out. Words outside the vocabulary are one word, `<other>`.
 
 # %%
 speeches = read(DATA)
@@ -228,10 +228,10 @@ print(shown.head(8).round(3).to_string(index=False))
 # %% [markdown]
 # ## 5. Without one president
 #
-# Predicted: one step of `what_if` from the trained model. True: training again without. The
-# presidents are taken from the top to the bottom of the ranking by total self-influence, among
-# those with enough held-out passages. We measure on the president's own held-out passages, where
-# it matters, and on everyone else's.
+# One step of `what_if` from the trained model predicts the change; training again without the
+# president gives the truth. We take presidents from the top to the bottom of the ranking by total
+# self-influence, among those with enough held-out passages. We measure on the president's own
+# held-out passages, where it matters, and on everyone else's.
 #
 # A diagonal posterior of a network with more weights than words overstates how far the weights
 # are free to move, and a training that stops early has not used that freedom. The held-out
@@ -319,8 +319,8 @@ for name in methods:
 # %% [markdown]
 # What to make of it: the prediction says for which president a removal matters more, at the cost
 # of a few seconds each, but not how much. A diagonal posterior takes the passages of a president
-# for independent, while their gradients share directions in which the model is in truth held
-# fast; τ mends single passages, not what adds up over dozens. For the size of the change ask
+# for independent. In truth their gradients share directions, and in those the model cannot move
+# freely. τ mends single passages, not what adds up over dozens. For the size of the change ask
 # `what_if(solver="cg")`, which looks at the passages that stay, or train again.
 #
 # How much of the true change is chance? Training again on all passages, in another order and from

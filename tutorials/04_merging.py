@@ -73,12 +73,12 @@ print("training images:", ", ".join(f"{len(y)} {k}" for k, (_, y) in train.items
 # %% [markdown]
 # ## 2. Training with IVON
 #
-# IVON learns with every weight how sure it is of it. `Posterior.from_optimizer` reads that, and
-# merging takes the prior's share off by itself. `joint` is trained on everybody's images: what a
-# merge would like to be.
+# IVON learns how sure it is of each weight. `Posterior.from_optimizer` reads that, and merging
+# takes the prior's share off by itself. `joint` is trained on everybody's images: a merge would
+# like to be as good.
 #
-# A warning says that of so few images most of that precision is still where it started: the same
-# for every weight, it draws these merges towards the plain average.
+# A warning says that most of that precision is still where it started, because the images are so
+# few. The start is the same for every weight, and draws these merges towards the plain average.
 
 
 # %%
@@ -193,10 +193,11 @@ mismatch.plot().figure.savefig(OUT / "mismatch.png", dpi=150)
 # %% [markdown]
 # ## 5. Taking a team out again
 #
-# `joint` has seen mirrored images. Now it should forget them, without training on the others again.
-# Train it further on the mirrored ones alone, and merge that with α < 0. The aim is joint training
-# that never saw them. Where a weight's precision comes from the mirrored images almost alone, next
-# to nothing is left of it when they go, and the step there is huge: δ keeps it in bounds.
+# `joint` has seen mirrored images. Now it should forget them, without training on the others
+# again. Train it further on the mirrored ones alone, and merge that with α < 0. The aim is joint
+# training that never saw them. Some weights have nearly all of their precision from the mirrored
+# images. When those go, next to nothing is left of it, and the step there is huge: δ keeps it in
+# bounds.
 
 # %%
 forgotten = "mirrored"

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A training run, told to the analyses
 #
-# A network with BatchNorm, stopped when its validation loss no longer falls, is not at the minimum
-# of its loss: what it learned by heart has no error left, and no formula at its last weights alone
-# knows how far they would have come without an example. Three things that a training can keep
-# answer that: a few **checkpoints**, its **recipe**, and from both a measured **temperature**.
+# This network has BatchNorm, and its training stops when the validation loss no longer falls. It
+# is then not at the minimum of its loss. What it learned by heart has no error left, so the last
+# weights alone do not say how far they would have come without an example. Three things help: a
+# few
+# **checkpoints**, the **recipe** of the training, and a **temperature** that is measured with both.
 #
 # Takes a minute on two cores. `BLR_EPOCHS` and `BLR_OUT` (a folder) may be set.
 
@@ -41,8 +42,8 @@ labels[wrong] = (labels[wrong] + torch.randint(1, 10, (WRONG,))) % 10
 # %% [markdown]
 # ## 2. A loop that keeps checkpoints
 #
-# One line after each step. Kept are the weights and BatchNorm's statistics at about 1/8, 1/4 and
-# 1/2 of the run; in a trainer of Hugging Face or Lightning a callback does it.
+# One line after each step keeps the weights and BatchNorm's statistics at about 1/8, 1/4 and 1/2 of
+# the run. In a trainer of Hugging Face or Lightning a callback does it.
 
 # %%
 model = nn.Sequential(
@@ -78,8 +79,8 @@ end = blr.fit_laplace(blr.Task(model, data))  # what the last weights alone know
 # %% [markdown]
 # ## 4. Which labels are wrong?
 #
-# Wrong labels are learned late: their mean loss over the run is high, when at the end it no longer
-# is.
+# Wrong labels are learned late. Their loss is small at the end, but their mean loss over the run is
+# high.
 
 # %%
 for name, q in (("end alone", end), ("checkpoints", posterior)):
@@ -90,7 +91,7 @@ for name, q in (("end alone", end), ("checkpoints", posterior)):
 # %% [markdown]
 # ## 5. A scale for leave-one-out
 #
-# The size of V = J Σ Jᵀ off a minimum is a guess until it is measured: `calibrate` trains once
+# The scale of the answers is a guess until it is measured: `calibrate` trains once
 # without a random tenth and takes the temperature at which the left-out losses agree.
 
 # %%

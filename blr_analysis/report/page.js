@@ -48,8 +48,14 @@ const shownAs = (name, v) => MEASURED.has(name) ? two(v) : said(v);
 const title = (name) => name.replaceAll("_", " ");
 const meaning = (name) => data.words[title(name)] ?? "";
 // A word that says what it means to whoever points at it, or moves to it.
-const word = (name) => meaning(name)
-  ? make("abbr", { title: meaning(name), tabIndex: 0, textContent: title(name) }) : title(name);
+// The keyboard stops at the first of each word alone.
+const explained = new Set();
+const word = (name) => {
+  if (!meaning(name)) return title(name);
+  const tabIndex = explained.has(name) ? -1 : 0;
+  explained.add(name);
+  return make("abbr", { title: meaning(name), tabIndex, textContent: title(name) });
+};
 
 const long = (v) => typeof v === "string" && v.length > 24 ? "long" : "";
 
