@@ -227,7 +227,7 @@ def _is_plain(entries: Mapping[str, Any], base: Source) -> bool:
     trains_biases = entries.get("bias") not in (None, "none")
     settings = {key for key, value in entries.items() if value} - {"bias"}
     is_lora = entries["peft_type"] == "LORA" and settings <= PLAIN_SETTINGS
-    return is_lora and not trains_biases and not _conv1d(base.specs)
+    return is_lora and not trains_biases and not stores_transposed(base.specs)
 
 
 def _check_product(product: Product, name: str, file: Source, base: Source, folder: str) -> None:
@@ -247,7 +247,7 @@ def _check_product(product: Product, name: str, file: Source, base: Source, fold
         )
 
 
-def _conv1d(base: Mapping[str, Spec]) -> bool:
+def stores_transposed(base: Mapping[str, Spec]) -> bool:
     """Whether a layer's bias has the size of its weight's columns: it is stored as [in, out]."""
     for name, spec in base.items():
         bias = base.get(f"{name.removesuffix('weight')}bias")

@@ -9,6 +9,7 @@ import copy
 import tarfile
 import tempfile
 import warnings
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def adapted_texts(seed: int) -> Trained:
             tuned = fitted(
                 tuned, part["train"], read_on, epochs=ADAPTER_EPOCHS, seed=seed, rate=5e-3
             )
-            model = tuned.merge_and_unload()
+            model = cast(Any, tuned).merge_and_unload()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.split(".")[-2] in ADAPTED)
         models[sort] = model

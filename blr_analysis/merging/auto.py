@@ -119,10 +119,10 @@ def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
         raise InputError('method="auto" takes a precision of every model, or none')
     has_validation = validate is not None
     tasks = job.tasks
-    if not has_validation and tasks is None:
-        return untried(job)
     if not has_validation:
-        tasks, validate = zip(*map(_halves, job.tasks), strict=True)
+        if tasks is None:
+            return untried(job)
+        tasks, validate = zip(*map(_halves, tasks), strict=True)
     in_memory, structure = _in_memory(job)
     settings_of = candidates(job, structure)
     judges = named_tasks(validate, "validate")

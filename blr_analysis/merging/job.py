@@ -21,6 +21,8 @@ PROPAGATED = (
 # The arguments of merge that say how precisions are used.
 OF_PRECISIONS = frozenset({*CURVED, "base_precision", "delta", "trust"})
 
+# Arguments that one number, or one function of the tensor's name, gives for all models.
+BY_NAME = ("weights", "density", "epsilon", "gamma")
 Weight = float | Callable[[str], float]
 
 
@@ -36,6 +38,9 @@ class Member:
         weight: α_t, a number or a function of the tensor's name.
         n_data: the number of examples that averages over them are multiplied by.
         density: the share of θ_t − θ_0 that stays, a number or a function of the tensor's name.
+        epsilon: of DELLA, half of the range of the chances to stay; of RAM the size of a change;
+            None: 0.15 and 1e-5.
+        gamma: of breadcrumbs, the share of largest entries that goes.
         data: the file of examples that its statistics are taken of, in a precision's place.
     """
 
@@ -44,6 +49,8 @@ class Member:
     weight: Weight = 1.0
     n_data: int | None = None
     density: Weight = 1.0
+    epsilon: Weight | None = None
+    gamma: Weight = 0.01
     data: Path | None = None
 
 
@@ -77,7 +84,10 @@ class Job:
         trust: take precisions that were recorded for other weights than the model's.
         scale: λ of task arithmetic, TIES and DARE, a number or a function of the name.
         seed: of what DARE leaves out; the same seed leaves the same entries, whatever the shards.
-        rescale: what DARE leaves is divided by its share.
+        rescale: what DARE and DELLA leave is divided by its share.
+        t: of nearswap, the largest change of an entry.
+        select_topk: of SCE, the share of entries that stay.
+        r, alpha: of RAM+, how much a task's own entries grow with its overlap, and up to which.
         tasks: the models' data, in the place of precisions (:mod:`.propagation`).
         tokenizer_source: of models in folders: ``"base"``, ``"union"``, or the folder of a
             tokenizer; rows of tokens are merged by their words, and models borrow the rows that
@@ -100,6 +110,10 @@ class Job:
     scale: Weight = 1.0
     seed: int = 0
     rescale: bool = True
+    t: float | None = None
+    select_topk: float = 1.0
+    r: float = 0.1
+    alpha: float = 0.2
     tasks: Sequence[Task] | None = None
     tokenizer_source: str | Path | None = None
 
@@ -124,7 +138,8 @@ class Job:
 
 # What each argument of merge is when nobody gives it.
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Job)}
-DEFAULTS |= {"density": 1.0, "n_data": None, "precisions": None, "weights": None, "validate": None}
+DEFAULTS |= {"density": 1.0, "epsilon": None, "gamma": None}
+DEFAULTS |= {"n_data": None, "precisions": None, "weights": None, "validate": None}
 
 
 def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> Job:
@@ -136,7 +151,9 @@ def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> J
     weights = _one_per_model("weights", arguments.pop("weights", None), 1.0, count)
     n_data = _one_per_model("n_data", arguments.pop("n_data", None), None, count)
     densities = _one_per_model("density", arguments.pop("density", None), 1.0, count)
-    members = tuple(map(Member, models, precisions, weights, n_data, densities))
+    epsilons = _one_per_model("epsilon", arguments.pop("epsilon", None), None, count)
+    gammas = _one_per_model("gamma", arguments.pop("gamma", None), 0.01, count)
+    members = tuple(map(Member, models, precisions, weights, n_data, densities, epsilons, gammas))
     return Job(method=method, members=members, base=base, **arguments)
 
 
@@ -145,7 +162,7 @@ def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[A
     if argument is None:
         return [default] * count
     is_weight = callable(argument) or isinstance(argument, int | float)
-    if name in ("weights", "density") and is_weight:
+    if name in BY_NAME and is_weight:
         return [argument] * count
     is_text_or_mapping = isinstance(argument, str | bytes | Mapping)
     if is_text_or_mapping or not isinstance(argument, Sequence):

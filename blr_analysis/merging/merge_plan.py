@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from blr_analysis.adapters import stores_transposed
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import some
+from blr_analysis.errors import InputError
 from blr_analysis.files import Source, Spec
 from blr_analysis.merging.job import Job, Weight
-from blr_analysis.merging.methods import Method
+from blr_analysis.merging.methods import ENTRIES, MATRICES, TENSORS, Method
 from blr_analysis.merging.precisions import StoredPrecision
+from blr_analysis.merging.selections import Selection
 from blr_analysis.merging.tokens import Tokens
 
+RAM_EPSILON = 1e-5
 CHUNK = 2**19  # the largest number of a tensor's entries that a thread merges at a time
 
 # What becomes of a tensor.
@@ -36,6 +40,7 @@ class OpenModel:
         precision: H_t, or None.
         weight: α_t, a number or a function of the tensor's name.
         density: the share of θ_t − θ_0 that stays, the same.
+        epsilon, gamma: what the methods "della" and "breadcrumbs" are told of it, the same.
         buffers: the names of tensors that are known to be no parameters.
         names: the model's name of every tensor of the result.
     """
@@ -44,6 +49,8 @@ class OpenModel:
     precision: StoredPrecision | None
     weight: Weight
     density: Weight
+    epsilon: Weight | None
+    gamma: Weight
     buffers: frozenset[str]
     names: Mapping[str, str]
 
@@ -63,6 +70,8 @@ class TensorPlan:
         layer: the weight of the layer whose matrix it is part of, where that is solved as one.
         densities: of methods that leave a part of θ_t − θ_0 out, the share that stays.
         scale: of the same methods, λ.
+        epsilons, gammas: of some of these, for each model.
+        scope: what must be merged at once: "entries", "rows", "tensors" or "matrices".
     """
 
     name: str
@@ -75,6 +84,21 @@ class TensorPlan:
     layer: str = ""
     densities: tuple[float, ...] = ()
     scale: float = 1.0
+    epsilons: tuple[float, ...] = ()
+    gammas: tuple[float, ...] = ()
+    scope: str = ENTRIES
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it must be merged at once."""
+        return self.scope in (TENSORS, MATRICES)
+
+    @property
+    def row_length(self) -> int:
+        """Entries of a row: of a matrix along its first axis, of a vector all."""
+        if len(self.spec.shape) < 2:
+            return max(1, self.spec.numel)
+        return max(1, self.spec.numel // max(1, self.spec.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -107,6 +131,21 @@ class MergePlan:
     def method(self) -> Method:
         """The row of the registry."""
         return self.job.row
+
+    @cached_property
+    def stores_transposed(self) -> bool:
+        """Whether layers store [inputs, outputs], as Conv1D does."""
+        return stores_transposed(self.reference.specs)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """What the methods of :mod:`.selections` are told."""
+        job = self.job
+        epsilons = [model.epsilon for model in self.models if model.epsilon is not None]
+        epsilon = epsilons[0] if epsilons else RAM_EPSILON
+        if callable(epsilon):
+            raise InputError(f"epsilon of {self.method.name} must be one number")
+        return Selection(job.t, float(epsilon), job.select_topk, job.r, job.alpha)
 
     @property
     def delta(self) -> float:

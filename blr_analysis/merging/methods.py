@@ -11,7 +11,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blr_analysis.checks import one_of, positive_int
+from blr_analysis.merging.selections import (
+    Selection,
+    arcee_fusion,
+    nearswap,
+    ram,
+    ramplus_tl,
+    sce,
+)
 from blr_analysis.merging.spans import karcher, model_stock, multislerp, slerp
+from blr_analysis.merging.task_matrices import ace, iso_c, tsv_m, wudi
+
+# What a function of a method must be given at once.
+ENTRIES = "entries"
+ROWS = "rows"
+TENSORS = "tensors"
+MATRICES = "matrices"  # and other tensors are averaged
 
 
 @dataclass(frozen=True)
@@ -26,10 +41,17 @@ class Method:
         uses_base_precision: H_0 and δ are; otherwise they are 0.
         normalize: the weights are divided by their sum unless the user says otherwise.
         formula: in one line.
-        thinned: which part ``density`` of each θ_t − θ_0 stays: the largest by "size", or "chance".
+        thinned: which part ``density`` of each θ_t − θ_0 stays: the largest by "size", some by
+            "chance" or by "rank", which is by chance and size, or the "middle" of the sizes.
         elect: only what has the elected sign counts (:mod:`blr_analysis.merging.sparse`).
         span: the coefficients of a sum of whole tensors (:mod:`blr_analysis.merging.spans`).
         models: how many there must be; None: any number.
+        matrix: the merged step of a weight from the models' steps and weights
+            (:mod:`blr_analysis.merging.task_matrices`).
+        select: the same by entries (:mod:`blr_analysis.merging.selections`).
+        scope: what ``matrix``, ``select`` or a thinning must see at once: "entries", "rows",
+            "tensors" or "matrices".
+        options: further arguments of :func:`blr_analysis.merge` that have an effect.
     """
 
     name: str
@@ -43,6 +65,10 @@ class Method:
     elect: bool = False
     span: Callable[[Tensor, Tensor], Tensor] | None = None
     models: int | None = None
+    matrix: Callable[..., Tensor] | None = None
+    select: Callable[[Tensor, Tensor, Selection], Tensor] | None = None
+    scope: str = ENTRIES
+    options: frozenset[str] = frozenset()
 
     @property
     def divides_by_precisions(self) -> bool:
@@ -51,20 +77,31 @@ class Method:
 
     def takes(self, option: str) -> bool:
         """Whether an argument of :func:`blr_analysis.merge` has an effect."""
-        thins, draws = bool(self.thinned), self.thinned == "chance"
-        return {
+        if option in self.options:
+            return True
+        thins = bool(self.thinned)
+        draws = self.thinned in ("chance", "rank")
+        scales = thins or self.matrix is not None or self.name == "task_arithmetic"
+        weighs = self.select is None
+        effects = {
             **dict.fromkeys(CURVED, self.uses_precisions),
+            **dict.fromkeys(SELECTING, False),
             "base_precision": self.uses_base_precision,
             "delta": self.uses_base_precision,
             "density": thins,
-            **dict.fromkeys(("scale", "lambda_"), thins or self.name == "task_arithmetic"),
-            "t": self.name == "slerp",
-            "weight": self.name not in ("slerp", "model_stock"),
+            "scale": scales,
+            "lambda_": scales,
+            "weights": weighs,
+            "weight": weighs and self.name not in ("slerp", "model_stock"),
+            "normalize": weighs and self.name != "slerp",
             "seed": draws,
             "rescale": draws,
-        }.get(option, True)
+        }
+        return effects.get(option, True)
 
 
+# What only some methods can be told.
+SELECTING = ("t", "epsilon", "gamma", "select_topk", "r", "alpha")
 CURVED = ("precisions", "n_data", "missing_precision", "shrink", "power", "damping")
 
 METHODS = {
@@ -99,6 +136,11 @@ METHODS = {
         Method(
             "slerp", False, False, False, False, True,
             "sin((1 − t)φ)/sin φ θ_1 + sin(tφ)/sin φ θ_2", span=slerp, models=2,
+            options=frozenset({"t"}),
+        ),
+        Method(
+            "nuslerp", False, True, False, False, True,
+            "θ_0 + the arc from θ_1 − θ_0 to θ_2 − θ_0 at α_2 / (α_1 + α_2)", span=slerp, models=2,
         ),
         Method(
             "multislerp", False, True, False, False, True,
@@ -112,6 +154,71 @@ METHODS = {
             "model_stock", True, True, False, False, False,
             "θ_0 + t mean(θ_t − θ_0), t = T c / (1 + (T − 1) c), c their mean cosine",
             span=model_stock,
+        ),
+        Method(
+            "iso_c", True, True, False, False, False,
+            "θ_0 + λ σ̄ U Vᵀ, of Σ α_t (θ_t − θ_0) = U S Vᵀ; σ̄ the mean of S",
+            matrix=iso_c, scope=MATRICES,
+        ),
+        Method(
+            "tsv_m", True, True, False, False, False,
+            "θ_0 + λ U⊥ S V⊥ᵀ, of the first 1/T singular vectors of each α_t (θ_t − θ_0)",
+            matrix=tsv_m, scope=MATRICES,
+        ),
+        Method(
+            "wudi", True, True, False, False, False,
+            "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖²",
+            matrix=wudi, scope=MATRICES,
+        ),
+        Method(
+            "ace", True, True, False, False, False,
+            "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖² + d/I",
+            matrix=ace, scope=MATRICES, options=frozenset({"damping"}),
+        ),
+        Method(
+            "della", True, True, False, False, True,
+            "della_linear's as a mean over the steps of the elected sign",
+            thinned="rank", elect=True, scope=ROWS, options=frozenset({"epsilon"}),
+        ),
+        Method(
+            "della_linear", True, True, False, False, False,
+            "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / their chance to stay, by their rank in a row",
+            thinned="rank", scope=ROWS, options=frozenset({"epsilon"}),
+        ),
+        Method(
+            "breadcrumbs", True, True, False, False, False,
+            "θ_0 + λ Σ α_t (θ_t − θ_0) without the largest γ and the smallest entries",
+            thinned="middle", scope=TENSORS, options=frozenset({"gamma"}),
+        ),
+        Method(
+            "breadcrumbs_ties", True, True, False, False, False,
+            "θ_0 + λ Σ α_t (θ_t − θ_0) of the elected sign, without the largest γ and the smallest",
+            thinned="middle", elect=True, scope=TENSORS, options=frozenset({"gamma"}),
+        ),
+        Method(
+            "sce", True, True, False, False, False,
+            "θ_0 + the mean by energy of the θ_t − θ_0 of the elected sign, where they vary most",
+            select=sce, scope=TENSORS, options=frozenset({"select_topk"}),
+        ),
+        Method(
+            "nearswap", True, True, False, False, False,
+            "θ_0 + (θ_1 − θ_0) within [−t, t]",
+            select=nearswap, models=1, options=frozenset({"t"}),
+        ),
+        Method(
+            "arcee_fusion", True, True, False, False, False,
+            "θ_0 + (θ_1 − θ_0) where |θ_1 − θ_0| times the row's divergence is an outlier",
+            select=arcee_fusion, models=1, scope=TENSORS,
+        ),
+        Method(
+            "ram", True, True, False, False, False,
+            "θ_0 + the mean of the θ_t − θ_0 that are above ε in size",
+            select=ram, options=frozenset({"epsilon"}),
+        ),
+        Method(
+            "ramplus_tl", True, True, False, False, False,
+            "ram; where one model alone is above ε, times 1 + r min(overlap, α)",
+            select=ramplus_tl, scope=TENSORS, options=frozenset({"epsilon", "r", "alpha"}),
         ),
     )
 }  # fmt: skip

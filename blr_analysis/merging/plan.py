@@ -17,7 +17,14 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Source, read_config
 from blr_analysis.merging.formula import BLOCK
 from blr_analysis.merging.job import MISSING_PRECISION, Job, Member
-from blr_analysis.merging.merge_plan import CHUNK, MergePlan, OpenModel, stored_per_entry
+from blr_analysis.merging.merge_plan import (
+    CHUNK,
+    MergePlan,
+    OpenModel,
+    TensorPlan,
+    stored_per_entry,
+)
+from blr_analysis.merging.methods import MATRICES, ROWS, TENSORS
 from blr_analysis.merging.precisions import (
     StoredPrecision,
     check_belongs,
@@ -38,7 +45,7 @@ from blr_analysis.merging.tokens import Tokens, tokens_of
 from blr_analysis.task import unwrapped
 
 BUFFERED = 2**24  # bytes of buffers a thread, where no fewer are asked for
-ROWS = 2**18  # entries of a layer's rows that are merged together
+ENTRIES_OF_ROWS = 2**18  # entries of a layer's rows that are merged together
 WORKERS = 8
 MAX_MEMORY = 256 * 2**20
 # What changes a model's outputs and not the shapes of its weights.
@@ -54,6 +61,7 @@ SAME = (
 )
 # The largest value of a setting, which is at least 0.
 LIMITS = {"delta": 1e38, "shrink": 1, "power": 1, "damping": 1e6, "seed": 2**63}
+LIMITS |= {"t": 1e38, "select_topk": 1, "r": 1e6, "alpha": 1e6}
 
 
 def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> MergePlan:
@@ -108,6 +116,8 @@ def _unplanned(
             precision,
             member.weight,
             member.density,
+            member.epsilon,
+            member.gamma,
             _buffers(member),
             match(reference, source),
         )
@@ -201,6 +211,10 @@ def _check_settings(job: Job) -> None:
         raise InputError(f"{job.method} merges {method.models} models, got {len(job.members)}")
     if job.base is None and method.needs_base:
         raise InputError(f"method {job.method!r} needs the base that the models started from")
+    if method.name == "nearswap" and job.t is None:
+        raise InputError("nearswap needs t, the largest change of an entry")
+    if job.select_topk == 0:
+        raise InputError("select_topk must be above 0: it is the share of entries that stay")
     one_of("missing_precision", job.missing_precision, MISSING_PRECISION)
     for name, limit in LIMITS.items():
         value = getattr(job, name)
@@ -238,7 +252,9 @@ def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
     workers = min(_cores(), WORKERS) if threads is None else positive_int("threads", threads)
     per_entry = _bytes_per_entry(plan)
     per_block = _bytes_per_block(plan)
-    per_layer = max((_bytes_of_layer(plan, layer) for layer in plan.layers), default=0)
+    at_once = [_bytes_of_layer(plan, layer) for layer in plan.layers]
+    at_once += [_bytes_of_scope(plan, tensor) for tensor in plan.tensors]
+    per_layer = max(at_once, default=0)
 
     def need(workers: int, chunk: int) -> int:
         return workers * max(chunk * per_entry + per_block, per_layer)
@@ -280,6 +296,18 @@ def _bytes_per_block(plan: MergePlan) -> int:
     return arithmetic + (2 * len(plan.models) + 8) * BLOCK * 8  # all steps of a block, in float64
 
 
+def _bytes_of_scope(plan: MergePlan, tensor: TensorPlan) -> int:
+    """Bytes of what must be merged at once: steps, and the singular vectors or masks of them."""
+    models = len(plan.models)
+    if tensor.scope == MATRICES:
+        return 8 * (4 * models + 8) * tensor.spec.numel
+    if tensor.scope == TENSORS:
+        return plan.job.dtype.itemsize * (4 * models + 10) * tensor.spec.numel
+    if tensor.scope == ROWS:
+        return plan.job.dtype.itemsize * (4 * models + 10) * max(tensor.row_length, BLOCK)
+    return 0
+
+
 def _bytes_of_layer(plan: MergePlan, layer: str) -> int:
     """Bytes that a layer's factors, solve and rows take, in float64."""
     joint = plan.layers[layer]
@@ -305,4 +333,4 @@ def rows_at_once(joint: Joint) -> int:
     layout = joint.layout
     if layout.groups > 1 or layout.transposed:
         return layout.rows
-    return min(layout.rows, max(64, ROWS // layout.columns))
+    return min(layout.rows, max(64, ENTRIES_OF_ROWS // layout.columns))

@@ -35,12 +35,21 @@ from blr_analysis.adapters import is_adapter
 from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, StorageError, told_as
 from blr_analysis.files import Folder
-from blr_analysis.merging.job import Job, Member, Weight
+from blr_analysis.merging.job import Job, Member
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
 from blr_analysis.merging.methods import METHODS, default_weights, method_of, widest
 
 AUTO = "auto"
-SETTINGS = ("missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale")
+SETTINGS = (
+    "missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale",
+    "select_topk", "r", "alpha",
+)  # fmt: skip
+# What mergekit does and this package does not, by the keys or methods of its recipes.
+ELSEWHERES = {
+    "experts": "experts: mixtures of experts are mergekit's (mergekit-moe)",
+    "gate_mode": "gate_mode: mixtures of experts are mergekit's (mergekit-moe)",
+    "genome": "genome: evolution is mergekit's (mergekit-evolve)",
+}
 MAX_BYTES = 200_000
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ELSEWHERE = "perhaps mergekit does this"  # of what no recipe here has
@@ -104,6 +113,8 @@ class ModelParameters(Section):
     weight: WrittenWeight | None = None
     lambda_: WrittenWeight | None = Field(default=None, alias="lambda")
     density: WrittenWeight | None = None
+    epsilon: WrittenWeight | None = None
+    gamma: WrittenWeight | None = None
     t: WrittenWeight | None = None
     normalize: bool | None = None
     rescale: bool | None = None
@@ -119,6 +130,12 @@ class Parameters(ModelParameters):
     power: Share | None = None
     damping: Annotated[Number, Field(ge=0)] | None = None
     seed: Annotated[StrictInt, Field(ge=0)] | None = None
+    select_topk: Share | None = None
+    r: Annotated[Number, Field(ge=0)] | None = None
+    alpha: Annotated[Number, Field(ge=0)] | None = None
+    nuslerp_flatten: Literal[True] | None = None
+    nuslerp_row_wise: Literal[False] | None = None
+    filter_wise: Literal[False] | None = None
 
 
 class Entry(Section):
@@ -131,6 +148,21 @@ class Entry(Section):
     parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
 
 
+class SliceSource(Section):
+    """One of the ``sources`` of a slice."""
+
+    model: Text
+    layer_range: tuple[StrictInt, StrictInt]
+    parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
+
+
+class Slice(Section):
+    """Layers that are merged by themselves."""
+
+    sources: Annotated[list[SliceSource], Field(min_length=1)]
+    parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
+
+
 class Tokenizer(Section):
     """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
 
@@ -141,7 +173,8 @@ class RecipeText(Section):
     """A recipe as it is written."""
 
     merge_method: Text
-    models: Annotated[list[Entry], Field(min_length=1)]
+    models: Annotated[list[Entry], Field(min_length=1)] | None = None
+    slices: Annotated[list[Slice], Field(min_length=1)] | None = None
     base_model: Text | None = None
     base_precision: Text | None = None
     parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
@@ -213,6 +246,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     with told_as(InputError, f"{place.name} is no readable YAML"):
         text = raw.decode("utf-8-sig")
         data = YAML(typ="safe", pure=True).load(text)
+    _refuse_elsewhere(data, place.name)
     try:
         written = RecipeText.model_validate(data)
     except ValidationError as fault:
@@ -223,6 +257,24 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     except BLRError as fault:
         raise type(fault)(f"{place.name}: {fault}") from fault
     return Recipe(place, text, job, tuple(reader.notes), reader.is_auto)
+
+
+def _refuse_elsewhere(data: Any, name: str) -> None:
+    """Raise where a recipe asks for what only mergekit has, before its keys are complained of."""
+    if not isinstance(data, dict):
+        return
+    for key in data:
+        if key in ELSEWHERES:
+            raise InputError(f"{name}: {ELSEWHERES[key]}")
+    if "models" in data and "slices" in data:
+        raise InputError(f"{name}: slices: models stand beside them: write one ({ELSEWHERE})")
+    method = data.get("merge_method")
+    if isinstance(method, str) and method not in (*METHODS, AUTO):
+        methods = ", ".join((*METHODS, AUTO))
+        reason = "it stacks layers, and mergekit does this"
+        if method != "passthrough":
+            reason = ELSEWHERE
+        raise InputError(f"{name}: merge_method {method!r} is none of {methods}: {reason}")
 
 
 def _read_bytes(place: Path) -> bytes:
@@ -261,16 +313,13 @@ class _Reader:
         self.folder = folder
         self.notes: list[str] = []
         self.is_auto = text.merge_method == AUTO
-        if text.merge_method not in (*METHODS, AUTO):
-            methods = ", ".join((*METHODS, AUTO))
-            raise InputError(
-                f"merge_method {text.merge_method!r} is none of {methods}: {ELSEWHERE}"
-            )
+        self.parameters = text.parameters
         has_base = text.base_model is not None
         self.method = widest(based=has_base) if self.is_auto else method_of(text.merge_method)
         self.base: Path | None = None
         if text.base_model is not None:
             self.base = self._model(text.base_model)
+        self.listed = self._listed()
         self.entries = self._entries()
 
     def job(self) -> Job:
@@ -288,10 +337,11 @@ class _Reader:
 
     def _settings(self) -> dict[str, Any]:
         """The fields of a job that the recipe sets."""
-        parameters = self.text.parameters
-        settings: dict[str, Any] = {name: getattr(parameters, name) for name in SETTINGS}
+        settings: dict[str, Any] = {name: getattr(self.parameters, name) for name in SETTINGS}
+        if self.method.name == "nearswap":
+            settings["t"] = self._number("t")
         if self.method.takes("delta"):
-            settings["delta"] = parameters.delta
+            settings["delta"] = self.parameters.delta
         if self.method.takes("scale"):
             settings["scale"] = self._by_layer("lambda_", None, 1.0)
         if self.text.dtype == "float64":
@@ -300,6 +350,63 @@ class _Reader:
         if out_dtype is not None:
             settings["out_dtype"] = getattr(torch, out_dtype)
         return {name: value for name, value in settings.items() if value is not None}
+
+    def _number(self, name: str) -> float | None:
+        """A parameter of all models and tensors."""
+        rules = self._rules(name, None)
+        if not rules:
+            return None
+        if rules[0].varies:
+            raise InputError(f"{name} of {self.method.name} must be one number")
+        return rules[0].values[0]
+
+    def _listed(self) -> list[Entry]:
+        """The models, also where they are written as slices of all layers.
+
+        Raises:
+            InputError: slices that leave layers out, repeat or reorder them, or of which each has
+                models or parameters of its own.
+        """
+        slices = self.text.slices
+        if slices is None:
+            if self.text.models is None:
+                raise InputError("models: Field required, or slices")
+            return self.text.models
+        first = slices[0]
+        self._check_layers([[source.layer_range for source in part.sources] for part in slices])
+        for part in slices[1:]:
+            models = [(source.model, source.parameters) for source in part.sources]
+            first_models = [(source.model, source.parameters) for source in first.sources]
+            if models != first_models or part.parameters != first.parameters:
+                raise InputError(
+                    "slices: each has models or parameters of its own, which mergekit does; here "
+                    "weight: [..] or filters change them over the layers"
+                )
+        changes = {
+            name: getattr(first.parameters, name) for name in first.parameters.model_fields_set
+        }
+        self.parameters = self.text.parameters.model_copy(update=changes)
+        return [Entry(model=source.model, parameters=source.parameters) for source in first.sources]
+
+    def _check_layers(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Raise unless slices are all layers of the model in their order."""
+        assert self.text.slices is not None
+        model = self._model(self.text.slices[0].sources[0].model)
+        stacks = depths(Folder.open(model).specs)
+        count = max(stacks.values(), default=0)
+        position = 0
+        for sources in ranges:
+            start, stop = sources[0]
+            if any(source != (start, stop) for source in sources) or start != position:
+                break
+            position = stop
+        else:
+            if position == count:
+                return
+        raise InputError(
+            f"slices: they must be layers 0 to {count} of every model, in order; other layers are "
+            "mergekit's"
+        )
 
     def _existing(self, text: str) -> Path | None:
         """The file or folder that a recipe names; None where there is none."""
@@ -326,7 +433,7 @@ class _Reader:
     def _entries(self) -> dict[Path, Entry]:
         """The models that take part, each once; the base only where it is averaged like them."""
         by_place: dict[Path, tuple[Path, Entry]] = {}
-        for number, entry in enumerate(self.text.models):
+        for number, entry in enumerate(self.listed):
             model = self._model(entry.model)
             if model.resolve() in by_place:
                 raise InputError(
@@ -352,7 +459,7 @@ class _Reader:
                 raise InputError(f"models: {entry.model!r} is base_model itself: take it out")
         elif is_listed and self.method.name == "slerp":  # which starts at the base
             return {base: by_place.pop(base), **by_place}
-        elif not is_listed and self.method.name == "linear" and self.text.parameters.weight:
+        elif not is_listed and self.method.name == "linear" and self.parameters.weight:
             self.notes.append("base_model is averaged in with the weight of all, as in mergekit")
             by_place[base] = base, Entry(model=str(base))
         return by_place
@@ -365,8 +472,18 @@ class _Reader:
         is_start = key == "t" and self.base is not None and model.samefile(self.base)
         weight = self._by_layer(key, entry, default, complement=is_start)
         density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
-        data = self._data(entry)
-        return Member(model, self._precision(model, entry), weight, entry.n_data, density, data)
+        epsilon = self._by_layer("epsilon", entry, None) if method.takes("epsilon") else None
+        gamma = self._by_layer("gamma", entry, 0.01) if method.takes("gamma") else 0.01
+        return Member(
+            model,
+            precision=self._precision(model, entry),
+            weight=weight,
+            n_data=entry.n_data,
+            density=density,
+            epsilon=epsilon,
+            gamma=gamma,
+            data=self._data(entry),
+        )
 
     def _refuse_missing_weight(self, key: str, entry: Entry) -> None:
         """Raise where some models have a weight and others have none."""
@@ -379,14 +496,14 @@ class _Reader:
 
     def _rules(self, name: str, entry: Entry | None) -> tuple[Rule, ...]:
         """The rules of a parameter, what decides first: a model's own, then those of all."""
-        sections: list[ModelParameters] = [self.text.parameters]
+        sections: list[ModelParameters] = [self.parameters]
         if entry is not None:
             sections.insert(0, entry.parameters)
         return tuple(rule for section in sections for rule in _read(getattr(section, name)))
 
     def _by_layer(
-        self, name: str, entry: Entry | None, default: float, *, complement: bool = False
-    ) -> Weight:
+        self, name: str, entry: Entry | None, default: Any, *, complement: bool = False
+    ) -> Any:
         """A parameter as a function of the tensor's name.
 
         Without an entry, it is that of all models. ``complement`` gives 1 less the values.
@@ -433,7 +550,7 @@ class _Reader:
             return self._named_file("precision", entry.precision)
         is_written = "precision" in entry.model_fields_set  # as null, which takes none
         place = None if is_written else _precision_beside(model)
-        may_be_missing = self.text.parameters.missing_precision in ("base", "zero")
+        may_be_missing = self.parameters.missing_precision in ("base", "zero")
         if place is None and not may_be_missing and not self.is_auto:
             raise InputError(
                 f"{entry.model!r} has no precision: run `blr-analysis fisher`, or set "
@@ -459,7 +576,7 @@ class _Reader:
         """mergekit ignores them, too."""
         method = self.method
         entries = list(self.entries.values())
-        for section in (self.text.parameters, *(entry.parameters for entry in entries)):
+        for section in (self.parameters, *(entry.parameters for entry in entries)):
             for name in sorted(section.model_fields_set):
                 if not method.takes(name):
                     self.notes.append(f"{name.rstrip('_')} has no effect on {method.name}")

@@ -20,7 +20,9 @@ from blr_analysis.merging import sparse
 from blr_analysis.merging.formula import PrecisionValue, combine_into
 from blr_analysis.merging.layers import Part, Solved, Solver, solver
 from blr_analysis.merging.merge_plan import AVERAGED, BASE, COPIED, OWN, MergePlan, TensorPlan
+from blr_analysis.merging.methods import MATRICES, ROWS
 from blr_analysis.merging.plan import rows_at_once
+from blr_analysis.merging.selections import drop_by_size, middle
 
 
 class Sink(Protocol):
@@ -133,8 +135,10 @@ def _pieces(plan: MergePlan) -> Iterator[Piece]:
         if is_solved_elsewhere:
             continue
         size = tensor.spec.numel
-        must_be_whole = bool(tensor.layer) or plan.passes(tensor) > 1
+        must_be_whole = bool(tensor.layer) or plan.passes(tensor) > 1 or tensor.is_whole
         step = max(size, 1) if must_be_whole else plan.chunk
+        if tensor.scope == ROWS:
+            step = max(1, plan.chunk // tensor.row_length) * tensor.row_length
         for start in range(0, size, step):
             yield Piece(tensor, start, min(start + step, size))
 
@@ -195,6 +199,9 @@ class _Worker:
             solution = self._merge_layer(tensor.layer)
             undefined = solution.undefined
             return MergedPiece(tensor.name, tensor.layer, bytes_read, undefined, solution)
+        if tensor.is_whole or tensor.scope == ROWS:
+            self._merge_entries(tensor, piece.start, piece.stop, None)
+            return MergedPiece(tensor.name, "", bytes_read, 0)
         measures = self._measures(tensor)  # coefficients or limits; None where neither is needed
         undefined = 0
         for start in range(piece.start, piece.stop, self.plan.chunk):
@@ -269,6 +276,13 @@ class _Worker:
             weights = tensor.weights
             combine_into(result, None, inputs.models, weights, zeros, 0.0, self.scratch)
             return 0
+        is_plain_average = self.method.scope == MATRICES and tensor.scope != MATRICES
+        if self.method.matrix is not None and not is_plain_average:
+            self._combine_matrices(tensor, inputs, result)
+            return 0
+        if self.method.select is not None:
+            self._combine_selected(tensor, inputs, result)
+            return 0
         if self.method.thinned:
             self._combine_thinned(tensor, start, inputs, measures, result)
             return 0
@@ -282,6 +296,39 @@ class _Worker:
             inputs.base_precision,
             self.scratch,
         )
+
+    def _combine_matrices(self, tensor: TensorPlan, inputs: _Inputs, result: Tensor) -> None:
+        """θ_0 + λ times the merged step of a weight, as a matrix in float64.
+
+        The methods take a weight as [outputs, inputs]; where layers store [inputs, outputs], it is
+        turned.
+        """
+        assert inputs.base is not None and self.method.matrix is not None
+        shape = tensor.spec.shape
+        steps = [step.cpu().view(shape[0], -1) for step in inputs.steps(torch.float64)]
+        if self.plan.stores_transposed:
+            steps = [step.mT for step in steps]
+        options = {}
+        if self.method.takes("damping") and self.plan.job.damping is not None:
+            options["damping"] = self.plan.job.damping
+        merged = self.method.matrix(steps, tensor.weights, **options)
+        if self.plan.stores_transposed:
+            merged = merged.mT
+        step = merged.reshape(-1).mul(tensor.scale).to(inputs.device)
+        result.copy_(inputs.base.double().add_(step))
+
+    def _combine_selected(self, tensor: TensorPlan, inputs: _Inputs, result: Tensor) -> None:
+        """θ_0 plus the step that :mod:`blr_analysis.merging.selections` gives."""
+        assert inputs.base is not None and self.method.select is not None
+        shape = (-1,)
+        if tensor.is_whole:
+            shape = tensor.spec.shape
+        base = inputs.base.to(self.dtype)
+        steps = torch.stack(inputs.steps(self.dtype))
+        step = self.method.select(
+            base.view(shape), steps.view(len(steps), *shape), self.plan.selection
+        )
+        torch.add(base, step.reshape(-1), out=result)
 
     def _rounded(self, result: Tensor, dtype: torch.dtype) -> Tensor:
         """The result in the dtype that is written."""
@@ -339,12 +386,15 @@ class _Worker:
         result: Tensor,
     ) -> None:
         """:func:`blr_analysis.merging.sparse.combine_sparse`, block by block."""
+        thinned = self._thinned_by_size(tensor, start, inputs)
         for low, high in sparse.blocks(0, len(result)):
             block = inputs.block(low, high)
             assert block.base is not None
             precisions = self._weighing(block)
             steps = block.steps(self.dtype)
-            if self.method.thinned == "chance":
+            if thinned is not None:
+                steps = [step[low:high] for step in thinned]
+            elif self.method.thinned == "chance":
                 self._drop_by_chance(tensor, start + low, steps)
             elif limits is not None:
                 for step, precision, limit in zip(steps, precisions, limits, strict=True):
@@ -359,6 +409,31 @@ class _Worker:
                 normalize=self.plan.job.divides,
                 scale=tensor.scale,
             )
+
+    def _thinned_by_size(
+        self, tensor: TensorPlan, start: int, inputs: _Inputs
+    ) -> list[Tensor] | None:
+        """The steps of whole rows or tensors, of methods that must see these; else None."""
+        if self.method.thinned not in ("rank", "middle"):
+            return None
+        job = self.plan.job
+        steps = inputs.steps(self.dtype)
+        if self.method.thinned == "middle":
+            settings = zip(steps, tensor.densities, tensor.gammas, strict=True)
+            return [middle(step, density, gamma) for step, density, gamma in settings]
+        length = tensor.row_length
+        thinned = []
+        for t, step in enumerate(steps):
+            rows = drop_by_size(
+                step.view(-1, length),
+                tensor.densities[t],
+                tensor.epsilons[t],
+                rescale=job.rescale,
+                key=f"{job.seed}\0{t}\0{tensor.name}",
+                first_row=start // length,
+            )
+            thinned.append(rows.reshape(-1))
+        return thinned
 
     def _drop_by_chance(self, tensor: TensorPlan, start: int, steps: Sequence[Tensor]) -> None:
         """DARE: entries of each θ_t − θ_0 become 0, and the others larger, in place."""

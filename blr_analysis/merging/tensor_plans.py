@@ -11,6 +11,7 @@ from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Spec, same_bytes
+from blr_analysis.files.names import TOKEN_TABLES, module_word
 from blr_analysis.merging.job import Weight
 from blr_analysis.merging.merge_plan import (
     AVERAGED,
@@ -23,12 +24,14 @@ from blr_analysis.merging.merge_plan import (
     OpenModel,
     TensorPlan,
 )
+from blr_analysis.merging.methods import MATRICES
 from blr_analysis.merging.sources import MERGEABLE
 
 # What BatchNorm counts; it matters only to a running average without momentum.
 COUNTER = "num_batches_tracked"
 # What BatchNorm measured: no weights, and a variance extrapolated may be negative.
 STATISTICS = ("running_mean", "running_var")
+DELLA_EPSILON = 0.15
 MISSING = ""  # a precision that is not there
 ALIKE = "the same in all models"
 
@@ -75,8 +78,14 @@ def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
         return _with_note(mean, "a running statistic" if is_statistic else "a buffer")
     merged = replace(tensor, fate=MERGED, spec=written, precisions=precisions)
     scale = number(plan.job.scale, name, "scale") if plan.method.takes("scale") else 1.0
+    if plan.method.scope == MATRICES and not _is_matrix(name, spec):
+        return _with_note(replace(merged, weights=_shares(weights)), "no matrix: averaged")
+    merged = replace(merged, scope=plan.method.scope)
+    if plan.method.matrix is not None:
+        return replace(merged, scale=scale)
     if plan.method.thinned:  # which divides entry by entry
-        return replace(merged, densities=_densities(plan, name), scale=scale)
+        merged = replace(merged, densities=_densities(plan, name), scale=scale)
+        return _with_options(plan, merged)
     scaled = tuple(weight * scale for weight in _normalized(plan, name, weights))
     return replace(merged, weights=scaled)
 
@@ -96,6 +105,46 @@ def _densities(plan: MergePlan, name: str) -> tuple[float, ...]:
             f"densities of {name!r} must be above 0 and at most 1, got {list(densities)}"
         )
     return densities
+
+
+def _with_options(plan: MergePlan, tensor: TensorPlan) -> TensorPlan:
+    """A tensor with ε and γ of the methods that have them.
+
+    Raises:
+        InputError: chances to stay that are no probabilities.
+    """
+    if plan.method.takes("gamma"):
+        gammas = tuple(
+            number(model.gamma, tensor.name, f"gamma of {model.source.name!r}")
+            for model in plan.models
+        )
+        if not all(0 <= gamma < 1 for gamma in gammas):
+            raise InputError(f"gamma of {tensor.name!r} must be from 0 to below 1: {list(gammas)}")
+        return replace(tensor, gammas=gammas)
+    if not plan.method.takes("epsilon"):
+        return tensor
+    epsilons = tuple(
+        number(
+            DELLA_EPSILON if model.epsilon is None else model.epsilon,
+            tensor.name,
+            f"epsilon of {model.source.name!r}",
+        )
+        for model in plan.models
+    )
+    for density, epsilon in zip(tensor.densities, epsilons, strict=True):
+        smallest = density - abs(epsilon)
+        largest = density + abs(epsilon)
+        if smallest <= 0 or largest > 1:
+            raise InputError(
+                f"density ± epsilon of {tensor.name!r} must lie between 0 and 1, got "
+                f"{density:g} ± {epsilon:g}"
+            )
+    return replace(tensor, epsilons=epsilons)
+
+
+def _is_matrix(name: str, spec: Spec) -> bool:
+    """Whether a tensor is the weight of a layer, and no table with a row for each token."""
+    return len(spec.shape) >= 2 and module_word(name) not in TOKEN_TABLES
 
 
 def _shares(weights: Sequence[float]) -> tuple[float, ...]:

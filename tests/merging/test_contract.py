@@ -3,146 +3,18 @@ written out in float64 on whole tensors."""
 
 from __future__ import annotations
 
-import copy
 import math
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from models_on_disk import SHAPES, State, curved, near, state, write_model
-from torch import Tensor, nn
+from merge_contract import SCALE, MergeContract
+from models_on_disk import SHAPES, curved, near, state
+from torch import Tensor
 
 import blr_analysis as blr
 from blr_analysis.errors import InputError
-from blr_analysis.files import Folder, shards
-from blr_analysis.merging.methods import METHODS
 from blr_analysis.merging.sparse import random_mask
-
-DELTA, SCALE = 0.3, 0.8
-
-
-class MergeContract:
-    """A method; ``formula`` gives one tensor of the merge from whole ones."""
-
-    method = ""
-    weights: tuple[float, ...] = (0.7, 0.4, -0.2)
-    options: ClassVar[dict[str, Any]] = {}
-    close = 2e-9
-
-    def formula(self, base: Tensor, models: Tensor, h: Tensor, first: Tensor, name: str) -> Tensor:
-        """θ of θ_0, the stacked θ_t and H_t, and H_0 + δ."""
-        raise NotImplementedError
-
-    @property
-    def count(self) -> int:
-        return len(self.weights)
-
-    def shares(self, like: Tensor) -> Tensor:
-        return torch.tensor(self.weights, dtype=like.dtype).view(-1, *[1] * (like.ndim - 1))
-
-    def arguments(self, precisions: list[Any], first: Any) -> dict[str, Any]:
-        row = METHODS[self.method]
-        more: dict[str, Any] = {"method": self.method, "weights": list(self.weights)}
-        if row.uses_precisions:
-            more["precisions"] = precisions
-        if row.uses_base_precision:
-            more |= {"base_precision": first, "delta": DELTA}
-        return {**more, **self.options}
-
-    def family(self, dtype: torch.dtype) -> tuple[State, list[State], list[State], State]:
-        base = state(0, dtype)
-        times = range(1, self.count + 1)
-        return base, [near(base, t) for t in times], [curved(t) for t in times], curved(0)
-
-    def in_memory(self, stored: torch.dtype, **more: Any) -> dict[str, Tensor]:
-        base, models, precisions, first = self.family(stored)
-        given = self.arguments(precisions, first)
-        return blr.merge(base, models, **given, **more)
-
-    def test_in_memory_it_is_the_formula(self) -> None:
-        base, models, precisions, first = self.family(torch.float64)
-        found = self.in_memory(torch.float64, dtype=torch.float64)
-        assert list(found) == list(SHAPES)
-        for name in SHAPES:
-            every, h = (torch.stack([s[name].double() for s in ss]) for ss in (models, precisions))
-            truth = self.formula(base[name], every, h, first[name].double() + DELTA, name)
-            torch.testing.assert_close(found[name], truth, rtol=0, atol=self.close, msg=name)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_streamed_and_run_again_it_is_the_same(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-    ) -> None:
-        """To the bit, from shards into shards; a run that was cut short leaves nothing behind."""
-        base, models, precisions, first = self.family(dtype)
-        root = write_model(tmp_path / "base", base, precision=first, shards=2)
-        folders = [
-            write_model(tmp_path / f"ft{t}", m, precision=h, shards=1 + t)
-            for t, (m, h) in enumerate(zip(models, precisions, strict=True))
-        ]
-        places = [f / "precision" for f in folders]
-        given = {**self.arguments(places, root / "precision"), "max_shard_bytes": 200}
-
-        def stop(*args: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(shards.Shards, "put", stop)
-            blr.merge(root, folders, **given, out=tmp_path / "out")
-        assert not any(p.name.startswith((".out", "out")) for p in tmp_path.iterdir())
-        report = blr.merge(root, folders, **given, threads=2, out=tmp_path / "out")
-        written, memory = Folder.open(report.folder).tensors(), self.in_memory(dtype)
-        assert len(report.shards) > 1 and written.keys() == memory.keys()
-        assert all(torch.equal(written[n], memory[n]) for n in SHAPES)
-        assert all(t.dtype == dtype for t in written.values())
-
-    def test_a_long_tensor_is_merged_in_pieces(self) -> None:
-        """Of a length that no piece divides: as the formula has it, for any memory and threads."""
-        generator = torch.Generator().manual_seed(0)
-        base = torch.randn(2**19 + 77, generator=generator)
-        models = [base + 0.1 * torch.randn(len(base), generator=generator) for _ in self.weights]
-        h = [torch.rand(len(base), generator=generator) for _ in self.weights]
-        given = self.arguments([{"w": x} for x in h], {"w": h[0]})
-        found = [
-            blr.merge({"w": base}, [{"w": m} for m in models], **given, **how)["w"]
-            for how in ({"threads": 1}, {"threads": 3, "max_memory": 60_000_000})
-        ]
-        assert torch.equal(*found)
-        every, curves = torch.stack(models).double(), torch.stack(h).double()
-        truth = self.formula(base.double(), every, curves, curves[0] + DELTA, "w")
-        apart = (found[0] - truth).abs() > 1e-4  # where rounding decides what is trimmed
-        assert float(apart.double().mean()) < 1e-5
-
-    def test_weights_by_the_name(self) -> None:
-        by_name = [lambda n, a=a: a if "layers.0" in n else 1.0 for a in self.weights]
-        base, models, precisions, first = self.family(torch.float32)
-        given = self.arguments(precisions, first)
-        mixed = blr.merge(base, models, **{**given, "weights": by_name})
-        one = blr.merge(base, models, **{**given, "weights": 1.0})
-        for n, own in self.in_memory(torch.float32).items():
-            assert torch.equal(mixed[n], (own if "layers.0" in n else one[n]).view_as(own))
-
-    @pytest.mark.parametrize("sign", [1.0, -1.0])
-    def test_running_statistics_are_averaged(self, sign: float) -> None:
-        """No weights: by normalised weights, equal ones where some are negative; never negative."""
-        torch.manual_seed(0)
-        base = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        models = [copy.deepcopy(base) for _ in self.weights]
-        for t, model in enumerate(models):
-            for p in model.parameters():
-                p.data += 0.1 * torch.randn_like(p)
-            model[1].running_var.fill_(0.1 * (t + 1))
-            model[1].running_mean.fill_(t - 1.0)
-            model[1].num_batches_tracked += t
-        ones = [{n: torch.ones_like(p) for n, p in m.named_parameters()} for m in models]
-        weights = [1.0, *[2.0] * (self.count - 2), sign * 0.5]
-        given = {**self.arguments(ones, ones[0]), "weights": weights}
-        own = blr.merge(base, models, **given)
-        shares = torch.tensor(weights if sign > 0 else [1.0] * self.count)
-        for name in ("1.running_var", "1.running_mean"):
-            each = torch.stack([m.state_dict()[name] for m in models])
-            torch.testing.assert_close(own[name], shares @ each / shares.sum())
-        assert int(own["1.num_batches_tracked"]) == 0
 
 
 class TestGradientMatching(MergeContract):
@@ -292,11 +164,6 @@ class TestModelStock(MergeContract):
         steps = models - base
         c = sum((unit(a) * unit(b)).sum() for i, a in enumerate(steps) for b in steps[:i]) / 3
         return base + 3 * c / (1 + 2 * c) * steps.mean(0)
-
-
-def test_every_method_keeps_the_contract() -> None:
-    kept = {c.method for c in globals().values() if isinstance(c, type) and hasattr(c, "formula")}
-    assert kept - {""} == METHODS.keys()
 
 
 # Identities

@@ -205,6 +205,10 @@ def test_where_models_are(
         read("merge_method: linear\nmodels:\n- model: org/model@v2")
 
 
+SLICES = (
+    "merge_method: linear\nslices: [{{sources: [{{model: ft1, layer_range: {}}}, "
+    "{{model: ft2, layer_range: {}}}]}}]\nparameters: {{weight: 1}}"
+)
 BOMB = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
 BOMB += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
 FISHER = "merge_method: fisher\nmodels: "
@@ -248,8 +252,74 @@ REFUSED: list[tuple[str, str]] = [
     ("merge_method: slerp\nbase_model: base\n" + ONE, "no t"),
     (HEAD + "models: [{model: ft1, data: ft1/config.json}, {model: ft2}]", "data: stand for"),
     (FISHER + "[{model: ft1, data: recipe.yml, precision: ft1/precision}]", "beside data"),
+    (
+        "merge_method: dellla\nbase_model: base\nmodels: [{model: ft1, parameters: {eps: 1}}]",
+        "dellla",
+    ),
+    (
+        "merge_method: passthrough\nslices: [{sources: [{model: ft1, layer_range: [0, 1]}]}]",
+        "stacks",
+    ),
+    ("base_model: base\ngate_mode: hidden\nexperts: []", "mergekit-moe"),
+    ("genome: {}", "mergekit-evolve"),
+    (SLICES.format("[0, 1]", "[0, 1]"), r"layers 0 to 2 of every model"),
+    (SLICES.format("[0, 2]", "[1, 2]"), r"layers 0 to 2 of every model"),
+    (SLICES.format("[0, 3]", "[0, 3]"), r"layers 0 to 2 of every model"),
+    ("merge_method: nuslerp\nparameters: {nuslerp_flatten: false}\n" + BOTH, "nuslerp_flatten"),
     (TASK + "models: [{model: ft1, parameters: {weight: [{filter: mpl, value: 1}]}}]", "'mpl'"),
 ]
+
+
+def test_slices_of_all_layers_are_models(read: Read) -> None:
+    """One slice, or several that follow one another with the same models and parameters."""
+    models = "{{model: ft1, layer_range: {0}, parameters: {{weight: 2}}}}, "
+    models += "{{model: ft2, layer_range: {0}, parameters: {{weight: [0, 1]}}}}"
+    one = "{{sources: [" + models + "]}}"
+    for ranges in (["[0, 2]"], ["[0, 1]", "[1, 2]"]):
+        slices = ", ".join(one.format(layers) for layers in ranges)
+        recipe = read(f"merge_method: linear\nslices: [{slices}]")
+        first, second = recipe.job.members
+        assert weight_of(first, "layers.0.mlp.weight") == 2
+        assert weight_of(second, "layers.1.mlp.weight") == 1
+    own = one.format("[0, 1]") + ", {sources: [{model: ft1, layer_range: [1, 2]}]}"
+    with pytest.raises(InputError, match="of its own"):
+        read(f"merge_method: linear\nslices: [{own}]")
+
+
+def test_the_parameters_of_a_slice_are_those_of_all(read: Read) -> None:
+    sources = "{model: ft1, layer_range: [0, 2]}, {model: ft2, layer_range: [0, 2]}"
+    recipe = read(
+        f"merge_method: slerp\nbase_model: ft1\n"
+        f"slices: [{{sources: [{sources}], parameters: {{t: 0.25}}}}]"
+    )
+    assert [member.weight for member in recipe.job.members] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("method", "models", "parameters", "settings"),
+    [
+        ("della", "epsilon: 0.1, density: 0.6, weight: 1", "", {"epsilon": 0.1, "density": 0.6}),
+        ("breadcrumbs", "gamma: 0.2, weight: 1", "", {"gamma": 0.2}),
+        ("sce", "", "select_topk: 0.3", {"select_topk": 0.3}),
+        ("nearswap", "", "t: 0.02", {"t": 0.02}),
+        ("ramplus_tl", "", "r: 0.2, alpha: 0.4", {"r": 0.2, "alpha": 0.4}),
+        ("ram", "", "epsilon: 0.001", {"epsilon": 0.001}),
+        ("wudi", "weight: 1", "lambda: 0.5", {"scale": 0.5}),
+    ],
+)
+def test_parameters_of_single_methods(
+    read: Read, method: str, models: str, parameters: str, settings: dict[str, float]
+) -> None:
+    recipe = read(
+        f"merge_method: {method}\nbase_model: base\nparameters: {{{parameters}}}\n"
+        f"models: [{{model: ft1, parameters: {{{models}}}}}]"
+    )
+    (member,) = recipe.job.members
+    for name, value in settings.items():
+        place = member if hasattr(member, name) else recipe.job
+        assert getattr(place, name) == value
+    make_plan(recipe.job)
+    assert recipe.notes == ()
 
 
 @pytest.mark.parametrize(("text", "word"), REFUSED)
