@@ -33,6 +33,7 @@ from blr_analysis.checks import bare_name as bare_name
 from blr_analysis.checks import instance, positive_int
 from blr_analysis.errors import DeviceError, InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
+from blr_analysis.frozen import FrozenOutputs
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import (
     SEVERAL,
@@ -79,7 +80,8 @@ class Task:
             many as ``memory_budget`` holds.
         memory_budget: bytes of working memory above model and data; at least one example's need is
             taken. None: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the parameters
-            take; at least 1 GiB on a GPU.
+            take; at least 1 GiB on a GPU. What frozen layers give for each example is kept beside
+            it, in as many bytes again (None: what the model's weights take, 64 MiB or more).
         progress: None shows a bar on a terminal when the work is long; True always, False never.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
@@ -166,6 +168,7 @@ class Task:
             recipe.check_examples(self.n_data)
         self.recipe = recipe or recipe_of_weights(checkpoints, model)
         self.prior_precision: Any = None  # δ, where what was read names it
+        self.frozen = FrozenOutputs(self.dataset, self.examples.collate)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
@@ -288,7 +291,8 @@ class Task:
 
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
-        return self._changed(model=model, device=device, plans={}, **ANOTHER)
+        frozen = self.frozen.of_other_model()
+        return self._changed(model=model, device=device, plans={}, frozen=frozen, **ANOTHER)
 
     def fetch(self, indices: Tensor) -> Any:
         """The collated batch of these examples, on the task's device, as tensors that autograd
@@ -364,12 +368,14 @@ class Task:
         before = reading.versions(batch)
         failed = f"the model failed on a batch of {reading.describe(batch)}"
         remedy = "give inputs of the shape and dtype of the training"
-        with told_as(ModelError, failed, remedy), _running(self.model, narrow(params)):
-            result = self.forward(self.model, batch)
+        frozen = self.frozen.reused(self, batch, params, indices)
+        with told_as(ModelError, failed, remedy), frozen as is_whole:
+            result = self.run_model(batch, params)
         if not (isinstance(result, tuple) and len(result) == 2):
             got = reading.describe(result)
             raise InputError(f"forward must return a tuple (outputs, targets), got {got}")
-        self._overwrites = reading.versions(batch) != before
+        if is_whole:
+            self._overwrites = reading.versions(batch) != before
         outputs, targets = reading.checked(*result, self.likelihood, indices)
         if not self._looked_at:
             normalised = self.likelihood.looks_normalised(outputs.detach())
@@ -379,6 +385,11 @@ class Task:
                 said += "softmax or sigmoid out, or give a loss of probabilities as likelihood="
                 warnings.warn(said, stacklevel=2)
         return outputs, targets
+
+    def run_model(self, batch: Any, params: Mapping[str, Tensor]) -> Any:
+        """What the model makes of a batch at these parameters, unchecked."""
+        with _running(self.model, narrow(params)):
+            return self.forward(self.model, batch)
 
     def at(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None

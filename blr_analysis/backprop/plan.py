@@ -55,8 +55,9 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
     ]
     key = (tuple(params), tuple(states))
     if key not in task.plans:
-        with torch.inference_mode(False), _single_precision(task.device):
+        with torch.inference_mode(False), _single_precision(task.device), task.frozen.off():
             plan = _make(task, task.cast(params))
+        task.frozen.look(task, params)
         task.plans[key] = (plan, forwards)  # no other function gets the id of one that lives on
     return task.plans[key][0]
 

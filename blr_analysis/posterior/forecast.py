@@ -116,12 +116,12 @@ def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
 
 
 def step_seconds(task: Task) -> float:
-    """What an example takes in a training."""
+    """What an example takes in a training, in which frozen layers run anew."""
     trainable = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
     leaves = {n: p.detach().clone().requires_grad_() for n, p in trainable.items()}
 
     def step(indices: Tensor) -> None:
-        with torch.enable_grad(), task.evaluation():
+        with torch.enable_grad(), task.evaluation(), task.frozen.off():
             outputs, targets = task.run(task.fetch(indices), leaves, indices)
             loss = task.likelihood.at(indices).nll(outputs, targets).sum()
             torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)

@@ -335,14 +335,15 @@ def retrains(recipe: Recipe, groups: int, passes: int | None) -> bool:
 
 
 def training_epochs(recipe: Recipe | None, groups: int, passes: int | None) -> float:
-    """Epochs of the trainings of "auto" off a minimum, for one seed; without a recipe, those of the
-    default one."""
+    """Epochs over all data that the trainings of "auto" off a minimum take for one seed, where each
+    of these groups leaves the data in turn; without a recipe, those of the default one."""
+    all_without_one = groups - 1  # in parts of the data, the trainings without each group together
     epochs = EPOCHS if passes is None else passes
     if recipe is None or recipe.train is not None:
-        return epochs * (groups + 1)
+        return epochs * (all_without_one + 1)
     if retrains(recipe, groups, passes):
-        return recipe.epochs * groups
-    return recipe.shortened(epochs).epochs * (groups + 1)
+        return recipe.epochs * all_without_one
+    return recipe.shortened(epochs).epochs * (all_without_one + 1)
 
 
 @contextmanager
