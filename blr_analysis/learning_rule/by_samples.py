@@ -77,8 +77,8 @@ def fit(
         gradients: ``"path"``, ``"score"`` (for losses that have no gradient in θ), or ``"auto"``:
             the path where draws can be differentiated, the score for classes and signs.
         n_iter: steps.
-        tol: the divergence between the means over the last two quarters of the steps, in nats per
-            copy, from which on the fit counts as not converged.
+        tol: how far q may be from its rest, in nats per copy, to count as converged; estimated
+            by the divergence between the means over the last two quarters of the steps.
         generator: of the draws.
         progress: whether to show a bar; None: on a terminal after a second.
 
@@ -90,7 +90,7 @@ def fit(
             number, is not finite at draws of q, or has no gradient in θ where one is asked for.
 
     Warns:
-        NotConverged: q still moved by more than ``tol``.
+        NotConverged: q is still farther than ``tol`` from its rest.
 
     Example:
         Counts of a Poisson distribution whose rate has a log-normal prior: no Gamma distribution
@@ -119,52 +119,63 @@ def fit(
         estimated, loss=loss, samples=samples, gradients=gradients, generator=generator
     )
     q = start
-    halves = Halves(n_iter)
+    quarters = LastQuarters(n_iter)
 
     def step(t: int) -> float:
         nonlocal q
         value, gradient = estimate(q)
-        q = _inside(q, gradient, rate_at(rho, t + 1))
-        halves.add(t, q.natural)
+        rate = rate_at(rho, t + 1)
+        q = _inside(q, gradient, rate)
+        quarters.add(t, q.natural, rate)
         return value
 
     run = until_flat(step, OBJECTIVE, noisy=True, max_iter=n_iter, progress=progress)
-    third_quarter, last_quarter, mean = (start.with_natural(natural) for natural in halves.means())
-    moved = float(last_quarter.kl(third_quarter).detach().max())
-    if moved > tol:
+    distance = quarters.distance(start)
+    if distance > tol:
         warnings.warn(
-            f"q still moved by {moved:.3g} nats over the last steps: raise n_iter, samples or tol",
+            f"q is still about {distance:.3g} nats from its rest: raise n_iter, rho or samples",
             NotConverged,
             stacklevel=2,
         )
-    return Fitted(mean, run["history"], OBJECTIVE, converged=moved <= tol)
+    q = start.with_natural(quarters.mean())
+    return Fitted(q, run["history"], OBJECTIVE, converged=distance <= tol)
 
 
-class Halves:
-    """The sums of λ over the third and the last quarter of the steps."""
+class LastQuarters:
+    """The sums of λ over the third and the last quarter of the steps, and how far these go."""
 
     def __init__(self, n_iter: int) -> None:
         self.n_iter = n_iter
         self.sums: dict[int, Natural] = {}
         self.counts = {2: 0, 3: 0}
+        self.total_rate = 0.0  # Σ ρ over the last quarter
 
-    def add(self, t: int, natural: Natural) -> None:
-        """λ after step t = 0, 1, …"""
+    def add(self, t: int, natural: Natural, rate: float) -> None:
+        """λ after step t = 0, 1, …, and its ρ."""
         quarter = 4 * t // self.n_iter
         if quarter < 2:
             return
         fixed = {name: value.detach() for name, value in natural.items()}
         self.sums[quarter] = add(self.sums[quarter], fixed) if self.counts[quarter] else fixed
         self.counts[quarter] += 1
+        if quarter == 3:
+            self.total_rate += rate
 
-    def means(self) -> tuple[Natural, Natural, Natural]:
-        """Of the third quarter, of the last one, and of both."""
-        both = add(self.sums[2], self.sums[3])
-        return (
-            scale(self.sums[2], 1 / self.counts[2]),
-            scale(self.sums[3], 1 / self.counts[3]),
-            scale(both, 1 / (self.counts[2] + self.counts[3])),
-        )
+    def mean(self) -> Natural:
+        """Of both quarters."""
+        count = self.counts[2] + self.counts[3]
+        return scale(add(self.sums[2], self.sums[3]), 1 / count)
+
+    def distance(self, family: ExponentialFamily) -> float:
+        """About how far q is from its rest: the quarters' divergence, in nats per copy.
+
+        Steps that add up to Σ ρ < 1 make about that share of the way, and a divergence grows as
+        the square of a distance.
+        """
+        third = family.with_natural(scale(self.sums[2], 1 / self.counts[2]))
+        last = family.with_natural(scale(self.sums[3], 1 / self.counts[3]))
+        share_of_the_way = min(1.0, self.total_rate)
+        return float(last.kl(third).detach().max()) / share_of_the_way**2
 
 
 def estimated(
@@ -192,17 +203,15 @@ def estimated(
         mu = {name: value.detach().requires_grad_() for name, value in wide.expectation.items()}
         member = wide.with_expectation(mu)
         draws = member.sample(samples, generator=generator)
-        use_path = gradients == "path" or (gradients == "auto" and _follows(draws))
-        if use_path and not _follows(draws):
+        has_path = any(draw.requires_grad for draw in tree_leaves(draws))
+        if gradients == "path" and not has_path:
             raise InputError("draws of this family have no path: take gradients='score'")
+        use_path = has_path and gradients != "score"
         if not use_path:
             draws = tree_map(torch.Tensor.detach, draws)
-        losses = _losses(loss, tree_map(lambda draw: _like(draw, dtype), draws)).double()
-        if use_path and not losses.requires_grad:
-            raise InputError("the loss has no gradient in θ: take gradients='score'")
+        losses = _losses(loss, tree_map(partial(_like, dtype=dtype), draws)).double()
         objectives = losses + _per_draw(wide.log_prob(draws))
-        if not bool(objectives.isfinite().all()):
-            raise InputError("the loss is not finite at a draw of q: begin elsewhere, or lower rho")
+        _refuse_unusable(losses, objectives, use_path)
         if use_path:
             surrogate = objectives.mean()
         else:
@@ -221,9 +230,12 @@ def _score_surrogate(objectives: Tensor, log_probs: Tensor) -> Tensor:
     return (advantages * log_probs).mean()
 
 
-def _follows(draws: Any) -> bool:
-    """Whether the draws can be differentiated in the parameters."""
-    return any(draw.requires_grad for draw in tree_leaves(draws))
+def _refuse_unusable(losses: Tensor, objectives: Tensor, use_path: bool) -> None:
+    """Raise :class:`InputError` for losses without a gradient or a number."""
+    if use_path and not losses.requires_grad:
+        raise InputError("the loss has no gradient in θ: take gradients='score'")
+    if not bool(objectives.isfinite().all()):
+        raise InputError("the loss is not finite at a draw of q: begin elsewhere, or lower rho")
 
 
 def _like(draw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ evidence (``method``) and turns it into the estimate ĥ of the Hessian of the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,10 @@ def places(
     if look == "mean":
         return q.mean.unsqueeze(0), q.mean.new_ones(1)
     if look == "samples":
-        half = q.sample(-(-n // 2), generator=generator)
-        both = torch.cat([half, 2 * q.mean - half])
-        return both, both.new_full((len(both),), 1 / len(both))
+        draws = q.sample(math.ceil(n / 2), generator=generator)
+        opposite = 2 * q.mean - draws
+        points = torch.cat([draws, opposite])
+        return points, points.new_full((len(points),), 1 / len(points))
     if isinstance(q, FullGaussian) and q.mean.shape[-1] > 1:
         raise InputError("quadrature is for one variable: take look='samples'")
     if n > MOST_NODES:

@@ -71,7 +71,7 @@ class Move:
         ['square root', 'momentum (average)']
         """
         power = "square root" if self.power == 0.5 else f"power {self.power:g}"
-        said = {
+        sentences = {
             power: self.power != 1,
             f"momentum ({self.momentum})": self.momentum != "none",
             "debiased momentum": self.debias,
@@ -87,7 +87,7 @@ class Move:
             "sum instead of an average": self.memory == "sum",
             "scaled by its earlier steps": self.rescaled,
         }
-        return [words for words, is_so in said.items() if is_so]
+        return [words for words, is_so in sentences.items() if is_so]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def step(
             ``clip_radius``, if it is there, bounds each element of the step before ``lr``.
         count: t, this step's number, from 1.
     """
-    grad, decay = block.grad, group["weight_decay"]
+    grad = block.grad
+    decay = group["weight_decay"]
     if move.decay in ("gradient", "momentum") and decay:
         grad = _plus(grad, block.theta, decay)
     if block.hess and curvature.estimate is not None:
@@ -136,9 +137,12 @@ def step(
     lr = float(group["lr"])
     if move.decay == "decoupled" and decay:
         torch._foreach_mul_(block.theta, 1 - lr * decay)
-    scales = divisor(block.hess, move, group, count) if block.hess else []
+    scales: Tensors = []
+    if block.hess:
+        scales = divisor(block.hess, move, group, count)
     if block.moved:
-        direction, scales = _rescaled(direction, scales, block.moved, group), []
+        direction = _rescaled(direction, scales, block.moved, group)
+        scales = []
     _walk(block.theta, direction, scales, lr * factor, group.get("clip_radius", math.inf) / factor)
 
 
@@ -187,7 +191,8 @@ def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> 
     """What the step is divided by: a power of the precision, with its damping."""
     if move.debias_hess and group["hess_init"] == 0:
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
-    decay, eps = group["weight_decay"], group.get("eps", 0.0)
+    decay = group["weight_decay"]
+    eps = group.get("eps", 0.0)
     inside = {"prior": decay, "eps inside": eps}.get(move.damping, 0.0)
     after = {"after root": decay, "eps": eps}.get(move.damping, 0.0)
     precision = torch._foreach_add(hess, inside)

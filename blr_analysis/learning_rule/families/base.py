@@ -157,11 +157,13 @@ class ExponentialFamily(ABC):
 
     def _inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
         """⟨left, right⟩, one number per copy (and per leading dimension of either)."""
-        parts = []
-        for key, rank in self.ranks.items():
-            product = left[key] * right[key]
-            parts.append(product.flatten(product.ndim - rank).sum(-1) if rank else product)
-        return sum(parts[1:], start=parts[0])
+        products = []
+        for name, rank in self.ranks.items():
+            product = left[name] * right[name]
+            if rank > 0:
+                product = product.flatten(product.ndim - rank).sum(-1)
+            products.append(product)
+        return sum(products[1:], start=products[0])
 
     def _check_keys(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise :class:`InputError` unless there is one tensor for each statistic, of its rank."""
@@ -193,7 +195,9 @@ def add(*terms: Mapping[str, Tensor]) -> Natural:
     if any(set(term) != set(first) for term in rest):
         raise InputError("natural parameters of different families")
     with told_as(InputError, "natural parameters do not go together"):
-        return {k: sum((term[k] for term in rest), start=v) for k, v in first.items()}
+        return {
+            name: sum((term[name] for term in rest), start=value) for name, value in first.items()
+        }
 
 
 def scale(term: Mapping[str, Tensor], factor: float | Tensor) -> Natural:
@@ -202,7 +206,7 @@ def scale(term: Mapping[str, Tensor], factor: float | Tensor) -> Natural:
     >>> scale({"a": torch.ones(2)}, 3.0)
     {'a': tensor([3., 3.])}
     """
-    return {k: factor * v for k, v in term.items()}
+    return {name: factor * value for name, value in term.items()}
 
 
 def subtract(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Natural:

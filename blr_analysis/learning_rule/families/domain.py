@@ -83,8 +83,9 @@ def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
     if not isinstance(theta, Tensor) or theta.is_complex():
         _refuse(name, "a tensor of real numbers", theta)
     if theta.ndim < rank or not go_together(theta.shape, like.shape, rank):
-        ends = ", ".join(["...", *map(str, like.shape[like.ndim - rank :])])
-        raise InputError(f"{name} must be a tensor [{ends}], got {tuple(theta.shape)}")
+        event_sizes = [str(size) for size in like.shape[like.ndim - rank :]]
+        shape = ", ".join(["...", *event_sizes])
+        raise InputError(f"{name} must be a tensor [{shape}], got {tuple(theta.shape)}")
     if torch.promote_types(theta.dtype, like.dtype) != like.dtype:
         raise InputError(f"{name} are {theta.dtype}, the parameters {like.dtype}: convert one")
 
@@ -92,19 +93,22 @@ def points(theta: Any, like: Tensor, rank: int, name: str = "points") -> None:
 def derivatives(mean: Tensor, gradient: Tensor, hessian: Any, rank: int) -> None:
     """Raise unless a gradient ``[..., P]`` and its Hessian, or the diagonal, fit the mean."""
     points(gradient, mean, 1, "the gradient")
-    expected = (*gradient.shape, *mean.shape[-1:] * (rank - 1))
-    last = mean.shape[-1:] * rank
+    size = mean.shape[-1]
+    expected = (*gradient.shape, size) if rank == 2 else (*gradient.shape,)
     shape = getattr(hessian, "shape", ())
-    if len(shape) != len(expected) or shape[-rank:] != last:
+    if len(shape) != len(expected) or tuple(shape[-rank:]) != (size,) * rank:
         name = "diagonal of the Hessian" if rank == 1 else "Hessian"
         raise InputError(f"the {name} must be {expected}, got {tuple(shape)}")
 
 
 def go_together(left: torch.Size, right: torch.Size, rank: int) -> bool:
     """Whether the last ``rank`` dimensions are the same, and those before can be broadcast."""
-    pairs = zip(reversed(left), reversed(right), strict=False)
-    same_point = left[len(left) - rank :] == right[len(right) - rank :]
-    return same_point and all(a == b or 1 in (a, b) for a, b in pairs)
+    is_same_point = left[len(left) - rank :] == right[len(right) - rank :]
+    sizes = zip(reversed(left), reversed(right), strict=False)
+    can_be_broadcast = all(
+        size == other_size or 1 in (size, other_size) for size, other_size in sizes
+    )
+    return is_same_point and can_be_broadcast
 
 
 def expectation_inside(family: str, inside: Tensor, rule: str) -> None:

@@ -98,11 +98,9 @@ def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tens
     """(a, b) with ψ(a) − log b = ``log`` and a/b = ``mean``."""
     finite("expectation parameters", log)
     finite("expectation parameters", mean)
-    positive = mean > 0
-    excess = torch.where(positive, mean, math.nan).log() - log
-    expectation_inside(
-        family, excess > 0, "a mean lies above 0, and its logarithm above the mean of the logarithm"
-    )
+    excess = torch.where(mean > 0, mean, math.nan).log() - log
+    rule = "a mean lies above 0, and its logarithm above the mean of the logarithm"
+    expectation_inside(family, excess > 0, rule)
     shape = invert_excess_logarithm(excess)
     return shape, shape / mean
 
@@ -175,10 +173,11 @@ class Wishart(ExponentialFamily):
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Precision matrices ``[n, ..., p, p]``, by Bartlett's decomposition."""
-        j = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
-        shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - j)
-        lengths = (0.5 * (math.log(2) + log_gamma_draw(shapes, generator))).exp()
-        lower = normal(many(self.rate, n), generator).tril(-1) + torch.diag_embed(lengths)
+        row = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
+        shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - row)
+        log_squares = math.log(2) + log_gamma_draw(shapes, generator)  # of χ variables
+        below = normal(many(self.rate, n), generator).tril(-1)
+        lower = below + torch.diag_embed((0.5 * log_squares).exp())
         upper = torch.linalg.cholesky(self.rate).mT
         root = torch.linalg.solve_triangular(upper, lower, upper=True)
         return symmetric(root @ root.mT)
@@ -252,8 +251,9 @@ class NormalWishart(ExponentialFamily):
         kappa = -2 * natural["square"]
         above("kappa", kappa)
         mean = natural["shift"] / kappa.unsqueeze(-1)
+        dof = 2 * natural["logdet"] + mean.shape[-1]
         rate = -2 * natural["linear"] - outer(natural["shift"], mean)
-        return type(self)(mean, kappa, 2 * natural["logdet"] + mean.shape[-1], symmetric(rate))
+        return type(self)(mean, kappa, dof, symmetric(rate))
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         precision = expectation["linear"]

@@ -179,8 +179,9 @@ class FullGaussian(ExponentialFamily):
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         precision = symmetric(-2 * natural["square"])
         same_dtype(**natural)
-        factor, failed = torch.linalg.cholesky_ex(precision)
-        if bool((failed != 0).any()) or natural["linear"].shape != precision.shape[:-1]:
+        factor, failures = torch.linalg.cholesky_ex(precision)
+        has_failed = bool((failures != 0).any())
+        if has_failed or natural["linear"].shape != precision.shape[:-1]:
             return type(self)(natural["linear"], precision)  # which says what is wrong
         mean = torch.cholesky_solve(natural["linear"].unsqueeze(-1), factor).squeeze(-1)
         return type(self)(mean, precision)
@@ -188,8 +189,9 @@ class FullGaussian(ExponentialFamily):
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         mean = expectation["linear"]
         covariance = symmetric(expectation["square"]) - outer(mean, mean)
-        factor, failed = torch.linalg.cholesky_ex(covariance)
-        expectation_inside("FullGaussian", failed == 0, "E[θθᵀ] − E[θ]E[θ]ᵀ is positive definite")
+        factor, failures = torch.linalg.cholesky_ex(covariance)
+        rule = "E[θθᵀ] − E[θ]E[θ]ᵀ is positive definite"
+        expectation_inside("FullGaussian", failures == 0, rule)
         return type(self)(mean, torch.cholesky_inverse(factor))
 
     def statistics(self, theta: Tensor) -> Natural:
@@ -197,9 +199,7 @@ class FullGaussian(ExponentialFamily):
         return {"linear": theta, "square": outer(theta, theta)}
 
     def log_partition(self) -> Tensor:
-        quadratic = (self.natural["linear"] * self.mean).sum(-1)
-        size = self.mean.shape[-1]
-        return 0.5 * (quadratic - torch.linalg.slogdet(self.precision)[1] + size * LOG_2PI)
+        return 0.5 * quadratic(self.mean, self.precision) + self._log_volume()
 
     def log_prob(self, theta: Tensor) -> Tensor:
         points(theta, self.mean, 1)
@@ -214,7 +214,9 @@ class FullGaussian(ExponentialFamily):
 
     def _log_volume(self) -> Tensor:
         """−log q at the mean."""
-        return 0.5 * (self.mean.shape[-1] * LOG_2PI - torch.linalg.slogdet(self.precision)[1])
+        size = self.mean.shape[-1]
+        _, log_determinant = torch.linalg.slogdet(self.precision)
+        return 0.5 * (size * LOG_2PI - log_determinant)
 
     def pull_back(self, gradient: Tensor, hessian: Tensor) -> Natural:
         """∇_μ E_q[ℓ] from E_q[∇ℓ] ``[..., P]`` and E_q[∇²ℓ] ``[..., P, P]``.

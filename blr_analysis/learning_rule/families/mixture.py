@@ -70,7 +70,7 @@ class GaussianMixture(ExponentialFamily):
 
     @property
     def ranks(self) -> Mapping[str, int]:  # type: ignore[override]
-        return {key: rank + 1 for key, rank in self.components.ranks.items()}
+        return {name: rank + 1 for name, rank in self.components.ranks.items()}
 
     @property
     def marginal(self) -> Marginal:
@@ -83,20 +83,24 @@ class GaussianMixture(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        parts = self.components.expectation
-        return {k: _like(self.weights, v) * v for k, v in parts.items()}
+        return {
+            name: _like(self.weights, value) * value
+            for name, value in self.components.expectation.items()
+        }
 
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return self._with(self.components.with_natural(natural))
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        parts = {k: v / _like(self.weights, v) for k, v in expectation.items()}
-        return self._with(self.components.with_expectation(parts))
+        of_components = {
+            name: value / _like(self.weights, value) for name, value in expectation.items()
+        }
+        return self._with(self.components.with_expectation(of_components))
 
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
-        chosen = self._chosen(theta)
-        parts = self.components.statistics(theta["theta"].unsqueeze(-2))
-        return {k: _like(chosen, v) * v for k, v in parts.items()}
+        is_component = self._indicators(theta)
+        statistics = self.components.statistics(theta["theta"].unsqueeze(-2))
+        return {name: _like(is_component, value) * value for name, value in statistics.items()}
 
     def log_partition(self) -> Tensor:
         return (self.weights * self.components.log_partition()).sum(-1)
@@ -107,8 +111,8 @@ class GaussianMixture(ExponentialFamily):
 
     def log_base(self, theta: Mapping[str, Tensor]) -> Tensor:
         """log π_z + A(λ) − A(λ_z): the component has a normaliser of its own."""
-        alone = self.weights.log() - self.components.log_partition()
-        return (self._chosen(theta) * alone).sum(-1) + self.log_partition()
+        of_components = self.weights.log() - self.components.log_partition()
+        return (self._indicators(theta) * of_components).sum(-1) + self.log_partition()
 
     def _kl(self, other: Self) -> Tensor:
         """KL of the joints, Σ π_k KL_k: an upper bound of that of the marginals."""
@@ -132,9 +136,9 @@ class GaussianMixture(ExponentialFamily):
         self, n: int | None = None, *, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """``{"theta": θ, "component": z}``, ``[n, ..., P]`` and ``[n, ...]``."""
-        edges = many(self.weights.detach().cumsum(-1)[..., :-1], n)
-        drawn = uniform(edges[..., :1] if edges.shape[-1] else many(self.weights, n), generator)
-        component = (drawn[..., :1] > edges).sum(-1)
+        cumulative = many(self.weights.detach().cumsum(-1), n)
+        draws = uniform(cumulative[..., :1], generator)
+        component = (draws > cumulative[..., :-1]).sum(-1)
         points = self.components.sample(n, generator=generator)
         index = component[..., None, None].expand(*points.shape[:-2], 1, points.shape[-1])
         return {"theta": points.gather(-2, index).squeeze(-2), "component": component}
@@ -142,7 +146,8 @@ class GaussianMixture(ExponentialFamily):
     def _with(self, components: FullGaussian | DiagonalGaussian) -> Self:
         return type(self)(self.weights.to(components.mean), components)
 
-    def _chosen(self, theta: Mapping[str, Tensor]) -> Tensor:
+    def _indicators(self, theta: Mapping[str, Tensor]) -> Tensor:
+        """1 for the point's component and 0 for the others, ``[..., K]``."""
         self._check_point(theta, ("theta", "component"))
         component = theta["component"]
         count = self.weights.shape[-1]
@@ -193,11 +198,12 @@ class Marginal:
         """
         weights = self.responsibilities(theta).unsqueeze(-1)
         pulls = self._pulls(theta)
-        apart = pulls - (weights * pulls).sum(-2, keepdim=True)
+        deviations = pulls - (weights * pulls).sum(-2, keepdim=True)
         precision = self.components.precision
         if isinstance(self.components, DiagonalGaussian):
             precision = torch.diag_embed(precision)
-        return (weights * apart).mT @ apart - (weights.unsqueeze(-1) * precision).sum(-3)
+        mean_precision = (weights.unsqueeze(-1) * precision).sum(-3)
+        return (weights * deviations).mT @ deviations - mean_precision
 
     def _log_joint(self, theta: Tensor) -> Tensor:
         """log π_k + log N(θ | m_k, S_k⁻¹) ``[..., K]``, without ⟨λ, T⟩'s cancellation."""

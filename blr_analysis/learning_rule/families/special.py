@@ -1,13 +1,14 @@
-"""Functions of the Gamma family, from 1e-3 to 1e6: differences of large terms are taken by
-Stirling's series where they would cancel. At the end symmetric positive definite matrices, one for
-each copy.
+"""Functions of the Gamma family, from 1e-3 to 1e6, and symmetric positive definite matrices.
+
+Differences of large terms are taken by Stirling's series where the terms would cancel. Of matrices
+there is one for each copy.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from torch import Tensor
 from blr_analysis.errors import InputError
 
 LOG_2PI = math.log(2 * math.pi)
-_SERIES_FROM = 20.0
+EULER = 0.5772157
+MINKAS_BORDER = -2.22
+SERIES_FROM = 20.0
+DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132)
+"""log x − ψ(x) = 1/(2x) + Σ_k c_k / x^(2k+2)."""
+TRIGAMMA_SERIES = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
+"""ψ'(x) − 1/x = 1/(2x²) + Σ_k c_k / x^(2k+3)."""
 
 
 def trigamma(x: Tensor) -> Tensor:
@@ -23,59 +30,60 @@ def trigamma(x: Tensor) -> Tensor:
     return torch.special.zeta(2.0, x)
 
 
-def _by_series(
-    x: Tensor, direct: Callable[[Tensor], Tensor], series: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """``direct(x)`` below 20, and from there a series in (1/x, 1/x²)."""
-    y = 1 / x.clamp(min=_SERIES_FROM)
-    return torch.where(x < _SERIES_FROM, direct(x.clamp(max=_SERIES_FROM)), series(y, y * y))
-
-
 def log_minus_digamma(x: Tensor) -> Tensor:
     """log x − ψ(x), which is ≈ 1/(2x) where the two terms nearly cancel."""
-
-    def series(y: Tensor, z: Tensor) -> Tensor:
-        return y * (0.5 + y * (1 / 12 - z * (1 / 120 - z * (1 / 252 - z * (1 / 240 - z / 132)))))
-
-    return _by_series(x, lambda x: x.log() - torch.digamma(x), series)
+    small = x.clamp(max=SERIES_FROM)
+    direct = small.log() - torch.digamma(small)
+    y = 1 / x.clamp(min=SERIES_FROM)
+    series = y * (0.5 + y * _polynomial(y.square(), DIGAMMA_SERIES))
+    return torch.where(x < SERIES_FROM, direct, series)
 
 
 def trigamma_excess(x: Tensor) -> Tensor:
     """ψ'(x) − 1/x, which is ≈ 1/(2x²) where the two terms nearly cancel."""
+    small = x.clamp(max=SERIES_FROM)
+    direct = trigamma(small) - 1 / small
+    y = 1 / x.clamp(min=SERIES_FROM)
+    series = y.square() * (0.5 + y * _polynomial(y.square(), TRIGAMMA_SERIES))
+    return torch.where(x < SERIES_FROM, direct, series)
 
-    def series(y: Tensor, z: Tensor) -> Tensor:
-        return z * (0.5 + y * (1 / 6 - z * (1 / 30 - z * (1 / 42 - z * (1 / 30 - z * 5 / 66)))))
 
-    return _by_series(x, lambda x: trigamma(x) - 1 / x, series)
+def _polynomial(z: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """c_0 + c_1 z + c_2 z² + …, by Horner's rule."""
+    value = torch.zeros_like(z)
+    for coefficient in reversed(coefficients):
+        value = value * z + coefficient
+    return value
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
     """log(x'/x), exact also where x' ≈ x or one of them is tiny."""
-    ratio = (new - old) / old
-    near = torch.log1p(ratio.clamp(-0.5, 0.5))
-    return torch.where(ratio.abs() < 0.5, near, (new / old).log())
+    change = (new - old) / old
+    near = torch.log1p(change.clamp(-0.5, 0.5))
+    return torch.where(change.abs() < 0.5, near, (new / old).log())
 
 
-def _halves(x: Tensor, size: int) -> Tensor:
+def _minus_halves(x: Tensor, size: int) -> Tensor:
     """x − j/2 for j = 0 … size − 1, along a new last dimension."""
-    parts = x.unsqueeze(-1).expand(*x.shape, size)
-    return parts - _halves_off(parts)
+    copies = x.unsqueeze(-1).expand(*x.shape, size)
+    return copies - _halves(copies)
 
 
-def _halves_off(parts: Tensor) -> Tensor:
+def _halves(parts: Tensor) -> Tensor:
     """j/2 for each of the entries along the last dimension."""
     return 0.5 * torch.arange(parts.shape[-1], dtype=parts.dtype, device=parts.device)
 
 
 def multivariate_digamma(x: Tensor, size: int) -> Tensor:
     """ψ_p(x) = Σ_j ψ(x − j/2), the derivative of log Γ_p."""
-    return torch.digamma(_halves(x, size)).sum(-1)
+    return torch.digamma(_minus_halves(x, size)).sum(-1)
 
 
 def excess_logarithm(x: Tensor, size: int) -> Tensor:
     """p log x − ψ_p(x): what log-determinants of Wishart draws lack to that of their mean."""
-    parts = _halves(x, size)
-    return (log_minus_digamma(parts) + torch.log1p(_halves_off(parts) / parts)).sum(-1)
+    parts = _minus_halves(x, size)
+    log_gaps = torch.log1p(_halves(parts) / parts)  # log x − log(x − j/2)
+    return (log_minus_digamma(parts) + log_gaps).sum(-1)
 
 
 def invert_excess_logarithm(excess: Tensor, size: int = 1) -> Tensor:
@@ -102,8 +110,8 @@ def invert_excess_logarithm(excess: Tensor, size: int = 1) -> Tensor:
 def _excess_step(u: Tensor, excess: Tensor, size: int) -> Tensor:
     """Newton's step in u."""
     x = 1 / u + 0.5 * (size - 1)
-    parts = _halves(x, size)
-    slopes = trigamma_excess(parts) + _halves_off(parts) / (x.unsqueeze(-1) * parts)
+    parts = _minus_halves(x, size)
+    slopes = trigamma_excess(parts) + _halves(parts) / (x.unsqueeze(-1) * parts)
     slope_in_u = slopes.sum(-1) / u.square()
     return (excess_logarithm(x, size) - excess) / slope_in_u
 
@@ -111,10 +119,12 @@ def _excess_step(u: Tensor, excess: Tensor, size: int) -> Tensor:
 def inverse_digamma(y: Tensor) -> Tensor:
     """x > 0 with ψ(x) = y, by Newton's method from Minka's start; not differentiable."""
     with torch.no_grad():
-        far = y >= -2.22
-        x = torch.where(far, y.clamp(min=-2.22).exp() + 0.5, -1 / (y.clamp(max=-2.22) + 0.5772157))
+        of_large = y.clamp(min=MINKAS_BORDER).exp() + 0.5
+        of_small = -1 / (y.clamp(max=MINKAS_BORDER) + EULER)
+        x = torch.where(y >= MINKAS_BORDER, of_large, of_small)
         for _ in range(6):
-            x = torch.maximum(x - (torch.digamma(x) - y) / trigamma(x), 0.1 * x)
+            newton = x - (torch.digamma(x) - y) / trigamma(x)
+            x = torch.maximum(newton, 0.1 * x)
         return x
 
 
@@ -136,7 +146,8 @@ def inverse(matrix: Tensor) -> Tensor:
 
 def logdet(matrix: Tensor) -> Tensor:
     """log|M|, by Cholesky's factor."""
-    return 2 * torch.linalg.cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    factor = torch.linalg.cholesky(matrix)
+    return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
@@ -146,7 +157,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 
 def quadratic(vector: Tensor, matrix: Tensor) -> Tensor:
     """vᵀ M v."""
-    return (vector * (matrix @ vector.unsqueeze(-1)).squeeze(-1)).sum(-1)
+    product = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    return (vector * product).sum(-1)
 
 
 def compare(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,5 +170,7 @@ def compare(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     factor = torch.linalg.cholesky(old)
     half = torch.linalg.solve_triangular(factor, new - old, upper=False)
     gap = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    unit = torch.eye(gap.shape[-1], dtype=gap.dtype, device=gap.device)
-    return gap.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.slogdet(gap + unit)[1]
+    identity = torch.eye(gap.shape[-1], dtype=gap.dtype, device=gap.device)
+    trace = gap.diagonal(dim1=-2, dim2=-1).sum(-1)
+    _, log_determinant = torch.linalg.slogdet(gap + identity)
+    return trace, log_determinant

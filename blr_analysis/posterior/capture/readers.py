@@ -174,6 +174,7 @@ SQUARED_GRADIENTS = Reader("adam_v", "hess", _without_start_bias)
 ROWS: dict[str, Reader] = {
     **{row: replace(IVON, kind=row.lower()) for row in ("IVON", "VOGN", "OGN", "Vadam", "Vprop")},
     "bSAM": replace(IVON, kind="bsam"),
+    "diagonal online Newton": replace(IVON, kind="diagonal_newton"),
     "Adam": SQUARED_GRADIENTS,
     "AdamW": SQUARED_GRADIENTS,
     "AdaDelta": replace(SQUARED_GRADIENTS, kind="adadelta_v"),
