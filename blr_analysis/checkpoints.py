@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from blr_analysis.files.shards import save_file
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.recorder import KroneckerRecorder
+from blr_analysis.posterior.recorder import KroneckerRecorder, between
 from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
@@ -33,7 +33,7 @@ LOOKS = 8  # so many numbers of a tensor identify the weights of a step
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
 RECORDER = "recorder/"  # prefix of the recorder's means
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
-COUNTS = ("passes", "recorded")  # of the recorder, beside its means
+COUNTS = ("passes", "recorded", "drawn")  # of the recorder, beside its means
 
 
 class Checkpoints:
@@ -84,7 +84,9 @@ class Checkpoints:
         self.folder = None if folder is None else Path(path_of(folder)).expanduser()
         if structure is not None:
             one_of("structure", structure, ("kron",))
-        self.recorder = KroneckerRecorder(self.model, every=EVERY) if structure else None
+        self.recorder: KroneckerRecorder | None = None
+        if structure is not None:
+            self.recorder = KroneckerRecorder(self.model, every=EVERY, labels="drawn")
         self.done = 0
         self.snapshots: dict[int, State | Path] = {}  # by step
         self.modes: dict[str, bool] | None = None  # of the modules, while they train
@@ -173,14 +175,17 @@ class Checkpoints:
             self._write_recorder(self.recorder, snapshot)
 
     def _write_recorder(self, recorder: KroneckerRecorder, snapshot: State) -> None:
+        recorder.load_state_dict(self._recorded_in(recorder, snapshot))
+
+    def _recorded_in(self, recorder: KroneckerRecorder, snapshot: State) -> dict[str, Any]:
+        """The recorder's state at a snapshot."""
         means = {
             name.removeprefix(RECORDER): tensor
             for name, tensor in snapshot.items()
             if name.startswith(RECORDER)
         }
         counts = {name: int(means.pop(f"{name}/")) for name in COUNTS}
-        state = recorder.state_dict()
-        recorder.load_state_dict({**state, **counts, "means": means})
+        return {**recorder.state_dict(), **counts, "means": means}
 
     def begin(self, step: int = 0) -> None:
         """Call this before the first step, whose weights are kept too; or, where a training is
@@ -256,23 +261,44 @@ class Checkpoints:
             prior_precision=prior_precision,
             initial=initial,
         )
-        return self.before(now(), now)
+        return self.before(None, now)
 
-    def before(self, last: Posterior, now: Callable[[], Posterior]) -> Posterior:
+    def before(self, last: Posterior | None, now: Callable[[], Posterior]) -> Posterior:
         """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
-        as they were at the snapshots."""
-        earlier = []
+        as they were at the snapshots.
+
+        Args:
+            last: the posterior; None: what ``now`` answers at the end.
+            now: makes a posterior of model, optimizer and recorder.
+        """
         present = self._present()
+        steps = self._thinned(self.model)
+        states = [read(self.snapshots[step]) for step in steps]
+        earlier = []
         try:
-            for k, step in enumerate(self._thinned(self.model)):
-                self._write(read(self.snapshots[step]))
+            for k, state in enumerate(states):
+                self._write(state)
+                self._narrow([*states, present], k)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", InitialPrecisionWarning)  # usual so early
                     q = now()
                 earlier.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+            self._write(present)
+            self._narrow([*states, present], len(states))
+            end = now() if last is None else last
         finally:
             self._write(present)
-        return last.changed(earlier=tuple(earlier))
+        return end.changed(earlier=tuple(earlier))
+
+    def _narrow(self, states: Sequence[State], k: int) -> None:
+        """Let the recorder have what it saw between the snapshots before and after the k-th, the
+        last of which is the end."""
+        if self.recorder is None:
+            return
+        recorded = [self._recorded_in(self.recorder, state) for state in states]
+        before = recorded[k - 1] if k else None
+        after = recorded[min(k + 1, len(recorded) - 1)]
+        self.recorder.load_state_dict(between(before, after))
 
 
 def _look(model: nn.Module) -> tuple[float, ...]:

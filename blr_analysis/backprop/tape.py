@@ -36,7 +36,7 @@ Gradients = list[Tensor | None]
 """By output of a layer; None where no gradient came back."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerCall:
     """One call of a layer.
 
@@ -51,7 +51,7 @@ class LayerCall:
     gradients: Gradients
 
 
-@dataclass
+@dataclass(eq=False)
 class Pass:
     """One call of the model.
 
@@ -60,6 +60,7 @@ class Pass:
         calls: the calls of the model's layers in the forward pass.
         recomputed: the calls in the backward pass that a gradient came back to, where activations
             are checkpointed and the forward pass itself had no graph.
+        outputs: those of the model, where a reader keeps them for a backward pass of its own.
     """
 
     batch: int
@@ -81,6 +82,14 @@ class Pass:
         """The calls that a gradient came back to, those nearest to the outputs first."""
         calls = [*self.recomputed, *reversed(self.calls)]
         return [call for call in calls if any(grad is not None for grad in call.gradients)]
+
+    def with_gradients(self, gradients: Sequence[Gradients]) -> Pass:
+        """The same calls, as if these gradients had come back to them."""
+        calls = [
+            LayerCall(call.visit, [], call_gradients)
+            for call, call_gradients in zip(self.calls, gradients, strict=True)
+        ]
+        return Pass(self.batch, calls)
 
     def of_examples(self, chosen: Tensor) -> Pass:
         """The same of some examples: their rows of what the layers saw and of the gradients."""

@@ -18,7 +18,8 @@ data after training; under AdamW's own diagonal the second scored .25.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,11 +45,13 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.half import working
-from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases
+from blr_analysis.posterior.drawn import drawn_errors
+from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases, is_too_large
 from blr_analysis.ranks import is_sharded
 from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
+GRADIENT = ".gradient"  # behind a parameter's name
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
 
@@ -71,6 +74,10 @@ class KroneckerRecorder(Reader):
         reduction: of the loss over the examples of a batch, "mean" or "sum".
         scale: what the loss is multiplied with besides; of a mean over the tokens of sequences
             ``1 / tokens per sequence``.
+        labels: "given", those of the loss as it is trained; or "drawn" from the model's
+            predictions, where the loss is a cross-entropy (:mod:`blr_analysis.posterior.drawn`),
+            which takes a backward pass to the layers' outputs more. ``reduction`` and ``scale``
+            are then found, the gradient's mean is recorded too, and other losses have given labels.
 
     Raises:
         ModelError: nothing to train, parameters of a layer without a rule, or a sharded model.
@@ -100,6 +107,7 @@ class KroneckerRecorder(Reader):
         beta2: float | None = None,
         reduction: str = "mean",
         scale: float = 1.0,
+        labels: str = "given",
     ) -> None:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
         model = unwrapped(model)
@@ -109,12 +117,14 @@ class KroneckerRecorder(Reader):
         self.beta2 = beta2
         self.reduction = one_of("reduction", reduction, ("mean", "sum"))
         self.scale = positive_number("scale", scale)
+        self.labels = one_of("labels", labels, ("given", "drawn"))
         self._model = model
         self._parameters = _trainable(model)
         self._units = units_of(model, set(self._parameters))
         _check_recordable(self._parameters, self._units)
         self.passes = 0  # in training mode, so far
         self._recorded = 0  # passes that were recorded
+        self._drawn = 0  # those of them with drawn labels
         self._joints: dict[str, Joint] = {}
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
@@ -122,8 +132,14 @@ class KroneckerRecorder(Reader):
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this one is
+        self._is_drawing = False  # whether a backward pass of drawn labels goes on
+        self._gradient_scale: float | None = None  # of the backward pass that goes on, if recorded
         self._tape = Tape(model, self)
         self._tape.start(self._units)
+        self._handles: list[Any] = []
+        if labels == "drawn":
+            for name, parameter in self._parameters.items():
+                self._handles.append(parameter.register_hook(partial(self._take_gradient, name)))
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -132,6 +148,8 @@ class KroneckerRecorder(Reader):
         """Take the hooks off the model; what was recorded stays."""
         self._settle()
         self._tape.stop()
+        while self._handles:
+            self._handles.pop().remove()
 
     # Of a tape -------------------------------------------------------------------------------
 
@@ -141,16 +159,24 @@ class KroneckerRecorder(Reader):
         if not model.training:
             return False
         self._settle()
+        self._gradient_scale = None
         self._follows_recorded = self._is_recorded
         self._is_recorded = self.passes % self.every == 0 and batch > 0
         self.passes += 1
         if self._is_recorded:
             self._tape.passes.clear()  # of some no gradient came back
-        may_accumulate = self._follows_recorded and not self.accumulates
+        is_watching = self.labels == "given" and not self.accumulates
+        may_accumulate = self._follows_recorded and is_watching
         return self._is_recorded or (may_accumulate and batch > 0)
 
     def finished(self, forward: Pass, output: Any) -> None:
-        """Let go of the graph, and look out for gradients of an earlier pass."""
+        """Wait for the loss's gradient at the outputs; or let go of the graph, and look out for
+        gradients of an earlier pass."""
+        outputs = outputs_of(output, forward.batch) if self.labels == "drawn" else None
+        if outputs is not None:
+            forward.outputs = outputs
+            outputs.register_hook(partial(self._loss_met, weakref.ref(forward)))
+            return
         unit = forward.calls[0].visit.unit
         for call in forward.calls:
             call.edges = []
@@ -172,6 +198,41 @@ class KroneckerRecorder(Reader):
                 stacklevel=2,
             )
 
+    # Drawn labels ----------------------------------------------------------------------------
+
+    def _loss_met(self, reference: Callable[[], Pass | None], gradient: Tensor) -> None:
+        """In the backward pass, at the outputs: record what drawn labels would have given."""
+        forward = reference()
+        if self._is_drawing or forward is None or forward not in self._tape.passes:
+            return
+        outputs = forward.outputs
+        assert outputs is not None
+        is_usable = bool(gradient.isfinite().all())  # a gradient scaler skips other steps
+        drawn = drawn_errors(outputs.detach(), gradient, self.passes) if is_usable else None
+        if drawn is not None:
+            self._is_drawing = True
+            try:
+                gradients = forward.gradients([outputs], [drawn.errors])
+            finally:
+                self._is_drawing = False
+            counts = gradient.ne(0).reshape(forward.batch, -1).any(1)
+            self._average(self._terms(forward.with_gradients(gradients), counts, factor=1.0))
+            self._drawn += 1
+            self._gradient_scale = 1 / (drawn.weight * int(counts.sum()))
+        if drawn is not None or not is_usable:
+            self._tape.passes.remove(forward)
+        forward.outputs = None
+        for call in forward.calls:
+            call.edges = []
+
+    @torch.no_grad()
+    def _take_gradient(self, name: str, gradient: Tensor) -> None:
+        """Average in the gradient that a parameter gets in a pass with drawn labels."""
+        if self._gradient_scale is None or self._is_drawing:
+            return
+        wide = gradient.detach().to(working(gradient.dtype))
+        self._move_mean(f"{name}{GRADIENT}", wide * self._gradient_scale)
+
     # Reading ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -180,26 +241,35 @@ class KroneckerRecorder(Reader):
         for forward in list(self._tape.passes):
             if forward.differentiated:
                 self._tape.passes.remove(forward)
-                self._average(self._terms(forward))
+                self._average(self._given(forward))
 
-    def _terms(self, forward: Pass) -> list[Term]:
-        """G_i of the examples of the pass that count in its loss, which is their mean."""
-        if self.reduction == "mean":
-            counts = forward.counted()
-            if not bool(counts.all()):
-                if not self._has_warned:
-                    self._has_warned = warn_of_uncounted(counts)
-                forward = forward.of_examples(counts.nonzero().flatten())
+    def _given(self, forward: Pass) -> list[Term]:
+        """G_i of the labels as they are."""
+        if self.reduction == "sum":
+            counts = torch.ones(forward.batch, dtype=torch.bool)
+            return self._terms(forward, counts, factor=1 / self.scale)
+        counts = forward.counted()
+        if not bool(counts.all()) and not self._has_warned:
+            self._has_warned = warn_of_uncounted(counts)
+        return self._terms(forward, counts, factor=int(counts.sum()) / self.scale)
+
+    @torch.no_grad()
+    def _terms(self, forward: Pass, counts: Tensor, factor: float) -> list[Term]:
+        """G_i of the examples that count, ``factor`` times the gradients that came back."""
+        if not bool(counts.all()):
+            forward = forward.of_examples(counts.nonzero().flatten())
         calls = forward.differentiated
-        factor = (forward.batch if self.reduction == "mean" else 1) / self.scale
         gradients = [_scaled(call.gradients, factor) for call in calls]
-        return terms_of(self._model, calls, gradients, partial(_axes, forward.batch), forward.batch)
+        with torch.autocast(counts.device.type, enabled=False):
+            axes_of = partial(_axes, forward.batch)
+            return terms_of(self._model, calls, gradients, axes_of, forward.batch)
 
+    @torch.no_grad()
     def _average(self, terms: Sequence[Term]) -> None:
         """Average in what a pass showed."""
         self._recorded += 1
         for term in terms:
-            factors = term.factors()
+            factors = None if is_too_large(term) else term.factors()
             if factors is None:
                 for name, squares in term.square_sum().items():
                     self._move_mean(name, squares.div_(term.n_examples))
@@ -233,6 +303,25 @@ class KroneckerRecorder(Reader):
         means over the recorded examples."""
         self._settle()
         return {k: (self._means[f"{k}.input"], self._means[f"{k}.output"]) for k in self._joints}
+
+    @property
+    def gradient(self) -> dict[str, Tensor] | None:
+        """The mean of an example's gradient, by parameter; None where it was not recorded."""
+        names = [f"{name}{GRADIENT}" for name in self._parameters]
+        if not all(name in self._means for name in names):
+            return None
+        return {name: self._means[f"{name}{GRADIENT}"] for name in self._parameters}
+
+    @property
+    def labels_used(self) -> str:
+        """In words: how many recorded passes had labels of their own."""
+        recorded = self.recorded
+        if not self._drawn:
+            return "of the loss as trained"
+        drawn = "drawn from the predictions"
+        if self._drawn == recorded:
+            return drawn
+        return f"{drawn} in {self._drawn} of {recorded} passes, else of the loss as trained"
 
     def structure(self, model: nn.Module, n_data: int) -> Kronecker:
         """N · A ⊗ G / T, without a prior.
@@ -286,6 +375,7 @@ class KroneckerRecorder(Reader):
         return {
             "passes": self.passes,
             "recorded": self._recorded,
+            "drawn": self._drawn,
             "shapes": {n: list(p.shape) for n, p in self._parameters.items()},
             "joints": [joint.record() for joint in self._joints.values()],
             "positions": dict(self._positions),
@@ -309,10 +399,30 @@ class KroneckerRecorder(Reader):
         device = next(iter(self._parameters.values())).device
         self.passes = int(state["passes"])
         self._recorded = int(state["recorded"])
+        self._drawn = int(state.get("drawn", 0))
         self._positions = dict(state["positions"])
         self._means = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
         self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
         self._tape.passes.clear()
+
+
+def between(earlier: Mapping[str, Any] | None, later: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recorder without ``beta2`` saw between two of its states; None: from the beginning.
+
+    Where nothing was recorded between them it is all that was seen before.
+    """
+    n_earlier = earlier["recorded"] if earlier else 0
+    n_between = later["recorded"] - n_earlier
+    if earlier is None or n_between <= 0:
+        return dict(later)
+    means = {}
+    for key, mean in later["means"].items():
+        total = later["recorded"] * mean
+        if key in earlier["means"]:
+            total = total - n_earlier * earlier["means"][key].to(mean)
+        means[key] = total / n_between
+    drawn = later["drawn"] - earlier["drawn"]
+    return {**later, "recorded": n_between, "drawn": drawn, "means": means}
 
 
 def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:
@@ -327,6 +437,15 @@ def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Un
     without_rule = [name for u in units if u.rule is None for name in u.names.values()]
     if without_rule:
         raise ModelError(f"no layer rule for {some(without_rule)}: freeze them, or use fit_laplace")
+
+
+def outputs_of(output: Any, batch: int) -> Tensor | None:
+    """The one output that the loss is taken of: ``logits``, or all that there is; None: several."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.requires_grad:
+        return logits
+    leaves = [leaf for leaf in differentiated(output) if leaf.ndim and len(leaf) == batch]
+    return leaves[0] if len(leaves) == 1 else None
 
 
 def _scaled(gradients: Gradients, factor: float) -> Gradients:

@@ -28,7 +28,7 @@ from blr_analysis.posterior.capture.assemble import Captured, Facts, Slot, assem
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
 from blr_analysis.posterior.capture.readers import is_flat, reader_of, split_flat
 from blr_analysis.posterior.prior import Prior, n_data_of
-from blr_analysis.posterior.prior_choice import by_evidence
+from blr_analysis.posterior.prior_choice import by_evidence, chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.ranks import divided, whole
 
@@ -139,14 +139,20 @@ def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts
     mean = {name: p.detach().clone() for name, p in trainable.items()}
     delta = facts.prior_precision
     choice: dict[str, Any] = {}
-    if delta is None:
+    gradient = recorder.gradient
+    if delta is None and gradient is None:
         delta, choice = by_evidence(form, mean, facts.initial)
+    elif delta is None and gradient is not None:
+        of_all = {name: n_data * g for name, g in gradient.items()}
+        gap = Prior({}).around(facts.initial, mean).gap(mean)
+        delta, found = chosen_prior(form, gap, of_all)
+        choice = {"prior_choice": {"delta": delta, **found}}
     prior = Prior.read(delta, form.shapes, positive=True)
     record = {
         "kind": "kron_recorded",
         "source": "recorder",
         "definition": "S = N * mean of a a^T x mean of d d^T + diag(prior_precision)",
-        "labels": "of the loss as trained",
+        "labels": recorder.labels_used,
         "recorded": recorder.recorded,
         "passes": recorder.passes,
         "beta2": recorder.beta2,

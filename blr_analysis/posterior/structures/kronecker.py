@@ -214,7 +214,7 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     for terms in sweep:
         for term in terms:
             factors = None
-            if not _is_too_large(term):
+            if not is_too_large(term):
                 factors = term.factors(padded=padded, vocabulary=vocabulary)
             if factors is not None:
                 _add_factors(moments, *factors, in_double=not vocabulary)
@@ -224,7 +224,8 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
     return moments
 
 
-def _is_too_large(term: Term) -> bool:
+def is_too_large(term: Term) -> bool:
+    """Whether a layer is read out by its diagonal: its factors would be too large."""
     layout = term.joint.layout if isinstance(term, Outer) else None
     return layout is not None and max(layout.rows, layout.columns) > LARGEST
 
