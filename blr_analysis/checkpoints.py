@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,13 @@ from blr_analysis.files.shards import save_file
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.recorder import KroneckerRecorder, between
+from blr_analysis.recordings import Recordings, checkpoint_steps
 from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
-HALVINGS = 6  # of ``steps``: snapshots from 1/64 of them on
-EVERY = 5  # the Kronecker factors of one pass in so many are recorded
 LOOKS = 8  # so many numbers of a tensor identify the weights of a step
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
-RECORDER = "recorder/"  # prefix of the recorder's means
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
-COUNTS = ("passes", "recorded", "drawn")  # of the recorder, beside its means
 
 
 class Checkpoints:
@@ -48,7 +45,12 @@ class Checkpoints:
         folder: where snapshots are written, with what was learned until then (safetensors); None:
             they stay in memory.
         optimizer: one of the package's own, Adam or the like, which learns a posterior meanwhile.
-        structure: "kron": Kronecker factors are recorded while it trains.
+        structure: "kron": the Kronecker factors of about one pass in five are recorded while it
+            trains (:mod:`blr_analysis.recordings`), as large as its posterior: I² + O² numbers for
+            a layer of I inputs and O outputs, the gradient beside them, and the same once more for
+            each checkpoint (in the folder, if there is one). Labels are drawn from the predictions
+            where the loss is a cross-entropy of whatever scale; other losses must be means over the
+            examples of a pass.
 
     Raises:
         InputError: no module, no number of steps, an unknown structure.
@@ -82,11 +84,11 @@ class Checkpoints:
         self.optimizer = optimizer
         self.steps = None if steps is None else positive_int("steps", steps)
         self.folder = None if folder is None else Path(path_of(folder)).expanduser()
+        self.recordings: Recordings | None = None
         if structure is not None:
             one_of("structure", structure, ("kron",))
-        self.recorder: KroneckerRecorder | None = None
-        if structure is not None:
-            self.recorder = KroneckerRecorder(self.model, every=EVERY, labels="drawn")
+            self.recordings = Recordings(self.model, self.steps, self.folder)
+            self.recordings.begin(0)
         self.done = 0
         self.snapshots: dict[int, State | Path] = {}  # by step
         self.modes: dict[str, bool] | None = None  # of the modules, while they train
@@ -110,14 +112,12 @@ class Checkpoints:
             self.modes = modes_of(self.model)
         if self._due():
             self._keep()
+        if self.recordings is not None:
+            self.recordings.step(self.done)
 
     def _due(self) -> bool:
         """Whether a snapshot is taken at this step."""
-        if self.steps is None:
-            is_power_of_two = self.done & (self.done - 1) == 0
-            return is_power_of_two
-        halvings = [round(self.steps / 2**k) for k in range(1, HALVINGS + 1)]
-        return any(self.done == max(1, step) for step in halvings)
+        return self.done in checkpoint_steps(self.steps, self.done)
 
     def _keep(self) -> None:
         snapshot = self._present()
@@ -151,16 +151,10 @@ class Checkpoints:
         tensors = dict(state_of(self.model))
         for name, state, key in self._learned():
             tensors[name] = torch.as_tensor(state[key])
-        if self.recorder is not None:
-            recorded = self.recorder.state_dict()
-            for name in COUNTS:
-                tensors[f"{RECORDER}{name}/"] = torch.tensor(recorded[name])
-            for name, mean in recorded["means"].items():
-                tensors[f"{RECORDER}{name}"] = mean
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
     def _write(self, snapshot: State) -> None:
-        """Put a snapshot back into model, optimizer and recorder."""
+        """Put a snapshot back into model and optimizer."""
         with torch.no_grad():
             for name, tensor in state_of(self.model).items():
                 tensor.copy_(snapshot[name])
@@ -171,21 +165,6 @@ class Checkpoints:
                     state[key].copy_(snapshot[name])
                 else:
                     state[key] = snapshot[name].item()
-        if self.recorder is not None:
-            self._write_recorder(self.recorder, snapshot)
-
-    def _write_recorder(self, recorder: KroneckerRecorder, snapshot: State) -> None:
-        recorder.load_state_dict(self._recorded_in(recorder, snapshot))
-
-    def _recorded_in(self, recorder: KroneckerRecorder, snapshot: State) -> dict[str, Any]:
-        """The recorder's state at a snapshot."""
-        means = {
-            name.removeprefix(RECORDER): tensor
-            for name, tensor in snapshot.items()
-            if name.startswith(RECORDER)
-        }
-        counts = {name: int(means.pop(f"{name}/")) for name in COUNTS}
-        return {**recorder.state_dict(), **counts, "means": means}
 
     def begin(self, step: int = 0) -> None:
         """Call this before the first step, whose weights are kept too; or, where a training is
@@ -200,6 +179,8 @@ class Checkpoints:
                 self.snapshots[file_step] = file
             else:
                 file.unlink()
+        if self.recordings is not None:
+            self.recordings.begin(step)
         if step == 0:
             self._keep()
 
@@ -223,14 +204,19 @@ class Checkpoints:
             snapshot = self.snapshots.pop(step)
             if isinstance(snapshot, Path):
                 snapshot.unlink(missing_ok=True)
+        if self.recordings is not None:
+            self.recordings.settle(self._thinned(self.model), self._end(self.model))
 
     def states(self, model: nn.Module) -> list[State | Path]:
         """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
         return [self.snapshots[step] for step in self._thinned(unwrapped(model))]
 
     def _thinned(self, model: nn.Module) -> list[int]:
-        end = self._steps_by_look.get(_look(model), self.done)
-        return thinned(list(self.snapshots), end)
+        return thinned(list(self.snapshots), self._end(model))
+
+    def _end(self, model: nn.Module) -> int:
+        """The step of a model's weights."""
+        return self._steps_by_look.get(_look(model), self.done)
 
     def posterior(
         self, *, n_data: int, prior_precision: Any = None, initial: Any = None
@@ -246,13 +232,13 @@ class Checkpoints:
         Raises:
             InputError: neither an optimizer nor a structure was given.
         """
-        if self.optimizer is None and self.recorder is None:
+        if self.optimizer is None and self.recordings is None:
             raise InputError('Checkpoints keeps no posterior: give optimizer= or structure="kron"')
-        make: Any = Posterior.from_recorder
-        source: Any = self.recorder
-        if source is None:
-            make = Posterior.from_optimizer
-            source = self.optimizer
+        make: Any = Posterior.from_optimizer
+        source: Any = self.optimizer
+        if self.recordings is not None:
+            make = Posterior.from_recorder
+            source = self.recordings.recorder
         now = partial(
             make,
             source,
@@ -272,33 +258,55 @@ class Checkpoints:
             now: makes a posterior of model, optimizer and recorder.
         """
         present = self._present()
-        steps = self._thinned(self.model)
-        states = [read(self.snapshots[step]) for step in steps]
+        end = self._end(self.model)
         earlier = []
-        try:
-            for k, state in enumerate(states):
-                self._write(state)
-                self._narrow([*states, present], k)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", InitialPrecisionWarning)  # usual so early
-                    q = now()
-                earlier.append(q.changed(record={**q.record, "checkpoint": k + 1}))
-            self._write(present)
-            self._narrow([*states, present], len(states))
-            end = now() if last is None else last
-        finally:
-            self._write(present)
-        return end.changed(earlier=tuple(earlier))
+        with self._narrowed() as narrow:
+            try:
+                for k, step in enumerate(self._thinned(self.model)):
+                    self._write(read(self.snapshots[step]))
+                    narrow(step, end)
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", InitialPrecisionWarning)  # usual so early
+                        q = now()
+                    earlier.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+            finally:
+                self._write(present)
+            if last is None:
+                narrow(end, end)
+                last = now()
+        return last.changed(earlier=tuple(earlier))
 
-    def _narrow(self, states: Sequence[State], k: int) -> None:
-        """Let the recorder have what it saw between the snapshots before and after the k-th, the
-        last of which is the end."""
-        if self.recorder is None:
-            return
-        recorded = [self._recorded_in(self.recorder, state) for state in states]
-        before = recorded[k - 1] if k else None
-        after = recorded[min(k + 1, len(recorded) - 1)]
-        self.recorder.load_state_dict(between(before, after))
+    def _narrowed(self) -> AbstractContextManager[Callable[[int, int], None]]:
+        """As :meth:`Recordings.narrowed`; nothing without recordings."""
+        if self.recordings is None:
+            return nullcontext(lambda step, end: None)
+        return self.recordings.narrowed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a training that is resumed goes on from; what is in the folder stays there."""
+        in_memory = {
+            step: snapshot
+            for step, snapshot in self.snapshots.items()
+            if not isinstance(snapshot, Path)
+        }
+        state: dict[str, Any] = {"done": self.done, "snapshots": in_memory}
+        if self.recordings is not None:
+            state["recordings"] = self.recordings.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            InputError: it is no such state.
+            ModelError: it is another model's.
+        """
+        if not isinstance(state, Mapping) or not state.keys() >= {"done", "snapshots"}:
+            raise InputError("this is no state of Checkpoints; pass its state_dict()")
+        self.begin(int(state["done"]))
+        self.snapshots |= {int(step): dict(kept) for step, kept in state["snapshots"].items()}
+        if self.recordings is not None and "recordings" in state:
+            self.recordings.load_state_dict(state["recordings"], self.done)
 
 
 def _look(model: nn.Module) -> tuple[float, ...]:

@@ -35,6 +35,7 @@ LAYERS = (
     {"task"},
     {"backprop"},
     {"posterior"},
+    {"recordings"},
     {"checkpoints", "sensitivity", "merging", "learning_rule"},
     {"memory_map"},
     {"tables", "huggingface"},

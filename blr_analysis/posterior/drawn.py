@@ -79,13 +79,11 @@ def _of_classes(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
         return None
     shares = f.reshape(-1, n_classes)[counts].softmax(1)
     gradients = rows[counts]
-    residuals = shares - one_hot(gradients.argmin(1), n_classes)
+    targets = gradients.argmin(1)
+    residuals = shares - one_hot(targets, n_classes)
     weights = _common_weight(gradients, residuals).expand(len(shares), 1)
     if not _agrees(gradients, weights * residuals, weights, eps):
-        # Of two classes any gradient of their difference has some weight.
-        if n_classes == 2:
-            return None
-        weights = _sizes(gradients) / _sizes(residuals)
+        weights = _weights_by_class(gradients, residuals, targets)
         if not _agrees(gradients, weights * residuals, weights, eps):
             return None
     labels = torch.multinomial(shares, 1, generator=_generator(f, seed)).squeeze(1)
@@ -116,8 +114,17 @@ def _common_weight(gradients: Tensor, residuals: Tensor) -> Tensor:
     return gradients.abs().sum() / residuals.abs().sum().clamp_min(_tiny(residuals))
 
 
-def _sizes(rows: Tensor) -> Tensor:
-    return rows.abs().sum(1, keepdim=True).clamp_min(_tiny(rows))
+def _weights_by_class(gradients: Tensor, residuals: Tensor, targets: Tensor) -> Tensor:
+    """One w for all rows of a class, ``[B, 1]``; NaN where no class has several rows, since any
+    function of the target's share has some w for each row."""
+    n_classes = gradients.shape[1]
+    if len(targets.unique()) == len(targets):
+        return gradients.new_full((len(targets), 1), torch.nan)
+    zeros = gradients.new_zeros(n_classes)
+    sizes = zeros.index_add(0, targets, gradients.abs().sum(1))
+    residual_sizes = zeros.index_add(0, targets, residuals.abs().sum(1))
+    by_class = sizes / residual_sizes.clamp_min(_tiny(residuals))
+    return by_class[targets].unsqueeze(1)
 
 
 def _agrees(gradients: Tensor, expected: Tensor, weights: Tensor, eps: float) -> bool:

@@ -52,6 +52,7 @@ from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
 GRADIENT = ".gradient"  # behind a parameter's name
+COUNTS = ("passes", "recorded", "drawn")
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
 
