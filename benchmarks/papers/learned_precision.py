@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
+from typing import Any
 
 import torch
 from scipy.stats import spearmanr
@@ -48,7 +49,7 @@ def tasks(n: int) -> list[Data]:
     return found
 
 
-def learned(model: nn.Module, data: Data, epochs: int, start: float | str) -> dict[str, State]:
+def learned(model: nn.Module, data: Data, epochs: int, start: Any) -> dict[str, State]:
     """The data's part of every precision, by what it is called."""
     n = len(data[0])
     steps = epochs * -(-n // 100)
@@ -109,15 +110,15 @@ def main() -> None:
         equal = [{n: torch.ones_like(p) for n, p in state.items()} for state in states]
         print(f"| {title}, {start} | equal (average) | | {merged(states, equal, data):.1f} |")
         for way in ways[0]:
-            ranks = [
-                spearmanr(flat(found[way]), flat(found["Laplace"])).statistic for found in ways
-            ]
+            ranks = [rank_correlation(found[way], found["Laplace"]) for found in ways]
             merge = merged(states, [found[way] for found in ways], data)
             print(f"| | {way} | {min(ranks):.2f} to {max(ranks):.2f} | {merge:.1f} |", flush=True)
 
 
-def flat(state: State) -> Tensor:
-    return torch.cat([h.flatten() for h in state.values()])
+def rank_correlation(first: State, second: State) -> float:
+    """Spearman's, over all weights."""
+    flat = [torch.cat([h.flatten() for h in state.values()]) for state in (first, second)]
+    return float(spearmanr(*flat)[0])
 
 
 if __name__ == "__main__":

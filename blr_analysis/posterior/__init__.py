@@ -5,6 +5,7 @@ from blr_analysis.posterior.forecast import Forecast as Forecast
 from blr_analysis.posterior.forecast import fit_examples as fit_examples
 from blr_analysis.posterior.laplace import fit_kept as fit_kept
 from blr_analysis.posterior.laplace import fit_laplace as fit_laplace
+from blr_analysis.posterior.optimality import checked as checked
 from blr_analysis.posterior.posterior import Posterior as Posterior
 from blr_analysis.posterior.posterior import predict as predict
 from blr_analysis.posterior.posterior import write_factors as write_factors

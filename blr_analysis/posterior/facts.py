@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
 from blr_analysis.errors import InputError, PosteriorError
-from blr_analysis.posterior.minimum import Stationarity
+from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 
 Numbers = dict[str, list[float]]  # by which data or weights are known again
 Part = TypeVar("Part")
@@ -75,6 +75,7 @@ class Facts:
     frozen_values: Numbers | None = None
     input_ranges: Numbers | None = None
     start: Numbers | None = None
+    precision_match: PrecisionMatch | None = None
 
 
 class Record(dict[str, Any]):
@@ -122,6 +123,7 @@ def facts_of(record: Mapping[str, Any]) -> Facts:
         frozen_values=_numbers(record, "frozen_values"),
         input_ranges=_numbers(record, "input_ranges"),
         start=_numbers(record, "start"),
+        precision_match=_part(PrecisionMatch, record, "precision_match"),
     )
 
 

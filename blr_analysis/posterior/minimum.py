@@ -8,6 +8,39 @@ from dataclasses import dataclass
 DRIFT = 0.1  # of a change's pull: a model that gains more by training on hides the change
 
 
+MATCHES = 0.1
+"""The largest mismatch of a precision that is said to be the expected Hessian."""
+
+
+@dataclass(frozen=True)
+class PrecisionMatch:
+    """How far S is from the expected Hessian (Khan & Rue, Eq. 26), as a few probes tell.
+
+    Attributes:
+        mismatch: the relative difference of the data's part of S, in the posterior's own norm; 0
+            where S is the expected Hessian. See :mod:`blr_analysis.posterior.optimality`.
+        ratio: tr(S⁻¹ E[H]) / tr(S⁻¹ S), both without the prior: above 1 S is too small.
+        probes, draws: random vectors, and draws of the weights (0: the Hessian at the mean).
+    """
+
+    mismatch: float
+    ratio: float
+    probes: int
+    draws: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether S is the expected Hessian, up to a tenth."""
+        return self.mismatch <= MATCHES
+
+    @property
+    def verdict(self) -> str:
+        """What was seen, in one line."""
+        if self.holds:
+            return "precision = E[Hessian]"
+        return f"precision off E[Hessian] by {self.mismatch:.0%}"
+
+
 @dataclass(frozen=True)
 class Stationarity:
     """How far a model is from the minimum of its own objective.

@@ -29,7 +29,7 @@ from blr_analysis.posterior.facts import (
     without_facts,
 )
 from blr_analysis.posterior.input_ranges import other_units, remembered
-from blr_analysis.posterior.minimum import Stationarity
+from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
 from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
 from blr_analysis.posterior.prior_choice import in_words
@@ -87,6 +87,8 @@ class Posterior:
         start: by name, of what an optimizer of the rule learned: β₂ᵗ, the weight that its start
             still had, and the precision S₀ that it started with. Neither is part of S; predictions
             draw weights as training did, with (1 − β₂ᵗ) S + β₂ᵗ S₀. None of other posteriors.
+        precision_match: how far S is from the expected Hessian, as
+            :func:`blr_analysis.posterior.checked` measured it; None before.
 
     Raises:
         PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
@@ -111,6 +113,7 @@ class Posterior:
     frozen_values: Numbers | None
     input_ranges: Numbers | None
     start: Numbers | None
+    precision_match: PrecisionMatch | None
 
     def __init__(
         self,
@@ -152,6 +155,7 @@ class Posterior:
         self.frozen_values = facts.frozen_values
         self.input_ranges = facts.input_ranges
         self.start = facts.start
+        self.precision_match = facts.precision_match
 
     @property
     def _facts(self) -> Facts:
@@ -167,6 +171,7 @@ class Posterior:
             frozen_values=self.frozen_values,
             input_ranges=self.input_ranges,
             start=self.start,
+            precision_match=self.precision_match,
         )
 
     def __repr__(self) -> str:
@@ -181,6 +186,8 @@ class Posterior:
             facts.append(f"initial_share={initial_share:.2g}")
         if self.at_minimum is not None:
             facts.append("at its minimum" if self.at_minimum else "off its minimum")
+        if self.precision_match is not None:
+            facts.append(self.precision_match.verdict)
         facts.append(f"temperature={self.temperature:.3g}")
         if self.earlier:
             facts.append(f"{len(self.earlier)} earlier")
@@ -211,6 +218,12 @@ class Posterior:
     def at_minimum(self) -> bool | None:
         """Whether the mean minimises the task's loss; None where the fit did not measure it."""
         return None if self.stationarity is None else self.stationarity.near
+
+    @property
+    def precision_matches(self) -> bool | None:
+        """Whether S is the expected Hessian (K&R 26); None before
+        :func:`blr_analysis.posterior.checked` measured it."""
+        return None if self.precision_match is None else self.precision_match.holds
 
     @property
     def temperature(self) -> float:
@@ -413,7 +426,7 @@ class Posterior:
         return {name: m + deviation[name] for name, m in self.mean.items()}
 
     @property
-    def _as_drawn(self) -> Posterior:
+    def as_drawn(self) -> Posterior:
         """As weights were drawn in training: (1 − β₂ᵗ) S + β₂ᵗ S₀, the start still in it."""
         if self.start is None:
             return self
@@ -766,6 +779,6 @@ def _networks(
     the means."""
     for q in posteriors:
         for _ in range(n_draws):
-            yield {**q._as_drawn.sample(generator=generator), **q.buffers}
+            yield {**q.as_drawn.sample(generator=generator), **q.buffers}
         if n_draws == 0:
             yield {**q.mean, **q.buffers}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import blr_analysis as blr
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.facts import Calibration, Facts, Rerun, facts_of, recorded
-from blr_analysis.posterior.minimum import Stationarity
+from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 
 MEASURED = {
     "stationarity": Stationarity(0.5, 2.0, 1.0, 10, "categorical"),
@@ -24,8 +24,10 @@ MEASURED = {
     "fingerprint": {"outputs": [1.0], "targets": [2.0], "losses": [3.0]},
     "frozen_values": {"w": [1.0, 2.0]},
     "input_ranges": {"mean": [0.0, 1.0], "spread": [2.0, 3.0]},
+    "precision_match": PrecisionMatch(0.2, 1.1, probes=8),
 }
 OF_TRAINING = {
+    "start": {"w": [0.5, 7.0]},
     "source": "laplace",
     "is_classifier": True,
     "rerun": Rerun(3, known=False, ending="ended elsewhere"),
@@ -56,6 +58,8 @@ RECORD = {
     "fingerprint": {"outputs": [1.0], "targets": [2.0], "losses": [3.0]},
     "frozen_values": {"w": [1.0, 2.0]},
     "input_ranges": {"mean": [0.0, 1.0], "spread": [2.0, 3.0]},
+    "start": {"w": [0.5, 7.0]},
+    "precision_match": {"mismatch": 0.2, "ratio": 1.1, "probes": 8, "draws": 0},
 }
 
 
@@ -117,6 +121,8 @@ def test_a_record_is_read_only() -> None:
         ("fingerprint", {"outputs": 1.0}),
         ("frozen_values", [1.0]),
         ("input_ranges", {"mean": 1.0}),
+        ("start", {"w": 0.5}),
+        ("precision_match", {"ratio": 1.0}),
     ],
 )
 def test_a_damaged_entry_is_named(word: str, entry: Any) -> None:

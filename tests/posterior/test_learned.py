@@ -46,8 +46,8 @@ class ByHand:
     def __init__(self, start: float, beta2: float) -> None:
         self.start = start
         self.beta2 = beta2
-        self.h = start
-        self.squares = 0.0
+        self.h: Any = start
+        self.squares: Any = 0.0
         self.left = 1.0
 
     def add(self, noises: list[Tensor], gradients: list[Tensor]) -> None:

@@ -265,9 +265,10 @@ def _factor_of_squares(
     """B; where nobody gave it, the one by which the sums of h and of the squares agree."""
     if batch_size is not None:
         return Factor(float(positive_int("batch_size", batch_size)))
-    own_sizes = {slot.group.get("batch_size") for slot in slots}
-    if len(own_sizes) == 1 and None not in own_sizes:
-        return Factor(float(own_sizes.pop()))
+    own_sizes = [slot.group.get("batch_size") for slot in slots]
+    own_size = own_sizes[0]
+    if own_size is not None and len(set(own_sizes)) == 1:
+        return Factor(float(own_size))
     squares = {slot.name: squares_of(slot) for slot in slots}
     sums = [_sum_of_hess(slot, hessian[slot.name], squares[slot.name]) for slot in slots]
     variance = 0.0
