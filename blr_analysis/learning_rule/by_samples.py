@@ -115,15 +115,12 @@ def fit(
     at_least(8, "n_iter", n_iter)
     one_of("gradients", gradients, ("auto", "path", "score"))
     tolerance("tol", tol)
-    estimate = partial(
-        estimated, loss=loss, samples=samples, gradients=gradients, generator=generator
-    )
     q = start
     quarters = LastQuarters(n_iter)
 
     def step(t: int) -> float:
         nonlocal q
-        value, gradient = estimate(q)
+        value, gradient = estimated(q, loss, samples, gradients, generator)
         rate = rate_at(rho, t + 1)
         q = _inside(q, gradient, rate)
         quarters.add(t, q.natural, rate)
@@ -132,11 +129,8 @@ def fit(
     run = until_flat(step, OBJECTIVE, noisy=True, max_iter=n_iter, progress=progress)
     distance = quarters.distance(start)
     if distance > tol:
-        warnings.warn(
-            f"q is still about {distance:.3g} nats from its rest: raise n_iter, rho or samples",
-            NotConverged,
-            stacklevel=2,
-        )
+        message = f"q is still about {distance:.3g} nats from its rest"
+        warnings.warn(f"{message}: raise n_iter, rho or samples", NotConverged, stacklevel=2)
     q = start.with_natural(quarters.mean())
     return Fitted(q, run["history"], OBJECTIVE, converged=distance <= tol)
 
@@ -199,9 +193,27 @@ def estimated(
     """
     wide = q.with_natural({name: value.detach().double() for name, value in q.natural.items()})
     dtype = next(iter(q.natural.values())).dtype
+
+    def losses_at(draws: Any) -> Tensor:
+        return _losses(loss, tree_map(partial(_like, dtype=dtype), draws)).double()
+
+    value, gradient = _objective(wide, losses_at, samples, gradients, generator)
+    share_of_log_q = add(wide.natural, wide.base_gradient())
+    loss_gradient = add(gradient, scale(share_of_log_q, -1.0))
+    return value, {name: slope.to(dtype) for name, slope in loss_gradient.items()}
+
+
+def _objective(
+    q: ExponentialFamily,
+    losses_at: Callable[[Any], Tensor],
+    samples: int,
+    gradients: str,
+    generator: torch.Generator | None,
+) -> tuple[float, Natural]:
+    """E_q[ℓ̄ + log q] and its gradient in μ, the parameters of log q held fixed."""
     with torch.enable_grad():
-        mu = {name: value.detach().requires_grad_() for name, value in wide.expectation.items()}
-        member = wide.with_expectation(mu)
+        mu = {name: value.detach().requires_grad_() for name, value in q.expectation.items()}
+        member = q.with_expectation(mu)
         draws = member.sample(samples, generator=generator)
         has_path = any(draw.requires_grad for draw in tree_leaves(draws))
         if gradients == "path" and not has_path:
@@ -209,18 +221,15 @@ def estimated(
         use_path = has_path and gradients != "score"
         if not use_path:
             draws = tree_map(torch.Tensor.detach, draws)
-        losses = _losses(loss, tree_map(partial(_like, dtype=dtype), draws)).double()
-        objectives = losses + _per_draw(wide.log_prob(draws))
+        losses = losses_at(draws)
+        objectives = losses + _per_draw(q.log_prob(draws))
         _refuse_unusable(losses, objectives, use_path)
         if use_path:
             surrogate = objectives.mean()
         else:
             surrogate = _score_surrogate(objectives.detach(), _per_draw(member.log_prob(draws)))
         slopes = torch.autograd.grad(surrogate, list(mu.values()))
-    objective_gradient = dict(zip(mu, slopes, strict=True))
-    loss_gradient = add(objective_gradient, scale(add(wide.natural, wide.base_gradient()), -1.0))
-    value = float(objectives.detach().mean())
-    return value, {name: slope.to(dtype) for name, slope in loss_gradient.items()}
+    return float(objectives.detach().mean()), dict(zip(mu, slopes, strict=True))
 
 
 def _score_surrogate(objectives: Tensor, log_probs: Tensor) -> Tensor:

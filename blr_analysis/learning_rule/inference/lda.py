@@ -197,28 +197,36 @@ class LDA(Model):
         q = self._alike("start", start, prior)
         if batch_size is not None:
             positive_int("batch_size", batch_size)
-        n_documents = data.shape[0]
         n_words = float(data.sum())
-        steps_made = 0
 
         def one_pass(t: int) -> float:
-            nonlocal q, steps_made
-            order = torch.randperm(n_documents, generator=generator)
-            bound = 0.0
-            scored_by = q
-            for batch in order.split(batch_size or n_documents):
-                steps_made += 1
-                rho = 1.0 if batch_size is None else self.rho(steps_made)
-                scored_by = q
-                site, bound_of_batch = self._summed(q, rows(data, batch))
-                bound += bound_of_batch
-                q = toward(q, prior, {"log": n_documents / len(batch) * site}, rho)
-            divergence = float(scored_by.kl(prior).sum())
-            return (bound - divergence) / n_words
+            nonlocal q
+            order = torch.randperm(data.shape[0], generator=generator)
+            batches = order.split(batch_size or len(order))
+            first = t * len(batches) + 1
+            numbers = range(first, first + len(batches))
+            rates = [1.0 if batch_size is None else self.rho(number) for number in numbers]
+            q, elbo = self._pass(q, data, batches, rates)
+            return elbo / n_words
 
         noisy = batch_size is not None or tol == 0
         run = until_flat(one_pass, "ELBO", max_iter=passes, tol=tol, noisy=noisy, progress=progress)
         return FittedTopics(q=q, **run, prior=prior, model=self, data=data)
+
+    def _pass(
+        self, q: Dirichlet, data: Any, batches: Sequence[Tensor], rates: Sequence[float]
+    ) -> tuple[Dirichlet, float]:
+        """q(β) after a step on every minibatch, and the ELBO, with the topics as they were last."""
+        prior = self.prior(data.shape[1])
+        n_documents = data.shape[0]
+        bound = 0.0
+        scored_by = q
+        for batch, rho in zip(batches, rates, strict=True):
+            scored_by = q
+            site, bound_of_batch = self._summed(q, rows(data, batch))
+            bound += bound_of_batch
+            q = toward(q, prior, {"log": n_documents / len(batch) * site}, rho)
+        return q, bound - float(scored_by.kl(prior).sum())
 
     def check(self, data: Any) -> Any:
         """The counts as a sparse matrix, a copy; see :meth:`fit`."""
