@@ -37,6 +37,7 @@ def generalisation(findings: Findings) -> Section:
     rows = list(evaluations.values())
     if findings.scores.tokens is not None:
         columns["loss of a token"] = [two_digits(row.nll_per_token) for row in rows]
+        columns["likely between"] = ["", *map(token_range, rows[1:])]
         columns["perplexity"] = [two_digits(row.perplexity) for row in rows]
     else:
         columns[measured(findings)] = [two_digits(row.nll) for row in rows]
@@ -74,7 +75,7 @@ def expected(findings: Findings, evaluation: Any) -> str:
         return "The training data alone do not say."
     source = "the test data" if evaluation is findings.on_test else "the training data alone"
     if findings.scores.tokens is not None:
-        loss = two_digits(evaluation.nll_per_token)
+        loss = f"{two_digits(evaluation.nll_per_token)}{in_brackets(token_range(evaluation))}"
         perplexity = two_digits(evaluation.perplexity)
         return f"By {source}, expect a loss of {loss} a token, a perplexity of {perplexity}."
     loss = f"{two_digits(evaluation.nll)}{in_brackets(loss_range(evaluation))}"
@@ -107,6 +108,17 @@ def loss_range(evaluation: Any) -> str:
     if math.isnan(error):
         return ""
     return f"{two_digits(mean - TWO * error)} to {two_digits(mean + TWO * error)}"
+
+
+def token_range(evaluation: Any) -> str:
+    """The same of the loss of a token, a ratio of sums over sequences."""
+    nll = evaluation.nll_per_token
+    tokens = evaluation.tokens.double()
+    residuals = (evaluation.losses.double() - nll * tokens) / tokens.mean()
+    _, error = mean_and_error(residuals)
+    if math.isnan(error):
+        return ""
+    return f"{two_digits(nll - TWO * error)} to {two_digits(nll + TWO * error)}"
 
 
 def accuracy_range(evaluation: Any) -> str:

@@ -31,7 +31,9 @@ def suspects(findings: Findings) -> Section:
     counts = table["kind"].value_counts().to_dict()
     is_classification = findings.task.likelihood.is_classification
     meanings = dict(FAULTS)
-    if not is_classification:
+    if findings.task.likelihood.is_sequence:
+        meanings["label"] = "probably wrong"
+    elif not is_classification:
         meanings["label"] = "probably with a wrong target"
     faults = [
         f"{counts[kind]:,} {meaning}" for kind, meaning in meanings.items() if counts.get(kind)

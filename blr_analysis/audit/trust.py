@@ -20,6 +20,7 @@ STARTING = (
     "data's: the scale of every estimate rests on that."
 )
 TRAINED = "Groups were taken out by training without them, so that their sizes hold as well."
+MOST_NAMED = 5  # classes in a sentence
 TRAINERS = ("replay", "retrain")
 
 
@@ -96,6 +97,8 @@ def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> lis
     sentences = []
     if findings is not None and findings.unlike:
         sentences.append(f"The test data are unlike the training data: {findings.unlike}")
+    if findings is not None:
+        sentences += classes_without_examples(findings)
     warning = elsewhere(task, posterior)
     if warning:
         sentences.append(f"{warning[0].upper()}{warning[1:]}.")
@@ -104,6 +107,24 @@ def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> lis
     if posterior.ending:
         sentences.append(f"{posterior.ending[0].upper()}{posterior.ending[1:]}.")
     return sentences
+
+
+def classes_without_examples(findings: Findings) -> list[str]:
+    """Classes of the test data that no training example has."""
+    targets = findings.loo.targets
+    of_test = findings.test_targets
+    if targets is None or of_test is None or not findings.task.likelihood.is_classification:
+        return []
+    if targets.ndim > 1 or of_test.ndim > 1:
+        return []
+    counted = findings.on_test.losses.isfinite() if findings.on_test is not None else None
+    present = of_test if counted is None else of_test[counted]
+    absent = sorted(set(present.tolist()) - set(targets.tolist()))
+    if not absent:
+        return []
+    names = ", ".join(str(label) for label in absent[:MOST_NAMED])
+    more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+    return [f"The test data have classes that no training example has: {names}{more}."]
 
 
 def notes_on_posterior(posterior: Posterior) -> list[str]:

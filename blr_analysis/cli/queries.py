@@ -80,9 +80,9 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
         RESERVED,
         SEVERAL,
         check_comparison,
+        meant,
         rows_of_query,
     )
-    from blr_analysis.sensitivity.slips import why_unreadable
 
     check_comparison(query, name)
     if any(column in RESERVED or column.startswith(SEVERAL) for column in task.metadata):
@@ -93,8 +93,8 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     zeros = dict.fromkeys({*RESERVED, *score_columns}, 0.0)
     table = pd.DataFrame({**task.metadata, **zeros, "index": range(task.n_data)})
     values = {column: table[column].tolist() for column in table}
-    remedy = why_unreadable(query, values)
-    with told_as(InputError, f"{name}={query!r} is no query of these data", remedy):
+    refused = f"{name}={query!r} is no query of these data"
+    with told_as(InputError, refused), meant(refused, query, values):
         table.query(query)
     if not score_columns:  # zeros stand in their columns so far
         rows_of_query(query, table, values, name)

@@ -43,7 +43,8 @@ const two = (v) => { // figures of the analyses to two digits
   return Math.abs(v) >= 1e7 || Math.abs(v) < 1e-4 ? v.toExponential(1)
     : v.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(Math.abs(v)))), useGrouping: true });
 };
-const MEASURED = new Set(["prediction", "left_out_prediction", "loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence"]);
+const MEASURED = new Set(["prediction", "left_out_prediction", "loss", "left_out_loss", "deviation", "leverage", "error", "variance", "self_influence",
+  "loss_per_token", "variance_error"]);
 const shownAs = (name, v) => MEASURED.has(name) ? two(v) : said(v);
 const title = (name) => name.replaceAll("_", " ");
 const meaning = (name) => data.words[title(name)] ?? "";
@@ -70,7 +71,7 @@ const known = (k, names) => {
   return list;
 };
 const ABOUT = ["target", "left_out_prediction", "region", "loss", "left_out_loss", "deviation", "leverage"];
-const DERIVED = new Set([...ABOUT, "rank", "index", "kind", "prediction", "error", "variance", "self_influence"]);
+const DERIVED = new Set([...ABOUT, "rank", "tokens", "loss_per_token", "variance_error", "index", "kind", "prediction", "error", "variance", "self_influence"]);
 const inputs = data.inputs.slice(0, 12);
 const metadata = data.columns.map((c) => c.name)
   .filter((name) => !DERIVED.has(name) && !data.inputs.includes(name)).slice(0, 5);
@@ -264,7 +265,8 @@ const decided = () => {
     (open ? `; ${open} without a new target` : "");
   $("save").disabled = whole.length === 0;
 };
-const MEANS = { label: data.classes.length ? "label probably wrong" : "target probably wrong", unfamiliar: "unlike the others" };
+const WRONG = data.classes.length ? "label probably wrong" : columns.has("target") ? "target probably wrong" : "probably wrong";
+const MEANS = { label: WRONG, unfamiliar: "unlike the others" };
 const verdict = (k, kind, other, twin) => {
   if (kind === "label" && other !== undefined) return `labelled ${said(value("target", k))}, looks like ${said(other)}`;
   return kind === "duplicate" ? `there twice, see example ${twin}` : MEANS[kind];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -151,6 +152,18 @@ def _queried(question: str, columns: Columns, name: str) -> list[int]:
     return rows_of_query(question, table, values, name)["index"].tolist()
 
 
+@contextmanager
+def meant(refused: str, question: str, values: Mapping[str, Sequence[Any]]) -> Iterator[None]:
+    """Around the reading of a query: where it fails by a name that is none, say which was meant."""
+    try:
+        yield
+    except Exception as error:
+        remedy = why_unreadable(question, values)
+        if remedy:
+            raise InputError(f"{refused}: {remedy}") from error
+        raise
+
+
 def rows_of_query(
     question: str, table: Any, values: Mapping[str, Sequence[Any]], name: str = "remove"
 ) -> Any:
@@ -162,8 +175,8 @@ def rows_of_query(
     Raises:
         InputError: a query that cannot be read or selects nothing, with what was probably meant.
     """
-    remedy = why_unreadable(question, values)
-    with told_as(InputError, f"{name}={question!r} is no query of these data", remedy):
+    refused = f"{name}={question!r} is no query of these data"
+    with told_as(InputError, refused), meant(refused, question, values):
         rows = table.query(question)
     if not len(rows):
         reason = why_nothing(question, values)

@@ -215,6 +215,14 @@ def test_a_source_that_supplied_most_suspects_is_named(eve: float, sentence: str
         assert f"{count} of {len(suspects)} suspects" in told
 
 
+def test_a_class_that_no_training_example_has_is_named(tmp_path: Path) -> None:
+    task, test, _ = problem()
+    seen = task.subset([i for i in range(40) if i % 3 != 2])
+    posterior = blr.fit_laplace(seen, structure="diag", prior_precision=1.0)
+    page = written(tmp_path, seen, test, posterior).read_text("utf-8")
+    assert "classes that no training example has: 2." in page
+
+
 # Images
 
 
