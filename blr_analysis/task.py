@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from blr_analysis import data as reading
 from blr_analysis.checks import bare_name as bare_name
@@ -306,13 +306,11 @@ class Task:
             batch = reading.moved(self.examples.batch(indices), self.device)
             if isinstance(self.likelihood.kind, CausalLM):
                 batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
-            return tree_map(self._safe_to_use, batch)
-
-    def _safe_to_use(self, leaf: Any) -> Any:
-        """A copy of a tensor that the model may overwrite, or that autograd does not take."""
-        if isinstance(leaf, Tensor) and (self._overwrites or leaf.is_inference()):
-            return leaf.clone()
-        return leaf
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            # Autograd does not take tensors of inference mode.
+            if self._overwrites or any(tensor.is_inference() for tensor in tensors):
+                return tree_map(_copied, batch)
+            return batch
 
     def batches(
         self, size: int | None = None, indices: Tensor | None = None
@@ -447,12 +445,6 @@ class ModelAt:
         with self.task.evaluation():
             return self.task.run(batch, self.params, indices)
 
-    def batches(self, size: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Outputs, targets and indices of all examples, a batch at a time, in dataset order."""
-        for indices in torch.arange(self.task.n_data).split(size or self.task.batch_size):
-            outputs, targets = self.run(indices)
-            yield outputs, targets, indices
-
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
@@ -522,6 +514,10 @@ def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, str]]:
         for attribute, tensor in held.items()
         if tensor is not None
     ]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _form(batch: Any) -> Any:

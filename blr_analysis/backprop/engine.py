@@ -218,8 +218,9 @@ def predict(task: Task, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     size = together(task, params, torch.arange(task.n_data))
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
-    with torch.no_grad():
-        for batch_outputs, batch_targets, _ in task.at(params).batches(size):
+    with torch.no_grad(), task.evaluation():
+        for indices, batch in task.batches(size):
+            batch_outputs, batch_targets = task.run(batch, params, indices)
             outputs.append(batch_outputs.cpu())
             targets.append(batch_targets.cpu())
     return torch.cat(outputs), torch.cat(targets)

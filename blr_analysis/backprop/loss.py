@@ -172,8 +172,10 @@ def evaluated(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Ten
         ModelError, DataError: as :meth:`Task.run`.
     """
     tally = Tally(task.likelihood)
-    for outputs, targets, indices in task.at(params).batches():
-        tally.add(outputs, targets, indices)
+    with task.evaluation():
+        for indices, batch in task.batches():
+            outputs, targets = task.run(batch, params, indices)
+            tally.add(outputs, targets, indices)
     return tally.evaluation, tally.targets
 
 
