@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,8 +142,8 @@ def open_adapter(
     products = products_of(entries, file, base, str(folder))
     if products is not None:
         return Adapted(str(folder), base, file, products, dtype)
-    tensors = merge_and_unload(folder, entries, base, file)
-    return Adapted(str(folder), base, file, tensors, dtype)
+    merged = merge_and_unload(folder, entries, base, file)
+    return Adapted(str(folder), base, file, merged.changed, dtype, merged.untied)
 
 
 def read_entries(folder: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def products_of(
     products = {}
     for module, pair in pairs.items():
         name = names[f"{module}.weight"]
-        rank, scale = _scaling(entries, module, folder)
+        rank, scale = scaling_of(entries, module, folder)
         product = Product(pair["A"], pair["B"], rank, scale)
         is_convolution = len(base.specs[name].shape) > 2 or len(file.specs[product.a].shape) > 2
         if is_convolution:
@@ -260,7 +260,7 @@ def stores_transposed(base: Mapping[str, Spec]) -> bool:
     return False
 
 
-def _scaling(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int, float]:
+def scaling_of(entries: Mapping[str, Any], module: str, folder: str) -> tuple[int, float]:
     """r of a module and s."""
     with told_as(StorageError, f"{folder!r} has an impossible setting"):
         rank = _of_module(entries, "rank_pattern", module, entries.get("r"))
@@ -345,6 +345,8 @@ class Adapted(Source):
     Attributes:
         changes: by the base's names, what happens to a tensor, in words; those not named are the
             base's.
+        untied: tensors that the base stores once, with another that it is tied to, and the adapter
+            trains apart: their names, and the names of the others.
     """
 
     def __init__(
@@ -354,16 +356,18 @@ class Adapted(Source):
         file: Source,
         changed: Mapping[str, Product | Tensor],
         dtype: torch.dtype | None,
+        untied: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.base = base
         self.origin = file
+        self.untied = dict(untied or {})
         self._file = file
         self._changed = changed
         self.changes = {key: _description(change) for key, change in changed.items()}
         self.specs = dict(base.specs)
         for key in changed:
-            spec = base.specs[key]
+            spec = base.specs[self.untied.get(key, key)]
             wider_dtype = torch.promote_types(dtype or spec.dtype, spec.dtype)
             self.specs[key] = Spec(spec.shape, wider_dtype)
 
@@ -422,9 +426,42 @@ def _description(change: Product | Tensor) -> str:
     return f"LoRA, r={change.rank}, scaling {change.scale:.4g}"
 
 
+class Untied(Source):
+    """A model whose tied tensors are stored twice, as an adapter needs that trains them apart."""
+
+    def __init__(self, source: Source, untied: Mapping[str, str]) -> None:
+        self._source = source
+        self._untied = {name: twin for name, twin in untied.items() if name not in source.specs}
+        self.name = source.name
+        self.origin = source.origin
+        self.whole = source.whole or source
+        self.specs = dict(source.specs)
+        for name, twin in self._untied.items():
+            self.specs[name] = source.specs[twin]
+
+    def words(self, name: str) -> str:
+        return self._source.words(self._untied.get(name, name))
+
+    def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
+        stored_name = self._untied.get(name, name)
+        return self._source.read(stored_name, start, stop, Owned(scratch, (self, name)))
+
+
+class Merged(NamedTuple):
+    """What PEFT makes of a base.
+
+    Attributes:
+        changed: the tensors that are others than the base's.
+        untied: those of them that the base stores with another only, and that other's name.
+    """
+
+    changed: dict[str, Tensor]
+    untied: dict[str, str]
+
+
 def merge_and_unload(
     folder: Path, entries: Mapping[str, Any], base: Source, file: Source
-) -> dict[str, Tensor]:
+) -> Merged:
     """The tensors of the base that an adapter changes, as PEFT merges them, in float32 at least.
 
     Raises:
@@ -435,7 +472,8 @@ def merge_and_unload(
     remedy = "save what merge_and_unload() gives, and name that folder"
     with told_as(ModelError, fault, remedy), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensors = _by_peft(folder, entries, base, file)
+        tensors, untied = _by_peft(folder, entries, base, file)
+    untied_tensors = {name: tensors.pop(name) for name in untied}
     names = translate(tensors, base.specs, str(folder))
     changed = {
         names[key]: tensor
@@ -449,13 +487,15 @@ def merge_and_unload(
                     f"{str(folder)!r} changes {twin!r}, which the base stores again as {name!r}: "
                     f"leave {name!r} out"
                 )
-    return changed
+    return Merged(
+        changed | untied_tensors, {name: names.get(twin, twin) for name, twin in untied.items()}
+    )
 
 
 def _by_peft(
     folder: Path, entries: Mapping[str, Any], base: Source, file: Source
-) -> dict[str, Tensor]:
-    """All tensors of the merged model, under the names that files have."""
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors of the merged model, under the names that files have, and those untied."""
     try:
         import transformers
         from peft import PeftConfig, PeftModel, get_peft_model_state_dict
@@ -480,6 +520,7 @@ def _by_peft(
         local_files_only=True,
         use_safetensors=True,
     )
+    untied = _untie(model, file, entries, base)
     tuned = PeftModel.from_pretrained(model, str(folder), config=config)
     unmatched = get_peft_model_state_dict(tuned).keys() ^ file.specs.keys()
     if unmatched:
@@ -489,15 +530,41 @@ def _by_peft(
     _check_ties(model, file)
     with tempfile.TemporaryDirectory() as saved:
         tuned.merge_and_unload().save_pretrained(saved)
-        return Folder.open(saved).tensors()
+        return Folder.open(saved).tensors(), untied
+
+
+def _untie(model: Any, file: Source, entries: Mapping[str, Any], base: Source) -> dict[str, str]:
+    """Give tied layers weights of their own where an adapter holds all of them whole.
+
+    Returns:
+        The names of the tensors that the base's file does not have, and those they were tied to.
+    """
+    saved = entries.get("modules_to_save") or ()
+    untied = {}
+    for first, *others in _tied_groups(model):
+        are_saved = all(name.split(".")[-2] in saved for name in (first, *others))
+        if not are_saved:
+            continue
+        for name in others:
+            module = model.get_submodule(name.rpartition(".")[0])
+            module.weight = torch.nn.Parameter(module.weight.detach().clone())
+            if name not in base.specs:
+                untied[name] = first
+        model.config.tie_word_embeddings = False
+    return untied
+
+
+def _tied_groups(model: Any) -> list[list[str]]:
+    """The names of parameters that are one tensor."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter.data_ptr(), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _check_ties(model: Any, file: Source) -> None:
     """Raise where one of two tied layers is adapted: PEFT merges that into both."""
-    weights: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        weights.setdefault(parameter.data_ptr(), []).append(name)
-    tied = [name for names in weights.values() if len(names) > 1 for name in names]
+    tied = [name for group in _tied_groups(model) for name in group]
     layers = {name.removesuffix(".weight").removesuffix(".base_layer") for name in tied}
     for key in file.specs:
         changes_some_tokens_only = "token_adapter" in key

@@ -283,6 +283,28 @@ def test_two_adapters_are_merged_as_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(merged["w.weight"], exact, rtol=1e-12, atol=1e-13)
 
 
+def test_both_ends_saved_on_a_tied_base_are_untied(tmp_path: Path) -> None:
+    """As PEFT trains them: each has weights of its own, and so has the merge, which loads."""
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    pair = Folders(tmp_path / "one", "tied", torch.float32).write(**settings)
+    stored = pair.tensors()
+    saved = {
+        "model.embed_tokens.weight": stored["base_model.model.model.embed_tokens.weight"],
+        "lm_head.weight": stored["base_model.model.lm_head.weight"],
+    }
+    assert not torch.equal(*saved.values())
+    source = open_adapter(pair.adapter, Folder.open(pair.base))
+    for name, value in saved.items():
+        assert torch.equal(source.tensor(name), value)
+    report = blr.merge(
+        pair.base, [pair.adapter], method="task_arithmetic", weights=0.5, out=tmp_path / "out"
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(report.folder)
+    start = load_file(pair.base / "model.safetensors")["model.embed_tokens.weight"]
+    for name, value in saved.items():
+        torch.testing.assert_close(model.state_dict()[name], (start + value) / 2)
+
+
 QUERY = "base_model.model.bert.encoder.layer.0.attention.self.query"
 Damage = Callable[[Folders], object]
 

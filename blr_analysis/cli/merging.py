@@ -106,6 +106,11 @@ def merge(
         say(f"{parsed.path.name}, {note}")
     if validate and not parsed.auto:
         raise InputError("--validate is for merge_method: auto")
+    if parsed.out_adapter is not None and out is not None and not shared.dry_run:
+        if replaces_a_merge:
+            shutil.rmtree(out)
+        write_adapter(parsed, out)
+        return
     job = replace(parsed.job, trust=trust)
     if parsed.auto or not shared.dry_run:
         job = with_tasks(job, parsed.auto, shared, say)
@@ -119,6 +124,7 @@ def merge(
         check_room(out, plan.bytes_written)
     if shared.dry_run or out is None:
         show_plan(plan, parsed)
+        show_forecast(plan)
         typer.echo("\nNothing was written (--dry-run).")
         return
     if replaces_a_merge:
@@ -137,6 +143,20 @@ def merge(
     typer.echo(
         f"written to {report.folder}: {shards}, and a card, the recipe and the report beside them"
     )
+
+
+def write_adapter(recipe: Recipe, out: Path) -> None:
+    """Merge adapters into an adapter, and say what its rank keeps of every layer."""
+    from blr_analysis.merging.adapter import merge_adapters_of
+
+    assert recipe.out_adapter is not None
+    report = merge_adapters_of(recipe.job, out, recipe.out_adapter.rank)
+    worst = min(report.shares, key=lambda layer: report.shares[layer], default="")
+    typer.echo(f"{len(report.shares)} layers merged, of rank {report.rank} at most")
+    typer.echo(f"the rank keeps {report.share:.1%} of the square of {worst} or more of the others")
+    if report.averaged:
+        typer.echo(f"{len(report.averaged)} tensors of whole modules averaged")
+    typer.echo(f"written to {report.folder}")
 
 
 def check_place(out: Path | None, shared: Shared) -> bool:
@@ -184,6 +204,8 @@ def with_the_best_method(job: Job, files: Sequence[Path], say: Callable[[str], N
     held_out = dict(zip(map(str, files), tasks, strict=True))
     job, choice = chosen(job, held_out or None)
     say(f"auto: {choice!r}")
+    if not choice.points:
+        return job
     points = sorted(choice.points, key=lambda point: point.nll)
     show_table(
         "Tried",
@@ -237,6 +259,42 @@ def show_settings(plan: MergePlan, job: Job) -> None:
             "memory; a sweep of forward passes over each model's data for every layer"
         )
     pairs(rows)
+
+
+def show_forecast(plan: MergePlan) -> None:
+    """Print what the merge is foretold to cost every task, where precisions say so."""
+    from dataclasses import replace
+
+    from blr_analysis.merging.forecast import forecast
+    from blr_analysis.merging.recipe import precision_beside
+
+    if plan.job.propagates or plan.tokens.rows is not None:
+        typer.echo("\nNo forecast: it takes precisions, and models of one vocabulary.")
+        return
+    members = tuple(
+        replace(member, precision=member.precision or precision_beside(member.model))
+        for member in plan.job.members
+    )
+    if any(member.precision is None for member in members):
+        typer.echo("\nNo forecast: it takes a precision of every model (`blr-analysis fisher`).")
+        return
+    found = forecast(replace(plan, job=replace(plan.job, members=members)))
+    show_table(
+        "Forecast: rise of each task's loss, nats for each example",
+        {
+            "model": [Path(task.task).name for task in found.tasks],
+            "rise": [f"{task.rise:.3g}" for task in found.tasks],
+            "range": [f"{task.low:.2g} to {task.high:.2g}" for task in found.tasks],
+            "at the base": [f"{task.base_rise:.3g}" for task in found.tasks],
+            "verdict": [task.verdict for task in found.tasks],
+            "mostly in": [
+                ", ".join(name.removesuffix(".weight") for name in list(task.tensors)[:2])
+                for task in found.tasks
+            ],
+        },
+    )
+    if found.note:
+        typer.echo(found.note)
 
 
 def columns_of_tensors(plan: MergePlan, job: Job) -> dict[str, list[str]]:

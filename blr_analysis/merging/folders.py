@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr_analysis.adapters import is_adapter
+from blr_analysis.adapters import Untied, is_adapter
 from blr_analysis.files import Loaded, Shards, drafted
 from blr_analysis.files.headers import read_json
 from blr_analysis.files.placing import check_free, check_room
@@ -92,7 +92,7 @@ class MergeReport:
         return sum(self.fallback.values())
 
 
-def _fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
+def fill(plan: MergePlan, sink: Sink, progress: bool | None) -> Outcome:
     """Merge every tensor into a sink, with a bar of the bytes read."""
     merge_all = stream_propagated if plan.job.propagates else stream
     with bar(plan.bytes_read, "merging", progress, unit="B", unit_scale=True) as shown:
@@ -107,7 +107,7 @@ def collect(plan: MergePlan, progress: bool | None = None) -> dict[str, Tensor]:
     if isinstance(plan.reference, Loaded):
         devices |= {name: tensor.device for name, tensor in plan.reference.detached.items()}
     sink = Memory(plan.tensors, devices)
-    _fill(plan, sink, progress)
+    fill(plan, sink, progress)
     return sink.tensors
 
 
@@ -144,7 +144,7 @@ def execute(
         shards = Shards(
             draft, {tensor.name: tensor.spec for tensor in plan.tensors}, max_shard_bytes
         )
-        outcome = _fill(plan, shards, progress)
+        outcome = fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(
             target,
@@ -210,7 +210,8 @@ def _adapt_config(plan: MergePlan, config: Path) -> None:
     """Write the dtype and the number of tokens of the result into its configuration."""
     dtype = plan.job.out_dtype
     rows = plan.tokens.rows
-    if dtype is None and rows is None:
+    is_untied = isinstance(plan.reference, Untied)
+    if dtype is None and rows is None and not is_untied:
         return
     document = read_json(config)
     if dtype is not None:
@@ -220,5 +221,8 @@ def _adapt_config(plan: MergePlan, config: Path) -> None:
         for section in (document, document.get("text_config") or {}):
             if "vocab_size" in section:
                 section["vocab_size"] = rows
+    if is_untied:
+        for section in (document, document.get("text_config") or {}):
+            section["tie_word_embeddings"] = False
     text = json.dumps(document, indent=2, ensure_ascii=False)
     config.write_text(f"{text}\n", encoding="utf-8")

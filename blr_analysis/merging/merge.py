@@ -14,7 +14,7 @@ from torch import nn
 from blr_analysis.errors import InputError
 from blr_analysis.merging.auto import Choice, by_precisions, chosen
 from blr_analysis.merging.folders import SHARD, collect, execute
-from blr_analysis.merging.job import Weight, job_of, refuse_idle
+from blr_analysis.merging.job import Job, Weight, job_of, refuse_idle
 from blr_analysis.merging.methods import Method, method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
 from blr_analysis.task import Task
@@ -125,15 +125,7 @@ def merge(
         "validate": validate,
         **settings,
     }
-    takes_default = method is None and _is_average(arguments)
-    row = _row(method, base, takes_default=takes_default)
-    refuse_idle([row], arguments, row.name if method is None else method)
-    job = job_of(base, models, row.name, **arguments)
-    choice = None
-    if method == "auto":
-        job, choice = chosen(job, validate)
-    elif takes_default:
-        job = by_precisions(job)
+    job, choice = _described(base, models, method, arguments)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
     for note in plan.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -147,6 +139,21 @@ def merge(
     merged = Merged(state)
     merged.choice = choice
     return merged
+
+
+def _described(
+    base: Any, models: Sequence[Any], method: str | None, arguments: Mapping[str, Any]
+) -> tuple[Job, Choice | None]:
+    """What to merge with what; the choice where the method was to be chosen."""
+    takes_default = method is None and _is_average(arguments)
+    row = _row(method, base, takes_default=takes_default)
+    refuse_idle([row], arguments, row.name if method is None else method)
+    job = job_of(base, models, row.name, **arguments)
+    if method == "auto":
+        return chosen(job, arguments["validate"])
+    if takes_default:
+        return by_precisions(job), None
+    return job, None
 
 
 def _is_average(arguments: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ class GradientMismatch(Tabular, Plottable):
         rows: one mapping per merge and task; ``table`` is made of them.
         joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖: 0 where all tasks' data together have an optimum,
             however hard the single tasks pull there.
+        tensors: by merge and task, the part of each tensor in ``gap_by_gradient``, largest first:
+            where the merge goes wrong.
     """
 
     rows: Sequence[Mapping[str, Any]]
     joint: Mapping[str, float]
+    tensors: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,17 +146,20 @@ def gradient_mismatch(
     merges = _named_merges(merged)
     lookouts = _lookouts(tasks, models, precisions, tests)
     rows: list[Mapping[str, Any]] = []
+    tensors: dict[tuple[str, str], Mapping[str, float]] = {}
     joint: dict[str, float] = {}
     for label in track(list(merges), total=len(merges), label="merges", show=progress):
         state = _state(merges[label], f"merged ({label})")
         total: Tree = {}
         for lookout in lookouts:
-            values, gradient = lookout.disturbed(state, f"merged ({label})")
-            rows.append({"merge": label, "task": lookout.name, **values})
+            disturbance = lookout.disturbed(state, f"merged ({label})")
+            rows.append({"merge": label, "task": lookout.name, **disturbance.values})
+            tensors[label, lookout.name] = disturbance.parts
+            gradient = disturbance.gradient
             total = add(total, 1.0, gradient) if total else gradient
         joint[label] = norm(total)
         del state
-    return GradientMismatch(tuple(rows), joint)
+    return GradientMismatch(tuple(rows), joint, tensors)
 
 
 def _named_merges(merged: Any) -> dict[str, Any]:
@@ -218,6 +224,21 @@ class _Metric:
         return total
 
 
+@dataclass(frozen=True)
+class _Disturbance:
+    """What a merge does to a task.
+
+    Attributes:
+        values: by the keys of the mismatch table.
+        parts: of each tensor in ``gap_by_gradient``.
+        gradient: ∇ℓ̄_t at the merge.
+    """
+
+    values: dict[str, Any]
+    parts: dict[str, float]
+    gradient: Tree
+
+
 @dataclass
 class _Lookout:
     """A task at its own fine-tuned weights, kept while merges come and go."""
@@ -245,8 +266,8 @@ class _Lookout:
             raise type(error)(f"task {self.name!r}: {error}") from error
         return _View(weights, gradient, losses, test_losses)
 
-    def disturbed(self, state: State, who: str) -> tuple[dict[str, Any], Tree]:
-        """How far a merge takes the task from home, by the keys of the mismatch table; ∇ℓ̄_t there.
+    def disturbed(self, state: State, who: str) -> _Disturbance:
+        """How far a merge takes the task from home.
 
         H_t foretells the gap ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ.
         """
@@ -278,7 +299,14 @@ class _Lookout:
         values |= _scores("nll_merged", "accuracy_merged", merged.losses)
         values |= _scores("test_nll_own", "test_accuracy_own", home.test_losses)
         values |= _scores("test_nll_merged", "test_accuracy_merged", merged.test_losses)
-        return values, merged.gradient
+        return _Disturbance(values, _parts(merged, home, step), merged.gradient)
+
+
+def _parts(merged: _View, home: _View, step: Tree) -> dict[str, float]:
+    """Of each tensor in Δᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2, largest first."""
+    slopes = add(merged.gradient, 1.0, home.gradient)
+    parts = {name: float((slopes[name] * step[name]).sum()) / 2 for name in step}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def _scores(nll: str, accuracy: str, losses: Evaluation | None) -> dict[str, float]:

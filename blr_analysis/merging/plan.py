@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from blr_analysis.adapters import is_adapter
+from blr_analysis.adapters import Untied, is_adapter
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
@@ -135,7 +135,11 @@ def _opened(job: Job) -> list[Source]:
     models = [
         open_model(member.model, f"models[{t}]", base) for t, member in enumerate(job.members)
     ]
-    return models if base is None else [base, *models]
+    sources = models if base is None else [base, *models]
+    untied: dict[str, str] = {}
+    for source in sources:
+        untied |= getattr(source, "untied", {})
+    return [Untied(source, untied) for source in sources] if untied else sources
 
 
 def _lengthened(

@@ -53,6 +53,7 @@ class StoredPrecision:
         adapter: whether the fingerprint is that of an adapter's file.
         power: p, of diagonals.
         damping: d, of diagonals; the mean is that of the tensor.
+        n_data: how many examples it is a sum over, where it is known.
         chance: by layer of "gram", the part of the off-diagonals of its moments that is chance,
             where there were fewer rows than inputs.
     """
@@ -69,6 +70,7 @@ class StoredPrecision:
     adapter: bool = False
     power: float = 1.0
     damping: float = 0.0
+    n_data: int | None = None
     chance: Mapping[str, float] = field(default_factory=dict)
     _means: dict[str, float] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -245,7 +247,8 @@ def open_precision(
     if isinstance(precision, Posterior):
         return _of_posterior(precision, label)
     if not isinstance(precision, str | os.PathLike):
-        return _plain(Loaded(label, precision), 1 if n_data is None else n_data)
+        count = 1 if n_data is None else n_data
+        return replace(_plain(Loaded(label, precision), count), n_data=n_data)
     path = Path(precision).expanduser()
     source = Folder.open(path, stem=storage.STEM)
     record = storage.find_record(path)
@@ -268,7 +271,7 @@ def open_precision(
 def _plain(source: Source, n_data: int) -> StoredPrecision:
     """Averages over so many examples, without a record."""
     names = {name: name for name in source.specs}
-    return StoredPrecision(source, names, scale=n_data_of(n_data))
+    return StoredPrecision(source, names, scale=n_data_of(n_data), n_data=n_data)
 
 
 def _of_posterior(posterior: Posterior, label: str) -> StoredPrecision:
@@ -285,7 +288,9 @@ def _of_posterior(posterior: Posterior, label: str) -> StoredPrecision:
     source = Loaded(label, {name: posterior.precision(name) for name in posterior.mean})
     stored = _stored(source, list(posterior.mean), posterior.record.get("tied"))
     frozen = _frozen(posterior.record)
-    return StoredPrecision(source, stored, prior, frozen=frozen, mean=posterior.mean)
+    return StoredPrecision(
+        source, stored, prior, frozen=frozen, mean=posterior.mean, n_data=posterior.n_data
+    )
 
 
 def _recorded(
@@ -311,6 +316,7 @@ def _recorded(
         layers=layers,
         sha256=_recorded_fingerprint(record),
         adapter=bool(record.get("adapter")),
+        n_data=record.get("n_data"),
         chance=chance,
     )
 

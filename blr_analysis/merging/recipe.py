@@ -41,9 +41,17 @@ from blr_analysis.merging.methods import METHODS, default_weights, method_of, wi
 
 AUTO = "auto"
 SETTINGS = (
-    "missing_precision", "normalize", "shrink", "power", "damping", "seed", "rescale",
-    "select_topk", "r", "alpha",
-)  # fmt: skip
+    "missing_precision",
+    "normalize",
+    "shrink",
+    "power",
+    "damping",
+    "seed",
+    "rescale",
+    "select_topk",
+    "r",
+    "alpha",
+)
 # What mergekit does and this package does not, by the keys or methods of its recipes.
 ELSEWHERES = {
     "experts": "experts: mixtures of experts are mergekit's (mergekit-moe)",
@@ -169,6 +177,12 @@ class Tokenizer(Section):
     source: Text = "base"
 
 
+class OutAdapter(Section):
+    """``out_adapter``: adapters are merged into an adapter."""
+
+    rank: Annotated[StrictInt, Field(gt=0)] | None = None
+
+
 class RecipeText(Section):
     """A recipe as it is written."""
 
@@ -182,6 +196,7 @@ class RecipeText(Section):
     out_dtype: Dtype | None = None
     tokenizer_source: Text | None = None
     tokenizer: Tokenizer | None = None
+    out_adapter: Annotated[OutAdapter, BeforeValidator(_empty_section)] | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,7 @@ class Recipe:
         job: what it means.
         notes: what the user should know and is no error.
         auto: whether the method is still to be chosen (:mod:`blr_analysis.merging.auto`).
+        out_adapter: how adapters are merged into an adapter; None: into a model.
     """
 
     path: Path
@@ -201,6 +217,7 @@ class Recipe:
     job: Job
     notes: tuple[str, ...]
     auto: bool = False
+    out_adapter: OutAdapter | None = None
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
@@ -256,7 +273,9 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
         job = reader.job()
     except BLRError as fault:
         raise type(fault)(f"{place.name}: {fault}") from fault
-    return Recipe(place, text, job, tuple(reader.notes), reader.is_auto)
+    return Recipe(
+        place, text, job, tuple(reader.notes), reader.is_auto, out_adapter=written.out_adapter
+    )
 
 
 def _refuse_elsewhere(data: Any, name: str) -> None:
@@ -549,7 +568,7 @@ class _Reader:
         if entry.precision is not None:
             return self._named_file("precision", entry.precision)
         is_written = "precision" in entry.model_fields_set  # as null, which takes none
-        place = None if is_written else _precision_beside(model)
+        place = None if is_written else precision_beside(model)
         may_be_missing = self.parameters.missing_precision in ("base", "zero")
         if place is None and not may_be_missing and not self.is_auto:
             raise InputError(
@@ -567,7 +586,7 @@ class _Reader:
         is_written = "base_precision" in self.text.model_fields_set
         if is_written or self.base is None:
             return None
-        place = _precision_beside(self.base)
+        place = precision_beside(self.base)
         if place is not None:
             self.notes.append(f"base_precision: taken from {str(place)!r}")
         return place
@@ -599,9 +618,9 @@ class _Reader:
         return self._model(source.removeprefix("model:"))
 
 
-def _precision_beside(model: Path) -> Path | None:
+def precision_beside(model: str | os.PathLike[str]) -> Path | None:
     """The folder ``precision`` of a model, where there is one."""
-    place = model / "precision"
+    place = Path(model) / "precision"
     return place if place.exists() else None
 
 

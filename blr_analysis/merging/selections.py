@@ -171,9 +171,9 @@ def middle(step: Tensor, density: float, gamma: float) -> Tensor:
     tensor([ 0., -3.,  2.,  0.])
     """
     count = step.numel()
-    kept = int(density * count)
-    dropped = min(int(gamma * count), count - kept)
+    middle_count = int(density * count)
+    largest_count = min(int(gamma * count), count - middle_count)
     order = step.abs().flatten().argsort(descending=True, stable=True)
     stays = torch.zeros(count, dtype=step.dtype)
-    stays[order[dropped : dropped + kept]] = 1
+    stays[order[largest_count : largest_count + middle_count]] = 1
     return step * stays.view_as(step)

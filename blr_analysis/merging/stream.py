@@ -276,15 +276,7 @@ class _Worker:
             weights = tensor.weights
             combine_into(result, None, inputs.models, weights, zeros, 0.0, self.scratch)
             return 0
-        is_plain_average = self.method.scope == MATRICES and tensor.scope != MATRICES
-        if self.method.matrix is not None and not is_plain_average:
-            self._combine_matrices(tensor, inputs, result)
-            return 0
-        if self.method.select is not None:
-            self._combine_selected(tensor, inputs, result)
-            return 0
-        if self.method.thinned:
-            self._combine_thinned(tensor, start, inputs, measures, result)
+        if self._combine_steps(tensor, start, inputs, measures, result):
             return 0
         weights = tensor.weights if measures is None else measures
         return combine_into(
@@ -296,6 +288,25 @@ class _Worker:
             inputs.base_precision,
             self.scratch,
         )
+
+    def _combine_steps(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        inputs: _Inputs,
+        measures: Sequence[float] | None,
+        result: Tensor,
+    ) -> bool:
+        """Merge by the methods that change the steps θ_t − θ_0; False where the method is none."""
+        if self.method.matrix is not None and tensor.scope == MATRICES:
+            self._combine_matrices(tensor, inputs, result)
+        elif self.method.select is not None:
+            self._combine_selected(tensor, inputs, result)
+        elif self.method.thinned:
+            self._combine_thinned(tensor, start, inputs, measures, result)
+        else:
+            return False
+        return True
 
     def _combine_matrices(self, tensor: TensorPlan, inputs: _Inputs, result: Tensor) -> None:
         """θ_0 + λ times the merged step of a weight, as a matrix in float64.
@@ -391,14 +402,10 @@ class _Worker:
             block = inputs.block(low, high)
             assert block.base is not None
             precisions = self._weighing(block)
-            steps = block.steps(self.dtype)
             if thinned is not None:
                 steps = [step[low:high] for step in thinned]
-            elif self.method.thinned == "chance":
-                self._drop_by_chance(tensor, start + low, steps)
-            elif limits is not None:
-                for step, precision, limit in zip(steps, precisions, limits, strict=True):
-                    sparse.zero_below(int(limit), step, sparse.sizes(step, precision))
+            else:
+                steps = self._thinned_steps(tensor, start + low, block, limits)
             sparse.combine_sparse(
                 result[low:high],
                 block.base.to(self.dtype),
@@ -409,6 +416,18 @@ class _Worker:
                 normalize=self.plan.job.divides,
                 scale=tensor.scale,
             )
+
+    def _thinned_steps(
+        self, tensor: TensorPlan, start: int, block: _Inputs, limits: Sequence[float] | None
+    ) -> list[Tensor]:
+        """The steps of a block without what goes by chance, or is below a limit."""
+        steps = block.steps(self.dtype)
+        if self.method.thinned == "chance":
+            self._drop_by_chance(tensor, start, steps)
+        elif limits is not None:
+            for step, precision, limit in zip(steps, self._weighing(block), limits, strict=True):
+                sparse.zero_below(int(limit), step, sparse.sizes(step, precision))
+        return steps
 
     def _thinned_by_size(
         self, tensor: TensorPlan, start: int, inputs: _Inputs

@@ -77,8 +77,15 @@ def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
         mean = replace(mean, precisions=(ZERO,) * len(plan.models))
         return _with_note(mean, "a running statistic" if is_statistic else "a buffer")
     merged = replace(tensor, fate=MERGED, spec=written, precisions=precisions)
+    return _plan_of_method(plan, merged)
+
+
+def _plan_of_method(plan: MergePlan, merged: TensorPlan) -> TensorPlan:
+    """A tensor that is merged, with what the method is told of it."""
+    name = merged.name
+    weights = merged.weights
     scale = number(plan.job.scale, name, "scale") if plan.method.takes("scale") else 1.0
-    if plan.method.scope == MATRICES and not _is_matrix(name, spec):
+    if plan.method.scope == MATRICES and not _is_matrix(name, merged.spec):
         return _with_note(replace(merged, weights=_shares(weights)), "no matrix: averaged")
     merged = replace(merged, scope=plan.method.scope)
     if plan.method.matrix is not None:

@@ -134,6 +134,29 @@ def test_gradient_matching_of_linear_regressions_is_the_optimum_of_all(prior: fl
         found.totals("task")
 
 
+def test_the_tensors_share_the_gap_by_gradient() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    task = Task(model, (torch.randn(9, 3), torch.arange(9) % 2))
+    home = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moved = {name: p + 0.3 * torch.randn_like(p) for name, p in home.items()}
+    result = gradient_mismatch(task, moved, models=[home])
+    (row,) = result.rows
+    (parts,) = result.tensors.values()
+    assert parts.keys() == home.keys()
+    assert sum(parts.values()) == pytest.approx(row["gap_by_gradient"], rel=1e-4)
+    x, y = task.dataset.tensors
+    slopes = []
+    for weights in (home, moved):
+        leaves = {name: p.clone().requires_grad_() for name, p in weights.items()}
+        outputs = torch.func.functional_call(model, leaves, (x,))
+        loss = torch.nn.functional.cross_entropy(outputs, y, reduction="sum")
+        slopes.append(dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)))
+    for name, part in parts.items():
+        step = moved[name] - home[name]
+        expected = sum(float((slope[name] * step).sum()) for slope in slopes) / 2
+        assert part == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
 def test_for_quadratics_all_forecasts_are_the_gap() -> None:
     tasks, curved, models = linear_tasks(3, 0.0)
     table = gradient_mismatch(tasks, average(*models), precisions=curved).table

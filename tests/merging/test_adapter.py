@@ -1,0 +1,218 @@
+"""Adapters merged into an adapter: PEFT loads it, and makes the weights that dense sums make."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refused, run
+from models_on_disk import write_model
+from safetensors.torch import load_file, save_file
+from tiny_transformers import build
+from torch import Tensor, nn
+
+import blr_analysis as blr
+from blr_analysis.errors import BLRError
+from blr_analysis.merging.adapter import AdapterReport, merge_adapters
+
+peft = pytest.importorskip("peft")
+State = dict[str, Tensor]
+ATTENTION = ["q_proj", "v_proj"]
+CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "plain, of other ranks": (
+        "llama", "causal_lm",
+        [{"target_modules": ATTENTION, "r": 2}, {"target_modules": ATTENTION, "r": 3}],
+    ),
+    "rank-stabilised, of other layers": (
+        "llama", "causal_lm",
+        [
+            {"target_modules": ATTENTION, "use_rslora": True},
+            {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 5},
+        ],
+    ),
+    "patterns": (
+        "llama", "causal_lm",
+        [
+            {
+                "target_modules": ATTENTION, "rank_pattern": {"q_proj": 1},
+                "alpha_pattern": {"v_proj": 7}, "use_rslora": True,
+            },
+            {"target_modules": ATTENTION, "layers_to_transform": [0]},
+        ],
+    ),
+    "Conv1D": (
+        "gpt2", "causal_lm",
+        [{"target_modules": ["c_attn"], "fan_in_fan_out": True}] * 2,
+    ),
+    "whole modules": (
+        "bert", "classification",
+        [{"target_modules": ["query"], "modules_to_save": ["classifier"]}] * 2,
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, base: nn.Module, seed: int, settings: dict[str, Any]) -> Path:
+    """An adapter of a model, with random A and B."""
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **settings})
+    tuned = peft.get_peft_model(copy.deepcopy(base), config)
+    torch.manual_seed(seed)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) / 3
+    tuned.save_pretrained(str(folder))
+    return folder
+
+
+def merged_by_peft(base: nn.Module, adapter: Path) -> State:
+    tuned = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(adapter))
+    return {name: t.detach().clone() for name, t in tuned.merge_and_unload().state_dict().items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_loads_the_sum_of_products(case: str, tmp_path: Path) -> None:
+    """θ_0 + Σ α (θ_t − θ_0), without cross terms, and whole modules averaged."""
+    kind, task, settings = CASES[case]
+    base = build(kind, task)
+    places = [written(tmp_path / f"a{t}", base, t, s) for t, s in enumerate(settings)]
+    weights = [0.7, 0.3]
+    report = merge_adapters(places, tmp_path / "out", weights=weights)
+    assert report.share == pytest.approx(1.0)
+    result = merged_by_peft(base, report.folder)
+    models = [merged_by_peft(base, place) for place in places]
+    for name, start in base.state_dict().items():
+        steps = [w * (m[name] - start) for w, m in zip(weights, models, strict=True)]
+        torch.testing.assert_close(result[name], start + sum(steps), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_is_the_nearest_product(tmp_path: Path) -> None:
+    """By the singular values of the dense ΔW, layer by layer."""
+    base = build("llama", "causal_lm")
+    settings = {"target_modules": ["q_proj"], "r": 3}
+    places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
+    report = merge_adapters(places, tmp_path / "out", rank=2)
+    result = merged_by_peft(base, report.folder)
+    models = [merged_by_peft(base, place) for place in places]
+    assert report.rank == 2
+    for module, share in report.shares.items():
+        name = f"{module}.weight"
+        start = base.state_dict()[name]
+        left, values, right = torch.linalg.svd(sum(m[name] - start for m in models) / 2)
+        expected = start + left[:, :2] * values[:2] @ right[:2]
+        torch.testing.assert_close(result[name], expected, rtol=1e-4, atol=1e-5)
+        kept = values[:2].square().sum() / values.square().sum()
+        assert share == pytest.approx(float(kept), rel=1e-4)
+
+
+def test_one_adapter_is_itself_to_the_bit(tmp_path: Path) -> None:
+    base = build("llama", "causal_lm")
+    settings = {"target_modules": ATTENTION, "use_rslora": True, "rank_pattern": {"q_proj": 1}}
+    place = written(tmp_path / "a", base, 0, settings)
+    report = merge_adapters([place], tmp_path / "out")
+    assert isinstance(report, AdapterReport)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (report.folder / file).read_bytes() == (place / file).read_bytes()
+
+
+def plain(folder: Path, pair: tuple[Tensor, Tensor], **settings: Any) -> Path:
+    """An adapter of one layer ``fc``."""
+    import json
+
+    folder.mkdir()
+    b, a = pair
+    names = {"base_model.model.fc.lora_A.weight": a, "base_model.model.fc.lora_B.weight": b}
+    save_file(names, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": len(a), "lora_alpha": len(a), "target_modules": ["fc"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    return folder
+
+
+def test_by_moments_of_inputs_it_is_regmean(tmp_path: Path) -> None:
+    """(Σ ΔW_t M_t)(Σ M_t)⁻¹, dense; the last layer of two tasks with inputs of their own."""
+    torch.manual_seed(0)
+    pairs = [(torch.randn(3, 2), torch.randn(2, 4)) for _ in range(2)]
+    places = [plain(tmp_path / f"a{t}", pair) for t, pair in enumerate(pairs)]
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    inputs = [torch.randn(30, 4) * torch.tensor([1.0, 2.0, 0.5, 1.0]).roll(t) for t in range(2)]
+    tasks = [blr.Task(Layer(), (x, torch.arange(30) % 3)) for x in inputs]
+    grams = [blr.fit_laplace(task, structure="gram", prior_precision=1.0) for task in tasks]
+    report = merge_adapters(places, tmp_path / "out", precisions=grams)
+    tensors = load_file(report.folder / "adapter_model.safetensors")
+    found = tensors["base_model.model.fc.lora_B.weight"]
+    found = found @ tensors["base_model.model.fc.lora_A.weight"]
+    moments = [x.mT @ x for x in inputs]
+    top = sum(b @ a @ m for (b, a), m in zip(pairs, moments, strict=True))
+    torch.testing.assert_close(found, top @ torch.linalg.inv(sum(moments)), rtol=1e-3, atol=1e-4)
+
+
+PAIR = (torch.ones(3, 2), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "word"),
+    [
+        ({"use_dora": True}, {}, "use_dora.*into a model"),
+        ({"bias": "all"}, {}, "bias"),
+        ({"peft_type": "LOHA"}, {}, "LOHA"),
+        ({"r": 3}, {}, "rank 3"),
+        ({}, {"rank": 0}, "rank"),
+        ({}, {"weights": [1.0]}, "one for each adapter"),
+        ({}, {"precisions": [{"fc.weight": torch.ones(3, 4)}] * 2}, "gram"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], word: str
+) -> None:
+    places = [plain(tmp_path / "a", PAIR, **settings), plain(tmp_path / "b", PAIR)]
+    with pytest.raises(BLRError, match=word):
+        merge_adapters(places, tmp_path / "out", **more)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_other_bases_are_refused(tmp_path: Path) -> None:
+    places = [
+        plain(tmp_path / "a", PAIR),
+        plain(tmp_path / "b", (torch.ones(5, 2), torch.ones(2, 4))),
+    ]
+    with pytest.raises(BLRError, match="other bases"):
+        merge_adapters(places, tmp_path / "out")
+
+
+RECIPE = """
+merge_method: {method}
+base_model: base
+models:
+  - {{model: a, parameters: {{weight: 0.75}}}}
+  - {{model: b, parameters: {{weight: 0.25}}}}
+out_adapter: {{rank: 4}}
+"""
+
+
+def test_a_recipe_writes_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    for name in "ab":
+        plain(tmp_path / name, (torch.randn(3, 2), torch.randn(2, 4)))
+    write_model(tmp_path / "base", {"fc.weight": torch.ones(3, 4)})
+    (tmp_path / "recipe.yml").write_text(RECIPE.format(method="linear"))
+    code, output, _ = run(capsys, "merge", tmp_path / "recipe.yml", tmp_path / "out")
+    assert code == 0
+    assert "rank keeps 100.0%" in output
+    expected = merge_adapters(
+        [tmp_path / "a", tmp_path / "b"], tmp_path / "c", weights=[0.75, 0.25]
+    )
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (expected.folder / file).read_bytes()
+    (tmp_path / "recipe.yml").write_text(RECIPE.format(method="ties"))
+    assert "ties makes no adapter" in refused(
+        capsys, "merge", tmp_path / "recipe.yml", tmp_path / "no"
+    )

@@ -1,0 +1,143 @@
+"""What a merge is foretold to cost, against dense algebra and against losses that are quadratic."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import run
+from models import mlp, normal
+from models_on_disk import curved, near, state, write_model
+from torch import nn
+
+import blr_analysis as blr
+from blr_analysis.errors import BLRError
+from blr_analysis.merging import Job, Member, forecast, make_plan
+
+COUNT = 100  # examples that the precisions on disk are sums over
+
+
+def job_of(base: Any, models: list[Any], precisions: list[Any], **more: Any) -> Job:
+    members = [
+        Member(model, precision=precision, n_data=more.pop("n_data", None))
+        for model, precision in zip(models, precisions, strict=True)
+    ]
+    return Job(more.pop("method", "fisher"), tuple(members), base, **more)
+
+
+@pytest.mark.parametrize("method", ["fisher", "gradient_matching", "task_arithmetic", "linear"])
+def test_diagonals_by_hand(method: str) -> None:
+    """½ Σ H (θ − θ_t)² at the merge and at the base, tensor by tensor, whatever the method."""
+    base = state(0)
+    models = [near(base, 1), near(base, 2)]
+    precisions = [curved(1), curved(2)]
+    job = job_of(base, models, precisions, method=method, delta=0.0)
+    found = forecast(make_plan(job), progress=False)
+    takes_precisions = method in ("fisher", "gradient_matching")
+    given = {"precisions": precisions} if takes_precisions else {}
+    merged = blr.merge(base, models, method=method, **given)
+    for task, model, precision in zip(found.tasks, models, precisions, strict=True):
+        rises = {
+            name: float((h.double() * (merged[name] - model[name]).double().square()).sum()) / 2
+            for name, h in precision.items()
+        }
+        at_base = sum(
+            float((h.double() * (base[name] - model[name]).double().square()).sum()) / 2
+            for name, h in precision.items()
+        )
+        total = sum(rises.values())
+        assert task.rise == pytest.approx(total, rel=1e-5)
+        has_base = method != "linear"
+        if has_base:
+            assert task.share == pytest.approx(total / at_base, rel=1e-5)
+        for name, share in task.tensors.items():
+            assert share == pytest.approx(rises[name] / total, rel=1e-4, abs=1e-9)
+        assert task.low < task.rise < task.high
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "gram"])
+def test_quadratic_losses_rise_as_foretold(structure: str) -> None:
+    """Linear regression: with one output and unit noise the moments of inputs are the Hessian."""
+    base = nn.Linear(3, 1, bias=False)
+    tasks = []
+    for t in range(2):
+        x = torch.eye(3).repeat(10, 1) * torch.tensor([1.0, 2.0, 0.5]).roll(t)
+        own = copy.deepcopy(base)
+        y = x @ torch.tensor([1.0, -1.0, float(t)])
+        own.weight.data = torch.linalg.lstsq(x, y[:, None]).solution.mT
+        tasks.append(blr.Task(own, (x, y), likelihood="gaussian"))
+    precisions = [blr.fit_laplace(t, structure=structure, prior_precision=1.0) for t in tasks]
+    models = [task.model for task in tasks]
+    job = job_of(base, models, precisions)
+    found = forecast(make_plan(job), progress=False)
+    merged = blr.merge(base, models, method="fisher", precisions=precisions)
+    for task, own in zip(found.tasks, tasks, strict=True):
+        x, y = own.dataset.tensors
+        rises = []
+        for weight in (merged["weight"], base.weight):
+            residual = (x @ weight.detach().mT).squeeze(-1) - y
+            rises.append(float(residual.square().mean()) / 2)
+        assert task.share == pytest.approx(rises[0] / rises[1], rel=1e-3)
+        if structure != "gram":
+            assert task.rise == pytest.approx(rises[0], rel=1e-3)
+        else:
+            assert task.rise != task.rise  # in no unit of the loss
+
+
+def test_what_each_verdict_says() -> None:
+    """A tenth of what the base costs is safe; what costs as much as the base is too far."""
+    base = {"w": torch.zeros(4)}
+    models = [{"w": torch.tensor([1.0, 0.0, 0.0, 0.0])}, {"w": torch.tensor([0.0, 9.0, 0.0, 0.0])}]
+    precisions = [{"w": torch.tensor([1.0, 0.5, 1.0, 1.0])}, {"w": torch.ones(4)}]
+    plan = make_plan(job_of(base, models, precisions, method="task_arithmetic"))
+    first, second = forecast(plan, progress=False).tasks
+    assert first.verdict == "too far apart"
+    assert second.verdict == "safe"
+    assert "smaller weight" in forecast(plan, progress=False).note
+
+
+def test_folders_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_model(tmp_path / "base", state(0))
+    for t in (1, 2):
+        write_model(tmp_path / f"ft{t}", near(state(0), t), precision=curved(t))
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: ft1}, {model: ft2}]\n"
+    )
+    job = job_of(
+        base,
+        [tmp_path / "ft1", tmp_path / "ft2"],
+        [tmp_path / "ft1/precision", tmp_path / "ft2/precision"],
+    )
+    found = forecast(make_plan(job), progress=False)
+    memory = job_of(state(0), [near(state(0), t) for t in (1, 2)], [curved(1), curved(2)])
+    expected = forecast(make_plan(memory), progress=False)
+    for task, other in zip(found.tasks, expected.tasks, strict=True):
+        assert task.rise * COUNT == pytest.approx(other.rise, rel=1e-5)
+        assert task.share == pytest.approx(other.share, rel=1e-5)
+    _, output, _ = run(capsys, "merge", recipe, "--dry-run")
+    assert "Forecast" in output
+    assert "uncertain" in output or "safe" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_precisions_there_is_no_forecast() -> None:
+    base = state(0)
+    job = Job("linear", (Member(near(base, 1)),), base)
+    with pytest.raises(BLRError, match="needs the precision"):
+        forecast(make_plan(job), progress=False)
+
+
+def test_layers_whose_tensors_arrive_apart() -> None:
+    """Factors need a whole layer, also where the merge itself goes tensor by tensor; half of the
+    way home, a quarter of the rise is left."""
+    base = mlp(seed=1)
+    x = normal(60, 4, seed=0)
+    task = blr.Task(mlp(seed=2), (x, torch.arange(60) % 3))
+    posterior = blr.fit_laplace(task, structure="kron", prior_precision=1.0)
+    job = job_of(base, [task.model], [posterior], method="task_arithmetic", scale=0.5)
+    (found,) = forecast(make_plan(job), progress=False).tasks
+    assert found.share == pytest.approx(0.25, rel=1e-5)
