@@ -10,6 +10,10 @@ large as the ranks' sum give the nearest ΔW of any rank r (Eckart and Young, 19
 its square is kept, Σ_{i≤r} σ_i² / Σ σ_i². Adding A to A and B to B instead would bring cross terms
 B_1 A_2 that no model has.
 
+DoRA scales the rows of what it makes, W_t = D_t (W_0 + ΔW_t), D_t = m_t / ‖W_0 + ΔW_t‖ by the row.
+A sum of these is D̄ (W_0 + Σ_t α_t (D_t / D̄) ΔW_t), D̄ = 1 + Σ_t α_t (D_t − 1): a DoRA adapter
+again, of the ranks' sum, exactly, with magnitudes D̄ times the rows' norms.
+
 Modules that adapters hold whole (``modules_to_save``) are averaged. An adapter that is merged
 alone is copied as it is.
 """
@@ -48,7 +52,8 @@ from blr_analysis.merging.precisions import StoredPrecision, open_precision
 
 # Settings that say which layers an adapter is of; those of a merged one name every layer.
 PER_LAYER = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
-OTHER_THAN_PRODUCTS = ("use_dora", "lora_bias", "trainable_token_indices", "velora_config")
+OTHER_THAN_PRODUCTS = ("lora_bias", "trainable_token_indices", "velora_config")
+MAGNITUDE = ".lora_magnitude_vector"
 SMALLEST = 1e-30
 
 
@@ -90,6 +95,7 @@ class _Adapter:
         file: its tensors.
         pairs: the names of A and B, by module.
         whole: the names of tensors of whole modules.
+        magnitudes: of DoRA, the name of each module's.
     """
 
     folder: Path
@@ -97,6 +103,15 @@ class _Adapter:
     file: Folder
     pairs: Mapping[str, Mapping[str, str]]
     whole: tuple[str, ...]
+    magnitudes: Mapping[str, str]
+
+    def row_scales(self, module: str, base: Tensor) -> Tensor:
+        """D of a module, ``[O, 1]``: what DoRA multiplies the rows of W_0 + ΔW by; 1 without."""
+        if module not in self.magnitudes:
+            return torch.ones(len(base), 1, dtype=torch.float64)
+        left, right = self.product(module)
+        magnitude = self.file.tensor(self.magnitudes[module]).double().reshape(-1, 1)
+        return magnitude / (base + left @ right).norm(dim=1, keepdim=True)
 
     def product(self, module: str) -> tuple[Tensor, Tensor]:
         """s B and A of a module, in float64."""
@@ -119,26 +134,28 @@ def merge_adapters(
     rank: int | None = None,
     weights: Sequence[float] | None = None,
     precisions: Sequence[Any] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> AdapterReport:
     """Merge LoRA adapters of one base into a LoRA adapter.
 
     Args:
-        adapters: folders as PEFT writes them: plain or rank-stabilised, of any ranks and scalings
-            by layer, of Linear layers or Conv1D, with or without whole modules.
+        adapters: folders as PEFT writes them: plain, rank-stabilised or DoRA, of any ranks and
+            scalings by layer, of Linear layers or Conv1D, with or without whole modules.
         out: the folder to write, new or empty.
         rank: of every layer, at most; None: the sum of the adapters' ranks, which keeps all.
         weights: α_t; None: 1/T each.
         precisions: of structure "gram", one for each adapter: the moments of the inputs of the
             layers, of the base with the adapter; None: the sum of products.
+        base: the folder of the base, whose weights DoRA needs.
 
     Raises:
         InputError: no adapters, other numbers of weights or precisions than adapters.
-        ModelError: adapters of other bases or shapes, or that are more than products (DoRA,
-            embeddings, convolutions, biases): merge these into a model.
+        ModelError: adapters of other bases or shapes, or that are more than products (embeddings,
+            convolutions, biases): merge these into a model.
         PosteriorError: precisions that have no moments of a layer.
         StorageError: files that are damaged, or ``out`` that is not empty.
 
-    Source: Hu et al., "LoRA", 2021; Jin et al., "RegMean", ICLR 2023.
+    Source: Hu et al., "LoRA", 2021; Liu et al., "DoRA", 2024; Jin et al., "RegMean", ICLR 2023.
 
     Example:
         >>> import tempfile
@@ -170,17 +187,26 @@ def merge_adapters(
     names = _names_of_layers(modules, grams, str(opened[0].folder))
     if rank is not None:
         positive_int("rank", rank)
-    products = {
-        module: _cut(*_merged(opened, shares_of, module, grams, names), rank) for module in modules
-    }
+    bases = _base_weights(opened, base, precisions, modules)
+    products = {}
+    scales = {}
+    for module in modules:
+        scales[module] = _RowScales.of(opened, shares_of, module, bases.get(module))
+        left, right = _merged(opened, shares_of, module, grams, names, scales[module])
+        products[module] = _cut(left, right, rank)
     tensors = _averaged(opened, shares_of)
     averaged = tuple(tensors)
     for module, product in products.items():
         tensors[f"{PREFIX}{module}.lora_A.weight"] = product.right.float().contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = product.left.float().contiguous()
+    for module, weight in bases.items():
+        product = products[module]
+        norms = (weight + product.left @ product.right).norm(dim=1)
+        magnitude = scales[module].total.flatten() * norms
+        tensors[f"{PREFIX}{module}{MAGNITUDE}"] = magnitude.float()
     ranks = {module: len(product.right) for module, product in products.items()}
     shares = {module: product.share for module, product in products.items()}
-    _write(target, opened[0], tensors, ranks)
+    _write(target, opened[0], tensors, ranks, use_dora=bool(bases))
     return AdapterReport(target, max(ranks.values(), default=0), shares, averaged)
 
 
@@ -213,7 +239,9 @@ def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -
     precisions = None
     if job.method == "fisher":
         precisions = [member.precision for member in job.members]
-    return merge_adapters(places, out, rank=rank, weights=weights, precisions=precisions)
+    return merge_adapters(
+        places, out, rank=rank, weights=weights, precisions=precisions, base=job.base
+    )
 
 
 def _per_adapter(name: str, values: Sequence[Any] | None, default: list[Any]) -> list[Any]:
@@ -233,12 +261,16 @@ def _opened(place: str | os.PathLike[str]) -> _Adapter:
     file = Folder.open(folder, stem="adapter_model")
     pairs: dict[str, dict[str, str]] = {}
     whole = []
+    magnitudes: dict[str, str] = {}
     foreign = _foreign_settings(entries)
     for name in file.specs:
         match = PAIR.fullmatch(name)
         if match is not None:
             module = match["module"].removeprefix(PREFIX)
             pairs.setdefault(module, {})[match["letter"]] = name
+        elif name.endswith(MAGNITUDE):
+            module = name.removeprefix(PREFIX).removesuffix(MAGNITUDE)
+            magnitudes[module] = name
         elif _is_of_module(name, entries.get("modules_to_save") or ()):
             whole.append(name)
         else:
@@ -251,7 +283,7 @@ def _opened(place: str | os.PathLike[str]) -> _Adapter:
     incomplete = [module for module, pair in pairs.items() if len(pair) < 2]
     if incomplete:
         raise ModelError(f"{str(folder)!r} lacks A or B of {some(incomplete)}: save it again")
-    return _Adapter(folder, entries, file, pairs, tuple(whole))
+    return _Adapter(folder, entries, file, pairs, tuple(whole), magnitudes)
 
 
 def _foreign_settings(entries: Mapping[str, Any]) -> list[str]:
@@ -295,18 +327,77 @@ def _names_of_layers(
     return {module: names[f"{module}.weight"] for module in modules}
 
 
+def _base_weights(
+    adapters: Sequence[_Adapter],
+    base: str | os.PathLike[str] | None,
+    precisions: Sequence[Any] | None,
+    modules: Sequence[str],
+) -> dict[str, Tensor]:
+    """W_0 of every module in float64, where some adapter is DoRA; else nothing."""
+    if not any(adapter.magnitudes for adapter in adapters):
+        return {}
+    if base is None:
+        raise InputError("DoRA adapters are merged by their base's weights: give base=")
+    if precisions is not None:
+        raise InputError("DoRA adapters are merged without precisions: leave them out")
+    if any(adapter.entries.get("fan_in_fan_out") for adapter in adapters):
+        raise ModelError("DoRA adapters of Conv1D are merged into a model only (blr.merge)")
+    source = Folder.open(base)
+    weights = [f"{module}.weight" for module in modules]
+    names = translate(weights, source.specs, str(adapters[0].folder))
+    return {module: source.tensor(names[f"{module}.weight"]).double() for module in modules}
+
+
+@dataclass(frozen=True)
+class _RowScales:
+    """What DoRA multiplies the rows of a module by, ``[O, 1]``, or 1.
+
+    Attributes:
+        single: D_t of every adapter.
+        total: D̄ of the merge.
+    """
+
+    single: Sequence[Tensor]
+    total: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        adapters: Sequence[_Adapter],
+        weights: Sequence[float],
+        module: str,
+        base: Tensor | None,
+    ) -> _RowScales:
+        """Of adapters with these weights.
+
+        Raises:
+            InputError: weights that turn a row around, or leave nothing of it.
+        """
+        one = torch.ones(1, 1, dtype=torch.float64)
+        if base is None:
+            return cls([one] * len(adapters), one)
+        single = [adapter.row_scales(module, base) for adapter in adapters]
+        terms = [weight * (scale - 1) for weight, scale in zip(weights, single, strict=True)]
+        total = 1 + torch.stack(terms).sum(0)
+        if not bool((total > 0).all()):
+            raise InputError(f"the weights leave nothing of a row of {module!r}: use smaller ones")
+        return cls(single, total)
+
+
 def _merged(
     adapters: Sequence[_Adapter],
     weights: Sequence[float],
     module: str,
     grams: Sequence[StoredPrecision | None],
     names: Mapping[str, str],
+    scales: _RowScales,
 ) -> tuple[Tensor, Tensor]:
     """L and R of one module's ΔW = L R."""
     lefts = []
     rights = []
     total: Tensor | None = None
-    for adapter, weight, gram in zip(adapters, weights, grams, strict=True):
+    models = zip(adapters, weights, grams, scales.single, strict=True)
+    for adapter, weight, gram, scale in models:
         moments = None
         if gram is not None:
             moments = _moments(gram, names[module])
@@ -314,7 +405,7 @@ def _merged(
         if module not in adapter.pairs:
             continue  # the adapter leaves the layer as it is
         left, right = adapter.product(module)
-        lefts.append(left)
+        lefts.append(scale / scales.total * left)
         rights.append(weight * (right if moments is None else right @ moments))
     _check_shapes(module, lefts, rights)
     left = torch.cat(lefts, 1)
@@ -393,7 +484,12 @@ def _averaged(adapters: Sequence[_Adapter], weights: Sequence[float]) -> dict[st
 
 
 def _write(
-    target: Path, first: _Adapter, tensors: Mapping[str, Tensor], ranks: Mapping[str, int]
+    target: Path,
+    first: _Adapter,
+    tensors: Mapping[str, Tensor],
+    ranks: Mapping[str, int],
+    *,
+    use_dora: bool,
 ) -> None:
     """The adapter as PEFT reads it: the first one's settings, every layer with a scaling of 1."""
     settings = json.loads((first.folder / CONFIG).read_text(encoding="utf-8"))
@@ -403,6 +499,7 @@ def _write(
         "r": rank,
         "lora_alpha": rank,
         "use_rslora": False,
+        "use_dora": use_dora,
         "target_modules": sorted(ranks),
         **dict.fromkeys(PER_LAYER),
         "rank_pattern": patterns,

@@ -47,6 +47,20 @@ CASES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
         "gpt2", "causal_lm",
         [{"target_modules": ["c_attn"], "fan_in_fan_out": True}] * 2,
     ),
+    "DoRA": (
+        "llama", "causal_lm",
+        [
+            {"target_modules": ATTENTION, "use_dora": True},
+            {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "r": 2},
+        ],
+    ),
+    "DoRA beside plain": (
+        "llama", "causal_lm",
+        [
+            {"target_modules": ATTENTION, "use_dora": True, "use_rslora": True},
+            {"target_modules": ATTENTION},
+        ],
+    ),
     "whole modules": (
         "bert", "classification",
         [{"target_modules": ["query"], "modules_to_save": ["classifier"]}] * 2,
@@ -78,7 +92,8 @@ def test_peft_loads_the_sum_of_products(case: str, tmp_path: Path) -> None:
     base = build(kind, task)
     places = [written(tmp_path / f"a{t}", base, t, s) for t, s in enumerate(settings)]
     weights = [0.7, 0.3]
-    report = merge_adapters(places, tmp_path / "out", weights=weights)
+    base.save_pretrained(str(tmp_path / "base"))
+    report = merge_adapters(places, tmp_path / "out", weights=weights, base=tmp_path / "base")
     assert report.share == pytest.approx(1.0)
     result = merged_by_peft(base, report.folder)
     models = [merged_by_peft(base, place) for place in places]
@@ -161,7 +176,7 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
 @pytest.mark.parametrize(
     ("settings", "more", "word"),
     [
-        ({"use_dora": True}, {}, "use_dora.*into a model"),
+        ({"lora_bias": True}, {}, "lora_bias.*into a model"),
         ({"bias": "all"}, {}, "bias"),
         ({"peft_type": "LOHA"}, {}, "LOHA"),
         ({"r": 3}, {}, "rank 3"),
@@ -216,3 +231,11 @@ def test_a_recipe_writes_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "ties makes no adapter" in refused(
         capsys, "merge", tmp_path / "recipe.yml", tmp_path / "no"
     )
+
+
+def test_dora_needs_its_base(tmp_path: Path) -> None:
+    base = build("llama", "causal_lm")
+    settings = {"target_modules": ["q_proj"], "use_dora": True}
+    places = [written(tmp_path / f"a{t}", base, t, settings) for t in range(2)]
+    with pytest.raises(BLRError, match="give base="):
+        merge_adapters(places, tmp_path / "out")
