@@ -47,6 +47,7 @@ from .report import (
 from .sensitivity import (
     Index as Index,
     Monitor as Monitor,
+    acquire as acquire,
     calibrate as calibrate,
     influence as influence,
     leave_one_out as leave_one_out,

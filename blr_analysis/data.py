@@ -24,11 +24,13 @@ from blr_analysis.checks import some
 from blr_analysis.errors import BLRError, DataError, InputError, ModelError, told_as
 from blr_analysis.half import HALF
 from blr_analysis.likelihoods import Likelihood
+from blr_analysis.likelihoods.tokens import pixels_as_tokens
 from blr_analysis.padding import Padding, aside
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
 MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
 WORDS = ("string", "large", "null", "time", "date", "duration", "decimal", "binary")
+NOT_FINITE = "the model's outputs are NaN or inf {}; check weights and inputs"
 REPEATS = 32  # examples that are read twice to find out whether the data stand still
 
 
@@ -271,6 +273,8 @@ def _examples(data: Any) -> Examples:
         return Examples(pair, labels=row_labels(dict(zip("Xy", data, strict=True)), len(pair)))
     if several and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
+    if isinstance(data, Tensor | np.ndarray):  # inputs without labels
+        return Examples(tud.TensorDataset(torch.as_tensor(data)))
     inner = data
     while isinstance(inner, tud.Subset):
         if np.asarray(inner.indices).dtype == bool:
@@ -518,13 +522,28 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
     x, y = batch
+    return forward_of_inputs(model, x), y
+
+
+def has_labels(batch: Any) -> bool:
+    """Whether this is no batch of inputs alone: a tensor, a tuple of one, a dict without labels."""
+    if isinstance(batch, Mapping):
+        return "labels" in batch
+    is_alone = isinstance(batch, tuple | list) and len(batch) == 1
+    return not (is_alone or isinstance(batch, Tensor))
+
+
+def forward_of_inputs(model: nn.Module, x: Any) -> Any:
+    """The model's answer to inputs without labels, a tensor in its dtype."""
+    if isinstance(x, tuple | list) and len(x) == 1:
+        x = x[0]
     if isinstance(x, Mapping):
-        return model(**x), y
+        return model(**x)
     if isinstance(x, Tensor) and x.is_floating_point():
         kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
         if x.dtype not in kinds or x.dtype not in HALF:  # in half precision as it was trained
             x = x.to(next(iter(kinds), x.dtype))
-    return model(x), y
+    return model(x)
 
 
 def check_inputs(batch: Any, indices: Tensor | None) -> None:
@@ -556,6 +575,48 @@ def checked(
         ModelError: no tensor of floats, not one row per example, NaN or inf.
         DataError: targets of another length, shape or dtype, out of range, or all ignored.
     """
+    outputs = _real_outputs(outputs, likelihood)
+    if targets is None:
+        raise DataError("the data have no labels: posterior.predict and acquire do without, alone")
+    with told_as(DataError, "the targets must be a tensor of numbers"):
+        targets = torch.as_tensor(targets, device=outputs.device)
+    outputs, targets = likelihood.by_token(outputs, targets)
+    likelihood.check_outputs(outputs)
+    if indices is not None:
+        check_rows(outputs, len(indices))
+    if targets.ndim == 0 or len(targets) != len(outputs):
+        raise DataError(f"targets {[*targets.shape]} for {len(outputs)} outputs; give one each")
+    outputs, targets = likelihood.prepare(outputs, targets)
+    counted = likelihood.counted(targets)
+    if counted is not None:  # sequences without a token to score would have no loss at all
+        said = "every label is ignored {}; drop those sequences"
+        _refuse(~counted.any(-1), indices, DataError, said)
+    _check_finite(outputs.detach(), indices, ModelError, NOT_FINITE)
+    return outputs, targets
+
+
+def checked_outputs(outputs: Any, likelihood: Likelihood, indices: Tensor | None) -> Tensor:
+    """The same of inputs without labels; of images with a class per pixel ``[B, H·W, C]``.
+
+    Raises:
+        ModelError: as there.
+    """
+    outputs = _real_outputs(outputs, likelihood)
+    if likelihood.is_sequence and outputs.ndim >= 4:
+        outputs = pixels_as_tokens(outputs)
+    likelihood.check_outputs(outputs)
+    if indices is not None:
+        check_rows(outputs, len(indices))
+    _check_finite(outputs.detach(), indices, ModelError, NOT_FINITE)
+    return outputs
+
+
+def _real_outputs(outputs: Any, likelihood: Likelihood) -> Tensor:
+    """The tensor among what a model returned, half precision as float32.
+
+    Raises:
+        ModelError: no tensor of floats.
+    """
     if isinstance(outputs, Mapping) and "logits" in outputs:
         outputs = outputs["logits"]
     outputs = likelihood.join(getattr(outputs, "logits", outputs))
@@ -565,21 +626,7 @@ def checked(
         raise ModelError(f"the model must return real numbers, got {describe(outputs)}; forward=?")
     if outputs.ndim == 1 and not likelihood.integer_targets:
         outputs = outputs.unsqueeze(-1)
-    likelihood.check_outputs(outputs)
-    if indices is not None:
-        check_rows(outputs, len(indices))
-    with told_as(DataError, "the targets must be a tensor of numbers"):
-        targets = torch.as_tensor(targets, device=outputs.device)
-    if targets.ndim == 0 or len(targets) != len(outputs):
-        raise DataError(f"targets {[*targets.shape]} for {len(outputs)} outputs; give one each")
-    outputs, targets = likelihood.prepare(outputs, targets)
-    counted = likelihood.counted(targets)
-    if counted is not None:  # sequences without a token to score would have no loss at all
-        said = "every label is ignored {}; drop those sequences"
-        _refuse(~counted.any(-1), indices, DataError, said)
-    said = "the model's outputs are NaN or inf {}; check weights and inputs"
-    _check_finite(outputs.detach(), indices, ModelError, said)
-    return outputs, targets
+    return outputs
 
 
 def check_rows(outputs: Tensor, size: int) -> None:

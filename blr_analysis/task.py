@@ -37,9 +37,11 @@ from blr_analysis.frozen import FrozenOutputs
 from blr_analysis.half import narrow, shared, stored, widened, working
 from blr_analysis.likelihoods import (
     SEVERAL,
+    Categorical,
     CausalLM,
     Likelihood,
     Loss,
+    TokenCategorical,
     Weighted,
     reduction_of,
     resolve,
@@ -66,9 +68,12 @@ class Task:
             in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
             index must give the same example on every visit; what training drew (crops, flips,
             noise) is said by ``Recipe(augment=)``. Also a pandas
-            DataFrame or one split of a ``datasets.Dataset``, see ``target``.
-        likelihood: "categorical", "bernoulli", "gaussian", "poisson", for sequences "tokens" (one
-            class per token) and "causal_lm"; the loss of ``torch.nn`` that the model was trained
+            DataFrame or one split of a ``datasets.Dataset``, see ``target``. Inputs without labels
+            (X alone, or a data set of such) serve ``posterior.predict`` and
+            :func:`blr_analysis.acquire`.
+        likelihood: "categorical" (of images with a class per pixel, outputs ``[B, C, H, W]``, too),
+            "bernoulli", "gaussian", "poisson", for sequences "tokens" (one class per token) and
+            "causal_lm"; the loss of ``torch.nn`` that the model was trained
             with, whose settings are read (:mod:`blr_analysis.likelihoods.modules` says how δ
             follows from its reduction); any function (outputs, targets) -> loss of each example
             ``[B]``; or a :class:`~blr_analysis.likelihoods.Likelihood`.
@@ -154,6 +159,8 @@ class Task:
         if weights is not None:
             self.likelihood = _weighted(self.likelihood, weights, self.n_data)
         self.forward: reading.Forward = forward or reading.default_forward
+        if forward is None:
+            self.likelihood = per_pixel(self.likelihood, examples)
         metadata = described if metadata is None else metadata
         self.metadata = reading.read_metadata(metadata, self.n_data)
         beside: dict[str, Any] = {"weights": weights}
@@ -361,6 +368,32 @@ class Task:
             DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
                 dtype.
         """
+        returned, labels = self._forward_pass(batch, params, indices)
+        outputs, targets = reading.checked(returned, labels, self.likelihood, indices)
+        self._warn_of_probabilities(outputs)
+        return outputs, targets
+
+    def predicted(
+        self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, also of inputs without labels, whose targets are None.
+
+        Raises:
+            ModelError, DataError: as :meth:`run`.
+        """
+        returned, labels = self._forward_pass(batch, params, indices)
+        targets = None
+        if labels is None:
+            outputs = reading.checked_outputs(returned, self.likelihood, indices)
+        else:
+            outputs, targets = reading.checked(returned, labels, self.likelihood, indices)
+        self._warn_of_probabilities(outputs)
+        return outputs, targets
+
+    def _forward_pass(
+        self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None
+    ) -> tuple[Any, Any]:
+        """What the model returns, and the labels; None where the batch has none."""
         if self.forward is reading.default_forward:
             reading.check_inputs(batch, indices)
         before = reading.versions(batch)
@@ -374,19 +407,28 @@ class Task:
             raise InputError(f"forward must return a tuple (outputs, targets), got {got}")
         if is_whole:
             self._overwrites = reading.versions(batch) != before
-        outputs, targets = reading.checked(*result, self.likelihood, indices)
-        if not self._looked_at:
-            normalised = self.likelihood.looks_normalised(outputs.detach())
-            self._looked_at = normalised or len(outputs) >= SEVERAL
-            if normalised:
-                said = "the model's outputs look like probabilities, and are read as logits; leave "
-                said += "softmax or sigmoid out, or give a loss of probabilities as likelihood="
-                warnings.warn(said, stacklevel=2)
-        return outputs, targets
+        return result
+
+    def _warn_of_probabilities(self, outputs: Tensor) -> None:
+        """Say once where outputs look like probabilities and are read as logits."""
+        if self._looked_at:
+            return
+        are_normalised = self.likelihood.looks_normalised(outputs.detach())
+        self._looked_at = are_normalised or len(outputs) >= SEVERAL
+        if are_normalised:
+            warnings.warn(
+                "the model's outputs look like probabilities, and are read as logits; leave "
+                "softmax or sigmoid out, or give a loss of probabilities as likelihood=",
+                stacklevel=3,
+            )
 
     def run_model(self, batch: Any, params: Mapping[str, Tensor]) -> Any:
         """What the model makes of a batch at these parameters, unchecked."""
+        is_default = self.forward is reading.default_forward
+        is_unlabelled = is_default and not reading.has_labels(batch)
         with _running(self.model, narrow(params)):
+            if is_unlabelled:
+                return reading.forward_of_inputs(self.model, batch), None
             return self.forward(self.model, batch)
 
     def at(
@@ -482,6 +524,19 @@ def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         cudnn.enabled = enabled
         for (held, key, _), value in zip(entries, before, strict=True):
             held[key] = value
+
+
+def per_pixel(likelihood: Likelihood, examples: reading.Examples) -> Likelihood:
+    """The likelihood of every pixel, where that of classes has images of classes as targets, as
+    ``torch.nn.CrossEntropyLoss`` takes them."""
+    if type(likelihood) is not Categorical:
+        return likelihood
+    labels = reading.padding(examples.batch(torch.zeros(1, dtype=torch.long)))[1]
+    are_images = isinstance(labels, Tensor) and labels.ndim >= 3 and not labels.is_floating_point()
+    if not are_images:
+        return likelihood
+    ignored = -100 if likelihood.ignore_index is None else likelihood.ignore_index
+    return TokenCategorical(ignored, likelihood.weight, likelihood.label_smoothing)
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

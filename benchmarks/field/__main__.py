@@ -1,6 +1,7 @@
 """Every analysis beside retraining, of models trained as people train them.
 
     python -m benchmarks.field [CASE ...] [--truths DIR]
+    python -m benchmarks.field [CASE ...] --calibrate [--truths DIR]
     python -m benchmarks.field --widening [--truths DIR]
 
 Truth is retraining by the same recipe from other seeds, three for the halves and two else (of the
@@ -20,6 +21,8 @@ converged model a descent from its weights), kept in DIR (``field`` in ``$BLR_CA
 * wrong labels: the share of planted ones among the first k of ``suspicious``; how many labels it
   calls wrong, the share of them that are, and the share that it expects.
 
+``--calibrate`` prints that row alone, beside one seed of cross-validation.
+
 ``--widening`` tells, of the cases run before, the factor by which intervals must be widened for
 four of five truths, and what it covers of a case that had no part in it.
 """
@@ -31,7 +34,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ import blr_analysis as blr
 from benchmarks.agreement.cases import retrained
 from benchmarks.agreement.metrics import ceiling, linear_datamodeling, pearson, spearman
 from benchmarks.field.cases import CASES, Data, losses, trained
-from benchmarks.field.truth import Truths, by_recipe, halves, to_the_minimum
+from benchmarks.field.truth import FEW_SEEDS, SEEDS, Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
 from blr_analysis.sensitivity.calibrate import _left_out
@@ -52,7 +55,7 @@ from blr_analysis.sensitivity.solvers import WIDENED
 class Field:
     """One case: its model, what is told of it, and the truth."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, seeds: Mapping[str, int] = SEEDS) -> None:
         self.name, self.folder, case = name, folder, CASES[name]
         data, self.started = case.data(), time.process_time()
         if case.delta:
@@ -72,10 +75,9 @@ class Field:
         self.test = self._task((data.x_test, data.y_test))
         if not case.delta:
             retrain = by_recipe(case, self.task)
-        self.truths = Truths(name, case, data, retrain, repr(self.task.recipe), folder)
+        self.truths = Truths(name, case, data, retrain, repr(self.task.recipe), folder, seeds)
         own, unseen = losses(model, data.x, data.y), losses(model, data.x_test, data.y_test)
-        self.row("trained", f"{self.truths.seconds:.2f} s a training; loss {own.mean():.3f}, "
-                 f"test {unseen.mean():.3f}")  # fmt: skip
+        self.row("trained", f"loss {own.mean():.3f}, test {unseen.mean():.3f}")
 
     def _task(self, given: Any = None, **told: Any) -> blr.Task:
         data: Data = self.data
@@ -189,6 +191,20 @@ class Field:
         self.row("wrong labels, training loss alone", share(own.argsort(descending=True)))
         self.row("wrong labels, cross-validated", share(held.argsort(descending=True)))
 
+    def calibrated(self, task: blr.Task, q: Any) -> tuple[blr.Task, Any]:
+        start = time.process_time()
+        calibrated = (task, blr.calibrate(task, q))
+        self.row("calibrate", f"{time.process_time() - start:.1f} s; {self.inside(*calibrated)}")
+        return calibrated
+
+    def calibrate(self) -> None:
+        """The one row alone."""
+        if self.case.delta:
+            q = blr.fit_laplace(self.task, structure="full", prior_precision=self.case.delta)
+        else:
+            q = blr.fit_laplace(self.task)
+        self.calibrated(self.task, q)
+
     def run(self) -> None:
         fits = self.fitted()
         if not self.case.delta:
@@ -196,13 +212,12 @@ class Field:
         first, *_ = fits.values()
         some = {n: fit for n, fit in fits.items() if n in ("four checkpoints", "the end alone")}
         some = some or fits
-        start = time.process_time()
-        calibrated = (first[0], blr.calibrate(*first))
-        self.row("calibrate", f"{time.process_time() - start:.1f} s; {self.inside(*calibrated)}")
+        calibrated = self.calibrated(*first)
         self.left_out({"calibrated": calibrated, **some})
         kept = self.groups(some)
         (self.folder / f"{self.name.replace(' ', '_')}.json").write_text(json.dumps(kept))
         self.suspects({"calibrated": calibrated, **some})
+        self.row("a training", f"{self.truths.seconds:.2f} s")
         self.row("all", f"{time.process_time() - self.started:.0f} s")
 
 
@@ -230,6 +245,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--truths", type=Path, default=store.root() / "field")
     parser.add_argument("--widening", action="store_true")
+    parser.add_argument("--calibrate", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -237,7 +253,10 @@ def main() -> None:
     if given.widening:
         return widening(given.truths)
     for name in given.cases:
-        Field(name, given.truths).run()
+        if given.calibrate:
+            Field(name, given.truths, FEW_SEEDS).calibrate()
+        else:
+            Field(name, given.truths).run()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import blr_analysis as blr
 from benchmarks.cases import mlp as smooth
+from benchmarks.resnet import Block, conv_norm
 
 WRONG = 0.04  # of the training targets are another example's
 TRAIN = 700
@@ -99,6 +100,12 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(*first, nn.Linear(80, 40), nn.ReLU(), nn.Linear(40, 10))
 
 
+def residual() -> nn.Sequential:
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    stem = nn.Sequential(conv_norm(1, 8, 3), nn.ReLU())
+    return nn.Sequential(stem, Block(8, 8, 1), Block(8, 16, 2), *pool, nn.Linear(16, 10))
+
+
 @dataclass(frozen=True)
 class Case:
     """One model.
@@ -134,6 +141,11 @@ CASES = {
     ),
     "BatchNorm": Case(
         digits, normalised, {**NARROW, "epochs": 60, "batch_size": 40}, patience=8
+    ),
+    "ResNet": Case(
+        *(digit_images, residual),
+        {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "epochs": 15,
+         "batch_size": 32, "schedule": "cosine"},
     ),
     "converged": Case(lambda: digits(400), lambda: smooth(64, 16, 10).double(), {}, delta=3.0),
     "fine-tuned": Case(

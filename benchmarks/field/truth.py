@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from blr_analysis.sensitivity.training import trained
 
 HALVES, FOLDS, ALONE, ASKED = 32, 20, 40, 150  # the last: test examples of the halves
 SEEDS = {"halves": 3, "folds": 2, "groups": 2}  # from 10 on
+FEW_SEEDS = dict.fromkeys(SEEDS, 1)
 
 Retrain = Callable[[Tensor, int], nn.Module]  # the examples that stay, the seed
 
@@ -62,7 +64,7 @@ def left_out(n: int, alone: bool) -> list[Tensor]:
 
 
 class Truths:
-    """What retraining gave.
+    """What retraining gave; each kind is trained when it is first asked for.
 
     Attributes:
         halves: losses of the first test examples, ``[seeds, HALVES, ASKED]``; not of the converged.
@@ -72,25 +74,39 @@ class Truths:
     """
 
     def __init__(
-        self, name: str, case: Case, data: Data, retrain: Retrain, how: str, folder: Path
+        self,
+        name: str,
+        case: Case,
+        data: Data,
+        retrain: Retrain,
+        how: str,
+        folder: Path,
+        seeds: Mapping[str, int],
     ) -> None:
         self.name, self.data, self.retrain, self.folder = name, data, retrain, folder
+        self.seeds = seeds
         self.alone, self.seconds = case.delta > 0, 0.0
         self.parts = left_out(len(data.x), self.alone)
         told = f"{how} {case.patience} {case.base} {case.delta} {len(data.x)}"
         self.made = hashlib.sha256(told.encode()).hexdigest()[:16]
-        self.halves, self.folds, self.groups = (
-            self._kept(kind, how)
-            for kind, how in (
-                ("halves", self._halves), ("folds", self._folds), ("groups", self._groups)
-            )
-        )  # fmt: skip
+
+    @cached_property
+    def halves(self) -> Tensor:
+        return self._kept("halves", self._halves)
+
+    @cached_property
+    def folds(self) -> Tensor:
+        return self._kept("folds", self._folds)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        return self._kept("groups", self._groups)
 
     def _kept(self, kind: str, how: Callable[[int], list[Tensor]]) -> Tensor:
         found = []
         if self.alone and kind == "halves":
             return torch.empty(0)
-        for seed in range(10, 11 if self.alone else 10 + SEEDS[kind]):
+        for seed in range(10, 11 if self.alone else 10 + self.seeds[kind]):
             path = self.folder / self.name.replace(" ", "_") / f"{kind}-{seed}.safetensors"
             stored = store.read(path, self.made)
             if stored is None:

@@ -103,6 +103,15 @@ class Likelihood(ABC):
         """Whether these outputs look like probabilities, where the likelihood takes logits."""
         return False
 
+    def noise(self, outputs: Tensor) -> Tensor | None:
+        """σ², the variance of y around its mean, ``[B, C]``, where the likelihood is that of a
+        normal; None of others."""
+        return None
+
+    def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets with one row per token, where torch's own loss takes others."""
+        return outputs, targets
+
     def join(self, outputs: Any) -> Any:
         """What a model returned as one tensor, where this likelihood takes several."""
         return outputs

@@ -63,7 +63,7 @@ class Categorical(Likelihood):
 
     def check_outputs(self, outputs: Tensor) -> None:
         shape = tuple(outputs.shape)
-        is_sequence = outputs.ndim == 3
+        is_sequence = outputs.ndim >= 3
         if is_sequence:
             raise DataError(f'outputs of shape {shape} need likelihood="tokens" or "causal_lm"')
         super().check_outputs(outputs)

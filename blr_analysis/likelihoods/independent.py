@@ -160,6 +160,11 @@ class Gaussian(_Independent):
             raise InputError("the residuals are 0: no noise to estimate; give one as likelihood=")
         return per_output("variance", values, outputs)
 
+    def noise(self, outputs: Tensor) -> Tensor | None:
+        if not self.normalized:  # a square, and no log-density
+            return None
+        return torch.ones_like(outputs) * self._variances(outputs)
+
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
         """Every finite number is possible under a Gaussian."""
 

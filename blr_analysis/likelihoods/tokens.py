@@ -24,6 +24,9 @@ from blr_analysis.likelihoods.categorical import Categorical
 class TokenCategorical(Categorical):
     """A softmax at every token (``likelihood="tokens"``): outputs ``[B, T, C]``, targets [B, T].
 
+    Images with a class per pixel are sequences too: outputs ``[B, C, H, W]``, targets [B, H, W], as
+    ``torch.nn.CrossEntropyLoss`` takes them (any number of axes behind C), become T = H·W tokens.
+
     Tokens whose target is ``ignore_index`` (padding, prompts) do not count: their error is 0, and
     the outputs there are read as 0. T may differ between batches. Λ has (T·C)² entries per
     sequence and is not formed; ``hessian_times`` multiplies with it.
@@ -56,11 +59,19 @@ class TokenCategorical(Categorical):
             raise InputError("ignore_index must be a whole number, got None")
         super().__init__(weight, label_smoothing, ignore_index)
 
+    def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        places = (len(outputs), *outputs.shape[2:])
+        has_classes_second = outputs.ndim >= 4 or outputs.shape[:2] != targets.shape
+        if outputs.ndim < 3 or not has_classes_second or places != tuple(targets.shape):
+            return outputs, targets
+        return pixels_as_tokens(outputs), targets.flatten(1)
+
     def check_outputs(self, outputs: Tensor) -> None:
         if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
             raise DataError(
                 f"the {self.name} likelihood needs outputs of shape [batch, tokens, C], got "
-                f'{tuple(outputs.shape)}; reshape them in forward=, or use "categorical"'
+                f"{tuple(outputs.shape)}; or [batch, C, H, W] with targets [batch, H, W], or use "
+                '"categorical"'
             )
         self.check_weight(outputs)
 
@@ -126,6 +137,15 @@ class TokenCategorical(Categorical):
         return torch.where(self.counted(targets), drawn, self.ignore_index)
 
 
+def pixels_as_tokens(outputs: Tensor) -> Tensor:
+    """``[B, C, H, W]`` as ``[B, H·W, C]``.
+
+    >>> pixels_as_tokens(torch.zeros(2, 3, 4, 5)).shape
+    torch.Size([2, 20, 3])
+    """
+    return outputs.flatten(2).transpose(1, 2)
+
+
 class CausalLM(TokenCategorical):
     """A causal language model (``likelihood="causal_lm"``): the output at t predicts token t + 1.
 
@@ -141,6 +161,9 @@ class CausalLM(TokenCategorical):
     """
 
     name = "causal_lm"
+
+    def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs, targets
 
     def check_outputs(self, outputs: Tensor) -> None:
         super().check_outputs(outputs)

@@ -100,6 +100,10 @@ class MeanAndVariance(Likelihood):
         mean, _ = outputs.chunk(2, -1)
         return mean
 
+    def noise(self, outputs: Tensor) -> Tensor | None:
+        _, v = self._parts(outputs)
+        return v
+
     def distance(self, before: Tensor, after: Tensor) -> Tensor:
         """‖μ' − μ‖₂."""
         return torch.linalg.vector_norm(self.mean(after) - self.mean(before), dim=-1)

@@ -108,6 +108,8 @@ class Weighted(Likelihood):
 
     join = _plainly("join")
     check_outputs = _plainly("check_outputs")
+    by_token = _plainly("by_token")
+    noise = _plainly("noise")
     check_values = _plainly("check_values")
     prepare = _plainly("prepare")
     prepare_targets = _plainly("prepare_targets")

@@ -14,6 +14,7 @@ from blr_analysis.plots.examples import image_of, plot_deviations, plot_examples
 from blr_analysis.plots.influence import plot_influence
 from blr_analysis.plots.memory import extremes, plot_memory_map
 from blr_analysis.plots.merging import plot_merge_curve, plot_mismatch
+from blr_analysis.plots.reliability import plot_reliability
 from blr_analysis.plots.training import (
     plot_history,
     plot_leave_one_out,
@@ -32,6 +33,7 @@ PICTURES = {  # by the class of the result
     "Influence": plot_influence,
     "TopInfluence": plot_influence,
     "WhatIf": plot_what_if,
+    "Predictions": plot_reliability,
     "GradientMismatch": plot_mismatch,
     "MergeCurve": plot_merge_curve,
     "Fitted": plot_history,

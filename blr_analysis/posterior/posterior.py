@@ -449,10 +449,13 @@ class Posterior:
             generator: draws the networks; None: torch's global one.
 
         Returns:
-            ``mean`` ``[N, C]``, ``losses``, ``nll``, ``accuracy``, ``calibration_error``. Class
-            weights and smoothing are no part of the loss here, constants that ``GaussianNLLLoss``
-            and ``PoissonNLLLoss`` leave out are; a loss that is no −log p (``MSELoss``) stays
-            itself, and the repr names it. Of sequences there are losses per token alone.
+            :class:`~blr_analysis.posterior.predictive.Predictions`: ``mean`` ``[N, C]``;
+            ``variance``, ``entropy`` and ``information`` of every example, token or pixel;
+            ``losses``, ``nll``, ``accuracy``, ``calibration_error``, ``brier``, which are None
+            without labels; ``plot()`` draws accuracy against confidence. Class weights and
+            smoothing are no part of the loss here, constants that ``GaussianNLLLoss`` and
+            ``PoissonNLLLoss`` leave out are; a loss that is no −log p (``MSELoss``) stays itself,
+            and the repr names it.
 
         Raises:
             InputError: ``draws`` is no count.

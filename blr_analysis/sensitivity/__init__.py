@@ -1,5 +1,6 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
+from blr_analysis.sensitivity.acquire import acquire
 from blr_analysis.sensitivity.calibrate import calibrate
 from blr_analysis.sensitivity.index.index import Index
 from blr_analysis.sensitivity.influence.influence import influence
@@ -32,6 +33,7 @@ __all__ = [
     "TokenScores",
     "TopInfluence",
     "WhatIf",
+    "acquire",
     "calibrate",
     "influence",
     "leave_one_out",

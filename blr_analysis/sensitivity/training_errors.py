@@ -21,6 +21,8 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.predictive import scored_by
 from blr_analysis.task import Task
 
+Errors = Callable[[Task, Chunk], Tensor]  # ē of a chunk's examples
+
 PART = 0.7  # of the logits: errors there stand for the run's (python -m benchmarks.field)
 
 
@@ -30,7 +32,7 @@ def stands_alone(task: Task, q: Posterior) -> bool:
     return has_classes and not (q.earlier or q.at_minimum or "checkpoint" in q.record)
 
 
-def mean_errors(task: Task, q: Posterior) -> Callable[[Task, Chunk], Tensor]:
+def mean_errors(task: Task, q: Posterior) -> Errors:
     """ē_i = mean_t e_i(t) over a posterior's run, of the examples of a chunk at its mean.
 
     Where only the end is known, off a minimum, the errors of classes part of the way there stand

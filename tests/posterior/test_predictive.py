@@ -11,6 +11,7 @@ from models import Graph, mlp, seeded
 from snapshots import untouched
 from torch import Tensor, nn
 from torch.distributions import Normal, Poisson
+from torch.utils.data import TensorDataset
 
 import blr_analysis as blr
 
@@ -157,3 +158,117 @@ def test_tokens_each_have_a_loss() -> None:
     expected = nn.functional.nll_loss(probs.log().flatten(0, 1), y.flatten(), reduction="none")
     torch.testing.assert_close(found.losses, expected[y.flatten() != -100].detach())
     assert found.mean is None and len(found.losses) == 27
+
+
+def hand_made(probs: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Of probabilities ``[K, M, C]`` by their definitions."""
+    mean = probs.mean(0)
+    entropies = -(probs * probs.log()).sum(-1)
+    entropy = -(mean * mean.log()).sum(-1)
+    shares = nn.functional.one_hot(labels, mean.shape[-1])
+    return {
+        "variance": probs.var(0, correction=0),
+        "entropy": entropy,
+        "information": entropy - entropies.mean(0),
+        "brier": float((mean - shares).square().sum(-1).mean()),
+        "accuracy": float((mean.argmax(-1) == labels).double().mean()),
+    }
+
+
+def check_scores(found: Any, probs: Tensor, labels: Tensor) -> None:
+    for name, expected in hand_made(probs, labels).items():
+        torch.testing.assert_close(getattr(found, name), expected, msg=name)
+    confidence, answer = probs.mean(0).max(-1)
+    ece = error_of_calibration(confidence, answer == labels)
+    assert found.calibration_error == pytest.approx(ece)
+
+
+def drawn(q: blr.Posterior, model: nn.Module, x: Tensor, draws: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    outputs = [
+        torch.func.functional_call(model, q.sample(generator=generator), (x,)).detach()
+        for _ in range(draws)
+    ]
+    return torch.stack(outputs)
+
+
+def test_how_sure_an_answer_is_by_definition() -> None:
+    """And the same without labels, where no score that needs them is made up."""
+    x, y = data()
+    task = task_of()
+    q = fitted(task, "diag", None)
+    generator = torch.Generator().manual_seed(0)
+    found = q.predict(task, 6, generator=generator)
+    check_scores(found, drawn(q, task.model, x, 6).softmax(-1), y)
+    forms: list[Any] = [x, x.numpy(), TensorDataset(x), [{"input": row} for row in x], list(x)]
+    for form in forms:
+        bare = blr.Task(task.model, form, batch_size=16)
+        alone = q.predict(bare, 6, generator=torch.Generator().manual_seed(0))
+        assert len(alone) == N and "no labels" in repr(alone)
+        scores = (alone.nll, alone.accuracy, alone.brier, alone.calibration_error)
+        assert scores == (None,) * 4 and alone.losses is alone.targets is None
+        for name in ("mean", "variance", "entropy", "information"):
+            torch.testing.assert_close(getattr(alone, name), getattr(found, name))
+        assert "loss" not in alone.table
+        with pytest.raises(blr.errors.BLRError, match="label"):
+            blr.sensitivity(bare, q)
+
+
+def test_a_single_network_has_no_spread() -> None:
+    task = task_of()
+    found = fitted(task, "diag", None).predict(task, 0)
+    assert found.variance is found.information is None and found.entropy is not None
+
+
+def test_entropies_of_a_normal() -> None:
+    """½ log 2πe (v + σ²) and ½ log (1 + v/σ²)."""
+    x = torch.randn(7, 3, dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    q = unit(model, 7)
+    y = torch.randn(7, 2, dtype=torch.float64)
+    noise = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    task = blr.Task(model, (x, y), likelihood=blr.Gaussian(noise.tolist()))
+    found = q.predict(task, 5, generator=torch.Generator().manual_seed(0))
+    v = drawn(q, model, x, 5).var(0, correction=0)
+    torch.testing.assert_close(found.variance, v)
+    torch.testing.assert_close(found.entropy, Normal(0, (v + noise).sqrt()).entropy().sum(-1))
+    torch.testing.assert_close(found.information, 0.5 * (1 + v / noise).log().sum(-1))
+    assert found.brier is None
+    square = q.predict(blr.Task(model, (x, y), likelihood=nn.MSELoss()), 5)
+    assert square.entropy is square.information is None and square.variance is not None
+
+
+IMAGES = {"categorical": "categorical", "module": nn.CrossEntropyLoss(), "tokens": "tokens"}
+
+
+@pytest.mark.parametrize("likelihood", IMAGES.values(), ids=IMAGES)
+def test_pixels_as_the_loss_of_torch_takes_them(likelihood: Any) -> None:
+    """[B, C, H, W], in predictions, losses and gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+    x, y = torch.randn(5, 1, 4, 6).double(), torch.randint(3, (5, 4, 6))
+    y[0, :2] = -100
+    counts = (y != -100).flatten()
+    task = blr.Task(model, (x, y), likelihood=likelihood, batch_size=2)
+    q = unit(model, 5)
+    found = q.predict(task, 3, generator=torch.Generator().manual_seed(0))
+    probs = drawn(q, model, x, 3).softmax(2).movedim(2, -1).flatten(1, 3)[:, counts]
+    check_scores(found, probs, y.flatten()[counts])
+    assert torch.equal(found.example, torch.arange(5).repeat_interleave(24)[counts])
+    bare = q.predict(blr.Task(model, x, likelihood="tokens"), 3)
+    assert len(bare) == 5 * 24 and bare.nll is None
+    scores = blr.sensitivity(task, blr.fit_laplace(task, structure="diag", prior_precision=1.0))
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none").sum((1, 2))
+    torch.testing.assert_close(scores.losses, losses.detach())
+
+
+def test_the_picture_of_reliability() -> None:
+    task = task_of()
+    found = fitted(task, "diag", None).predict(task, 3)
+    axes = found.plot()
+    points = axes.collections[0].get_offsets()
+    bins = found.reliability()
+    assert bins is not None
+    torch.testing.assert_close(torch.as_tensor(points[:, 1].data), bins.accuracy)
+    with pytest.raises(blr.errors.InputError, match="with labels"):
+        fitted(task, "diag", None).predict(blr.Task(task.model, data()[0])).plot()

@@ -258,6 +258,66 @@ def test_what_is_refused(case: int) -> None:
         call(one_task())
 
 
+# The run so far, in place of a guess.
+
+
+def steps(model: nn.Module, x: Tensor, y: Tensor, count: int = 6) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(count):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("source", ["none", "fit", "resumed"])
+def test_of_a_fit_the_run_so_far_gives_scale_and_errors(source: str) -> None:
+    """f + V ē with δ = (L₀ − L) / ‖θ − θ₀‖², by hand; a failed epoch counts for nothing."""
+    x, y = data()
+    task = task_of()
+    model = task.model
+    first = [p.detach().clone() for p in model.parameters()]
+    loss_before = float(F.cross_entropy(model(x), y, reduction="sum"))
+    monitor = blr.Monitor(task, keep=MEASURES)
+    errors: list[Tensor] = []
+    for epoch in range(1, 4):
+        steps(model, x, y)
+        f = model(x).detach()
+        errors.append(f.softmax(1) - F.one_hot(y, C))
+        loss = float(F.cross_entropy(f, y, reduction="sum"))
+        moved = sum(float((p - w).square().sum()) for p, w in zip(model.parameters(), first,
+                                                                  strict=True))  # fmt: skip
+        q = blr.fit_laplace(task, prior_precision=(loss_before - loss) / moved)
+        v = blr.sensitivity(task, q).variance / q.temperature
+        left_out = f + (v @ torch.stack(errors).mean(0).unsqueeze(-1)).squeeze(-1)
+        if source == "resumed" and epoch == 3:
+            state = monitor.state_dict()
+            monitor = blr.Monitor(task, keep=MEASURES)
+            monitor.load_state_dict(state)
+        row = monitor(None if source != "fit" else lambda: blr.fit_laplace(task), epoch)
+        assert row is not None
+        assert row["loo_nll"] == pytest.approx(float(F.cross_entropy(left_out, y)), rel=1e-6)
+        with pytest.raises(InputError):
+            monitor(None, epoch)
+    assert "guess" not in repr(monitor)
+
+
+def test_before_anything_is_learned_the_fit_is_taken_as_it_is() -> None:
+    task = task_of()
+    row = blr.Monitor(task)(None, 0)
+    assert row is not None
+    assert row["loo_nll"] == pytest.approx(blr.leave_one_out(task, blr.fit_laplace(task)).nll)
+
+
+@pytest.mark.slow
+def test_the_best_epoch_is_found_under_wrong_labels() -> None:
+    """As the benchmark prints it, of a seed that had no part in choosing the formula."""
+    from benchmarks.overfitting import best, correlation, watched
+
+    found = watched("SGD", 7, 20)
+    assert correlation(found["left out"], found["test"]) > 0.9
+    assert abs(best(found["left out"]) - best(found["test"])) <= 2
+
+
 # Its state, tables and pictures.
 
 

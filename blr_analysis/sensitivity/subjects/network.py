@@ -47,7 +47,7 @@ from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
 from blr_analysis.sensitivity.selection import Columns, select
 from blr_analysis.sensitivity.solvers import Change, Settings, Solvers
 from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
-from blr_analysis.sensitivity.training_errors import losses_at, mean_errors, mean_losses
+from blr_analysis.sensitivity.training_errors import Errors, losses_at, mean_errors, mean_losses
 from blr_analysis.sensitivity.twins import responses_of
 from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task
@@ -292,11 +292,16 @@ class Moves:
 
 
 def moves_at(
-    task: Task, posterior: Posterior, correction: str, indices: Tensor | None = None
+    task: Task,
+    posterior: Posterior,
+    correction: str,
+    indices: Tensor | None = None,
+    errors: Errors | None = None,
 ) -> Moves:
-    """How far the outputs of all examples, or of these, move without them."""
+    """How far the outputs of all examples, or of these, move without them; ``errors``: in place of
+    those of the posterior's run."""
     order = shared(task, posterior.mean) if indices is None else indices
-    errors = mean_errors(task, posterior)
+    errors = mean_errors(task, posterior) if errors is None else errors
     method = taken(posterior, correction)
     bound = bound_of(posterior)
     parts: list[Moves] = []
