@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -517,7 +517,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
     """``(x, y)`` pairs, x a tensor or a dict of arguments, and dicts with ``labels``."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise DataError(f"a dict batch needs 'labels', found {sorted(batch)}; see forward=")
+            refuse_unlabelled(batch)
         return model(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise DataError(f"no (x, y) and no dict, but {describe(batch)}; give forward=")
@@ -531,6 +531,15 @@ def has_labels(batch: Any) -> bool:
         return "labels" in batch
     is_alone = isinstance(batch, tuple | list) and len(batch) == 1
     return not (is_alone or isinstance(batch, Tensor))
+
+
+def refuse_unlabelled(batch: Any) -> NoReturn:
+    """Raise :class:`DataError` of inputs without labels."""
+    if isinstance(batch, Mapping):
+        raise DataError(f"a dict batch needs 'labels', found {sorted(batch)}; see forward=")
+    raise DataError(
+        f"no labels, but inputs {describe(batch)}: posterior.predict and acquire alone do without"
+    )
 
 
 def forward_of_inputs(model: nn.Module, x: Any) -> Any:
@@ -576,8 +585,6 @@ def checked(
         DataError: targets of another length, shape or dtype, out of range, or all ignored.
     """
     outputs = _real_outputs(outputs, likelihood)
-    if targets is None:
-        raise DataError("the data have no labels: posterior.predict and acquire do without, alone")
     with told_as(DataError, "the targets must be a tensor of numbers"):
         targets = torch.as_tensor(targets, device=outputs.device)
     outputs, targets = likelihood.by_token(outputs, targets)

@@ -368,6 +368,8 @@ class Task:
             DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
                 dtype.
         """
+        if self.forward is reading.default_forward and not reading.has_labels(batch):
+            reading.refuse_unlabelled(batch)
         returned, labels = self._forward_pass(batch, params, indices)
         outputs, targets = reading.checked(returned, labels, self.likelihood, indices)
         self._warn_of_probabilities(outputs)

@@ -48,7 +48,7 @@ from benchmarks.field.cases import CASES, Data, losses, trained
 from benchmarks.field.truth import FEW_SEEDS, SEEDS, Truths, by_recipe, halves, to_the_minimum
 from benchmarks.truth import store
 from blr_analysis.likelihoods import resolve
-from blr_analysis.sensitivity.calibrate import _left_out
+from blr_analysis.sensitivity.calibrate import left_out_losses
 from blr_analysis.sensitivity.solvers import WIDENED
 
 
@@ -141,7 +141,7 @@ class Field:
         if q.temperature_error is None:
             return "not calibrated"
         asked = self.truths.folds.isfinite().all(0).nonzero().flatten()
-        at_scale = _left_out(task, q, asked)
+        at_scale = left_out_losses(task, q, asked)
         ends = [q.temperature * math.exp(sign * q.temperature_error) for sign in (-1, 1)]
         low, high = (float(at_scale(end).mean()) - self.constant for end in ends)
         true = float(self.truths.folds[:, asked].mean())

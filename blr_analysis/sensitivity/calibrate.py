@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ from blr_analysis.snapshots import State
 from blr_analysis.task import Task
 
 TENTH = 0.1  # of the data, that one training leaves out
-LOWEST, HIGHEST = -14.0, 5.0  # log τ that is searched
+LOWEST = -14.0  # log τ that is searched
+HIGHEST = 5.0
 NEARBY = 0.01  # in log τ: over which slopes are taken
 HALVINGS = 60
 
@@ -83,55 +85,93 @@ def calibrate(
         True
     """
     positive_int("probe", probe)
-    several = checked_runs(task, posterior)
-    given: Any = posterior if isinstance(posterior, list | tuple) else [posterior]
-    pairs = zip(several, given, strict=True)
-    found = [_calibrated(where, q, own, probe, seed) for (where, q), own in pairs]
-    return found if isinstance(posterior, list | tuple) else found[0]
+    are_several = isinstance(posterior, list | tuple)
+    posteriors: Any = posterior if are_several else [posterior]
+    calibrated = []
+    for given, (where, checked) in zip(posteriors, checked_runs(task, posterior), strict=True):
+        calibrated.append(_calibrated(where, checked, given, probe, seed))
+    return calibrated if are_several else calibrated[0]
 
 
-def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int) -> Posterior:
-    ending = ""
-    if q.at_minimum:
-        chosen, weight = _probe(task, q, probe, seed)
-        losses, truth, how = _left_out(task, q, chosen), _solved(task, q, chosen), "exact solves"
-    elif recipe_known(task, q):
-        chosen = _tenth(task, seed)
-        weight = torch.ones(len(chosen), dtype=torch.float64)
-        losses = _left_out(task, q, chosen)
-        truth, ending = _retrained(task, q, chosen, seed)
-        how = "a training without a tenth"
-    else:
-        return _unchanged(own, "neither at a minimum nor with a recipe: give Task(recipe=)")
-    usable = truth.isfinite()
-    weight = weight * usable
-    truth = truth.where(usable, 0.0)
+@dataclass(frozen=True)
+class Measurement:
+    """What left-out losses are compared with.
 
-    def gap(log: float) -> Tensor:
-        return weight * (losses(math.exp(log)).where(usable, 0.0) - truth)
+    Attributes:
+        losses: of some examples, by temperature.
+        truth: their losses without them, ``[B]``; NaN where nothing was found out.
+        weight: how much each counts, ``[B]``.
+        how: in words.
+        is_exact: whether the truth is a descent's, and not one training of many.
+        ending: whether that training ended elsewhere than the model, in one line; "" if not.
+    """
 
-    low, high = LOWEST, HIGHEST
-    if not usable.any() or float(gap(low).sum()) >= 0 or float(gap(high).sum()) <= 0:
-        return _unchanged(own, f"no temperature agrees with {how}", ending)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if float(gap(middle).sum()) < 0 else (low, middle)
-    slope = float((gap(high + NEARBY) - gap(high - NEARBY)).sum()) / (2 * NEARBY)
-    spread = float(gap(high)[usable].std())
-    if not q.at_minimum:
-        rises = weight * (truth - losses(0.0))
-        spread = math.hypot(spread, float(rises[usable].std()))
-    noise = math.sqrt(int(usable.sum())) * spread
+    losses: Losses
+    truth: Tensor
+    weight: Tensor
+    how: str
+    is_exact: bool
+    ending: str = ""
+
+    @property
+    def usable(self) -> Tensor:
+        """Where something was found out, ``[B]``."""
+        return self.truth.isfinite()
+
+    def gaps(self, log_temperature: float) -> Tensor:
+        """By how much each estimate is above the truth, times its weight; 0 where unknown."""
+        estimates = self.losses(math.exp(log_temperature))
+        return (self.weight * (estimates - self.truth)).where(self.usable, 0.0)
+
+    def log_temperature(self) -> float | None:
+        """log τ at which both sides agree in total; None where none does."""
+        low = LOWEST
+        high = HIGHEST
+        are_apart = float(self.gaps(low).sum()) < 0 < float(self.gaps(high).sum())
+        if not are_apart:
+            return None
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if float(self.gaps(middle).sum()) < 0:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def error(self, log_temperature: float) -> float | None:
+        """The standard error of log τ; None where the estimates do not rise with τ."""
+        above = self.gaps(log_temperature + NEARBY).sum()
+        below = self.gaps(log_temperature - NEARBY).sum()
+        slope = float(above - below) / (2 * NEARBY)
+        if slope <= 0:
+            return None
+        usable = self.usable
+        spread = float(self.gaps(log_temperature)[usable].std())
+        if not self.is_exact:
+            rises = self.weight * (self.truth - self.losses(0.0))
+            spread = math.hypot(spread, float(rises[usable].std()))
+        return math.sqrt(int(usable.sum())) * spread / slope
+
+
+def _calibrated(task: Task, q: Posterior, given: Posterior, probe: int, seed: int) -> Posterior:
+    """The user's posterior with what was measured of ``q``, which is the same on the task."""
+    measurement = _measured(task, q, probe, seed)
+    if measurement is None:
+        return _unchanged(given, "neither at a minimum nor with a recipe: give Task(recipe=)")
+    log_temperature = measurement.log_temperature()
+    if log_temperature is None:
+        why = f"no temperature agrees with {measurement.how}"
+        return _unchanged(given, why, measurement.ending)
     calibration = Calibration(
-        temperature=math.exp(high),
-        error=noise / slope if slope > 0 else None,
-        how=how,
-        examples=int(usable.sum()),
-        ending=ending,
+        temperature=math.exp(log_temperature),
+        error=measurement.error(log_temperature),
+        how=measurement.how,
+        examples=int(measurement.usable.sum()),
+        ending=measurement.ending,
     )
-    return own.changed(
+    return given.changed(
         calibration=calibration,
-        ending=ending or own.ending,
+        ending=measurement.ending or given.ending,
         stationarity=q.stationarity,
         saturated=q.saturated,
         fingerprint=q.fingerprint,
@@ -140,94 +180,144 @@ def _calibrated(task: Task, q: Posterior, own: Posterior, probe: int, seed: int)
     )
 
 
+def _measured(task: Task, q: Posterior, probe: int, seed: int) -> Measurement | None:
+    """Exact solves at a minimum, else a training by the recipe; None without either."""
+    if q.at_minimum:
+        chosen, weight = _probe(task, q, probe, seed)
+        return Measurement(
+            losses=left_out_losses(task, q, chosen),
+            truth=_solved(task, q, chosen),
+            weight=weight,
+            how="exact solves",
+            is_exact=True,
+        )
+    if not recipe_known(task, q):
+        return None
+    chosen = _tenth(task, seed)
+    truth, ending = _retrained(task, q, chosen, seed)
+    return Measurement(
+        losses=left_out_losses(task, q, chosen),
+        truth=truth,
+        weight=torch.ones(len(chosen), dtype=torch.float64),
+        how="a training without a tenth",
+        is_exact=False,
+        ending=ending,
+    )
+
+
 def recipe_known(task: Task, q: Posterior) -> bool:
-    """Whether the run's own recipe is told, by the task or by the posterior's record."""
+    """Whether the task or the posterior's record tells the run's own recipe."""
     return task.recipe is not None or bool(q.record.get("recipe"))
 
 
 def _unchanged(posterior: Posterior, why: str, ending: str = "") -> Posterior:
     """The posterior without a temperature; its note says where the recipe is another training's."""
     because = f"{why}; {ending}" if ending else why
-    warnings.warn(f"not calibrated: {because}", PosteriorWarning, stacklevel=4)
+    warnings.warn(f"not calibrated: {because}", PosteriorWarning, stacklevel=5)
     if not ending:
         return posterior
     return posterior.changed(ending=ending)
 
 
 def _tenth(task: Task, seed: int) -> Tensor:
+    """A random tenth of the examples, sorted."""
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(seed))
     return order[: max(2, round(TENTH * task.n_data))].sort().values
 
 
-def _left_out(task: Task, q: Posterior, chosen: Tensor) -> Losses:
+def left_out_losses(task: Task, q: Posterior, chosen: Tensor) -> Losses:
     """τ ↦ ℓ(y_i, f_i^{\\i}(τ)), unweighted, in float64."""
-    scored, errors = scored_by(task.likelihood), mean_errors(task, q)
     if task.likelihood.is_sequence:
-        parts = [
-            (chunk.likelihood.nll(chunk.outputs, chunk.targets).cpu().double(),
-             self_influence(q, chunk, errors(task, chunk)).cpu().double())
-            for chunk in chunks(task.quiet, q.mean, columns=1, indices=chosen)
-        ]  # fmt: skip
-        before, rise = (torch.cat(part) for part in zip(*parts, strict=True))
-        return lambda scale: before + scale * rise
-    word, bound, kept = taken(q, "auto"), bound_of(q), []
-    for chunk in chunks(task.quiet, q.mean, by_parts=True, indices=chosen):
-        error = errors(task, chunk)
-        for rows, v in prediction_variances(q, chunk):
-            seen = chunk.outputs[rows], chunk.targets[rows], error[rows], v
-            kept.append([t.cpu().double() if t.is_floating_point() else t.cpu() for t in seen])
-    f, y, e, v = (torch.cat(part) for part in zip(*kept, strict=True))
+        return _of_sequences(task, q, chosen)
+    scored = scored_by(task.likelihood)
     likelihood = task.likelihood.at(chosen)
+    method = taken(q, "auto")
+    bound = bound_of(q)
+    outputs, targets, errors, variances = _left_out_parts(task, q, chosen)
 
-    def losses(scale: float) -> Tensor:
-        move, *_ = left_out_by(word, f, y, e, scale * v, likelihood, bound)
-        return scored.nll(likelihood.moved(f, move), y)
+    def losses(temperature: float) -> Tensor:
+        scaled = temperature * variances
+        move, *_ = left_out_by(method, outputs, targets, errors, scaled, likelihood, bound)
+        return scored.nll(likelihood.moved(outputs, move), targets)
 
     return losses
+
+
+def _left_out_parts(
+    task: Task, q: Posterior, chosen: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """f, y, ē and V of these examples on the CPU, real numbers in float64."""
+    errors = mean_errors(task, q)
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for chunk in chunks(task.quiet, q.mean, by_parts=True, indices=chosen):
+        error = errors(task, chunk)
+        for rows, variance in prediction_variances(q, chunk):
+            outputs = widest(chunk.outputs[rows])
+            targets = widest(chunk.targets[rows])
+            parts.append((outputs, targets, widest(error[rows]), widest(variance)))
+    outputs, targets, errors_of_run, variances = (
+        torch.cat(column) for column in zip(*parts, strict=True)
+    )
+    return outputs, targets, errors_of_run, variances
+
+
+def _of_sequences(task: Task, q: Posterior, chosen: Tensor) -> Losses:
+    """The same to first order: ℓ_i + τ ē_iᵀ V_i ē_i."""
+    errors = mean_errors(task, q)
+    before: list[Tensor] = []
+    rises: list[Tensor] = []
+    for chunk in chunks(task.quiet, q.mean, columns=1, indices=chosen):
+        before.append(widest(chunk.likelihood.nll(chunk.outputs, chunk.targets)))
+        rises.append(widest(self_influence(q, chunk, errors(task, chunk))))
+    losses = torch.cat(before)
+    rise = torch.cat(rises)
+    return lambda temperature: losses + temperature * rise
 
 
 def _retrained(task: Task, q: Posterior, chosen: Tensor, seed: int) -> tuple[Tensor, str]:
     """The losses of examples that one training by the recipe leaves out, and a line where it ended
     elsewhere than the model's own."""
-    keep = torch.ones(task.n_data, dtype=torch.bool)
-    keep[chosen] = False
-    rest = keep.nonzero().flatten()
+    stays = torch.ones(task.n_data, dtype=torch.bool)
+    stays[chosen] = False
+    others = stays.nonzero().flatten()
     recipe = recipe_of(task, q)
     label = "calibrate: a training without a tenth"
 
     def training(seed: int) -> State:
-        return trained(task, [(task, rest, rest)], recipe, seed, label=label)
+        return trained(task, [(task, others, others)], recipe, seed, label=label)
 
     def another() -> Tensor:
-        return losses_at(task, training(seed + 1), rest)
+        return losses_at(task, training(seed + 1), others)
 
     state = training(seed)
     note = recipe.note
     if recipe.known:
-        before = losses_at(task, q.mean, rest)
-        there = losses_at(task, state, rest)
-        note = ending_note(before, [there], changed=TENTH, another=another)
+        before = losses_at(task, q.mean, others)
+        after = losses_at(task, state, others)
+        note = ending_note(before, [after], changed=TENTH, another=another)
     return losses_at(task, state, chosen), note
 
 
 def _solved(task: Task, q: Posterior, chosen: Tensor) -> Tensor:
     """The losses of the probe's examples, each left out; NaN where that failed."""
-    alone = descended_removals(task, q, chosen, passes=UNTIL_REST)
-    scored, losses = scored_by(task.likelihood), []
-    for index, f in zip(chosen, alone.outputs, strict=True):
-        _, y = task.run(task.fetch(index.reshape(1)), q.mean, index.reshape(1))
-        kind = task.likelihood.at(index.reshape(1)) if task.likelihood.is_sequence else scored
-        losses.append(kind.nll(f.double(), widest(y)))
-    return torch.cat(losses).masked_fill(alone.lost, torch.nan)
+    removals = descended_removals(task, q, chosen, passes=UNTIL_REST)
+    scored = scored_by(task.likelihood)
+    losses: list[Tensor] = []
+    for index, outputs in zip(chosen.split(1), removals.outputs, strict=True):
+        _, targets = task.run(task.fetch(index), q.mean, index)
+        likelihood = task.likelihood.at(index) if task.likelihood.is_sequence else scored
+        losses.append(likelihood.nll(outputs.double(), widest(targets)))
+    return torch.cat(losses).masked_fill(removals.lost, torch.nan)
 
 
 def _probe(task: Task, q: Posterior, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Examples at random and w_i = 1/π_i; the chances π_i grow with the estimated rise."""
-    every = _left_out(task, q, torch.arange(task.n_data))
-    rise = (every(1.0) - every(0.0)).clamp_min(0).nan_to_num(0.0, 0.0)
+    losses = left_out_losses(task, q, torch.arange(task.n_data))
+    rise = (losses(1.0) - losses(0.0)).clamp_min(0).nan_to_num(0.0, 0.0)
     share = 0.9 * rise / rise.sum().clamp_min(1e-300) + 0.1 / len(rise)
     chance = (share * min(count, task.n_data)).clamp_max(1.0)
     generator = torch.Generator().manual_seed(seed)
     chosen = (torch.rand(len(rise), generator=generator) < chance).nonzero().flatten()
-    chosen = chosen if len(chosen) > 1 else rise.argsort(descending=True)[:2].sort().values
+    if len(chosen) < 2:
+        chosen = rise.argsort(descending=True)[:2].sort().values
     return chosen, 1 / chance[chosen]
