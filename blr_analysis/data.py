@@ -91,10 +91,12 @@ class Examples:
 
     def check_coded_as(self, others: Examples) -> None:
         """Raise :class:`InputError` where a column or a class has another number in the others."""
-        for name, remedy in (("columns", "the same, in one order"), ("classes", "one Categorical")):
-            own, theirs = getattr(self, name), getattr(others, name)
-            if None not in (own, theirs) and own != theirs:
-                raise InputError(f"the {name} of the two tasks differ; give both {remedy}")
+        if _differ(self.columns, others.columns):
+            raise InputError(
+                "the columns of the two tasks differ; give both the same, in one order"
+            )
+        if _differ(self.classes, others.classes):
+            raise InputError("the classes of the two tasks differ; give both one Categorical")
 
     def row(self, index: int) -> dict[str, Any]:
         """An example that is a row of a table: its values by column; empty of any other."""
@@ -118,10 +120,12 @@ class Examples:
     @cached_property
     def _tensors(self) -> tuple[tud.TensorDataset, Tensor | None] | None:
         """The tensors, and which of their rows, of a part of them; None of any other data."""
-        dataset, rows = self.dataset, None
+        dataset = self.dataset
+        rows = None
         while type(dataset) is tud.Subset:
-            own = torch.as_tensor(dataset.indices)
-            dataset, rows = dataset.dataset, own if rows is None else own[rows]
+            indices = torch.as_tensor(dataset.indices)
+            rows = indices if rows is None else indices[rows]
+            dataset = dataset.dataset
         if not isinstance(dataset, tud.TensorDataset) or self.collate is not tud.default_collate:
             return None
         if rows is not None and len(rows):
@@ -129,6 +133,13 @@ class Examples:
             if not 0 <= int(rows.min()) <= int(rows.max()) < len(dataset):
                 return None  # one by one, to name the example that is not there
         return dataset, rows
+
+
+def _differ(names: Sequence[str] | None, other_names: Sequence[str] | None) -> bool:
+    """Whether both have names, and others or in another order."""
+    if names is None or other_names is None:
+        return False
+    return names != other_names
 
 
 def read_data(data: Any, padding: Padding | None = None) -> Examples:
@@ -334,16 +345,16 @@ def _check_sampler(loader: tud.DataLoader[Any]) -> None:
 
 def _bytes(batch: Any) -> bytes:
     """What can be told of a batch without knowing it: names, shapes, numbers, texts."""
-    told = [describe(batch).encode()]
+    parts = [describe(batch).encode()]
     for x in tree_leaves(moved(batch, torch.device("cpu"))):
         if isinstance(x, Tensor):
             x = x.to_dense().detach().clone(memory_format=torch.contiguous_format)
-            told.append(x.view(-1).view(torch.uint8).numpy().tobytes())  # of any dtype
+            parts.append(x.view(-1).view(torch.uint8).numpy().tobytes())  # of any dtype
         elif isinstance(x, np.ndarray) and x.dtype != object:
-            told.append(x.tobytes())
+            parts.append(x.tobytes())
         elif isinstance(x, str | bytes | bool | int | float | np.generic | None):
-            told.append(f"{x!r};".encode())
-    return b"".join(told)
+            parts.append(f"{x!r};".encode())
+    return b"".join(parts)
 
 
 def row_labels(parts: Mapping[str, Any], n_data: int) -> tuple[Any, ...] | None:
@@ -426,14 +437,17 @@ def chosen_indices(
 
 def _by_label(mask: Any, n_data: int, name: str, labels: Sequence[Any] | None) -> Any:
     """A boolean Series in the order of the examples, where it is certain."""
-    own, places = list(mask.index), list(range(n_data))
-    known = places if labels is None else list(labels)
-    meant = set(known) == set(places)  # a label may be meant as a place
-    if own == known or len(own) != n_data or (own == places and not meant):
+    of_mask = list(mask.index)
+    places = list(range(n_data))
+    of_examples = places if labels is None else list(labels)
+    may_be_places = set(of_examples) == set(places)
+    counts_rows = of_mask == places and not may_be_places
+    if of_mask == of_examples or len(of_mask) != n_data or counts_rows:
         return mask
-    if meant or not mask.index.is_unique or set(own) != set(known):
+    is_reordered = mask.index.is_unique and set(of_mask) == set(of_examples)
+    if may_be_places or not is_reordered:
         raise InputError(f"the index of {name} is not that of the examples; pass {name}.to_numpy()")
-    return mask.reindex(known)
+    return mask.reindex(of_examples)
 
 
 def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]:
@@ -447,9 +461,10 @@ def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     """Columns by name, one value per example, from a mapping or a DataFrame."""
     with told_as(InputError, "metadata must be columns by name, {'source': [...]}"):
-        given = {str(k): metadata[k] for k in metadata} if metadata is not None else {}
+        names = [] if metadata is None else list(metadata)
+        by_name = {str(name): metadata[name] for name in names}
     columns: dict[str, list[Any]] = {}
-    for name, column in given.items():
+    for name, column in by_name.items():
         with told_as(InputError, f"metadata column {name!r} must be one value per example"):
             columns[name] = list(column.tolist() if isinstance(column, Tensor) else column)
         if isinstance(column, str) or len(columns[name]) != n_data:
@@ -562,17 +577,20 @@ def check_inputs(batch: Any, indices: Tensor | None) -> None:
         _check_finite(x, indices, DataError, "the inputs hold NaN or inf {}; drop or mend those")
 
 
-def _check_finite(x: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
-    if not bool(torch.isfinite(x.sum())):  # the quicker question
-        _refuse(~torch.isfinite(x).reshape(len(x), -1).all(1), indices, error, said)
+def _check_finite(x: Tensor, indices: Tensor | None, error: type[BLRError], message: str) -> None:
+    sum_is_finite = bool(torch.isfinite(x.sum()))  # the quicker question
+    if not sum_is_finite:
+        _refuse(~torch.isfinite(x).reshape(len(x), -1).all(1), indices, error, message)
 
 
-def _refuse(bad: Tensor, indices: Tensor | None, error: type[BLRError], said: str) -> None:
+def _refuse(bad: Tensor, indices: Tensor | None, error: type[BLRError], message: str) -> None:
     """Raise the error where there are bad rows, with the first of them."""
     rows = bad.nonzero().flatten().cpu()
-    if len(rows):
-        named = rows if indices is None or len(indices) != len(bad) else indices.cpu()[rows]
-        raise error(said.format(f"in {len(rows)} examples, the first at index {int(named[0])}"))
+    if not len(rows):
+        return
+    if indices is not None and len(indices) == len(bad):
+        rows = indices.cpu()[rows]
+    raise error(message.format(f"in {len(rows)} examples, the first at index {int(rows[0])}"))
 
 
 def checked(
@@ -596,8 +614,8 @@ def checked(
     outputs, targets = likelihood.prepare(outputs, targets)
     counted = likelihood.counted(targets)
     if counted is not None:  # sequences without a token to score would have no loss at all
-        said = "every label is ignored {}; drop those sequences"
-        _refuse(~counted.any(-1), indices, DataError, said)
+        message = "every label is ignored {}; drop those sequences"
+        _refuse(~counted.any(-1), indices, DataError, message)
     _check_finite(outputs.detach(), indices, ModelError, NOT_FINITE)
     return outputs, targets
 

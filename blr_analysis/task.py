@@ -210,16 +210,19 @@ class Task:
             >>> task.likelihood.name, task.prior_precision["weight"]
             ('categorical', 2.0)
         """
-        model, kind, prior, x, targets, words, classes = read_estimator(estimator, X, y, likelihood)
-        data = reading.read_data((x, targets))
-        labels = reading.row_labels({"X": X, "y": y}, len(data))
-        data = replace(data, labels=labels, classes=classes)
-        forward = centred if kind.name == "categorical" else None
-        kind = likelihood or kind
-        task = cls(model, data, likelihood=kind, forward=forward, metadata=metadata)
-        if words:
-            task.metadata.setdefault("label", words)
-        task.prior_precision = prior
+        fitted, fitted_to = read_estimator(estimator, X, y, likelihood)
+        examples = reading.read_data((fitted_to.inputs, fitted_to.targets))
+        row_labels = reading.row_labels({"X": X, "y": y}, len(examples))
+        task = cls(
+            fitted.model,
+            replace(examples, labels=row_labels, classes=fitted_to.classes),
+            likelihood=likelihood or fitted.likelihood,
+            forward=centred if fitted.likelihood.name == "categorical" else None,
+            metadata=metadata,
+        )
+        if fitted_to.labels:
+            task.metadata.setdefault("label", fitted_to.labels)
+        task.prior_precision = fitted.prior
         return task
 
     def __len__(self) -> int:
@@ -282,15 +285,17 @@ class Task:
                 made.likelihood = task.likelihood
         alike = made.likelihood.is_sequence == task.likelihood.is_sequence
         if made.forward is task.forward and alike:
-            mine, theirs = (_form(t.fetch(torch.zeros(1, dtype=torch.long))) for t in (made, task))
-            if mine == theirs:  # read alike
+            first = torch.zeros(1, dtype=torch.long)
+            are_read_alike = _form(made.fetch(first)) == _form(task.fetch(first))
+            if are_read_alike:
                 made.plans = task.plans
         return made
 
     def holding(self, buffers: Mapping[str, Tensor]) -> Task:
         """The same task under a model with these buffers: a copy, where its own differ."""
-        own = dict(self.model.named_buffers())
-        if all(torch.equal(own[n], b.to(own[n])) for n, b in buffers.items() if n in own):
+        present = dict(self.model.named_buffers())
+        shared_names = buffers.keys() & present.keys()
+        if all(torch.equal(present[n], buffers[n].to(present[n])) for n in shared_names):
             return self
         model = copy.deepcopy(self.model)
         model.load_state_dict(dict(buffers), strict=False)
@@ -335,8 +340,8 @@ class Task:
     def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """These values, those of parameters in half precision as the model has them: its own
         tensors where they are equal."""
-        own = dict(self.model.named_parameters())
-        return {n: shared(v, own[n]) if n in own else v for n, v in narrow(params).items()}
+        weights = dict(self.model.named_parameters())
+        return {n: shared(v, weights[n]) if n in weights else v for n, v in narrow(params).items()}
 
     def check_parameters(self, names: Collection[str]) -> torch.dtype:
         """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
@@ -344,9 +349,9 @@ class Task:
         Raises:
             ModelError: several dtypes, complex or whole numbers, no values.
         """
-        own = dict(self.model.named_parameters())
-        kinds = {working(own[name].dtype): name for name in names}
-        if away := [name for name in names if own[name].is_meta]:
+        weights = dict(self.model.named_parameters())
+        kinds = {working(weights[name].dtype): name for name in names}
+        if away := [name for name in names if weights[name].is_meta]:
             raise ModelError(f"parameter {away[0]!r} is on the meta device; load the weights")
         if len(kinds) > 1 or not kinds.keys() <= {torch.float32, torch.float64}:
             each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
@@ -490,6 +495,9 @@ class ModelAt:
             return self.task.run(batch, self.params, indices)
 
 
+Entry = tuple[dict[str, Any], str, Any]  # a dictionary, a key, and the value while a model runs
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -508,24 +516,38 @@ def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     def once(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    layers, values = [*model.modules()], dict[int, Tensor]()
+    layers = list(model.modules())
+    entries: list[Entry] = [(vars(checkpoint), "_checkpoint_without_reentrant_generator", once)]
+    for layer in layers:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            entries.append((vars(layer), "sparse", False))
+    entries += _values_at(model, params)
+    values_before = [place[key] for place, key, _ in entries]
     cudnn: Any = torch.backends.cudnn
-    words = (layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
-    entries: list[Any] = [(vars(layer), "sparse", False) for layer in words]
-    entries.append((vars(checkpoint), "_checkpoint_without_reentrant_generator", once))
-    for held, key, own, name in _places(model):  # the first place of a tied tensor is its name
-        value = stored(params[name], own).to(own.device) if name in params else own.detach()
-        entries.append((held, key, values.setdefault(id(own), value)))
-    before, enabled = [held[key] for held, key, _ in entries], cudnn.enabled
+    enabled_before = cudnn.enabled
+    is_recurrent = any(isinstance(layer, nn.RNNBase) for layer in layers)
     try:
-        cudnn.enabled = enabled and not any(isinstance(layer, nn.RNNBase) for layer in layers)
-        for held, key, value in entries:
-            held[key] = value
+        cudnn.enabled = enabled_before and not is_recurrent
+        for place, key, value in entries:
+            place[key] = value
         yield
     finally:
-        cudnn.enabled = enabled
-        for (held, key, _), value in zip(entries, before, strict=True):
-            held[key] = value
+        cudnn.enabled = enabled_before
+        for (place, key, _), value in zip(entries, values_before, strict=True):
+            place[key] = value
+
+
+def _values_at(model: nn.Module, params: Mapping[str, Tensor]) -> list[Entry]:
+    """What stands at every place of a tensor; a tied one has the same at all of its places."""
+    entries: list[Entry] = []
+    values: dict[int, Tensor] = {}
+    for place, key, tensor, name in _places(model):
+        if id(tensor) not in values:  # the first place of a tied tensor is its name
+            values[id(tensor)] = tensor.detach()
+            if name in params:
+                values[id(tensor)] = stored(params[name], tensor).to(tensor.device)
+        entries.append((place, key, values[id(tensor)]))
+    return entries
 
 
 def per_pixel(likelihood: Likelihood, examples: reading.Examples) -> Likelihood:
@@ -533,7 +555,10 @@ def per_pixel(likelihood: Likelihood, examples: reading.Examples) -> Likelihood:
     ``torch.nn.CrossEntropyLoss`` takes them."""
     if type(likelihood) is not Categorical:
         return likelihood
-    labels = reading.padding(examples.batch(torch.zeros(1, dtype=torch.long)))[1]
+    batch = examples.batch(torch.zeros(1, dtype=torch.long))
+    if not reading.has_labels(batch):
+        return likelihood
+    _, labels = reading.padding(batch)
     are_images = isinstance(labels, Tensor) and labels.ndim >= 3 and not labels.is_floating_point()
     if not are_images:
         return likelihood
@@ -545,9 +570,11 @@ def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     if likelihood.is_sequence:
         raise InputError("weights= are for one target per example, not for sequences")
     with told_as(InputError, "weights must be numbers, one per example"):
-        held = weights.to_numpy(copy=True) if hasattr(weights, "to_numpy") else weights  # pandas
-        w = torch.as_tensor(held, dtype=torch.float64).detach().cpu()
-    if w.shape != (n_data,) or not bool((w.isfinite() & (w >= 0)).all()) or not bool(w.any()):
+        is_pandas = hasattr(weights, "to_numpy")
+        values = weights.to_numpy(copy=True) if is_pandas else weights
+        w = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    are_possible = bool((w.isfinite() & (w >= 0)).all()) and bool(w.any())
+    if w.shape != (n_data,) or not are_possible:
         raise InputError(f"weights must be {n_data} finite numbers, 0 or more, and not all 0")
     return Weighted(likelihood.plain, w)
 
@@ -564,13 +591,14 @@ def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, str]]:
     """Every place below a module that holds a parameter or a buffer: where, what, by which name."""
-    return [
-        (held, attribute, tensor, f"{path}.{attribute}" if path else attribute)
-        for path, part in module.named_modules()
-        for held in (part._parameters, part._buffers)
-        for attribute, tensor in held.items()
-        if tensor is not None
-    ]
+    places = []
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for tensors in (part._parameters, part._buffers):
+            for attribute, tensor in tensors.items():
+                if tensor is not None:
+                    places.append((tensors, attribute, tensor, prefix + attribute))
+    return places
 
 
 def _copied(leaf: Any) -> Any:

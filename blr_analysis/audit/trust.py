@@ -8,7 +8,7 @@ from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.minimum import Stationarity
 from blr_analysis.posterior.posterior import SATURATED
 from blr_analysis.posterior.recognition import elsewhere
-from blr_analysis.posterior.stationarity import stationarity, with_stationarity
+from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task
 
 DIAGONAL = (
@@ -38,7 +38,8 @@ def trust(
         solver: by which groups were taken out; "" if none were.
     """
     posterior = with_stationarity(task, posterior)
-    minimum = stationarity(task, posterior)
+    minimum = posterior.stationarity
+    assert minimum is not None
     lead = f"{how_it_was_trained(minimum)} {what_holds(posterior, minimum, solver)}"
     details = [f"{sentence_of(minimum)}.", *notes_on_posterior(posterior)]
     if solver in TRAINERS and groups_are_sizes(findings):

@@ -62,15 +62,16 @@ class Budget:
     @classmethod
     def of(cls, task: Task, q: Posterior, n_test: int, sharers: int = 1) -> Budget:
         """For one of so many posteriors that are asked at once."""
-        bound, like = task.memory_budget, next(iter(q.mean.values()))
+        bound = task.memory_budget
+        itemsize = next(iter(q.mean.values())).element_size()
         total = (bound or DEFAULT_MEMORY) // sharers
-        held = total // 2
+        for_gradients = total // 2
         if bound is None and task.device.type == "cpu":
-            held = max(held, physical_memory() // VECTORS // sharers)
-        width = sum(m.numel() for m in q.mean.values())
-        vectors = max(1, min(n_test, held // (width * like.element_size())))
+            for_gradients = max(for_gradients, physical_memory() // VECTORS // sharers)
+        n_parameters = sum(m.numel() for m in q.mean.values())
+        vectors = max(1, min(n_test, for_gradients // (n_parameters * itemsize)))
         chunk = None if bound is None else max(1, total // 6)
-        return cls(vectors, chunk, max(1, total // 6 // like.element_size()))
+        return cls(vectors, chunk, max(1, total // 6 // itemsize))
 
 
 def physical_memory() -> int:
@@ -110,16 +111,17 @@ def pieces(
     blocks = order.split(budget.vectors)
     shown = track(blocks, total=len(blocks), label="test blocks", show=task.progress)
     for block in blocks if len(blocks) == 1 else shown:
-        held = preconditioned(test_task, q, block, cotangent, budget, turned=turn)
+        vectors = preconditioned(test_task, q, block, cotangent, budget, turned=turn)
         size = chunk_size(task, q, budget, n_train, len(block))
         for chunk in chunks(task, q.mean, size=size, indices=indices, label="influence"):
             terms = loss_terms(task, chunk, train_cotangent)
-            own = q.form.gram(terms).flatten() if squares else None
-            terms = q.form.into_basis(terms) if turn else terms
-            values = products(terms, held, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
+            squares_of_chunk = q.form.gram(terms).flatten() if squares else None
+            if turn:
+                terms = q.form.into_basis(terms)
+            values = products(terms, vectors, dtype=chunk.outputs.dtype, room=budget.room)[:, 0]
             check_finite(values, "influence")
             del terms
-            yield Piece(chunk.indices, block, values, own)
+            yield Piece(chunk.indices, block, values, squares_of_chunk)
             del values, chunk
 
 
@@ -127,11 +129,11 @@ def chunk_size(task: Task, q: Posterior, budget: Budget, n: int, numbers: int) -
     """Examples per chunk, where each also has so many ``numbers`` in an answer."""
     itemsize = next(iter(q.mean.values())).element_size()
     plan = plan_for(task, q.mean)
-    held = budget.chunk
-    if held is None:
-        held = default_memory(q.mean, DEFAULT_MEMORY // 6, itemsize * plan.floats(1))
-    fits = plan.chunk_size(1, held, itemsize, n)
-    return max(1, min(fits, budget.room // (ANSWERS * numbers)))
+    memory = budget.chunk
+    if memory is None:
+        memory = default_memory(q.mean, DEFAULT_MEMORY // 6, itemsize * plan.floats(1))
+    most = plan.chunk_size(1, memory, itemsize, n)
+    return max(1, min(most, budget.room // (ANSWERS * numbers)))
 
 
 def loss_terms(task: Task, chunk: Chunk, cotangent: Cotangent = loss_gradient) -> list[Term]:
@@ -149,29 +151,45 @@ def preconditioned(
     turned: bool = False,
 ) -> Tree:
     """Σ ∇q_j of these examples, ``[M, ...]`` by name: in the basis if ``turned``, else outside."""
-    shapes, like = q.form.basis_shapes() if turned else q.form.shapes, next(iter(q.mean.values()))
-    into = {name: like.new_zeros((len(indices), *shape)) for name, shape in shapes.items()}
-    each = q.form.basis_precision if turned else q.form.per_weight
-    width = 1 if each is not None else sum(m.numel() for m in q.mean.values())
-    size = chunk_size(task, q, budget, len(indices), width)
+    shapes = q.form.basis_shapes() if turned else q.form.shapes
+    like = next(iter(q.mean.values()))
+    solved = {name: like.new_zeros((len(indices), *shape)) for name, shape in shapes.items()}
+    precision = q.form.basis_precision if turned else q.form.per_weight
+    is_diagonal = precision is not None
+    n_parameters = sum(m.numel() for m in q.mean.values())
+    size = chunk_size(task, q, budget, len(indices), 1 if is_diagonal else n_parameters)
     start = 0
     for chunk in chunks(task.quiet, q.mean, size=size, indices=indices):
         terms = loss_terms(task, chunk, cotangent)
-        n = len(chunk.indices)
+        end = start + len(chunk.indices)
         del chunk
-        if each is not None:  # layer by layer, of one example at a time
-            for row in range(n):
-                for term in q.form.into_basis([term.part(slice(row, row + 1)) for term in terms]):
-                    for name, g in term.jacobian().items():
-                        into[name][start + row] = g[0, 0].div_(each[name])
+        rows = {name: block[start:end] for name, block in solved.items()}
+        if precision is not None:
+            _divide(terms, q, precision, rows)
         else:
-            solved = q.form.basis_solve(
-                _explicit(q.form.into_basis(terms), q, n, q.form.basis_shapes())
-            )
-            for name, part in (solved if turned else q.form.backward(solved)).items():
-                into[name][start : start + n] = part
-        start += n
-    return into
+            _solve(terms, q, rows, turned=turned)
+        start = end
+    return solved
+
+
+def _divide(terms: list[Term], q: Posterior, precision: Tree, rows: Tree) -> None:
+    """Gradients over a diagonal precision, into ``rows``: one example and layer at a time."""
+    for row in range(len(next(iter(rows.values())))):
+        of_example = [term.part(slice(row, row + 1)) for term in terms]
+        for term in q.form.into_basis(of_example):
+            for name, gradient in term.jacobian().items():
+                rows[name][row] = gradient[0, 0].div_(precision[name])
+
+
+def _solve(terms: list[Term], q: Posterior, rows: Tree, *, turned: bool) -> None:
+    """Σ times the gradients, into ``rows``: all examples of a chunk together."""
+    n = len(next(iter(rows.values())))
+    gradients = _explicit(q.form.into_basis(terms), q, n, q.form.basis_shapes())
+    solved = q.form.basis_solve(gradients)
+    if not turned:
+        solved = q.form.backward(solved)
+    for name, part in solved.items():
+        rows[name][:] = part
 
 
 def _explicit(

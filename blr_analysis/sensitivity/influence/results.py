@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +57,9 @@ def quantity_of(normalize: Normalize) -> str:
     """
     if not isinstance(normalize, bool) and normalize != "cosine":
         raise InputError(f'normalize must be True, False or "cosine", got {normalize!r}')
-    return "cosine" if normalize == "cosine" else ("influence", "normalized_influence")[normalize]
+    if normalize == "cosine":
+        return "cosine"
+    return "normalized_influence" if normalize else "influence"
 
 
 def rooted(squares: Any) -> Tensor:
@@ -138,9 +140,9 @@ class Influence(BetweenTasks, Tensor, Tabular):
     @classmethod
     def of(cls, matrix: Tensor, pairs: Pairs) -> Influence:
         """This matrix, with the tasks that it is between."""
-        made = torch.Tensor._make_subclass(cls, matrix.detach(), False)
-        made.pairs = pairs
-        return made
+        influence = torch.Tensor._make_subclass(cls, matrix.detach(), False)
+        influence.pairs = pairs
+        return influence
 
     @property
     def note(self) -> str:
@@ -192,9 +194,12 @@ class Influence(BetweenTasks, Tensor, Tabular):
     def __repr__(self, **options: Any) -> str:
         if self.ndim != 2 or not hasattr(self, "pairs"):
             return super().__repr__(**options)
-        about = ", ".join(filter(None, (str(self.dtype).removeprefix("torch."), str(self.pairs))))
-        n, m = self.shape
-        return f"Influence({n:,} training × {m:,} test examples, {about}; see .top(k), .plot(test))"
+        n_train, n_test = self.shape
+        facts = [f"{n_train:,} training × {n_test:,} test examples"]
+        facts.append(str(self.dtype).removeprefix("torch."))
+        if str(self.pairs):
+            facts.append(str(self.pairs))
+        return f"Influence({', '.join(facts)}; see .top(k), .plot(test))"
 
     def _repr_html_(self) -> str:
         """One line: the table needs forward passes, and a matrix tells nobody anything."""
@@ -242,7 +247,9 @@ class Matches(Tabular):
 
     def sides(self, question: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Indices and influences of those that help a question, and of those that harm it."""
-        helps, harms = (kept[question] for kept in self.own_sign)
+        help_at_all, harm_at_all = self.own_sign
+        helps = help_at_all[question]
+        harms = harm_at_all[question]
         return (
             (self.helpful[question][helps], self.helpful_values[question][helps]),
             (self.harmful[question][harms], self.harmful_values[question][harms]),
@@ -270,9 +277,10 @@ class TopInfluence(BetweenTasks, Matches):
         return self.pairs.described(indices, test=test)
 
     def __repr__(self) -> str:
-        m = self.helpful.shape[0]
-        about = ", ".join(filter(None, (f"{m:,} test examples, k={self.k}", str(self.pairs))))
-        return f"TopInfluence({about}; see .table, .plot(test))"
+        facts = [f"{len(self.helpful):,} test examples", f"k={self.k}"]
+        if str(self.pairs):
+            facts.append(str(self.pairs))
+        return f"TopInfluence({', '.join(facts)}; see .table, .plot(test))"
 
 
 @dataclass(frozen=True)
@@ -299,61 +307,95 @@ class GroupInfluence(Tabular):
         return self.values.double().mean(1).to(self.values.dtype)
 
 
+class Ranked(NamedTuple):
+    """The best of each column: values and their rows, ``[k, M]`` each."""
+
+    values: Tensor
+    rows: Tensor
+
+    def first(self, k: int, *, largest: bool) -> Ranked:
+        """The k largest of each column, or the k smallest."""
+        count = min(k, len(self.values))
+        best, places = self.values.topk(count, dim=0, largest=largest)
+        return Ranked(best, self.rows.gather(0, places))
+
+    def beside(self, other: Ranked) -> Ranked:
+        """Both, one below the other."""
+        return Ranked(
+            torch.cat([self.values, other.values]),
+            torch.cat([self.rows, other.rows]),
+        )
+
+    def of_all_ranks(self, k: int, n_data: int, *, largest: bool) -> Ranked:
+        """The best among what every rank has of its share of ``n_data`` rows."""
+        size = ranks.count()
+        rank = ranks.rank()
+        most = min(k, -(-n_data // size))
+        columns = self.values.shape[1]
+        values = self.values.new_zeros(size, most, columns)
+        rows = self.rows.new_zeros(size, most, columns)
+        values[rank] = -torch.inf if largest else torch.inf  # fewer rows than the others have
+        values[rank, : len(self.values)] = self.values
+        rows[rank, : len(self.rows)] = self.rows
+        ranks.total([values, rows])
+        return Ranked(values.flatten(0, 1), rows.flatten(0, 1)).first(k, largest=largest)
+
+
 class Best:
     """The k largest and k smallest of each column, of rows that come in chunks."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-        self._kept: list[tuple[Tensor, Tensor] | None] = [None, None]
+        self._largest: Ranked | None = None
+        self._smallest: Ranked | None = None
 
     def add(self, rows: Tensor, values: Tensor) -> None:
         """Rows ``[B]`` with values ``[B, M]``."""
-        values, rows = values.cpu(), rows.cpu()
-        for side, largest in enumerate((True, False)):
-            kept = self._kept[side]
-            few = min(self.k, len(values))
-            best, places = values.topk(few, dim=0, largest=largest)
-            names = rows[places]
-            if kept is not None:
-                best, names = torch.cat([kept[0], best]), torch.cat([kept[1], names])
-                best, places = best.topk(min(self.k, len(best)), dim=0, largest=largest)
-                names = names.gather(0, places)
-            self._kept[side] = best, names
+        on_cpu = values.cpu()
+        chunk = Ranked(on_cpu, rows.cpu()[:, None].expand(on_cpu.shape))
+        self._largest = self._with(self._largest, chunk, largest=True)
+        self._smallest = self._with(self._smallest, chunk, largest=False)
 
-    def sides(self) -> list[tuple[Tensor, Tensor]]:
-        """Values and rows ``[k, M]`` of the largest, then of the smallest."""
-        return [kept for kept in self._kept if kept is not None]
+    def _with(self, before: Ranked | None, chunk: Ranked, *, largest: bool) -> Ranked:
+        best = chunk.first(self.k, largest=largest)
+        if before is None:
+            return best
+        return before.beside(best).first(self.k, largest=largest)
+
+    def sides(self) -> tuple[Ranked, Ranked]:
+        """The largest, then the smallest."""
+        assert self._largest is not None
+        assert self._smallest is not None
+        return self._largest, self._smallest
 
     def shared(self, n_data: int) -> None:
-        """Choose among what all ranks kept of their shares of ``n_data`` rows."""
-        size = ranks.count()
-        if size == 1:
+        """Choose among what all ranks have of their shares of ``n_data`` rows."""
+        if ranks.count() == 1:
             return
-        for side, largest in enumerate((True, False)):
-            kept = self._kept[side]
-            assert kept is not None
-            most, columns = min(self.k, -(-n_data // size)), kept[0].shape[1]
-            nothing = -torch.inf if largest else torch.inf
-            values, names = (part.new_zeros(size, most, columns) for part in kept)
-            values[ranks.rank()] = nothing
-            for whole, part in zip((values, names), kept, strict=True):
-                whole[ranks.rank(), : len(part)] = part
-            ranks.total([values, names])
-            best, places = values.flatten(0, 1).topk(self.k, dim=0, largest=largest)
-            self._kept[side] = best, names.flatten(0, 1).gather(0, places)
+        largest, smallest = self.sides()
+        self._largest = largest.of_all_ranks(self.k, n_data, largest=True)
+        self._smallest = smallest.of_all_ranks(self.k, n_data, largest=False)
 
 
 def joined(blocks: Sequence[Best], pairs: Pairs) -> TopInfluence:
     """One result of consecutive blocks of test examples."""
-    each = [block.sides() for block in blocks]
-    high, helpful, low, harmful = (
-        torch.cat([sides[side][part] for sides in each], dim=1).mT.contiguous()
-        for side in (0, 1)
-        for part in (0, 1)
+    largest = [block.sides()[0] for block in blocks]
+    smallest = [block.sides()[1] for block in blocks]
+    return TopInfluence(
+        helpful=_side_by_side([side.rows for side in largest]),
+        helpful_values=_side_by_side([side.values for side in largest]),
+        harmful=_side_by_side([side.rows for side in smallest]),
+        harmful_values=_side_by_side([side.values for side in smallest]),
+        metadata=pairs.subject.metadata,
+        pairs=pairs,
+        quantity=pairs.quantity,
+        note=pairs.note,
     )
-    sides = (helpful, high, harmful, low)
-    metadata = pairs.subject.metadata
-    return TopInfluence(*sides, metadata, pairs, quantity=pairs.quantity, note=pairs.note)
+
+
+def _side_by_side(blocks: Sequence[Tensor]) -> Tensor:
+    """``[M, k]`` from ``[k, M_b]`` of each block."""
+    return torch.cat(list(blocks), dim=1).mT.contiguous()
 
 
 def check_k(k: Any, n: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
+from blr_analysis.sensitivity.selection import Columns
 from blr_analysis.sensitivity.solvers import Change, Settings
 
 
@@ -105,13 +107,17 @@ class Subject(ABC):
         """How each example's outputs move with the weights, ``[N, D]``, and the distance, relative
         to its size, that rounding leaves between two copies, ``[N]``; None without weights."""
 
-    @abstractmethod
+    @cached_property
+    def _columns(self) -> Columns:
+        return Columns(self)
+
     def column(self, name: str) -> Sequence[Any]:
         """A column of the scores' table, by its name there.
 
         Raises:
             InputError: there is no such column.
         """
+        return self._columns[name]
 
     @abstractmethod
     def cheap_columns(self) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from blr_analysis.sensitivity.influence.between import influence_between
 from blr_analysis.sensitivity.labels import best_label
 from blr_analysis.sensitivity.removal import PASSES, descended_removals
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
-from blr_analysis.sensitivity.selection import Columns, select
+from blr_analysis.sensitivity.selection import select
 from blr_analysis.sensitivity.solvers import Change, Settings, Solvers
 from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
 from blr_analysis.sensitivity.training_errors import Errors, losses_at, mean_errors, mean_losses
@@ -238,13 +237,6 @@ class Network(Subject):
 
     def responses(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         return responses_of(self.task, self.posterior, samples=samples, seed=seed)
-
-    @cached_property
-    def _columns(self) -> Columns:
-        return Columns(self)
-
-    def column(self, name: str) -> Sequence[Any]:
-        return self._columns[name]
 
     def cheap_columns(self) -> dict[str, Tensor]:
         """Columns of the table that need forward passes alone."""

@@ -10,9 +10,8 @@ example is a subtraction: exact for conjugate models, elsewhere the first step o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +25,7 @@ from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.sensitivity.influence.results import Influence, Pairs
 from blr_analysis.sensitivity.results import LeaveOneOut, Scores, WhatIf
-from blr_analysis.sensitivity.selection import Columns, select
+from blr_analysis.sensitivity.selection import select
 from blr_analysis.sensitivity.solvers import Change, Settings
 from blr_analysis.sensitivity.subjects.contract import Subject, Suspects, first_by
 
@@ -183,13 +182,6 @@ class Sites(Subject):
 
     def responses(self, samples: int, seed: int) -> None:
         return None
-
-    @cached_property
-    def _columns(self) -> Columns:
-        return Columns(self)
-
-    def column(self, name: str) -> Sequence[Any]:
-        return self._columns[name]
 
     def cheap_columns(self) -> dict[str, Tensor]:
         return {}
