@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -43,11 +44,13 @@ from blr_analysis.task import Task
 # A task, the examples of it that count, and where they stand in the data before a change; what is
 # added stands behind.
 Part = tuple[Task, Tensor, Tensor]
+Minibatch = list[tuple[Task, Tensor]]  # of each part some examples
 
 RATES = (1e-2, 5e-3, 2e-3, 5e-4)  # of Adam, that a training of unknown recipe tries
 DIVERGES = "a training by the recipe diverges: lower the recipe's lr="
 ONE_VALUE = "Expected more than 1 value per channel"  # as torch's BatchNorm says it
-EPOCHS, BATCH = 8, 32  # of a training of unknown recipe
+EPOCHS = 8  # of a training of unknown recipe
+BATCH = 32
 
 
 def whole_data(task: Task) -> list[Part]:
@@ -76,46 +79,97 @@ def trained(
     Raises:
         InputError: weights that cannot be drawn anew. ModelError: a loss that is not finite.
     """
-    n = task.n_data if n is None else n
+    n_examples = task.n_data if n is None else n
     if recipe.train is not None:
         return _by_function(task, parts, recipe.train, seed)
-    under = on_a_copy(task)
-    _load(under.model, recipe.initial if recipe.initial is not None else drawn(task, seed))
-    frames = [
-        (_of_training(part, task, under, recipe), rows, places) for part, rows, places in parts
-    ]
-    epoch = math.ceil(n / recipe.batch_size)  # in steps
-    steps = recipe.steps(n)
-    planned = steps if recipe.schedule_epochs is None else recipe.schedule_epochs * epoch
-    optimizer = recipe.made(under.model, n_data=sum(len(i) for _, i, _ in parts), steps=steps)
-    reduction = task.reduction if recipe.reduction is None else Reduction(recipe.reduction)
-    best = None if recipe.validation is None else Best(under, recipe)
-    trail = Trail(steps if best is None else None)
-    begin_training(under.model, task.modes, recipe.mode)
-    devices = [task.device] if task.device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices):
+    training = Training.of(task, parts, recipe, seed, n_examples)
+    model = training.under.model
+    best = None if recipe.validation is None else Best(training.under, recipe)
+    trail = Trail(training.steps if best is None else None)
+    begin_training(model, task.modes, recipe.mode)
+    with torch.enable_grad(), torch.random.fork_rng(_generators_of(task)):
         torch.manual_seed(seed)
-        batches = islice(_minibatches(frames, n, recipe, seed), steps)
-        shown = track(batches, total=steps, label=label, show=task.progress)
-        for done, batch in enumerate(shown, start=1):
-            if any(len(chosen) for _, chosen in batch):
-                recipe.set_rate(optimizer, (done - 1) / planned)
-                _step(under, batch, optimizer, recipe, reduction)
+        for done, batch in enumerate(training.minibatches(seed, label), start=1):
+            training.step(done, batch)
             if states is not None:
-                trail.look(done, under.model)
-            if best is not None and done % epoch == 0:
+                trail.look(done, model)
+            if best is not None and done % training.steps_in_epoch == 0:
                 best.look(done)
                 if best.gave_up:
                     break
-                begin_training(under.model, task.modes, recipe.mode)
+                begin_training(model, task.modes, recipe.mode)
     if states is not None:
-        states.extend(trail.until(steps if best is None else best.step))
-    return copied(under.model) if best is None else best.state
+        states.extend(trail.until(training.steps if best is None else best.step))
+    return copied(model) if best is None else best.state
 
 
-def _of_training(part: Task, task: Task, under: Task, recipe: Recipe) -> Task:
-    """A part of the data under the model that trains, as the training draws it."""
-    return drawing(part, task, recipe).under(under.model, task.device)
+@dataclass(frozen=True)
+class Training:
+    """A training by a recipe, from its first weights.
+
+    Attributes:
+        under: the copy of the task that trains.
+        parts: the data that count, as the training draws them.
+        n: the examples that minibatches are made of.
+        recipe, optimizer, reduction: how.
+        steps: in all.
+    """
+
+    under: Task
+    parts: list[Part]
+    n: int
+    recipe: Recipe
+    optimizer: torch.optim.Optimizer
+    reduction: Reduction
+    steps: int
+
+    @classmethod
+    def of(cls, task: Task, parts: Sequence[Part], recipe: Recipe, seed: int, n: int) -> Training:
+        """From fresh weights, or those of the recipe."""
+        under = on_a_copy(task)
+        first = drawn(task, seed) if recipe.initial is None else recipe.initial
+        _load(under.model, first)
+        steps = recipe.steps(n)
+        n_counted = sum(len(indices) for _, indices, _ in parts)
+        return cls(
+            under=under,
+            parts=[
+                (drawing(part, task, recipe).under(under.model, task.device), indices, places)
+                for part, indices, places in parts
+            ],
+            n=n,
+            recipe=recipe,
+            optimizer=recipe.made(under.model, n_data=n_counted, steps=steps),
+            reduction=task.reduction if recipe.reduction is None else Reduction(recipe.reduction),
+            steps=steps,
+        )
+
+    @property
+    def steps_in_epoch(self) -> int:
+        return math.ceil(self.n / self.recipe.batch_size)
+
+    @property
+    def planned_steps(self) -> int:
+        """Of the schedule of rates, which may have been cut."""
+        if self.recipe.schedule_epochs is None:
+            return self.steps
+        return self.recipe.schedule_epochs * self.steps_in_epoch
+
+    def minibatches(self, seed: int, label: str) -> Iterator[Minibatch]:
+        """One for each step, with a bar."""
+        batches = islice(_minibatches(self.parts, self.n, self.recipe, seed), self.steps)
+        return track(batches, total=self.steps, label=label, show=self.under.progress)
+
+    def step(self, number: int, batch: Minibatch) -> None:
+        """The step of this number, from 1; none on an empty minibatch."""
+        if any(len(indices) for _, indices in batch):
+            self.recipe.set_rate(self.optimizer, (number - 1) / self.planned_steps)
+            _step(self.under, batch, self.optimizer, self.recipe, self.reduction)
+
+
+def _generators_of(task: Task) -> list[torch.device]:
+    """The GPUs whose random generators a training uses, beside the processor's."""
+    return [task.device] if task.device.type == "cuda" else []
 
 
 class _OneValue(ModelError):
@@ -124,7 +178,7 @@ class _OneValue(ModelError):
 
 def _step(
     under: Task,
-    batch: list[tuple[Task, Tensor]],
+    batch: Minibatch,
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     reduction: Reduction,
@@ -154,7 +208,7 @@ def _step(
         _load(under.model, counts)
 
 
-def _loss(under: Task, batch: list[tuple[Task, Tensor]], reduction: Reduction) -> Tensor:
+def _loss(under: Task, batch: Minibatch, reduction: Reduction) -> Tensor:
     """Σ ℓ_i / d: the losses of a minibatch as one number."""
     total = torch.zeros((), device=under.device)
     divisor = 0.0
@@ -168,73 +222,92 @@ def _loss(under: Task, batch: list[tuple[Task, Tensor]], reduction: Reduction) -
 
 
 def _answers(
-    under: Task, batch: list[tuple[Task, Tensor]], leaves: Mapping[str, Tensor]
+    under: Task, batch: Minibatch, leaves: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Outputs and targets of each part of a minibatch: of all in one forward pass, as BatchNorm
     takes them, where they can be put together."""
-    held = [task.fetch(chosen) for task, chosen in batch]
-    renamed = [isinstance(task.dataset, Labelled) for task, _ in batch]
-    inner = [part[0] if new else part for part, new in zip(held, renamed, strict=True)]
-    alike = all(
-        new or t.forward is under.forward for (t, _), new in zip(batch, renamed, strict=True)
-    )
-    whole = _joined(inner) if alike and len(batch) > 1 else None
-    if whole is None:
-        return [t.run(part, leaves, i) for (t, i), part in zip(batch, held, strict=True)]
-    sizes = [len(chosen) for _, chosen in batch]
-    pairs = zip(*(x.split(sizes) for x in under.run(whole, leaves)), strict=True)
-    return [
-        checked(f, held[k][1], batch[k][0].likelihood, None) if renamed[k] else (f, y)
-        for k, (f, y) in enumerate(pairs)
+    parts = [task.fetch(indices) for task, indices in batch]
+    are_relabelled = [isinstance(task.dataset, Labelled) for task, _ in batch]
+    inputs = [
+        part[0] if relabelled else part
+        for part, relabelled in zip(parts, are_relabelled, strict=True)
     ]
+    are_run_alike = all(
+        relabelled or task.forward is under.forward
+        for (task, _), relabelled in zip(batch, are_relabelled, strict=True)
+    )
+    together = _joined(inputs) if are_run_alike and len(batch) > 1 else None
+    if together is None:
+        return [
+            task.run(part, leaves, indices)
+            for (task, indices), part in zip(batch, parts, strict=True)
+        ]
+    sizes = [len(indices) for _, indices in batch]
+    outputs, targets = under.run(together, leaves)
+    answers = []
+    for k, pair in enumerate(zip(outputs.split(sizes), targets.split(sizes), strict=True)):
+        if are_relabelled[k]:
+            _, new_targets = parts[k]
+            task, _ = batch[k]
+            pair = checked(pair[0], new_targets, task.likelihood, None)
+        answers.append(pair)
+    return answers
 
 
 def _joined(parts: list[Any]) -> Any:
     """Batches as one; None of such as differ in more than their length."""
-    flat = [tree_flatten(tuple(p) if isinstance(p, list) else p) for p in parts]
-    leaves, specs = zip(*flat, strict=True)
-    if any(spec != specs[0] for spec in specs):
+    flat = [tree_flatten(tuple(part) if isinstance(part, list) else part) for part in parts]
+    leaves_of_parts, structures = zip(*flat, strict=True)
+    if any(structure != structures[0] for structure in structures):
         return None
-    rows = list(zip(*leaves, strict=True))
-    if not all(isinstance(x, Tensor) and x.ndim for row in rows for x in row):
+    columns = list(zip(*leaves_of_parts, strict=True))  # one leaf of all parts each
+    if not all(_fit_together(column) for column in columns):
         return None
-    if any(x.shape[1:] != row[0].shape[1:] for row in rows for x in row):
-        return None
-    return tree_unflatten([torch.cat(row) for row in rows], specs[0])
+    return tree_unflatten([torch.cat(column) for column in columns], structures[0])
 
 
-def _minibatches(
-    parts: Sequence[Part], n: int, recipe: Recipe, seed: int
-) -> Iterator[list[tuple[Task, Tensor]]]:
+def _fit_together(column: Sequence[Any]) -> bool:
+    """Whether these are tensors that differ in their length alone."""
+    if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in column):
+        return False
+    return all(leaf.shape[1:] == column[0].shape[1:] for leaf in column)
+
+
+def _minibatches(parts: Sequence[Part], n: int, recipe: Recipe, seed: int) -> Iterator[Minibatch]:
     """Every example once in an epoch; what is gone leaves a minibatch smaller, what is new joins
     one."""
-    order, joining = (torch.Generator().manual_seed(2 * seed + k) for k in (0, 1))
-    new = sum(int((places >= n).sum()) for *_, places in parts)
-    each = math.ceil(n / recipe.batch_size)
+    order_generator = torch.Generator().manual_seed(2 * seed)
+    joining_generator = torch.Generator().manual_seed(2 * seed + 1)
+    n_new = sum(int((places >= n).sum()) for *_, places in parts)
+    steps_in_epoch = math.ceil(n / recipe.batch_size)
     for _ in range(math.ceil(recipe.epochs)):
-        rank = torch.randperm(n, generator=order).argsort()
-        step = torch.cat([rank, torch.randint(n, (new,), generator=joining)]) // recipe.batch_size
-        sorted_parts = []
+        ranks_of_data = torch.randperm(n, generator=order_generator).argsort()
+        ranks_of_new = torch.randint(n, (n_new,), generator=joining_generator)
+        step = torch.cat([ranks_of_data, ranks_of_new]) // recipe.batch_size
+        parts_by_step = []
         for task, indices, places in parts:
-            at = step[places]
-            by_step = at.argsort(stable=True)
-            counts = torch.bincount(at, minlength=each).tolist()
-            sorted_parts.append((task, indices[by_step].split(counts)))
-        for k in range(each):
-            yield [(task, rows[k]) for task, rows in sorted_parts if len(rows[k])]
+            step_of_example = step[places]
+            by_step = step_of_example.argsort(stable=True)
+            counts = torch.bincount(step_of_example, minlength=steps_in_epoch).tolist()
+            parts_by_step.append((task, indices[by_step].split(counts)))
+        for k in range(steps_in_epoch):
+            yield [(task, indices[k]) for task, indices in parts_by_step if len(indices[k])]
 
 
 def _by_function(
     task: Task, parts: Sequence[Part], train: Callable[[Any, int], Any], seed: int
 ) -> State:
     """What a user's own training makes of these data."""
-    held = [part.dataset for part, *_ in parts]
-    held = [data.inside if isinstance(data, Labelled) else data for data in held]
-    sets = [Subset(data, rows.tolist()) for data, (_, rows, _) in zip(held, parts, strict=True)]
-    devices = [task.device] if task.device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(devices):
+    subsets: list[Subset[Any]] = []
+    for part, indices, _ in parts:
+        dataset = part.dataset
+        if isinstance(dataset, Labelled):
+            dataset = dataset.inside
+        subsets.append(Subset(dataset, indices.tolist()))
+    data = subsets[0] if len(subsets) == 1 else ConcatDataset(subsets)
+    with torch.enable_grad(), torch.random.fork_rng(_generators_of(task)):
         torch.manual_seed(seed)
-        result = train(sets[0] if len(sets) == 1 else ConcatDataset(sets), seed)
+        result = train(data, seed)
     state = result.state_dict() if isinstance(result, nn.Module) else result
     if not isinstance(state, Mapping):
         raise ModelError(f"train must return a model or a state dict, got {type(result).__name__}")
@@ -253,8 +326,9 @@ def recipe_of(task: Task, posterior: Posterior | None = None) -> Recipe:
     """The task's recipe; else what the posterior's record knows; else a short default one."""
     if task.recipe is not None:
         return task.recipe
-    if posterior is not None and (told := posterior.record.get("recipe")):
-        return Recipe(**told, initial=posterior.initial)
+    recorded = None if posterior is None else posterior.record.get("recipe")
+    if posterior is not None and recorded:
+        return Recipe(**recorded, initial=posterior.initial)
     return default_recipe(task, posterior)
 
 
@@ -262,18 +336,24 @@ def default_recipe(task: Task, posterior: Posterior | None = None) -> Recipe:
     """Adam for a few epochs, its rate falling as a cosine from the one of four that lowers the loss
     most in one epoch."""
     initial = None if posterior is None else posterior.initial
-    how: dict[str, Any] = {"batch_size": min(BATCH, task.n_data), "initial": initial}
+    batch_size = min(BATCH, task.n_data)
 
-    def reached(lr: float) -> float:
-        recipe = Recipe("adam", lr=lr, epochs=1, **how)
+    def loss_after_an_epoch(lr: float) -> float:
+        recipe = Recipe("adam", lr=lr, epochs=1, batch_size=batch_size, initial=initial)
         try:
             state = trained(task.quiet, whole_data(task), recipe, 0)
             return evaluated(task, state)[0].nll
         except ModelError:  # it diverges
             return math.inf
 
-    best = min(RATES, key=reached)
-    recipe = Recipe("adam", lr=best, epochs=EPOCHS, schedule="cosine", **how)
+    recipe = Recipe(
+        "adam",
+        lr=min(RATES, key=loss_after_an_epoch),
+        epochs=EPOCHS,
+        batch_size=batch_size,
+        schedule="cosine",
+        initial=initial,
+    )
     recipe.known = False
     return recipe
 
