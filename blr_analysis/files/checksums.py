@@ -47,9 +47,9 @@ class Checksum:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 0) -> None:
         self._sums: NDArray[np.uint64] = np.zeros(COLUMNS, dtype=np.uint64)
-        self._length = 0
+        self._length = length  # of all bytes, where it is known before
 
     def add(self, piece: bytes | memoryview, start: int | None = None) -> None:
         """Add bytes that begin at byte ``start``, a multiple of 8; None: where the last ended.
@@ -68,6 +68,17 @@ class Checksum:
         column = first // WORD % COLUMNS
         self._sums += np.roll(sums, column) if column else sums
         self._length = max(self._length, first + size)
+
+    def add_anywhere(self, piece: bytes | memoryview, start: int) -> None:
+        """Add bytes that begin at any byte and end at any: zeros fill their first and last word,
+        and bytes of others do not overlap with them."""
+        fill = start % WORD
+        if not fill:
+            self.add(piece, start)
+            return
+        in_first_word = WORD - fill
+        self.add(bytes(fill) + bytes(piece[:in_first_word]), start - fill)
+        self.add(piece[in_first_word:], start + in_first_word)
 
     def join(self, part: Checksum) -> None:
         """Add the bytes that another was made of."""

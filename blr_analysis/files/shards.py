@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from blr_analysis.checks import positive_int
-from blr_analysis.files.checksums import checksum_of, checksum_of_file
+from blr_analysis.files.checksums import Checksum, checksum_of, checksum_of_file
 from blr_analysis.files.headers import RECORD, read_header, write_header
 from blr_analysis.files.source import Spec, bytes_of, specs_of
 
@@ -90,7 +91,8 @@ class Shards:
 
     They are made at once, headers written and space reserved; then ``put`` may be called by
     several threads, never twice for one entry. ``names`` are the files': numbered, unless it is
-    one. They carry no checksums, which nobody knows before the last piece.
+    one. They carry no checksums, which nobody knows before the last piece; ``checksums`` are those
+    of the files then, where ``counts`` asked for them.
 
     >>> import tempfile, torch
     >>> from blr_analysis.files import Folder
@@ -102,7 +104,13 @@ class Shards:
     """
 
     def __init__(
-        self, folder: Path, specs: Mapping[str, Spec], max_shard_bytes: int, *, stem: str = "model"
+        self,
+        folder: Path,
+        specs: Mapping[str, Spec],
+        max_shard_bytes: int,
+        *,
+        stem: str = "model",
+        counts: bool = False,
     ) -> None:
         positive_int("max_shard_bytes", max_shard_bytes)
         sizes = {name: spec.nbytes for name, spec in specs.items()}
@@ -111,6 +119,9 @@ class Shards:
         self.names: list[str] = []
         self._specs = specs
         self._places: dict[str, tuple[Path, int]] = {}
+        self._counts = counts
+        self._sums: dict[Path, Checksum] = {}
+        self._lock = threading.Lock()
         weight_map: dict[str, str] = {}
         for k, names in enumerate(runs, start=1):
             file_name = shard_name(stem, k, len(runs)) if is_numbered else f"{stem}.safetensors"
@@ -119,6 +130,8 @@ class Shards:
             with open(path, "xb", buffering=0) as file:
                 _reserve(file.fileno(), len(head) + sum(sizes[n] for n in names))
                 file.write(head)
+            self._sums[path] = Checksum(len(head) + sum(sizes[n] for n in names))
+            self._sums[path].add(head, 0)
             self.names.append(file_name)
             self._places |= {name: (path, starts[name]) for name in names}
             weight_map |= dict.fromkeys(names, file_name)
@@ -128,9 +141,21 @@ class Shards:
     def put(self, name: str, start: int, values: Tensor) -> None:
         """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
         path, offset = self._places[name]
+        place = offset + start * self._specs[name].dtype.itemsize
+        content = bytes_of(values)
         with open(path, "r+b") as file:
-            file.seek(offset + start * self._specs[name].dtype.itemsize)
-            file.write(bytes_of(values))
+            file.seek(place)
+            file.write(content)
+        if self._counts:
+            part = Checksum()
+            part.add_anywhere(content, place)
+            with self._lock:
+                self._sums[path].join(part)
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Of each file, by its name, once all pieces are written."""
+        return {path.name: checksum.hexdigest() for path, checksum in self._sums.items()}
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -272,9 +272,11 @@ def check_file_beside(file: Path, checksum: str) -> None:
 
 def file_checksum(path: Path) -> str:
     """What a record says of a file: its header's checksum, which holds those of the tensors; of
-    any other file, that of its bytes."""
+    any other file, and of one whose header has none, that of its bytes."""
     if path.suffix == ".safetensors":
-        return read_header(path).checksum
+        of_header = read_header(path).checksum
+        if of_header:
+            return of_header
     with reading(path):
         return checksum_of_file(path)
 

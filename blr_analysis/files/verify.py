@@ -1,8 +1,9 @@
 """Every file below a path read whole and compared with its checksum.
 
 What carries checksums: posteriors and merge precisions (a file, or a folder with its record),
-indexes, the checkpoints of :class:`blr_analysis.Checkpoints`, and the record of a run. Files that
-other programs wrote are listed and nothing is said of them, but that JSON can be parsed.
+indexes, the checkpoints of :class:`blr_analysis.Checkpoints`, the record of a run, and merges by
+recipe. Files that other programs wrote are listed and nothing is said of them, but that JSON can be
+parsed.
 """
 
 from __future__ import annotations

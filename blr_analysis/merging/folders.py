@@ -17,7 +17,8 @@ from torch import Tensor
 
 from blr_analysis.adapters import Untied, is_adapter
 from blr_analysis.files import Loaded, Shards, drafted
-from blr_analysis.files.headers import read_json
+from blr_analysis.files.checksums import checksum_of_file
+from blr_analysis.files.headers import read_json, record_text
 from blr_analysis.files.placing import check_free, check_room
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
@@ -28,6 +29,8 @@ from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
 from blr_analysis.progress import bar
 
 SHARD = 5_000_000_000
+RECORD = "merge_files.json"  # the checksums of all files of a merge by recipe
+FORMAT = {"format": "blr_analysis.merge", "version": 1}
 # What tells a model how to run, or its user what it is allowed to do.
 CONFIG = (
     "config.json",
@@ -127,7 +130,8 @@ def execute(
         plan: of :func:`blr_analysis.merging.plan.make_plan`.
         out: a folder that is new or empty.
         max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
-        documents: texts by file name to be saved beside the weights, made from the report.
+        documents: texts by file name to be saved beside the weights, made from the report; with
+            them the checksums of all files (``merge_files.json``).
         progress: a progress bar with the throughput.
 
     Raises:
@@ -142,7 +146,10 @@ def execute(
     with drafted(target) as draft:
         draft.mkdir()
         shards = Shards(
-            draft, {tensor.name: tensor.spec for tensor in plan.tensors}, max_shard_bytes
+            draft,
+            {tensor.name: tensor.spec for tensor in plan.tensors},
+            max_shard_bytes,
+            counts=documents is not None,
         )
         outcome = fill(plan, shards, progress)
         files = _copy_files(plan, draft)
@@ -158,8 +165,19 @@ def execute(
         if documents is not None:
             for name, text in documents(report).items():
                 (draft / name).write_text(text, encoding="utf-8")
+            _write_record(draft, shards.checksums)
         check_free(target)
     return report
+
+
+def _write_record(folder: Path, of_shards: Mapping[str, str]) -> None:
+    """The checksums of all files of a merge, which ``blr-analysis verify`` reads."""
+    checksums = dict(of_shards)
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if file.is_file() and name not in checksums:
+            checksums[name] = checksum_of_file(file)
+    (folder / RECORD).write_text(record_text(FORMAT, checksums), encoding="utf-8")
 
 
 def reference_folder(job: Job) -> Path | None:

@@ -25,6 +25,9 @@ from blr_analysis.files.checksums import PIECE, ROW, WORD, Checksum, checksum_of
 from blr_analysis.files.headers import read_record, record_text
 from blr_analysis.files.shards import save_file as save_with_checksums
 from blr_analysis.merging import merge
+from blr_analysis.merging.folders import execute
+from blr_analysis.merging.job import Job, Member
+from blr_analysis.merging.plan import make_plan
 from blr_analysis.posterior import write_precision
 
 FLIPS = 200
@@ -141,6 +144,34 @@ def test_flipped_bits_are_refused(kind: Kind, tmp_path: Path) -> None:
 @EACH
 def test_some_flipped_bits_are_refused(kind: Kind, tmp_path: Path) -> None:
     check_flips(kind, tmp_path, FEW)
+
+
+def test_a_merge_by_recipe_is_verified(tmp_path: Path) -> None:
+    """Tensors of odd sizes, written in pieces to several files; a folder beside them."""
+    base = tmp_path / "base"
+    (base / "code").mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    (base / "code" / "modeling_x.py").write_text("pass")
+    g = torch.Generator().manual_seed(0)
+    for name in ("base", "one"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        tensors = {f"w{k}": torch.randn(3 * k + 1, 7, generator=g).bfloat16() for k in range(9)}
+        save_file(tensors | {"odd": torch.ones(5)}, tmp_path / name / "model.safetensors")
+    job = Job(members=(Member(tmp_path / "one"),), base=base, method="task_arithmetic")
+    out = tmp_path / "out"
+    execute(make_plan(job), out, max_shard_bytes=600, documents=lambda report: {"README.md": "x"})
+    files = files_of(out)
+    assert set(verify(out).whole) == set(files) and len(list(out.glob("model-*"))) > 2
+    choose = random.Random(0)
+    for file in files:
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[choose.randrange(len(damaged))] ^= 1 << choose.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(StorageError):
+            verify(out)
+            pytest.fail(f"{file.name} was read")
+        file.write_bytes(content)
 
 
 def test_what_is_missing_foreign_or_damaged_is_told_apart(tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ def test_the_card_the_recipe_and_the_report(tmp_path: Path) -> None:
     )
     texts = {p.name: p.read_text() for p in report.folder.iterdir() if p.suffix != ".safetensors"}
     assert texts.keys() == {
-        "README.md", "merge_recipe.yml", "merge_report.csv", "config.json", "tokenizer.json"
+        "README.md", "merge_recipe.yml", "merge_report.csv", "config.json", "tokenizer.json",
+        "merge_files.json",
     }  # fmt: skip
     assert not any(str(tmp_path) in text for text in texts.values())
     card = texts["README.md"]
