@@ -210,7 +210,9 @@ def opened(
 
 def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Examples, Any]:
     if target is None:
-        raise DataError("a DataFrame needs target=, the column to predict")
+        raise DataError(
+            "a DataFrame needs target=, the column to predict; without labels give its to_numpy()"
+        )
     if not frame.columns.is_unique:
         twice = frame.columns[frame.columns.duplicated()][0]
         raise InputError(f"two columns of the DataFrame are called {twice!r}; rename one")

@@ -64,10 +64,13 @@ def example_table(result: Any) -> pd.DataFrame:
 def _array(values: Any) -> Any:
     """A tensor or sequence as an array that pandas takes; half precisions become float32."""
     if isinstance(values, Tensor):
-        small = values.is_floating_point() and values.element_size() < 4
-        return (values.float() if small else values).detach().cpu().numpy()
-    words = not hasattr(values, "ndim") and any(isinstance(v, str) for v in values)
-    return values if hasattr(values, "ndim") else np.asarray(values, object if words else None)
+        is_half = values.is_floating_point() and values.element_size() < 4
+        full = values.float() if is_half else values
+        return full.detach().cpu().numpy()
+    if hasattr(values, "ndim"):
+        return values
+    has_words = any(isinstance(value, str) for value in values)
+    return np.asarray(values, object if has_words else None)
 
 
 def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
@@ -82,13 +85,15 @@ def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
         arrays |= dict(zip(names, parts, strict=True))
     for name, values in (metadata or {}).items():
         arrays[_free(str(name), arrays)] = [
-            _array(v).tolist() if isinstance(v, Tensor | np.ndarray) else v for v in values
+            _array(value).tolist() if isinstance(value, Tensor | np.ndarray) else value
+            for value in values
         ]
     return pd.DataFrame(arrays)
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
-    while name in taken:
+def _free(name: str, names: Iterable[str]) -> str:
+    """A name that is not among these."""
+    while name in names:
         name += "_metadata"
     return name
 
@@ -186,21 +191,23 @@ def _matches(top: Any) -> pd.DataFrame:
 
     ``table.attrs["note"]`` says of which curvature it is, where not of the posterior's own.
     """
-    kept = torch.cat(top.own_sign, dim=1)
-    test, place = kept.nonzero().unbind(1)
-    train = torch.cat([top.helpful, top.harmful], dim=1)[kept]
+    has_own_sign = torch.cat(top.own_sign, dim=1)
+    test, place = has_own_sign.nonzero().unbind(1)
+    train = torch.cat([top.helpful, top.harmful], dim=1)[has_own_sign]
+    values = torch.cat([top.helpful_values, top.harmful_values], dim=1)[has_own_sign]
     columns: dict[str, Any] = {
         "test": test,
         "effect": np.where(place >= top.k, "harmful", "helpful"),
         "rank": place % top.k + 1,
         "train": train,
-        top.quantity: torch.cat([top.helpful_values, top.harmful_values], 1)[kept],
+        top.quantity: values,
     }
-    for side, indices in (("test", test), ("train", train)):
-        described = top.described(indices, test=side == "test")
-        columns |= {f"{side}_{name}": values for name, values in described.items()}
-    chosen = {k: [v[i] for i in train.tolist()] for k, v in top.metadata.items()}
-    table = _frame(columns, chosen)
+    for name, column in top.described(test, test=True).items():
+        columns[f"test_{name}"] = column
+    for name, column in top.described(train).items():
+        columns[f"train_{name}"] = column
+    metadata = {name: [column[i] for i in train.tolist()] for name, column in top.metadata.items()}
+    table = _frame(columns, metadata)
     table.attrs["note"] = top.note
     return table
 
@@ -208,9 +215,15 @@ def _matches(top: Any) -> pd.DataFrame:
 def _group_influence(influence: Any) -> pd.DataFrame:
     """One row per group: group, n, influence (rise of the mean test loss without it, nats) and
     influence_per_example (the same divided by n)."""
-    mean, sizes = _array(influence.mean), _array(influence.sizes)
-    columns = {"group": list(influence.groups), "n": sizes, "influence": mean}
-    return pd.DataFrame(columns).assign(influence_per_example=mean / sizes)
+    rises = _array(influence.mean)
+    sizes = _array(influence.sizes)
+    columns = {
+        "group": list(influence.groups),
+        "n": sizes,
+        "influence": rises,
+        "influence_per_example": rises / sizes,
+    }
+    return pd.DataFrame(columns)
 
 
 def _by_class(result: Any) -> pd.DataFrame:
@@ -220,16 +233,22 @@ def _by_class(result: Any) -> pd.DataFrame:
     Raises:
         InputError: the targets are not classes: several per example, or not whole numbers.
     """
-    before, after = result.before, result.after
-    columns = {"class": result.targets, "nll_before": before.losses, "nll_after": after.losses}
-    columns |= {"accuracy_before": before.correct, "accuracy_after": after.correct}
+    columns = {
+        "class": result.targets,
+        "nll_before": result.before.losses,
+        "nll_after": result.after.losses,
+        "accuracy_before": result.before.correct,
+        "accuracy_after": result.after.correct,
+    }
     frame: Any = _frame(columns).astype(np.float64)
-    if "class" not in frame or (frame["class"] % 1).any():
+    has_one_target = "class" in frame
+    if not has_one_target or (frame["class"] % 1).any():
         raise InputError("a table by class needs one whole-number target per example")
     groups = frame.astype({"class": np.int64}).groupby("class", as_index=False)
     table: Any = groups.mean()
     table.insert(1, "n", groups.size()["size"])
-    if after.correct is not None:  # a difference of trainings can lead below 0
+    has_classes = result.after.correct is not None
+    if has_classes:  # a difference of trainings can lead below 0
         table["nll_after"] = table["nll_after"].clip(lower=0.0)
     return table
 
@@ -239,10 +258,11 @@ def _groups(groups: Any) -> pd.DataFrame:
     before) behind what they change: positive where the model is worse off, or better."""
     table = pd.DataFrame(list(groups.rows))
     for measure in ("nll", "accuracy"):
-        names = [f"{measure}_before", f"{measure}_after"]
-        table[names] = table[names].astype(np.float64)
-        change = table[names[1]] - table[names[0]]
-        table.insert(list(table).index(names[1]) + 1, f"{measure}_change", change)
+        before = f"{measure}_before"
+        after = f"{measure}_after"
+        table[[before, after]] = table[[before, after]].astype(np.float64)
+        behind_after = list(table).index(after) + 1
+        table.insert(behind_after, f"{measure}_change", table[after] - table[before])
     return table
 
 
@@ -321,13 +341,19 @@ def _merge_curve(curve: Any) -> pd.DataFrame:
     """
     rows = []
     for point in curve.points:
-        shared = point.weights[0] if len(set(point.weights)) == 1 else float("nan")
-        row = {"method": point.method, "weight": shared}
-        row |= {f"weight_{n}": a for n, a in zip(curve.models, point.weights, strict=True)}
-        row |= {"nll": point.nll, "accuracy": point.accuracy}
-        row |= {f"nll_{n}": v for n, v in zip(curve.tasks, point.nlls, strict=True)}
-        row |= {f"accuracy_{n}": v for n, v in zip(curve.tasks, point.accuracies, strict=True)}
-        rows.append(row | {"failure": point.failure, "best": point is curve.best})
+        all_alike = len(set(point.weights)) == 1
+        row = {"method": point.method, "weight": point.weights[0] if all_alike else float("nan")}
+        for model, weight in zip(curve.models, point.weights, strict=True):
+            row[f"weight_{model}"] = weight
+        row["nll"] = point.nll
+        row["accuracy"] = point.accuracy
+        for task, nll in zip(curve.tasks, point.nlls, strict=True):
+            row[f"nll_{task}"] = nll
+        for task, accuracy in zip(curve.tasks, point.accuracies, strict=True):
+            row[f"accuracy_{task}"] = accuracy
+        row["failure"] = point.failure
+        row["best"] = point is curve.best
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -412,13 +438,16 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
     Raises:
         StorageError: the folder cannot be made or written.
     """
-    csv, parquet = Path(folder, f"{stem}.csv"), Path(folder, f"{stem}.parquet")
-    with drafted(csv) as one, drafted(parquet) as two:
-        table.to_csv(one, index=False)
+    csv = Path(folder, f"{stem}.csv")
+    parquet = Path(folder, f"{stem}.parquet")
+    with drafted(csv) as csv_draft, drafted(parquet) as parquet_draft:
+        table.to_csv(csv_draft, index=False)
         try:
-            table.to_parquet(two, index=False)
+            table.to_parquet(parquet_draft, index=False)
         except pyarrow.ArrowException:
-            words = table.select_dtypes(object)
-            warnings.warn(f"of {[*words]} some mix types: written to Parquet as text", stacklevel=2)
-            table.assign(**words.astype(str)).to_parquet(two, index=False)
+            columns = list(table.select_dtypes(object))
+            warnings.warn(f"of {columns} some mix types: written to Parquet as text", stacklevel=2)
+            as_text = table.copy()
+            as_text[columns] = table[columns].astype(str)
+            as_text.to_parquet(parquet_draft, index=False)
     return csv, parquet
