@@ -287,7 +287,7 @@ def _examples(data: Any) -> Examples:
     if several and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
     if isinstance(data, Tensor | np.ndarray):  # inputs without labels
-        return Examples(tud.TensorDataset(torch.as_tensor(data)))
+        return Examples(tud.TensorDataset(_tensor("X", data)))
     inner = data
     while isinstance(inner, tud.Subset):
         if np.asarray(inner.indices).dtype == bool:
@@ -310,6 +310,14 @@ def _are_words(part: Any) -> bool:
     return len(first) > 0 and isinstance(first[0], str)
 
 
+def _tensor(name: str, values: Any) -> Tensor:
+    """A tensor, or an array that may be written to."""
+    with told_as(DataError, f"{name} cannot become a tensor", "give numbers"):
+        if isinstance(values, Tensor):
+            return values
+        return torch.as_tensor(np.require(values, requirements="W"))
+
+
 def _pair(data: Sequence[Any]) -> tud.TensorDataset:
     if len(data) != 2:
         raise DataError(f"data must be a pair (X, y), got {len(data)} arrays; see forward=")
@@ -318,9 +326,7 @@ def _pair(data: Sequence[Any]) -> tud.TensorDataset:
         if _are_words(part):
             remedy = f"number them: pd.Categorical({name}).codes"
             raise DataError(f"{name} of (X, y) cannot become a tensor: it holds words; {remedy}")
-        with told_as(DataError, f"{name} of (X, y) cannot become a tensor", "give numbers"):
-            whole = part if isinstance(part, Tensor) else np.require(part, requirements="W")
-            tensors.append(torch.as_tensor(whole))
+        tensors.append(_tensor(f"{name} of (X, y)", part))
     x, y = tensors
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise DataError(f"X and y must have the same length, got {[*x.shape]} and {[*y.shape]}")
