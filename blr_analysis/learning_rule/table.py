@@ -114,7 +114,8 @@ DELTA = "delta method"
 STOCHASTIC = "delta method, stochastic approximation"
 ROOTED = f"{STOCHASTIC}, Hessian approximation, square-root scaling, slow-moving scale vectors"
 ADAPTED = f"{ROOTED}, momentum, bias correction"
-NAMED, ANY_ROW = f"{OPTIM}.variational", f"{OPTIM}.row_optimizer"
+NAMED = f"{OPTIM}.variational"
+ANY_ROW = f"{OPTIM}.row_optimizer"
 BINARY = f"{OPTIM}.binary"
 
 # fmt: off
@@ -233,7 +234,8 @@ _ROWS = (
     Row("hidden Markov model", MEAN_FIELD, EXACTLY, EXACT, RULE,
         "learning rate 1 for all nodes, chains as wholes",
         "5.4; Beal 2003", SITES, f"{INFERENCE}.messages"),
-    Row("sparse Gaussian process", FULL, BY_NODES, EXACT, RULE, "inducing inputs",
+    Row("sparse Gaussian process", FULL, BY_NODES, EXACT, RULE,
+        "inducing inputs, stochastic on minibatches",
         "5.4; Titsias 2009", SITES, f"{INFERENCE}.gp"),
     Row("exponential weights", "categorical", EXACTLY, EXACT, RULE,
         "none, learning rate 1 for the loss times η",
@@ -287,6 +289,7 @@ def table1() -> Any:
 
 def runs_elementwise(row: Row) -> bool:
     """Whether :class:`~blr_analysis.learning_rule.optim.RowOptimizer` can run a row as it is."""
-    gaussian = row.family in (FIXED, DIAGONAL)
-    known = row.curvature.estimate is not None or row.curvature is NO_CURVATURE
-    return gaussian and known and bool(row.curvature.method)
+    is_gaussian = row.family in (FIXED, DIAGONAL)
+    has_estimate = row.curvature.estimate is not None and bool(row.curvature.method)
+    needs_no_estimate = row.curvature is NO_CURVATURE
+    return is_gaussian and (has_estimate or needs_no_estimate)

@@ -24,7 +24,12 @@ from blr_analysis import ranks
 from blr_analysis.checks import instance, positive_int, positive_number
 from blr_analysis.errors import InputError, OptimizerError, told_as
 from blr_analysis.half import working
-from blr_analysis.learning_rule.expectations import AT_ADVERSARY, GAUSS_NEWTON, NO_CURVATURE
+from blr_analysis.learning_rule.expectations import (
+    AT_ADVERSARY,
+    AT_NEIGHBOUR,
+    GAUSS_NEWTON,
+    NO_CURVATURE,
+)
 from blr_analysis.learning_rule.moves import Block, Move, step
 from blr_analysis.learning_rule.optim.blocks import (
     Scratch,
@@ -188,8 +193,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _accepted(self, row_or_name: Row | str) -> Row:
         accepted = row_or_name if isinstance(row_or_name, Row) else row(row_or_name)
-        if accepted.look == AT_ADVERSARY:
-            raise InputError(f"{accepted.algorithm} takes two gradients a step: use BSAM")
+        if accepted.look in (AT_ADVERSARY, AT_NEIGHBOUR):
+            name = accepted.algorithm
+            raise InputError(f"{name} takes two gradients a step: use {name.upper()}")
         if not runs_elementwise(accepted):
             raise InputError(f"{accepted.algorithm} is no elementwise row: {accepted.runs} runs it")
         return accepted

@@ -84,6 +84,8 @@ SIGNS = (
     *(("prior", math.nan), ("prior", [torch.ones(3)])),
 )
 NO_ROWS = {"Kalman filter": "no elementwise", "Newton": "newton runs", "STE": "binary runs"}
+NO_ROWS |= {"SAM": "use SAM", "preconditioned SGD": "preconditioned runs"}
+NO_ROWS |= {"diagonal online Newton": "diagonal_newton runs", "natural momentum": "moves runs"}
 NO_ROWS |= {"bSAM": "use BSAM", "adamm": "no row", "VOGN": "model must"}
 KINDS = ("IVON", "bSAM", "SLANG", "Newton")
 STATES = (None, 3, {}, torch.optim.Adam([param()]).state_dict())
@@ -113,6 +115,13 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: optim.Dropout([param(2, 2)], 0.1, keep=1.5), "keep"),
     (lambda: optim.Dropout([param(2, 2)], 0.1, keep=0.5, dim=2), "dim"),
     (lambda: optim.Dropout([param()], 0.1, "bSAM"), "BSAM"),
+    *((lambda n=n, v=v: optim.LearnedDropout([param(2, 2)], 0.1, keep=0.5, **{n: v}), n)
+      for n, v in (("keep_lr", -1.0), ("keep_prior", 1.0), ("temperature", 0.0))),
+    (lambda: optim.SAM([param()], 0.1, radius=-1.0), "radius"),
+    *((lambda s=s: optim.PreconditionedSGD([param()], 0.1, s), word) for s, word in (
+        ([], "one tensor of each"), ([torch.ones(3)], "one tensor of each"), ([1.0], "one tensor"),
+        ([torch.tensor([1.0, 0.0])], "positive"), ([torch.tensor([1.0, math.nan])], "positive"))),
+    (lambda: optim.DiagonalNewton([param()], lr=2.0), "lr"),
     (lambda: optim.Dropout([param()], 0.1, "OGN", weight_decay=1.0), "model"),
     *((lambda n=n: RowOptimizer([param()], n, 0.1), word) for n, word in NO_ROWS.items()),
     (lambda: RowOptimizer([param()], "Adam", 0.1, model=A), "leave it out"),
