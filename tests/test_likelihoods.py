@@ -296,8 +296,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: prepared(Gaussian(), torch.zeros(2, 3) * 1j), DataError, "complex64"),
     (lambda: prepared(Poisson(), torch.full((2, 3), -1)), DataError, "counts"),
     (lambda: prepared(Poisson(), torch.full((2, 3), 0.5)), DataError, "counts"),
-    (lambda: resolve("softmax"), InputError, "'categorical'"),
-    (lambda: resolve(None), InputError, "'categorical'"),  # type: ignore[arg-type]
+    (lambda: resolve("softmax"), InputError, '"categorical"'),
+    (lambda: resolve(None), InputError, '"categorical"'),  # type: ignore[arg-type]
     (lambda: resolve(nn.CrossEntropyLoss), InputError, "call it"),  # type: ignore[arg-type]
     (lambda: Gaussian().check_outputs(torch.zeros(2, 3, 4)), DataError, r"\[batch, C\]"),
     (lambda: Categorical().check_outputs(torch.zeros(2, 1)), DataError, '"bernoulli"'),

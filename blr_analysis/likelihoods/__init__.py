@@ -90,8 +90,8 @@ def resolve(likelihood: Loss) -> Likelihood:
     if isinstance(likelihood, type) and issubclass(likelihood, (nn.Module, Likelihood)):
         raise InputError(f"likelihood= is a class; call it: {likelihood.__name__}()")
     raise InputError(
-        "likelihood must be a name, a loss of torch.nn or a function (outputs, targets) -> loss "
-        f"of each example, got {likelihood!r}"
+        'likelihood must be a name such as "categorical", a loss of torch.nn or a function '
+        f"(outputs, targets) -> loss of each example, got {likelihood!r}"
     )
 
 

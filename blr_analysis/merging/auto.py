@@ -149,6 +149,11 @@ def untried(job: Job) -> tuple[Job, Choice]:
     if all(member.precision is None for member in job.members):
         settings = _average(job)
         return changed(job, settings), Choice(AVERAGE, settings, (), None, seen=False)
+    has_start = job.base_precision is not None or job.delta != 0
+    if has_start:
+        settings = {"method": "gradient_matching"}
+        name = "gradient matching by the given base precision"
+        return changed(job, settings), Choice(name, settings, (), None, seen=False)
     safe_job = by_precisions(job)
     settings = {"method": safe_job.method, "damping": safe_job.damping}
     name = f"fisher, damping {safe_job.damping:g}"
