@@ -28,7 +28,7 @@ from blr_analysis.backprop.engine import n_outputs
 from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
 from blr_analysis.checks import instance, one_of, positive_int
-from blr_analysis.errors import InputError, ModelError
+from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
 from blr_analysis.posterior.capture import tied_names
@@ -36,16 +36,24 @@ from blr_analysis.posterior.fit import Fit, has_many_outputs
 from blr_analysis.posterior.flat import refuse_flat
 from blr_analysis.posterior.input_ranges import input_ranges
 from blr_analysis.posterior.posterior import Posterior
-from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.prior import (
+    FormPrior,
+    Given,
+    Prior,
+    Shapes,
+    differences,
+    real_tensors,
+)
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.recognition import fingerprint, frozen_numbers
 from blr_analysis.posterior.stationarity import measured
-from blr_analysis.posterior.structures import KINDS, Kronecker, Structure
+from blr_analysis.posterior.structures import KINDS, Diagonal, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import unit_rows
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
 STRUCTURES = tuple(KINDS)
+AS_PRIORS = ("diag", "kron", "full")
 CURVATURES = {  # as records call them, and what is summed
     "ggn": ("ggn", "sum_i J_i^T Lambda_i J_i"),
     "empirical_fisher": ("fisher_emp", "sum_i g_i g_i^T"),
@@ -62,11 +70,12 @@ def fit_laplace(
     task: Task,
     *,
     structure: str = "kron",
-    prior_precision: Given | Prior | None = None,
+    prior_precision: Given | Prior | Mapping[str, Tensor] | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str | None = None,
     samples: int = 1,
     rank: int | None = None,
+    prior: Posterior | None = None,
 ) -> Posterior:
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
 
@@ -78,7 +87,8 @@ def fit_laplace(
         task: model, training data, likelihood. The model is left as it is.
         structure: "diag", "kron", "lowrank" (r·P numbers), "full" (P up to 20,000), or, for
             merging, "gram" (forward passes alone; δ is 1e-6 of its mean unless given).
-        prior_precision: δ > 0, a number, or one per parameter name. None: the
+        prior_precision: δ > 0, a number, one per parameter name, or a tensor per parameter name
+            with one for each weight ("diag" and "full" alone). None: the
             task's own, where an estimator named it, else found from the weights and the data, see
             :mod:`blr_analysis.posterior.prior_choice`, with the Kronecker eigenvalues (one
             Kronecker fit more for other structures); ``record["prior_choice"]`` says how.
@@ -94,6 +104,11 @@ def fit_laplace(
         samples: labels drawn per example for "mc_fisher".
         rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
             record holds ``rank`` and ``explained``, the share that is explained at least.
+        prior: an earlier posterior N(m₀, S₀⁻¹) in the prior's place, of a model with the same
+            parameters and any data (a :class:`~blr_analysis.WhatIf`'s too). The objective is then
+            Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ + Σ_i (K&R, section 5): of a linear model
+            the posterior of both data sets. The structure is the prior's own ("diag", "kron", where
+            the new data are seen in the prior's basis, or "full"), or "full".
 
     Returns:
         The posterior. ``.at_minimum`` says whether the weights minimise the task's loss; where they
@@ -127,6 +142,11 @@ def fit_laplace(
             params=params,
         )
 
+    if prior is not None:
+        if prior_precision is not None or initial is not None:
+            raise InputError("prior= has its own precision and mean: leave the others out")
+        structure = _structure_beside(prior, structure)
+        prior_precision = posterior_as_prior(prior.on(task, same_data=False))
     last = fit_at(task)
     if last.at_minimum or last.structure == "gram":
         return last
@@ -138,12 +158,50 @@ def fit_laplace(
     return last.changed(earlier=tuple(earlier))
 
 
+def _structure_beside(prior: Posterior, structure: str) -> str:
+    """The prior's own where nothing else was asked for; all others but "full" are refused."""
+    one_of("structure", structure, STRUCTURES)
+    if prior.structure not in AS_PRIORS:
+        raise InputError(
+            f"a posterior of structure {prior.structure!r} is no prior: fit it as 'diag', 'kron' "
+            "or 'full'"
+        )
+    if structure in ("kron", prior.structure):
+        return prior.structure
+    if structure == "full":
+        return structure
+    raise InputError(
+        f"structure={structure!r} has no room for a prior of {prior.structure!r}: leave structure "
+        "out, or take 'full'"
+    )
+
+
+def posterior_as_prior(posterior: Posterior) -> FormPrior:
+    """N(m₀, S₀⁻¹) as a prior."""
+    return FormPrior(posterior.prior.entries, dict(posterior.mean), posterior.form)
+
+
+def _prior_of(given: Any, shapes: Shapes) -> Prior:
+    """What a user gave for δ: a number, one per parameter, or one per weight."""
+    is_by_weight = isinstance(given, Mapping) and any(
+        isinstance(value, Tensor) and value.ndim > 0 for value in given.values()
+    )
+    if not is_by_weight:
+        return Prior.read(given, shapes, positive=True)
+    tensors = real_tensors("prior_precision", given)
+    if mismatch := differences(tensors, shapes, ("prior_precision", "model")):
+        raise PosteriorError(f"prior_precision does not fit the model: {mismatch}")
+    form = Diagonal(tensors)
+    form.check()
+    return FormPrior({n: float(t.min()) for n, t in tensors.items()}, None, form)
+
+
 @torch.inference_mode(False)  # also where the caller switched it on
 def fit_kept(
     task: Task,
     *,
     structure: str,
-    prior_precision: Given | Prior | None = None,
+    prior_precision: Given | Prior | Mapping[str, Tensor] | None = None,
     initial: Mapping[str, Tensor] | None = None,
     curvature: str | None = None,
     samples: int = 1,
@@ -170,7 +228,9 @@ def fit_kept(
     kind = KINDS[one_of("structure", structure, STRUCTURES)]
     prior_is_known = prior_precision is not None
     shapes = {n: tuple(p.shape) for n, p in params.items()}
-    prior = Prior.read(prior_precision if prior_is_known else 1.0, shapes, positive=True)
+    prior = _prior_of(prior_precision if prior_is_known else 1.0, shapes)
+    if isinstance(prior, FormPrior):
+        prior = prior.placed(params)
     is_chosen_here = curvature is None and not kind.of_inputs
     if is_chosen_here and task.likelihood.is_sequence:
         curvature = "mc_fisher"
@@ -233,12 +293,24 @@ def _fitted(
     if fit.curvature == "exact":
         form, details["floored"] = _exact(fit, kind)
         return form, details
+    own_basis = _basis_of_prior(fit, kind)
+    if own_basis is not None:
+        return own_basis.summed(fit).plus_prior(fit.prior), details
     if form is None or kind is not Kronecker:
         form, details_of_kind = kind.fitted(fit)
         details |= details_of_kind
     if not prior_is_known and kind.of_inputs:
         fit.prior = Prior({None: TINY * _mean_diagonal(form)}, fit.prior.mean)
     return form.plus_prior(fit.prior), details
+
+
+def _basis_of_prior(fit: Fit, kind: type[Structure]) -> Structure | None:
+    """0 in the basis of a Kronecker prior, in which the data are seen too; None elsewhere."""
+    if kind is not Kronecker or not isinstance(fit.prior, FormPrior):
+        return None
+    if not isinstance(fit.prior.form, Kronecker):
+        return None
+    return fit.prior.form.zeros()
 
 
 def _with_found_prior(fit: Fit, details: dict[str, Any]) -> Kronecker:

@@ -31,14 +31,23 @@ from blr_analysis.posterior.facts import (
 from blr_analysis.posterior.input_ranges import other_units, remembered
 from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 from blr_analysis.posterior.predictive import Predictions, averaged
-from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
+from blr_analysis.posterior.prior import (
+    FormPrior,
+    Given,
+    Prior,
+    Shapes,
+    differences,
+    n_data_of,
+    real_tensors,
+)
 from blr_analysis.posterior.prior_choice import in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.posterior.structures import Diagonal, Structure, Tree
+from blr_analysis.posterior.structures import KINDS, Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.lowrank import ENOUGH
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
+AS_PRIOR = ".as_prior"  # behind the names of the tensors of a prior with a structure
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
 SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
@@ -198,6 +207,8 @@ class Posterior:
         return f"{text}; {self.note})" if self.note else f"{text})"
 
     def _prior_in_words(self) -> str:
+        if isinstance(self.prior, FormPrior):
+            return "an earlier posterior" if self.prior.mean is not None else "by weight"
         choice = self._entries.get("prior_choice")
         if choice:
             return in_words(choice)
@@ -597,6 +608,10 @@ class Posterior:
         beside = {f"{n}.initial": m for n, m in (self.initial or {}).items()}
         beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
         beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
+        if isinstance(self.prior, FormPrior):
+            own = self.prior.form.tensors()
+            beside |= {f"{n}{AS_PRIOR}": tensor for n, tensor in own.items()}
+            encoded["prior_form"] = stored.encode(self.prior.form, Prior({None: 0.0}))[1]
         if clash := sorted(set(beside) & set(tensors)):
             raise InputError(f"parameters are called {clash[:4]}, as means are: rename them")
         record = {**self.record, **encoded}
@@ -646,10 +661,17 @@ class Posterior:
         prior_precision: Given | None = None,
     ) -> Posterior:
         """One posterior, without earlier ones; the tensors of its buffers are taken out."""
+        own_names = [n for n in tensors if n.endswith(AS_PRIOR)]
+        of_prior = {n.removesuffix(AS_PRIOR): tensors.pop(n) for n in own_names}
+        record_of_prior = record.pop("prior_form", None)
         names = [n for n in tensors if n.endswith(".buffer")]
         buffers = {n.removesuffix(".buffer"): tensors.pop(n) for n in names}
         parts = stored.parts_of(tensors, record, path, model, prior_precision)
         mean, form, prior, n_data, other_entries = parts
+        if record_of_prior is not None:
+            kind = KINDS[record_of_prior["structure"]]
+            of_prior_form = kind.read(of_prior, record_of_prior, list(mean))
+            prior = FormPrior(prior.entries, prior.mean, of_prior_form)
         return cls(
             mean,
             form,

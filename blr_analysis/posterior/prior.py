@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Prior:
         """A number, a mapping, or a prior, without a look at what is in it."""
         if isinstance(given, Prior):
             return given
+        if isinstance(given, Mapping) and any(_is_by_weight(value) for value in given.values()):
+            raise PosteriorError("a δ for every weight is fit_laplace's prior_precision alone")
         if isinstance(given, Mapping):
             return cls(dict(given))  # type: ignore[arg-type]
         return cls({None: given})
@@ -73,6 +75,8 @@ class Prior:
                 names.
         """
         prior = cls.of_any(given)
+        if isinstance(prior, FormPrior):
+            return prior
         if None not in prior.entries and set(prior.entries) != set(shapes):
             missing = sorted(set(shapes) - set(prior.entries))[:MOST]
             unknown = sorted(map(str, set(prior.entries) - set(shapes)))[:MOST]
@@ -128,7 +132,13 @@ class Prior:
         mean = {n: initial[n].detach().to(p, copy=True) for n, p in params.items()}
         if not_finite := [n for n, m in mean.items() if not bool(torch.isfinite(m).all())]:
             raise PosteriorError(f"initial holds NaN or inf in {some(not_finite)}")
-        return Prior(self.entries, mean)
+        return replace(self, mean=mean)
+
+    def penalty(self, params: Mapping[str, Tensor]) -> float:
+        """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀), summed in float64."""
+        gap = {name: x.double() for name, x in self.gap(params).items()}
+        pull = self.times(gap)
+        return 0.5 * sum(float((x * pull[name]).sum()) for name, x in gap.items())
 
     def gap(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """θ − θ₀."""
@@ -144,6 +154,39 @@ class Prior:
     def numbers(self, names: Any) -> dict[str, float]:
         """One number for each of these parameters."""
         return {n: self.of(n) for n in names}
+
+
+@dataclass(frozen=True)
+class FormPrior(Prior):
+    """A prior with a precision S₀ that is more than a number for each parameter: an earlier
+    posterior, or a δ for every weight.
+
+        ½ (θ − θ₀)ᵀ S₀ (θ − θ₀)
+
+    Attributes:
+        entries: a bound from below of S₀, by name.
+        form: S₀, a structure of :mod:`blr_analysis.posterior.structures`.
+    """
+
+    form: Any = None
+
+    def times(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """S₀ v (leading batch dimensions allowed)."""
+        some_tensor = next(iter(v.values()))
+        return self.form.to(some_tensor.device, some_tensor.dtype).times(dict(v))
+
+    def placed(self, params: Mapping[str, Tensor]) -> Prior:
+        """With its mean and its precision beside the parameters, in their dtypes."""
+        some_tensor = next(iter(params.values()))
+        form = self.form.to(some_tensor.device, some_tensor.dtype)
+        mean = None
+        if self.mean is not None:
+            mean = {n: m.to(params[n]) for n, m in self.mean.items()}
+        return replace(self, mean=mean, form=form)
+
+
+def _is_by_weight(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _delta_of(name: str | None, value: Any, positive: bool) -> float:

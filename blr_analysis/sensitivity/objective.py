@@ -85,8 +85,7 @@ class Objective:
 
     def _penalty(self, params: Tree) -> float:
         """½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)."""
-        squares = {n: x.double().square() for n, x in self.prior.gap(params).items()}
-        return 0.5 * sum(float(s.sum()) for s in self.prior.times(squares).values())
+        return self.prior.penalty(params)
 
 
 def whole(task: Task, prior: Prior) -> Objective:

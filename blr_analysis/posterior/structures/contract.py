@@ -30,7 +30,7 @@ from blr_analysis.backprop.terms import Term, Tree, slices, total
 from blr_analysis.backprop.tree import lead_of
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.fit import Fit
-from blr_analysis.posterior.prior import Given, Prior
+from blr_analysis.posterior.prior import FormPrior, Given, Prior
 
 KINDS: dict[str, type[Structure]] = {}  # every structure by its kind
 AT_ONCE = 2**24  # numbers of the unit vectors that a matrix is multiplied with at once
@@ -132,9 +132,33 @@ class Structure(ABC):
     def plus(self, other: Self, scale: float = 1.0) -> Self:
         """S + scale · S', two matrices in the same basis."""
 
-    @abstractmethod
     def plus_prior(self, prior: Prior | Given) -> Self:
-        """S + diag(δ)."""
+        """S + diag(δ), or S + S₀ of a prior with a structure.
+
+        Raises:
+            InputError: S₀ cannot be added to this structure.
+        """
+        known = Prior.of_any(prior)
+        if not isinstance(known, FormPrior):
+            return self.plus_numbers(known)
+        if known.form.kind == self.kind:
+            return self.plus(known.form)
+        return self.plus_other(known.form)
+
+    @abstractmethod
+    def plus_numbers(self, prior: Prior) -> Self:
+        """S + diag(δ) of one δ for each parameter."""
+
+    def plus_other(self, form: Structure) -> Self:
+        """S + S₀ of another structure.
+
+        Raises:
+            InputError: this structure has no room for it.
+        """
+        raise InputError(
+            f"a prior of structure {form.kind!r} cannot be added to {self.kind!r}: fit with "
+            f"structure={form.kind!r}, or 'full'"
+        )
 
     @abstractmethod
     def floored(self, prior: Prior | Given) -> tuple[Self, float]:
@@ -262,7 +286,7 @@ class Spectral(Structure):
             {k: torch.add(s, other.values[k], alpha=scale) for k, s in self.values.items()}
         )
 
-    def plus_prior(self, prior: Prior | Given) -> Self:
+    def plus_numbers(self, prior: Prior) -> Self:
         delta = self.prior_values(prior)
         return self.with_values({k: s + delta[k] for k, s in self.values.items()})
 

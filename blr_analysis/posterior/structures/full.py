@@ -123,8 +123,13 @@ class Full(Structure):
     def plus(self, other: Full, scale: float = 1.0) -> Full:  # type: ignore[override]
         return Full(torch.add(self.matrix, other.matrix, alpha=scale), self.shapes)
 
-    def plus_prior(self, prior: Prior | Given) -> Full:
+    def plus_numbers(self, prior: Prior) -> Full:
         return Full(self.matrix + self._prior_vector(prior).diag(), self.shapes)
+
+    def plus_other(self, form: Structure) -> Full:
+        unit_vectors = tree_of(torch.eye(len(self.matrix)).to(self.matrix), self.shapes)
+        rows = self.flat(form.to(self.matrix.device, self.matrix.dtype).times(unit_vectors))
+        return Full(self.matrix + rows, self.shapes)
 
     def _prior_vector(self, prior: Prior | Given) -> Tensor:
         delta = Prior.of_any(prior)

@@ -238,9 +238,8 @@ class LowRank(Structure):
         base = {n: torch.add(d, other.base[n], alpha=scale) for n, d in self.base.items()}
         return LowRank(base, self.basis, core)
 
-    def plus_prior(self, prior: Prior | Given) -> LowRank:
-        delta = Prior.of_any(prior)
-        base = {n: d + delta.of(n) for n, d in self.base.items()}
+    def plus_numbers(self, prior: Prior) -> LowRank:
+        base = {n: d + prior.of(n) for n, d in self.base.items()}
         return LowRank(base, self.basis, self.core)
 
     def floored(self, prior: Prior | Given) -> tuple[LowRank, float]:
