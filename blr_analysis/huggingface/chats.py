@@ -42,7 +42,7 @@ def turns_of(value: Any, column: str, place: str) -> list[Turn]:
     [{'role': 'user', 'content': 'hello'}]
     """
     is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
-    turns = list(value) if is_list else []
+    turns: list[Any] = list(value) if is_list else []
     are_messages = bool(turns) and all(isinstance(turn, Mapping) for turn in turns)
     if are_messages and all("role" in turn for turn in turns):
         return [dict(turn) for turn in turns]

@@ -174,7 +174,7 @@ def _encoded_pair(
     loaded: Pretrained, values: Mapping[str, Any], place: str
 ) -> tuple[str, dict[str, dict[str, Ids]]]:
     """The words of the chosen answer, and the ids of both."""
-    prompt = values.get("prompt")
+    prompt: Any = values.get("prompt")
     answers = [values[name] for name in PAIR]
     are_texts = all(isinstance(answer, str) and answer.strip() for answer in answers)
     prompt_is_text = isinstance(prompt, str)
