@@ -29,6 +29,7 @@ from blr_analysis.snapshots import State, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
 LOOKS = 8  # so many numbers of a tensor identify the weights of a step
+USUAL_STEPS = 1000  # of a training whose length is not known, to say what it takes
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
 
@@ -114,6 +115,17 @@ class Checkpoints:
             self._keep()
         if self.recordings is not None:
             self.recordings.step(self.done)
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """What all snapshots take at most where there is no folder."""
+        if self.folder is not None:
+            return 0
+        one_snapshot = sum(t.nbytes for t in state_of(self.model).values())
+        if self.optimizer is not None:  # learns a precision beside each weight
+            one_snapshot += sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        count = 1 + len(checkpoint_steps(self.steps or USUAL_STEPS, 0))
+        return count * one_snapshot
 
     def _due(self) -> bool:
         """Whether a snapshot is taken at this step."""

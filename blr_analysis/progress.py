@@ -1,17 +1,22 @@
-"""Progress on long work: bars on a terminal or in a notebook that show up after a second, with the
-time that remains. ``progress=True`` shows them anywhere, ``progress=False`` nowhere.
+"""Progress on long work, with the time that remains: bars on a terminal that show up after a
+second, lines in a log after half a minute. ``progress=True`` shows bars anywhere,
+``progress=False`` shows nothing.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
 GLANCE = 1.0  # seconds until a bar shows
+LINE_EVERY = 30.0  # seconds between two lines of a log
 
 
 def track(
@@ -19,8 +24,8 @@ def track(
 ) -> Iterator[T]:
     """Iterate with a progress bar.
 
-    ``show=None`` shows it on a terminal only, and only when the work takes over a second;
-    True always, False never.
+    ``show=None`` shows it only when the work takes over a second, and where there is no terminal
+    writes a line each half minute; True shows a bar always, False never.
 
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
@@ -33,6 +38,59 @@ def track(
 
 def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any:
     """The bar of :func:`track` for work that calls ``update`` itself; ``options`` are tqdm's."""
+    is_notebook = tqdm is not text_bar and "ipykernel" in sys.modules
+    if show is None and not is_notebook and not _is_terminal():
+        return Lines(total, label, **options)
     disable = None if show is None else not show
     delay = 0.0 if show else GLANCE
     return tqdm(total=total, desc=label, leave=False, disable=disable, delay=delay, **options)
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class Lines:
+    """Lines of a log in place of a bar.
+
+    >>> Lines(5000, "gradients").line(1000, seconds=60)
+    'gradients: 1000 of 5000, 04:00 left'
+    """
+
+    def __init__(
+        self, total: int | None, label: str, *, unit: str = "", unit_scale: bool = False
+    ) -> None:
+        self.total = total
+        self.label = label
+        self.unit = unit
+        self.unit_scale = unit_scale
+        self.done = 0
+        self._begun = time.monotonic()
+        self._due = self._begun + LINE_EVERY
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left to say."""
+
+    def update(self, n: int = 1) -> None:
+        """Count, and write a line where one is due."""
+        self.done += n
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + LINE_EVERY
+            print(self.line(self.done, now - self._begun), file=sys.stderr, flush=True)
+
+    def line(self, done: int, seconds: float) -> str:
+        """How much is done after these seconds, and how long the rest takes at this speed."""
+        label = self.label or "progress"
+        if not self.total:
+            return f"{label}: {self._amount(done)} in {text_bar.format_interval(seconds)}"
+        left = seconds * (self.total - done) / max(done, 1)
+        amounts = f"{self._amount(done)} of {self._amount(self.total)}"
+        return f"{label}: {amounts}, {text_bar.format_interval(left)} left"
+
+    def _amount(self, n: int) -> str:
+        number = text_bar.format_sizeof(n) if self.unit_scale else str(n)
+        return f"{number}{self.unit}"

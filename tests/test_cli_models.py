@@ -315,6 +315,27 @@ def test_a_place_for_an_index_is_looked_at_before_the_work(
     assert "ZeroDivisionError" in run(capsys, "index", *argv.split())[2]
 
 
+def test_a_killed_index_does_not_fit_again(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that was loaded in another dtype, which a query does not name again."""
+    argv = ("index", "llm", "data.jsonl:train[:5]", "--dtype", "bfloat16", "--out", "killed")
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blr.Index, "build", killed)
+        assert run(capsys, *argv)[0] == 130
+    assert list(Path("killed.unfinished").glob("*.safetensors")) and not Path("killed").exists()
+    monkeypatch.setattr("blr_analysis.posterior.laplace.fit_kept", lambda *_, **__: 1 / 0)
+    code, _, err = run(capsys, *argv)
+    assert code == 0, err
+    assert not Path("killed.unfinished").exists() and blr.Index.open("killed").n_data == 5
+    code, out, err = run(capsys, "query", "killed", "asked.jsonl", "--refine", 3, "--top", 1)
+    assert code == 0 and "the film was good" in out, err
+
+
 # Merging
 
 

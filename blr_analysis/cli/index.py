@@ -8,14 +8,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blr_analysis.cli.inputs import Source, TextColumns, load_tasks
-from blr_analysis.cli.options import Base, Length, Out, Shared, Text, show_forecast
+from blr_analysis.cli.options import (
+    Base,
+    Length,
+    LoadingOptions,
+    Out,
+    Shared,
+    Text,
+    show_forecast,
+)
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, pairs, show
 
@@ -28,6 +36,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 
 SOURCE = "source.json"  # in the folder of an index: where its model and data were
 SAMPLED = 8  # numbers of each tensor by which a model's weights are recognised
+EARLIER_LOADING = {"dtype": "float32"}  # of indexes that do not say how their model was loaded
 ROUGH = 0.3  # relative error of the influence from which on other sources come first
 
 
@@ -54,8 +63,8 @@ def index(
       blr-analysis index ./llm train.jsonl --out INDEX --dry-run
 
     The index keeps the longest parts of every example's gradient. How far its influence is from
-    the exact one is measured and printed. A run that was killed goes on where it was; --force
-    begins anew.
+    the exact one is measured and printed. A run that was killed goes on where it was, in the fit
+    (whose work lies in INDEX.unfinished meanwhile) as in the index; --force begins anew.
     """
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
@@ -67,23 +76,27 @@ def index(
     if source.structure in ("lowrank", "full"):
         raise InputError(f"an index takes --fit diag or kron, not {source.structure}")
     out = out.expanduser()
+    unfinished = out.with_name(f"{out.name}.unfinished")
     say = Teller()
     writes = ranks.first() and not shared.dry_run
     with held(out) if writes else nullcontext():
         task, _ = source.tasks(shared, say)
-        if writes and shared.force and (out / PLAN).is_file():
-            shutil.rmtree(out)
+        if writes and shared.force:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if (out / PLAN).is_file():
+                shutil.rmtree(out)
         check_place(out, task, rank, at_model=source.posterior is None)
         if shared.dry_run:
             show_forecast(index_forecast(source, task, rank))
             return
-        posterior = source.posterior_of(task, say)
+        posterior = source.posterior_of(task, say, unfinished)
         say("indexing")
         built = Index.build(task, posterior, out, rank=rank)
         if not ranks.first():
             return
         with drafted(out / SOURCE) as draft:
             draft.write_text(record_text(origin_of(source, task, built)), encoding="utf-8")
+        shutil.rmtree(unfinished, ignore_errors=True)
     say_if_rough(say, built)
     show_index(built, out, is_of_a_model=source.data is not None)
 
@@ -99,25 +112,22 @@ def index_forecast(source: Source, task: Task, rank: int) -> Forecast:
 
 def origin_of(source: Source, task: Task, built: Index) -> dict[str, Any]:
     """Where model and data are, and how the texts were read: what ``query`` needs to know."""
+    from blr_analysis.huggingface.data import absolute_address
     from blr_analysis.huggingface.questions import ids_known_by
 
+    has_model = source.data is not None
     origin: dict[str, Any] = {
-        "data": absolute(source.data or Path(source.task)),
-        "base": None if source.base is None else absolute(source.base),
-        "model": None if source.data is None else absolute(Path(source.task)),
-        "text": source.text,
-        "max_length": source.max_length,
+        "data": absolute_address(source.data or source.task),
+        "base": None if source.base is None else absolute_address(source.base),
+        "model": absolute_address(source.task) if has_model else None,
+        "columns": asdict(source.columns),
+        "loading": asdict(source.loading),
     }
-    if source.data is not None:
+    if has_model:
         origin["tokenizer"] = ids_known_by(task.dataset.tokenizer, built.examples["text"])
         origin["frozen"] = fingerprint_of_frozen(task.model)
         origin["weights"] = sample_of_weights(task.model)
     return origin
-
-
-def absolute(path: Path) -> str:
-    """The path from the root, with the home folder written out."""
-    return str(path.expanduser().absolute())
 
 
 def show_index(built: Index, out: Path, *, is_of_a_model: bool) -> None:
@@ -218,7 +228,8 @@ def query(
         if asks_a_script:
             trained, asked = tasks_of_scripts(opened, origin, questions)
         else:
-            speaker = Speaker(opened, origin, TextColumns(text, max_length), say)
+            columns = TextColumns(text, max_length)
+            speaker = Speaker(opened, origin, columns, shared.device, say)
             asked = speaker.questions(index, questions)
             trained = speaker.training_texts() if refine or tokens else None
         asked = shared.of(asked)
@@ -300,12 +311,14 @@ class Speaker:
         opened: the index.
         origin: where model and data are.
         columns: how the questions are read.
+        device: where the model is put.
         say: hears what is cut.
     """
 
     opened: Index
     origin: dict[str, Any]
     columns: TextColumns
+    device: str | None
     say: Callable[[str], None]
     loaded: Any = None
 
@@ -315,17 +328,17 @@ class Speaker:
         Raises:
             InputError: no model is named, or it is another one.
         """
-        from blr_analysis.huggingface.models import load_language_model
-
         if not self.origin.get("model"):
             raise InputError(
                 f"{str(index)!r} does not say where its language model is: name it with --model; "
                 "or ask SCRIPT.py:TASK"
             )
-        self.loaded = load_language_model(self.origin["model"], base=self.origin.get("base"))
+        loading = LoadingOptions(**self.origin.get("loading", EARLIER_LOADING))
+        base = self.origin.get("base")
+        self.loaded = loading.language_model(self.origin["model"], base, self.device)
         self._check_tokenizer()
         self._check_base()
-        asked = self.columns.task_of(self.loaded, Path(questions), self.say)
+        asked = self.columns.task_of(self.loaded, questions, self.say)
         self._check_weights(asked)
         return asked
 
@@ -337,8 +350,8 @@ class Speaker:
         """
         if not self.origin.get("data"):
             raise InputError("name the training data with --data")
-        columns = TextColumns(self.origin["text"], self.origin["max_length"])
-        return columns.task_of(self.loaded, Path(self.origin["data"]), self.say)
+        columns = TextColumns(**self.origin["columns"])
+        return columns.task_of(self.loaded, self.origin["data"], self.say)
 
     def _check_weights(self, asked: Task) -> None:
         """Raise where the model has been trained since; its weights need not be the posterior's,

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from blr_analysis.cli.options import Base, Length, Shared, Text
+from blr_analysis.cli.options import Base, Length, LoadingOptions, Shared, Text
 from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller
 
@@ -46,10 +46,11 @@ class Source:
         ),
     ]
     data: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="DATA",
-            help="What MODEL was trained on: .jsonl, .json, .csv, .parquet or .txt.",
+            help="What MODEL was trained on: a file of texts, or ORG/NAME of the Hub; some of it: "
+            "DATA:train[:500].",
             show_default=False,
         ),
     ] = None
@@ -83,7 +84,14 @@ class Source:
     ] = False
     base: Base = None
     text: Text = None
+    prompt: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column with the prompts.")
+    ] = None
+    answer: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column with their answers.")
+    ] = None
     max_length: Length = None
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def __post_init__(self) -> None:
         """Refuse arguments that do not go together, before any work."""
@@ -91,12 +99,14 @@ class Source:
         has_data = self.data is not None
         names_a_function = ".py:" in self.task and not place.exists()
         if has_data and names_a_function:
-            raise InputError(f"{self.task!r} brings its own data: leave {str(self.data)!r} out")
+            raise InputError(f"{self.task!r} brings its own data: leave {self.data!r} out")
         if not has_data and place.is_dir():
             raise InputError(f"{self.task!r} is a model: name what it was trained on, MODEL DATA")
-        of_a_model = (self.base, self.text, self.max_length)
+        of_a_model = (self.base, self.text, self.prompt, self.answer, self.max_length)
         if not has_data and any(value is not None for value in of_a_model):
-            raise InputError("--base, --text and --max-length belong to MODEL DATA")
+            raise InputError(
+                "--base, --text, --prompt, --answer and --max-length belong to MODEL DATA"
+            )
         is_told_how_to_fit = self.fit is not None or self.prior_precision is not None
         if self.posterior is not None and is_told_how_to_fit:
             raise InputError(
@@ -112,22 +122,29 @@ class Source:
 
     def tasks(self, shared: Shared, say: Callable[[str], None]) -> tuple[Task, Task | None]:
         """The task, and that of the test data; None without test data."""
+        self.loading.check(shared.device, has_model=self.data is not None)
         say(f"loading {self.task}")
         if self.data is None:
             task, test = load_tasks(self.task, self.test)
         else:
-            task, test = self._tasks_of_texts(self.data, say)
+            task, test = self._tasks_of_texts(self.data, shared, say)
         if test is not None:
             test = shared.of(test)
         return shared.of(task), test
 
-    def _tasks_of_texts(self, data: Path, say: Callable[[str], None]) -> tuple[Task, Task | None]:
-        from blr_analysis.huggingface.models import load_language_model
+    @property
+    def columns(self) -> TextColumns:
+        """How the rows of DATA are read."""
+        return TextColumns(
+            self.text, self.max_length, self.prompt, self.answer, self.loading.online
+        )
 
-        loaded = load_language_model(self.task, base=self.base)
-        columns = TextColumns(self.text, self.max_length)
-        task = columns.task_of(loaded, data, say)
-        test = None if self.test is None else columns.task_of(loaded, Path(self.test), say)
+    def _tasks_of_texts(
+        self, data: str, shared: Shared, say: Callable[[str], None]
+    ) -> tuple[Task, Task | None]:
+        loaded = self.loading.language_model(self.task, self.base, shared.device)
+        task = self.columns.task_of(loaded, data, say)
+        test = None if self.test is None else self.columns.task_of(loaded, self.test, say)
         return task, test
 
     def examples(self, task: Task) -> int:
@@ -140,8 +157,12 @@ class Source:
         of_one_fit = fit_examples(task, self.structure, found=chooses_the_prior)
         return of_one_fit * (1 + len(task.checkpoints))
 
-    def posterior_of(self, task: Task, say: Teller) -> Posterior:
-        """The saved posterior, checked against the task, or a new one; calibrated if asked for."""
+    def posterior_of(self, task: Task, say: Teller, unfinished: Path | None = None) -> Posterior:
+        """The saved posterior, checked against the task, or a new one; calibrated if asked for.
+
+        Args:
+            unfinished: where a fit keeps what it has done, so that it goes on there.
+        """
         from blr_analysis.posterior import Posterior
         from blr_analysis.posterior.recognition import elsewhere
         from blr_analysis.sensitivity import calibrate
@@ -151,23 +172,25 @@ class Source:
             if other_weights := elsewhere(task, posterior.on(task)):
                 say(f"note: {other_weights}")
         else:
-            posterior = self._fitted(task, say)
+            posterior = self._fitted(task, say, unfinished)
         if self.calibrate:
             say("calibrating the posterior")
             posterior = calibrate(task, posterior)
             say(f"temperature {posterior.temperature:.3g}")
         return posterior
 
-    def _fitted(self, task: Task, say: Teller) -> Posterior:
+    def _fitted(self, task: Task, say: Teller, unfinished: Path | None) -> Posterior:
         from blr_analysis.posterior import fit_laplace
         from blr_analysis.posterior.prior_choice import in_words
 
         say(f"fitting a Laplace posterior, structure {self.structure}")
+        curvature = "mc_fisher" if task.likelihood.is_sequence else None
         posterior = fit_laplace(
             task,
             structure=self.structure,
-            curvature="mc_fisher" if task.likelihood.is_sequence else None,
+            curvature=curvature,
             prior_precision=self.prior_precision,
+            unfinished=unfinished,
         )
         prior_choice = posterior.record.get("prior_choice")
         if prior_choice:
@@ -177,20 +200,31 @@ class Source:
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Which column of a data file holds the texts, and how many tokens of each are read."""
+    """Which columns of the data hold the texts, and how many tokens of each are read."""
 
     text: str | None
     max_length: int | None
+    prompt: str | None = None
+    answer: str | None = None
+    online: bool = False
 
-    def task_of(self, loaded: Any, path: Path, say: Callable[[str], None]) -> Task:
-        """A file of texts as the task of a language model; ``say`` hears how many are cut."""
+    def task_of(self, loaded: Any, data: str, say: Callable[[str], None]) -> Task:
+        """Rows of texts as the task of a language model; ``say`` hears how many are cut."""
         from blr_analysis.huggingface.questions import language_task
 
-        task = language_task(loaded, path, text=self.text, max_length=self.max_length)
+        task = language_task(
+            loaded,
+            data,
+            text=self.text,
+            prompt=self.prompt,
+            answer=self.answer,
+            max_length=self.max_length,
+            online=self.online,
+        )
         n_cut = task.dataset.cut
         if n_cut:
             say(
-                f"{n_cut:,} of {task.n_data:,} texts of {path} cut to {self.max_length} tokens "
+                f"{n_cut:,} of {task.n_data:,} texts of {data} cut to {self.max_length} tokens "
                 "(--max-length)"
             )
         return task

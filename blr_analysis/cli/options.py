@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
 
 DECIMAL_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {"KI": 1024, "MI": 1024**2, "GI": 1024**3, "TI": 1024**4}
+DtypeName = StrEnum("DtypeName", "auto float32 bfloat16 float16")
+AS_STORED = DtypeName("auto")
 UNITS = {**DECIMAL_UNITS, **BINARY_UNITS}  # with or without a B behind
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -97,8 +100,9 @@ class Shared:
 
         if self.device is not None:
             device = find_device(self.device)
-            task.model.to(device)
-            task.device = device
+            if device != task.device:
+                task.model.to(device)
+                task.device = device
         if self.memory is not None:
             task.memory_budget = self.memory
         if self.progress is not None:
@@ -135,6 +139,55 @@ class Shared:
             return
         with folder_for(place) as folder:
             yield folder
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """How the weights of MODEL come into memory."""
+
+    PANEL: ClassVar[str] = "How to load a MODEL"
+
+    dtype: Annotated[
+        DtypeName,
+        typer.Option(
+            metavar="NAME", help="auto (as its files hold it), float32, bfloat16 or float16."
+        ),
+    ] = AS_STORED
+    load_in_4bit: Annotated[
+        bool,
+        typer.Option("--load-in-4bit", help="Quantise an adapter's base (by bitsandbytes)."),
+    ] = False
+    device_map: Annotated[
+        str | None,
+        typer.Option(metavar="MAP", help="Spread layers over devices: auto, balanced."),
+    ] = None
+    online: Annotated[
+        bool,
+        typer.Option("--online", help="Fetch MODEL and DATA from the Hub where they are not here."),
+    ] = False
+
+    def check(self, device: str | None, *, has_model: bool) -> None:
+        """Refuse options that have no effect, before any work."""
+        if not has_model and self != LoadingOptions():
+            raise InputError(
+                "--dtype, --load-in-4bit, --device-map and --online belong to MODEL DATA"
+            )
+        if device is not None and self.device_map is not None:
+            raise InputError("--device-map chooses the devices: leave --device out")
+
+    def language_model(self, model: str, base: Path | None, device: str | None) -> Any:
+        """The language model in a folder, or of the Hub, with its tokenizer."""
+        from blr_analysis.huggingface.models import load_language_model
+
+        return load_language_model(
+            model,
+            base=base,
+            device=device or "cpu",
+            dtype=str(self.dtype),
+            load_in_4bit=self.load_in_4bit,
+            device_map=self.device_map,
+            online=self.online,
+        )
 
 
 def read_size(option: str, text: str) -> int:
@@ -180,8 +233,7 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(**values: Any) -> Any:
         for name, group in groups.items():
-            group_values = {field.name: values.pop(field.name) for field in fields(group)}
-            values[name] = group(**group_values)
+            values[name] = gathered(group, values)
         return command(**values)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -189,19 +241,37 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def gathered(group: Any, values: dict[str, Any]) -> Any:
+    """A group of these values, which are taken out of the others; groups may hold groups."""
+    annotations = get_type_hints(group)
+    arguments = {}
+    for field in fields(group):
+        kind = annotations[field.name]
+        is_group = is_dataclass(kind)
+        arguments[field.name] = gathered(kind, values) if is_group else values.pop(field.name)
+    return group(**arguments)
+
+
 def options_of(group: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as keyword parameters, under its heading in the help."""
+    """The fields of a dataclass as keyword parameters, under its heading in the help; those of
+    groups inside of it under theirs."""
     hints = get_type_hints(group, include_extras=True)
-    annotations = {name: under_heading(hint, group.PANEL) for name, hint in hints.items()}
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=annotations[field.name],
+    options: list[inspect.Parameter] = []
+    for field in fields(group):
+        kind = hints[field.name]
+        if is_dataclass(kind):
+            options += options_of(kind)
+            continue
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        options.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=under_heading(kind, group.PANEL),
+            )
         )
-        for field in fields(group)
-    ]
+    return options
 
 
 def under_heading(annotation: Any, heading: str) -> Any:

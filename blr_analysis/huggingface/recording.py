@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -22,6 +23,7 @@ from blr_analysis.recipe import Recipe
 from blr_analysis.schedules import described
 from blr_analysis.sensitivity import Monitor
 
+SAID_FROM = 2**30  # bytes of checkpoints in memory
 PLAIN = (bool, int, float, str, list, tuple)
 SPEED = {"foreach", "fused", "capturable", "differentiable"}  # settings that change no step
 LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # of a monitor, for trainers
@@ -33,10 +35,14 @@ class Kept:
 
     Args:
         checkpoints: made by the user; None: the callback makes them when training begins.
+        structure: of factors that are recorded while it trains, as :class:`Checkpoints` has it.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints | None = None, *, structure: str | None = None
+    ) -> None:
         super().__init__()
+        self.structure = structure
         self.checkpoints = checkpoints
         self._user_checkpoints = checkpoints
         self._recipe: Recipe | None = None
@@ -76,9 +82,20 @@ class Kept:
         if any(is_sharded(parameter) for parameter in model.parameters()):
             return
         self.checkpoints = self._user_checkpoints or Checkpoints(
-            model, steps=steps, folder=folder, optimizer=unwrap(optimizer)
+            model,
+            steps=steps,
+            folder=folder,
+            optimizer=unwrap(optimizer),
+            structure=self.structure,
         )
         self.checkpoints.begin(steps_done)
+        size = self.checkpoints.bytes_in_memory
+        if size > SAID_FROM:
+            warnings.warn(
+                f"checkpoints stay in memory, up to {size / 2**30:.1f} GiB: save_strategy='steps' "
+                "writes them, or Checkpoints(model, folder=...)",
+                stacklevel=2,
+            )
 
     def record_rate(self, optimizer: Any, step: int) -> None:
         """Record the learning rate of this step, before it is made."""

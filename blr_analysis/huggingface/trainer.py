@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from transformers import Trainer, TrainerCallback
 
 from blr_analysis.checkpoints import Checkpoints
-from blr_analysis.errors import InputError
+from blr_analysis.data import moved
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import drafted
 from blr_analysis.files.headers import record_text
 from blr_analysis.huggingface.chats import IGNORED
+from blr_analysis.huggingface.evaluation import BY_TOKEN, averaged_loss, perplexity
 from blr_analysis.huggingface.recording import (
     Kept,
     Watching,
@@ -25,15 +30,18 @@ from blr_analysis.huggingface.recording import (
     recipe_of,
 )
 from blr_analysis.learning_rule.optim import BSAM, IVON
-from blr_analysis.posterior import Posterior, write_captured
+from blr_analysis.modes import modes_of
+from blr_analysis.posterior import KroneckerRecorder, Posterior, write_captured
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import RUN, TOLD
+from blr_analysis.sensitivity import Monitor
+from blr_analysis.task import Task, unwrapped
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
-BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
 BY_OUTPUT = {f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio")}
 UNREPEATED = ("label_smoothing_factor", "neftune_noise_alpha", "fp16", "bf16")
+OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")  # not of IVON
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that look at losses
 SAVED = "blr_analysis.Monitor"
 """Its name among the states of callbacks in ``trainer_state.json``."""
@@ -92,7 +100,8 @@ class CheckpointsCallback(Kept, TrainerCallback):
     """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`.
 
     They are written to ``_run`` in the Trainer's output folder, where ``blr-analysis`` finds them,
-    unless ``save_strategy="no"``: the first weights, those of about 1/8, 1/4 and 1/2 of the steps
+    or stay in memory with ``save_strategy="no"``: the first weights, those of about 1/8, 1/4 and
+    1/2 of the steps
     with the precision learned by then, and ``recipe.json``, which is in each ``checkpoint-*`` too.
     :class:`IVONTrainer` has one. Of several processes the first keeps them; of divided weights none
     are kept.
@@ -103,7 +112,8 @@ class CheckpointsCallback(Kept, TrainerCallback):
         task = blr.Task(model, data, checkpoints=callback.checkpoints, recipe=callback.recipe)
 
     Args:
-        checkpoints: your own, for instance with ``structure="kron"``.
+        checkpoints: your own.
+        structure: "kron": Kronecker factors are recorded while it trains.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -191,6 +201,85 @@ def _recipe(
     )
 
 
+class BLRCallback(CheckpointsCallback):
+    """All that an analysis asks of a training, of any Trainer, TRL's too: checkpoints, the recipe,
+    and the Kronecker factors that are recorded while it trains, so that nothing need be fitted.
+
+        callback = BLRCallback()
+        trainer = SFTTrainer(model, args, train_dataset=data, callbacks=[callback])
+        trainer.train()
+        task = callback.task(data, likelihood="causal_lm")
+        blr.influence(task, callback.posterior(), test_task)
+
+    Where checkpoints are written, the posterior is too, as ``_run/posterior.safetensors``, for
+    ``blr-analysis index OUTPUT DATA -p OUTPUT/_run/posterior.safetensors``.
+
+    Args:
+        structure: "kron", or None: no factors are recorded.
+        prior_precision: δ of the posterior; None: it is found by the evidence.
+    """
+
+    def __init__(self, *, structure: str | None = "kron", prior_precision: Any = None) -> None:
+        super().__init__(structure=structure)
+        self.prior_precision = prior_precision
+        self._n_data: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the first weights; a model that cannot be recorded is trained all the same."""
+        if self.structure is not None:
+            fault = fault_of_recording(kwargs["model"], kwargs["train_dataloader"])
+            if fault:
+                warnings.warn(f"no factors are recorded: {fault}", stacklevel=2)
+                self.structure = None
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the recipe, and write the posterior where checkpoints are written."""
+        super().on_train_end(args, state, control, **kwargs)
+        self._n_data = length_of(kwargs["train_dataloader"])
+        checkpoints = self.checkpoints
+        if checkpoints is None or checkpoints.recordings is None or self._n_data is None:
+            return
+        if checkpoints.folder is not None:
+            self.posterior().save(checkpoints.folder / "posterior.safetensors")
+
+    def task(self, data: Any, **settings: Any) -> Task:
+        """The task of the model that was trained, with its checkpoints and recipe.
+
+        Args:
+            settings: what else :class:`blr_analysis.Task` takes.
+
+        Raises:
+            InputError: nothing was trained yet.
+        """
+        if self.checkpoints is None:
+            raise InputError("nothing was trained yet: call trainer.train() first")
+        settings.setdefault("checkpoints", self.checkpoints)
+        settings.setdefault("recipe", self.recipe)
+        return Task(self.checkpoints.model, data, **settings)
+
+    def posterior(self, n_data: int | None = None) -> Posterior:
+        """What was learned while it trained, with the earlier posteriors.
+
+        Args:
+            n_data: N, where the training data have no length.
+
+        Raises:
+            InputError: nothing was trained yet, no factors were recorded, or N is not known.
+        """
+        if self.checkpoints is None:
+            raise InputError("nothing was trained yet: call trainer.train() first")
+        if self.structure is None:
+            raise InputError("no factors were recorded: fit_laplace(callback.task(data))")
+        n_data = n_data or self._n_data
+        if n_data is None:
+            raise InputError("the training data have no length: pass n_data=, their number")
+        q = self.checkpoints.posterior(n_data=n_data, prior_precision=self.prior_precision)
+        if self.recipe is not None:
+            q = q.changed(record={**q.record, "recipe": self.recipe.record})
+        return q
+
+
 class MonitorCallback(Watching, TrainerCallback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
@@ -202,14 +291,29 @@ class MonitorCallback(Watching, TrainerCallback):
         monitor = blr.Monitor(blr.Task(model, data), test=test_task, examples=200)
         trainer = IVONTrainer(model, args, train_dataset=data, callbacks=[MonitorCallback(monitor)])
 
+    Through a Trainer's ``log`` they get to TensorBoard, Weights & Biases and the like, too:
+
+        trainer.add_callback(MonitorCallback(monitor, log=trainer.log))
+
     Args:
         monitor: made with a task of the model that is trained.
+        log: takes each row, ``trainer.log``; None: an :class:`IVONTrainer`'s own.
         posterior_settings: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside
             optimizer and model: ``n_data`` and ``prior_precision`` of Adam; nothing of IVON.
 
     Raises:
         InputError: when training begins, of a monitor that has watched another run.
     """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        *,
+        log: Callable[[dict[str, float]], None] | None = None,
+        **posterior_settings: Any,
+    ) -> None:
+        super().__init__(monitor, **posterior_settings)
+        self.log = log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on where a resumed run was; refuse a monitor that has watched another run."""
@@ -224,7 +328,9 @@ class MonitorCallback(Watching, TrainerCallback):
         if not is_end_of_epoch:
             return
         row = self.look(kwargs["optimizer"], round(state.epoch))
-        if row:
+        if row and self.log is not None:
+            self.log(row)
+        elif row:
             state.log_history.append({**row, "epoch": state.epoch, "step": state.global_step})
         monitor_state = self.monitor.state_dict()
         state.stateful_callbacks[SAVED] = json.dumps(monitor_state, default=Tensor.tolist)
@@ -240,7 +346,64 @@ class VariationalTrainer:
     """
 
     optimizer: Any
+    accelerator: Any
     current_gradient_accumulation_steps: int
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, with ``eval_perplexity`` where the loss is a mean over tokens."""
+        output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        model: Any = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        if getattr(model, "loss_type", "") not in BY_TOKEN:
+            return output
+        losses = {k: v for k, v in (output.metrics or {}).items() if k.endswith("_loss")}
+        for name, loss in losses.items():
+            output.metrics[f"{name.removesuffix('_loss')}_perplexity"] = perplexity(loss)
+        return output
+
+    def evaluate(self, *args: Any, draws: int = 0, **kwargs: Any) -> dict[str, float]:
+        """The Trainer's evaluation at the mean; with ``draws``, ``eval_averaged_loss`` too, the
+        loss of predictions that are averaged over so many draws of the weights, and its perplexity.
+
+        Raises:
+            InputError: with ``draws``, of several processes, of a model whose answers are no
+                classes or tokens, or of several evaluation sets at once.
+        """
+        metrics = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        if draws:
+            data = args[0] if args else kwargs.get("eval_dataset")
+            prefix = kwargs.get("metric_key_prefix", "eval")
+            averaged = self._averaged(data, draws, prefix)
+            self.log(averaged)  # type: ignore[attr-defined]
+            metrics = {**metrics, **averaged}
+        return metrics
+
+    def _averaged(self, data: Any, draws: int, prefix: str) -> dict[str, float]:
+        """The loss of averaged predictions, and of tokens its perplexity."""
+        optimizer = self._drawing_optimizer()
+        if self.accelerator.num_processes > 1:
+            raise InputError("draws= evaluates in one process: leave it out under torchrun")
+        data = self.eval_dataset if data is None else data  # type: ignore[attr-defined]
+        if isinstance(data, Mapping):
+            raise InputError("draws= takes one evaluation set: pass eval_dataset=")
+        batches = self.get_eval_dataloader(data)  # type: ignore[attr-defined]
+        model = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        was_training = model.training
+        model.eval()
+        try:
+            loss = averaged_loss(model, batches, optimizer.sampled_params, draws)
+        finally:
+            model.train(was_training)
+        averaged = {f"{prefix}_averaged_loss": loss}
+        if getattr(model, "loss_type", "") in BY_TOKEN:
+            averaged[f"{prefix}_averaged_perplexity"] = perplexity(loss)
+        return averaged
+
+    def _drawing_optimizer(self) -> Any:
+        optimizer: Any = unwrap(self.optimizer)
+        if not hasattr(optimizer, "sampled_params"):
+            name = type(optimizer).__name__
+            raise InputError(f"{name} draws no weights; give IVON, VOGN or Vadam")
+        return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -249,11 +412,7 @@ class VariationalTrainer:
 
         ``num_items_in_batch`` is not handed on: not every model that takes it divides by it.
         """
-        optimizer: Any = unwrap(self.optimizer)
-        if not hasattr(optimizer, "sampled_params"):
-            raise InputError(
-                f"{type(optimizer).__name__} draws no weights; give IVON, VOGN or Vadam"
-            )
+        optimizer = self._drawing_optimizer()
         divided_by = self._loss_divisor()
         with optimizer.sampled_params(train=True, divided_by=divided_by):
             loss = super().training_step(model, inputs)  # type: ignore[misc]
@@ -303,6 +462,9 @@ class IVONTrainer(VariationalTrainer, Trainer):
             callbacks = [CheckpointsCallback()]
             self.add_callback(callbacks[0])
         self.kept = callbacks[0]
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MonitorCallback) and callback.log is None:
+                callback.log = self.log
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -324,8 +486,7 @@ class IVONTrainer(VariationalTrainer, Trainer):
                 "the training data have no length: give optimizers=(IVON(..., ess=N), None)"
             )
         rate = self.args.learning_rate
-        if rate < SMALL:
-            warnings.warn(f"learning_rate={rate:g} is Adam's; IVON's are 0.01 to 0.5", stacklevel=2)
+        self._warn_of_arguments()
         trained: Any = model or self.model
         self.optimizer = IVON(
             [p for p in trained.parameters() if p.requires_grad],
@@ -336,6 +497,24 @@ class IVONTrainer(VariationalTrainer, Trainer):
             steps=self._steps(),
         )
         return self.optimizer
+
+    def _warn_of_arguments(self) -> None:
+        """Name the arguments that somebody wrote and that do not suit IVON."""
+        defaults = {field.name: field.default for field in fields(self.args)}
+        rate = self.args.learning_rate
+        if rate == defaults["learning_rate"]:
+            warnings.warn(
+                f"learning_rate is not set, and its default {rate:g} is Adam's; IVON's are 0.01 "
+                "to 0.5",
+                stacklevel=3,
+            )
+        elif rate < SMALL:
+            warnings.warn(f"learning_rate={rate:g} is Adam's; IVON's are 0.01 to 0.5", stacklevel=3)
+        for name in OF_ADAM:
+            value = getattr(self.args, name, None)
+            if name in defaults and not is_default(value, defaults[name]):
+                text = getattr(value, "value", value)
+                warnings.warn(f"{name}={text} has no effect: IVON trains", stacklevel=3)
 
     def _steps(self) -> int:
         """How many steps the training takes."""
@@ -405,3 +584,38 @@ class IVONTrainer(VariationalTrainer, Trainer):
         if n_data == n_terms:
             return {"n_data": n_data}
         return {"n_data": n_data, "tokens": n_terms}
+
+
+def fault_of_recording(model: nn.Module, loader: Any) -> str:
+    """Why factors cannot be recorded, as a pass of two examples shows; "" where they can, or where
+    the data have no examples by number."""
+    if length_of(loader) is None:
+        return ""
+    rows = [loader.dataset[i] for i in range(min(2, length_of(loader) or 0))]
+    device = next(model.parameters()).device
+    modes = modes_of(model)
+    recorder = None
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            batch = moved(loader.collate_fn(rows), device)
+            for module in model.modules():
+                module.training = not isinstance(module, _NormBase)  # whose statistics stay
+            recorder = KroneckerRecorder(unwrapped(model), every=1)
+            model(**batch)["loss"].backward()
+            recorder.state_dict()
+    except ModelError as error:
+        return str(error)
+    finally:
+        if recorder is not None:
+            recorder.remove()
+        model.zero_grad()
+        for name, module in model.named_modules():
+            module.training = modes[name]
+    return ""
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """Whether an argument has its default, which an enumeration may hold as its value."""
+    if default is MISSING:  # made by a factory, such as the optimizer's name of this torch
+        return str(getattr(value, "value", value)).startswith("adamw_torch")
+    return getattr(value, "value", value) == getattr(default, "value", default)

@@ -120,6 +120,11 @@ class Fit:
         if sums_gradient:
             ranks.total(self.gradient.values())
 
+    def with_gradient(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """These sums and the gradient's, as a file of unfinished sums holds them."""
+        gradient = {f"gradient of {name}": total for name, total in self.gradient.items()}
+        return {**sums, **gradient}
+
     def _add_gradient(self, terms: Sequence[Term]) -> None:
         """Add the last column of the terms, J_iᵀ e_i, summed over the examples."""
         for term in terms:

@@ -17,8 +17,10 @@ Off a minimum the same is done at each of the task's checkpoints, which become `
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from blr_analysis.backprop.engine import n_outputs
 from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import check_connected, loss_and_gradient
-from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.checks import instance, one_of, path_of, positive_int
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.files import Unfinished
 from blr_analysis.half import narrow, widened
@@ -46,6 +48,7 @@ from blr_analysis.posterior.prior import (
 )
 from blr_analysis.posterior.prior_choice import chosen_prior
 from blr_analysis.posterior.recognition import fingerprint, frozen_numbers
+from blr_analysis.posterior.resume import ResumableFit
 from blr_analysis.posterior.stationarity import measured
 from blr_analysis.posterior.structures import KINDS, Diagonal, Kronecker, Structure
 from blr_analysis.posterior.structures.contract import unit_rows
@@ -76,6 +79,7 @@ def fit_laplace(
     samples: int = 1,
     rank: int | None = None,
     prior: Posterior | None = None,
+    unfinished: str | os.PathLike[str] | None = None,
 ) -> Posterior:
     """The Gaussian posterior at the model's present weights, S as in the module's equations.
 
@@ -109,6 +113,8 @@ def fit_laplace(
             Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ + Σ_i (K&R, section 5): of a linear model
             the posterior of both data sets. The structure is the prior's own ("diag", "kron", where
             the new data are seen in the prior's basis, or "full"), or "full".
+        unfinished: a folder that keeps what the fit has done, so that the same call, made again
+            after it was ended, goes on there and comes to the same bits; yours to remove.
 
     Returns:
         The posterior. ``.at_minimum`` says whether the weights minimise the task's loss; where they
@@ -130,18 +136,30 @@ def fit_laplace(
         True
     """
 
-    def fit_at(task: Task, params: dict[str, Tensor] | None = None) -> Posterior:
-        return fit_kept(
-            task,
-            structure=structure,
-            prior_precision=prior_precision,
-            initial=initial,
-            curvature=curvature,
-            samples=samples,
-            rank=rank,
-            params=params,
-        )
+    def fit_at(task: Task, weights: dict[str, Tensor] | None = None) -> Posterior:
+        def fit(sums: Mapping[str, Unfinished] | None) -> Posterior:
+            return fit_kept(
+                task,
+                structure=structure,
+                prior_precision=prior_precision,
+                initial=initial,
+                curvature=curvature,
+                samples=samples,
+                rank=rank,
+                params=weights,
+                kept=sums,
+            )
 
+        if resumable is None:
+            return fit(None)
+        return resumable.fitted(task, weights or task.parameters(), fit)
+
+    resumable = None
+    if unfinished is not None:
+        earlier_data = None if prior is None else (prior.mean, prior.form.tensors())
+        settings = (prior_precision, initial, curvature, samples, rank, earlier_data)
+        folder = Path(path_of(unfinished)).expanduser()
+        resumable = ResumableFit(folder, structure, settings)
     if prior is not None:
         if prior_precision is not None or initial is not None:
             raise InputError("prior= has its own precision and mean: leave the others out")
@@ -216,7 +234,8 @@ def fit_kept(
         seed: by which labels are drawn.
         params: the weights; None: the model's.
         kept: where the sums of a sweep are kept meanwhile, so that a fit that was cut off goes on:
-            "inputs" of "gram", "factors" and "values" of "kron".
+            "inputs" of "gram", "factors" and "values" of "kron"; where δ is found by a Kronecker
+            fit, "kron values" and "diag values" apart.
     """
     instance("task", task, Task, "a blr_analysis.Task")
     if params is None:

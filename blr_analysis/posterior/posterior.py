@@ -15,7 +15,7 @@ from blr_analysis.checks import instance, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.storage import FIELDS
-from blr_analysis.half import narrow, placed
+from blr_analysis.half import narrow, placed, widened
 from blr_analysis.posterior import capture
 from blr_analysis.posterior import precision_files as stored
 from blr_analysis.posterior.facts import (
@@ -673,7 +673,7 @@ class Posterior:
             of_prior_form = kind.read(of_prior, record_of_prior, list(mean))
             prior = FormPrior(prior.entries, prior.mean, of_prior_form)
         return cls(
-            mean,
+            widened(mean),
             form,
             prior_precision=prior,
             n_data=n_data,

@@ -201,6 +201,7 @@ class LeaveOneOut(PerExample, Plottable):
         leverage: the largest eigenvalue of V_i Λ_i, ``[N]``; near or above 1 the posterior's
             structure overstates V_i and no cavity exists.
         unfamiliarity: tr(Λ_i V_i), ``[N]``, of the model's freedom what the example takes up.
+        chance: of sequences, the nats that a guess by the tokens' frequencies alone loses at each.
         correction: one word for each example: "first_order", "cavity", "bounded" where the cavity
             was asked for and the leverage is too close to 1 or above it, "descent" where the
             example was refined, or "subtraction" of a site.
@@ -215,6 +216,7 @@ class LeaveOneOut(PerExample, Plottable):
     deviation: Tensor | None = None
     leverage: Tensor | None = None
     unfamiliarity: Tensor | None = None
+    chance: float | None = None
     likelihood: Likelihood | None = None
 
     @property
@@ -242,7 +244,10 @@ class LeaveOneOut(PerExample, Plottable):
     @property
     def is_below_chance(self) -> bool:
         """Whether the left-out predictions suit their own targets less than those of other
-        examples do, with leverages of 1 or more: moves that are too long, and no estimate."""
+        examples do, with leverages of 1 or more: moves that are too long, and no estimate. Of
+        sequences, whether a token loses more than ``chance``."""
+        if self.chance is not None:
+            return self.nll_per_token > self.chance
         if self.leverage is None or not bool((self.leverage >= 1).any()):
             return False
         assert self.predictions is not None and self.targets is not None
@@ -296,14 +301,14 @@ class LeaveOneOut(PerExample, Plottable):
         return columns
 
     def __repr__(self) -> str:
-        if self.tokens is not None:
+        if self.is_below_chance:
+            facts = ["no estimate", f"N={len(self):,}"]
+        elif self.tokens is not None:
             facts = [
                 f"perplexity {self.perplexity_before:.4g} -> {self.perplexity:.4g}",
                 f"N={len(self):,}",
                 f"{int(self.tokens.sum()):,} tokens",
             ]
-        elif self.is_below_chance:
-            facts = ["no estimate", f"N={len(self):,}"]
         else:
             facts = [f"nll={self.nll:.4f}"]
             if self.accuracy is not None:

@@ -4,8 +4,10 @@ weights, precisions for merging, a folder that becomes a task, a script with two
 from __future__ import annotations
 
 import difflib
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,12 @@ import blr_analysis as blr
 from blr_analysis.errors import InputError, OptimizerError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.headers import read_record
-from blr_analysis.huggingface import CheckpointsCallback, IVONTrainer, MonitorCallback
+from blr_analysis.huggingface import (
+    BLRCallback,
+    CheckpointsCallback,
+    IVONTrainer,
+    MonitorCallback,
+)
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
 from blr_analysis.huggingface.trainer import TrainerPrecision
@@ -269,6 +276,126 @@ def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -
     adapted = peft.get_peft_model(bert(), peft.LoraConfig(target_modules=["query"]))
     prepared(tmp_path / "lora", adapted, TrainerPrecision(), kind=Trainer).train()
     assert read_precision_record(tmp_path / "lora/checkpoint-4/precision")["model_sha256"] is None
+
+
+def test_checkpoints_in_memory_are_said_with_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blr_analysis.huggingface.recording.SAID_FROM", 0)
+    run = prepared(tmp_path, save_strategy="no")
+    with pytest.warns(UserWarning, match=r"stay in memory, up to 0\.0 GiB.*save_strategy"):
+        run.train()
+
+
+def rows_of_tokens() -> list[Any]:
+    return [{"input_ids": ids, "labels": torch.where(ids == 5, -100, ids)} for ids in IDS]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "classes"])
+def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, kind: str) -> None:
+    """The average is over probabilities, label by label."""
+    is_lm = kind == "tokens"
+    model = tiny.build("llama", "causal_lm") if is_lm else bert()
+    rows = rows_of_tokens() if is_lm else DATA
+    run = prepared(tmp_path, model, data=rows, save_strategy="no", per_device_eval_batch_size=5)
+    run.eval_dataset = rows
+    run.train()
+    plain = run.evaluate()
+    assert ("eval_perplexity" in plain) == is_lm
+    if is_lm:
+        assert plain["eval_perplexity"] == pytest.approx(math.exp(plain["eval_loss"]))
+    optimizer = run.optimizer.optimizer
+    draw = optimizer.sampled_params
+    by_draw = []
+    labels = torch.stack([row["labels"] for row in rows])
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        with draw():
+            with torch.no_grad():
+                by_draw.append(probabilities(run.model(input_ids=IDS).logits))
+            yield
+
+    def probabilities(logits: Tensor) -> Tensor:
+        if is_lm:
+            kept = labels[:, 1:] != -100
+            chosen, of = logits[:, :-1][kept], labels[:, 1:][kept]
+        else:
+            chosen, of = logits, labels
+        return chosen.double().softmax(-1)[torch.arange(len(of)), of]
+
+    optimizer.sampled_params = recorded
+    found = run.evaluate(draws=3)
+    expected = -torch.stack(by_draw).mean(0).log().mean()
+    assert found["eval_averaged_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert run.state.log_history[-1]["eval_averaged_loss"] == found["eval_averaged_loss"]
+
+
+def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None:
+    """Of any Trainer: checkpoints, the recipe, and factors in a file."""
+    callback = BLRCallback(prior_precision=1.0)
+    with pytest.raises(InputError, match=r"train\(\) first"):
+        callback.posterior()
+    how: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "num_train_epochs": 8}
+    rows = rows_of_tokens()
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
+    run = prepared(tmp_path, model, callback, kind=Trainer, data=rows, **how)
+    run.train()
+    task = callback.task(rows, likelihood="causal_lm")
+    assert len(task.checkpoints) > 1 and task.recipe.optimizer == "adamw"
+    q = callback.posterior()
+    assert q.structure == "kron" and len(q.earlier) > 1 and q.n_data == N
+    stored = blr.Posterior.load(tmp_path / "_run" / "posterior.safetensors")
+    assert same(stored, q) and len(stored.earlier) == len(q.earlier)
+    assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
+
+
+def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
+    """Positions of BERT stand once for all examples."""
+    callback = BLRCallback()
+    run = prepared(tmp_path, bert(), callback, kind=Trainer, optim="adamw_torch")
+    with pytest.warns(UserWarning, match="no factors are recorded: .*position_embeddings"):
+        run.train()
+    assert callback.recipe is not None and len(callback.task(DATA).checkpoints) > 0
+    with pytest.raises(InputError, match="no factors"):
+        callback.posterior()
+
+
+def test_curves_of_a_monitor_go_through_the_log(tmp_path: Path) -> None:
+    """To every callback that reports, of IVONTrainer by itself."""
+    seen: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(dict(kwargs["logs"]))
+
+    model = bert()
+    monitor = blr.Monitor(blr.Task(model, DATA), examples=4)
+    run = prepared(tmp_path, model, Reporter(), MonitorCallback(monitor), save_strategy="no")
+    run.train()
+    rows = [row for row in seen if "loo_nll" in row]
+    assert [row["loo_nll"] for row in rows] == monitor.table["loo_nll"].tolist()
+    assert [row["epoch"] for row in rows] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": 5e-5}, "learning_rate is not set, and its default 5e-05 is Adam's"),
+        ({"learning_rate": 1e-4}, "learning_rate=0.0001 is Adam's"),
+        ({"adam_beta1": 0.8}, "adam_beta1=0.8 has no effect"),
+        ({"optim": "sgd"}, "optim=sgd has no effect"),
+    ],
+)
+def test_warnings_name_the_arguments_that_were_written(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    run = prepared(tmp_path, **settings)
+    with pytest.warns(UserWarning, match=f"^{words}") as caught:
+        run.create_optimizer()
+    assert len(caught) == 1
 
 
 def adam(folder: Path, **how: Any) -> Any:

@@ -126,6 +126,27 @@ def test_variances_and_unfamiliarity_are_estimated_without_bias() -> None:
     assert "target" not in wrong.table and wrong.targets is None
 
 
+def test_left_out_tokens_that_lose_more_than_a_guess_are_no_estimate() -> None:
+    """By how often each token stands in the data."""
+    world = world_of("plain")
+    loose, tight = (
+        Posterior(
+            world.task.parameters(),
+            {name: torch.full_like(p, size) for name, p in world.task.parameters().items()},
+            prior_precision=1e-4,
+            n_data=N,
+        )
+        for size in (1e-3, 1e5)
+    )
+    tokens = torch.cat([row[row != IGNORED] for row in world.labels])
+    shares = torch.bincount(tokens).double() / len(tokens)
+    wild = blr.leave_one_out(world.task, loose)
+    assert wild.chance == pytest.approx(float(-torch.special.xlogy(shares, shares).sum()))
+    assert "no estimate" in repr(wild) and "no estimate" in wild.note
+    tame = blr.leave_one_out(world.task, tight)
+    assert tame.is_below_chance == (tame.nll_per_token > tame.chance)
+
+
 def test_copies_of_a_sequence_are_twins() -> None:
     world = world_of("plain")
     ids, labels = [*world.ids, world.ids[2]], [*world.labels, world.labels[2]]

@@ -219,7 +219,7 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
             if factors is not None:
                 _add_factors(moments, *factors, in_double=not vocabulary)
         if kept is not None:
-            kept.follow(_by_label(moments))
+            kept.follow(fit.with_gradient(_by_label(moments)))
     ranks.total(m for _, right, left in moments.values() for m in (right, left))
     return moments
 

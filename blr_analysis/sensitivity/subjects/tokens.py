@@ -17,6 +17,7 @@ its standard error by the spread of the K terms.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.record import shared
+from blr_analysis.data import padding
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
@@ -34,6 +36,7 @@ from blr_analysis.sensitivity.subjects.network import Network
 from blr_analysis.sensitivity.training_errors import mean_errors, mean_losses
 from blr_analysis.task import Task
 
+WORSE_THAN_A_GUESS = "left-out tokens lose more than by a guess of their frequency: no estimate"
 DRAWS = 4  # random cotangents of a sequence
 
 Draw = Callable[[Chunk, torch.Generator], Tensor]
@@ -54,15 +57,19 @@ class Sequences(Network):
             raise InputError("refine= takes no sequences; use refine=0")
         scores = self.scores()
         assert scores.self_influence is not None
-        return LeaveOneOut(
+        result = LeaveOneOut(
             losses=scores.losses + scores.self_influence,
             losses_before=scores.losses,
             tokens=scores.tokens,
             correction=["first_order"] * len(scores),
+            chance=chance_per_token(self.task),
             likelihood=self.likelihood,
             metadata=self.metadata,
             note=self.note,
         )
+        if not result.is_below_chance:
+            return result
+        return replace(result, note="; ".join(filter(None, [WORSE_THAN_A_GUESS, self.note])))
 
     def suspects(self, left_out: LeaveOneOut, share: float) -> Suspects:
         assert left_out.tokens is not None
@@ -127,6 +134,23 @@ def sequence_scores(
         metadata=task.metadata,
         note=posterior.note,
     )
+
+
+def chance_per_token(task: Task) -> float | None:
+    """The entropy of the labels that count, in nats: what a guess by their frequencies alone loses
+    at a token. None where the batches do not show their labels."""
+    ignored = getattr(task.likelihood.kind, "ignore_index", None)
+    counts = torch.zeros(0, dtype=torch.long)
+    for _, batch in task.batches():
+        labels = padding(batch)[1]
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        counted = labels[labels != ignored].flatten().cpu()
+        if len(counted) and int(counted.min()) < 0:
+            return None
+        more = torch.bincount(counted, minlength=len(counts))
+        counts = more + torch.nn.functional.pad(counts, (0, len(more) - len(counts)))
+    return float(torch.distributions.Categorical(counts.double()).entropy())
 
 
 def counted_tokens(chunk: Chunk) -> Tensor:

@@ -1,0 +1,194 @@
+"""What an index of an adapter costs on its base in half precision, beside the plain loop.
+
+    python -m benchmarks.adapters --shape 135m                        # a CPU, some minutes
+    python -m benchmarks.adapters --shape 7b --device cuda --texts 2000 --tokens 512
+
+The plain loop makes one batched forward and backward pass over the same texts, by transformers and
+peft alone. Both run in a process of their own; weights are random, so nothing is fetched. Printed
+are seconds, start-up aside, and the peak of memory: on a GPU what torch allocated there, on a CPU
+the process's. benchmarks/README.md holds the figures that are expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 4, 2, 512),
+    "135m": Shape(576, 1536, 30, 9, 3, 49_152),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
+    "7b": Shape(4096, 11_008, 32, 32, 32, 32_000),
+}
+BATCH = 8
+RANK = 16
+
+
+def tokenizer(size: int) -> Any:
+    """Words w0, w1, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{k}": k for k in range(size)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="w0",
+        model_max_length=4096,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def write(folder: Path, shape: Shape, texts: int, tokens: int) -> None:
+    """A base in bfloat16, an adapter of rank 16 on every linear layer, and texts."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        pad_token_id=0,
+        tie_word_embeddings=shape.hidden < 1024,
+    )
+    base = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    base.save_pretrained(folder / "base")
+    tokenizer(shape.vocabulary).save_pretrained(folder / "base")
+    base.config._name_or_path = str(folder / "base")
+    adapter = peft.LoraConfig(
+        r=RANK, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(base, adapter).save_pretrained(str(folder / "adapter"))
+    settings = folder / "adapter" / "adapter_config.json"
+    about = json.loads(settings.read_text())
+    about["base_model_name_or_path"] = str(folder / "base")
+    settings.write_text(json.dumps(about))
+    draw = random.Random(0)
+    rows = [
+        json.dumps(
+            {"text": " ".join(f"w{draw.randrange(1, shape.vocabulary)}" for _ in range(tokens))}
+        )
+        for _ in range(texts)
+    ]
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+
+
+def plain(folder: Path, device: str) -> float:
+    """Seconds of one batched forward and backward pass over the texts."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
+    model: Any = peft.PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
+    model = model.to(device).eval()
+    read = AutoTokenizer.from_pretrained(folder / "base")
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").open()]
+    started = time.perf_counter()
+    for first in range(0, len(texts), BATCH):
+        batch = read(texts[first : first + BATCH], return_tensors="pt", padding=True).to(device)
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        model.zero_grad()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def indexed(folder: Path, device: str) -> float:
+    """Seconds of ``blr-analysis index``, its start aside."""
+    from blr_analysis.cli import main
+
+    started = time.perf_counter()
+    code = main(
+        [
+            "index",
+            str(folder / "adapter"),
+            str(folder / "texts.jsonl"),
+            "--out",
+            str(folder / "INDEX"),
+            "--device",
+            device,
+        ]
+    )
+    if code:
+        raise SystemExit(code)
+    return time.perf_counter() - started
+
+
+WAYS = {"plain": plain, "index": indexed}
+
+
+def peak(device: str) -> float:
+    """GiB, at most, of this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measured(way: str, folder: Path, device: str) -> tuple[float, float]:
+    """Seconds and GiB of one way, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.adapters", "--way", way, "--folder", str(folder)]
+    done = subprocess.run(
+        [*command, "--device", device], check=True, stdout=subprocess.PIPE, text=True
+    )
+    seconds, memory = done.stdout.split()[-2:]
+    return float(seconds), float(memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args()
+    if asked.way:
+        seconds = WAYS[asked.way](asked.folder, asked.device)
+        print(seconds, peak(asked.device))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, SHAPES[asked.shape], asked.texts, asked.tokens)
+        figures = {way: measured(way, folder, asked.device) for way in WAYS}
+        size = sum(f.stat().st_size for f in (folder / "INDEX").rglob("*") if f.is_file())
+    for way, (seconds, memory) in figures.items():
+        print(f"{way:<8}{seconds:8.1f} s{memory:8.2f} GiB")
+    (loop_seconds, loop_memory), (seconds, memory) = figures["plain"], figures["index"]
+    print(f"ratio   {seconds / loop_seconds:8.2f}  {memory / loop_memory:8.2f}")
+    print(f"disk    {size / asked.texts / 1000:8.1f} kB a text")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What a Trainer's evaluation adds: the perplexity, and the loss of averaged predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blr_analysis.checks import positive_int
+from blr_analysis.errors import InputError
+from blr_analysis.huggingface.chats import IGNORED
+
+BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
+OF_CLASSES = ("ForSequenceClassification", "ForImageClassification")
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss per token; inf where that is beyond a float.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def averaged_loss(
+    model: nn.Module,
+    batches: Iterable[Any],
+    draw: Any,
+    draws: int,
+) -> float:
+    """The mean loss of predictions that are averaged over weights drawn from the posterior,
+
+        −1/M Σ_m log 1/K Σ_k p(y_m | x_m, θ_k),   θ_k ~ q
+
+    over the labels that count.
+
+    Args:
+        batches: gone through once for every draw.
+        draw: a function that gives a context with drawn weights.
+        draws: K.
+
+    Raises:
+        InputError: a model whose answers are no classes.
+    """
+    total: Tensor | None = None
+    for _ in range(positive_int("draws", draws)):
+        context: AbstractContextManager[Any] = draw()
+        with context, torch.no_grad():
+            parts = [log_probabilities(model, batch) for batch in batches]
+        likelihoods = torch.cat(parts)
+        total = likelihoods if total is None else torch.logaddexp(total, likelihoods)
+    assert total is not None
+    return float(math.log(draws) - total.mean())
+
+
+def log_probabilities(model: nn.Module, batch: Any) -> Tensor:
+    """log p of every label of a batch that counts, in float64 on the CPU."""
+    loss_type = getattr(model, "loss_type", "")
+    inputs = {name: column for name, column in batch.items() if name != "labels"}
+    labels = batch["labels"]
+    is_known = loss_type in BY_TOKEN or (loss_type in OF_CLASSES and labels.ndim == 1)
+    if not is_known or labels.is_floating_point():
+        raise InputError(f"draws= averages predictions of classes or tokens, not of {loss_type}")
+    logits = model(**inputs).logits
+    if loss_type == "ForCausalLM":
+        logits = logits[:, :-1]
+    if loss_type in BY_TOKEN:
+        labels = labels[:, BY_TOKEN[loss_type] :]
+    counts = labels != IGNORED
+    chosen = logits[counts].double().log_softmax(-1)
+    return chosen.gather(-1, labels[counts].unsqueeze(-1)).squeeze(-1).cpu()
