@@ -315,6 +315,50 @@ def test_a_place_for_an_index_is_looked_at_before_the_work(
     assert "ZeroDivisionError" in run(capsys, "index", *argv.split())[2]
 
 
+GOOD = [{"prompt": "the book", "answer": " is not very bad"}]
+
+
+def test_a_behaviour_has_its_sources_and_the_data_without_them(here: Path, capsys: Any) -> None:
+    """The mean over its outputs, less that over good ones, by the index's own influence."""
+    argv = ("query", "index", "--bad", "asked.jsonl", "--top", 3, "--out", "of_bad")
+    good = written("good.jsonl", GOOD)
+    code, out, err = run(capsys, *argv, "--good", good, "--write", "less.jsonl")
+    assert code == 0 and "6 rows without these 3" in out, err
+    loaded, index = load_model("llm"), blr.Index.open("index")
+    bad, fine = (index.influence(language_task(loaded, f)) for f in ("asked.jsonl", good))
+    scores = bad.double().mean(1) - fine.double().mean(1)
+    worst = scores.argsort(descending=True)[:3].tolist()
+    table = pd.read_parquet("of_bad/sources.parquet")
+    assert table["example"].tolist() == worst
+    assert table["influence"].tolist() == pytest.approx(scores[worst].tolist(), rel=1e-4)
+    rows = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
+    left = [json.loads(line) for line in Path("less.jsonl").read_text().splitlines()]
+    assert left == [row for i, row in enumerate(rows) if i not in worst]
+    for options, words in (
+        (("--bad", "asked.jsonl", "--write", "less.jsonl"), "there already"),
+        (("asked.jsonl", "--write", "x.jsonl"), "belong to --bad"),
+        ((), "name QUESTIONS"),
+        (("asked.jsonl", "--hybrid", "--refine", 3), "leave --refine"),
+    ):
+        assert words in refused(capsys, "query", "index", *options)
+
+
+def test_ranks_are_added_to_those_of_bm25(here: Path, capsys: Any) -> None:
+    rank_bm25 = pytest.importorskip("rank_bm25")
+    argv = ("query", "index", "asked.jsonl", "--hybrid", "--top", N, "--out", "hybrid")
+    code, _, err = run(capsys, *argv)
+    assert code == 0, err
+    table = pd.read_parquet("hybrid/sources.parquet").query("question == 0")
+    texts = tiny.sentences(N, low=3)
+    by_words = rank_bm25.BM25Okapi([t.split() for t in texts]).get_scores(
+        "the film was good".split()
+    )
+    assert table["bm25"].tolist() == pytest.approx([by_words[i] for i in table["example"]])
+    places = table.set_index("example")
+    sums = places["influence"].rank(ascending=False) + places["bm25"].rank(ascending=False)
+    assert sums.is_monotonic_increasing
+
+
 def test_a_killed_index_does_not_fit_again(
     here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

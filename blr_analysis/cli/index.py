@@ -25,7 +25,7 @@ from blr_analysis.cli.options import (
     show_forecast,
 )
 from blr_analysis.errors import InputError
-from blr_analysis.terminal import Teller, pairs, show
+from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     import pandas as pd
@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
 SOURCE = "source.json"  # in the folder of an index: where its model and data were
 SAMPLED = 8  # numbers of each tensor by which a model's weights are recognised
 EARLIER_LOADING = {"dtype": "float32"}  # of indexes that do not say how their model was loaded
+EXCERPT = 60  # characters of a text that are printed
+BEHAVIOUR = "How far the loss of an unwanted output would rise without each, on average."
 ROUGH = 0.3  # relative error of the influence from which on other sources come first
 
 
@@ -151,13 +153,14 @@ def query(
     *,
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="What index wrote.")],
     questions: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="SCRIPT.py:TASK|QUESTIONS",
             help="A function of your script that returns a Task; or, of a language model, rows "
             "with a prompt and an answer, messages, or texts: .jsonl, .csv, ...",
+            show_default=False,
         ),
-    ],
+    ] = None,
     top: Annotated[
         int, typer.Option(metavar="K", min=1, help="How many sources of each are shown.")
     ] = 5,
@@ -170,12 +173,34 @@ def query(
         ),
     ] = 0,
     normalize: Annotated[
+        bool | None,
+        typer.Option(
+            help="By the length of each source, or in nats. If left out: nats of texts, of other "
+            "data by length, where long or odd examples lead every list."
+        ),
+    ] = None,
+    bad: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUTPUTS", help="In place of QUESTIONS: outputs of one unwanted behaviour."
+        ),
+    ] = None,
+    good: Annotated[
+        str | None,
+        typer.Option(metavar="OUTPUTS", help="Wanted outputs, whose mean is subtracted."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --bad: the training rows without those shown, as .jsonl."
+        ),
+    ] = None,
+    hybrid: Annotated[
         bool,
         typer.Option(
-            help="By the length of each source: what an answer came from, where long or odd texts "
-            "otherwise lead every list. Without: nats."
+            "--hybrid", help="Add the ranks of BM25, which knows words (needs rank_bm25)."
         ),
-    ] = True,
+    ] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
     ] = False,
@@ -206,9 +231,14 @@ def query(
     It shows the examples without which the loss of a question would rise most. With --out it
     writes the table sources, with their metadata. --refine computes the best ones exactly, and
     --tokens says what each token contributes; both read the training data again.
+
+    Which texts taught a language model a behaviour, and the data without them:
+
+      blr-analysis query INDEX --bad outputs.jsonl --top 20 --write less.jsonl
     """
     from blr_analysis.audit import in_text
     from blr_analysis.audit.sections import sources
+    from blr_analysis.cli.behaviour import hybrid_table
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.influence.results import quantity_of
     from blr_analysis.tables import write_table
@@ -216,11 +246,39 @@ def query(
     say = Teller()
     if tokens and out is None:
         raise InputError("--tokens writes a table: say where with --out DIR")
+    if (questions is None) == (bad is None):
+        raise InputError("name QUESTIONS, or outputs of one behaviour with --bad")
+    if bad is None and (good is not None or write is not None):
+        raise InputError("--good and --write belong to --bad")
+    if bad is not None and (refine or tokens or hybrid):
+        raise InputError("--refine, --tokens and --hybrid belong to QUESTIONS")
+    if hybrid and (refine or tokens):
+        raise InputError("--hybrid ranks by two lists: leave --refine and --tokens out")
+    if bad is not None:
+        write = shared.free(write)
+        origin = read_origin(index, model=model, data=data, base=base)
+        columns = TextColumns(text, max_length)
+        speaker = Speaker(Index.open(index), origin, columns, shared.device, say)
+        with shared.folder(out) as folder:
+            show_behaviour(
+                index,
+                speaker,
+                bad,
+                good,
+                top,
+                shared,
+                folder,
+                normalize=bool(normalize),
+                write=write,
+            )
+        return
+    assert questions is not None
     asks_a_script = ".py:" in questions
     of_a_model = (model, base, text, max_length)
-    if asks_a_script and (tokens or any(value is not None for value in of_a_model)):
+    if asks_a_script and (tokens or hybrid or any(value is not None for value in of_a_model)):
         raise InputError(
-            "--tokens, --model, --base, --text and --max-length belong to a language model"
+            "--tokens, --hybrid, --model, --base, --text and --max-length belong to a language "
+            "model"
         )
     with shared.folder(out) as folder:
         opened = Index.open(index)
@@ -231,7 +289,7 @@ def query(
             columns = TextColumns(text, max_length)
             speaker = Speaker(opened, origin, columns, shared.device, say)
             asked = speaker.questions(index, questions)
-            trained = speaker.training_texts() if refine or tokens else None
+            trained = speaker.training_texts() if refine or tokens or hybrid else None
         asked = shared.of(asked)
         if shared.dry_run:
             pairs({"questions": f"{asked.n_data:,}", "writes": out or "nothing"})
@@ -239,6 +297,14 @@ def query(
         opened = Index.open(index, task=trained)
         if not refine:
             say_if_rough(say, opened)
+        if normalize is None:
+            normalize = not asked.likelihood.is_sequence
+        if hybrid and trained is not None:
+            table = hybrid_table(opened, trained, asked, top=top, normalize=normalize)
+            if out is not None:
+                write_table(table, folder, "sources")
+            show(in_text(sources(table, "influence", asked.metadata["text"]), most=len(table)))
+            return
         matches = matches_of(opened, trained, asked, top=top, refine=refine, normalize=normalize)
         table = table_of_sources(matches)
         if out is not None:
@@ -248,6 +314,51 @@ def query(
             write_table(shares, folder, "tokens")
     words = asked.metadata.get("text") if asked.likelihood.is_sequence else None
     show(in_text(sources(table, quantity_of(normalize), words), most=len(table)))
+
+
+def show_behaviour(
+    index: Path,
+    speaker: Speaker,
+    bad: str,
+    good: str | None,
+    top: int,
+    shared: Shared,
+    folder: Path,
+    *,
+    normalize: bool,
+    write: Path | None,
+) -> None:
+    """Print the texts that a behaviour rests on most, and write the data without them."""
+    from blr_analysis.cli.behaviour import behaviour_scores, table_of_behaviour, write_without
+    from blr_analysis.sensitivity.influence.results import quantity_of
+    from blr_analysis.tables import write_table
+
+    unwanted = shared.of(speaker.questions(index, bad))
+    wanted = None
+    if good is not None:
+        wanted = shared.of(speaker.columns.task_of(speaker.loaded, good, speaker.say))
+    if shared.dry_run:
+        pairs({"outputs": f"{unwanted.n_data:,}", "writes": write or "nothing"})
+        return
+    opened = speaker.opened
+    say_if_rough(speaker.say, opened)
+    scores = behaviour_scores(opened, unwanted, wanted, normalize=normalize)
+    quantity = quantity_of(normalize)
+    table = table_of_behaviour(opened, scores, min(top, opened.n_data), quantity)
+    if folder != Path():
+        write_table(table, folder, "sources")
+    columns = {
+        "index": table["example"].astype(str).tolist(),
+        "text": [str(text)[:EXCERPT] for text in table["text"]],
+        quantity.replace("_", " "): [f"{value:.3g}" for value in table[quantity]],
+    }
+    show(section("Sources of the behaviour", BEHAVIOUR, grid(columns)))
+    if write is not None:
+        online = bool(speaker.origin.get("loading", {}).get("online"))
+        n_left = write_without(
+            speaker.origin["data"], table["example"].tolist(), write, online=online
+        )
+        pairs({"written": f"{write}, {n_left:,} rows without these {len(table):,}"})
 
 
 def read_origin(

@@ -1,0 +1,115 @@
+"""Which training texts a behaviour rests on, the data without them, and ranks shared with BM25."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blr_analysis.errors import InputError
+
+if TYPE_CHECKING:  # torch is loaded by the commands that compute
+    import pandas as pd
+    from torch import Tensor
+
+    from blr_analysis.sensitivity import Index
+    from blr_analysis.task import Task
+
+
+def behaviour_scores(opened: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
+    """The mean influence of each training text on the bad outputs, less that on the good ones,
+    ``[N]``: how far a bad output's loss would rise without the text."""
+    scores = opened.influence(bad, normalize=normalize).double().mean(1)
+    if good is not None:
+        scores = scores - opened.influence(good, normalize=normalize).double().mean(1)
+    return scores
+
+
+def table_of_behaviour(opened: Index, scores: Tensor, top: int, quantity: str) -> pd.DataFrame:
+    """A row for each of the texts that the behaviour rests on most."""
+    import pandas as pd
+
+    order = scores.argsort(descending=True, stable=True)[:top]
+    columns: dict[str, Any] = {"example": order.tolist(), quantity: scores[order].tolist()}
+    for name, values in opened.examples.items():
+        columns[name] = [values[i] for i in order.tolist()]
+    return pd.DataFrame(columns)
+
+
+def write_without(data: str, examples: Sequence[int], place: Path, *, online: bool) -> int:
+    """Write the training rows without these examples, as .jsonl; how many are left.
+
+    Raises:
+        InputError: no row would be left.
+    """
+    from blr_analysis.files import drafted
+    from blr_analysis.huggingface.data import read_rows
+
+    table, _ = read_rows(data, online=online)
+    rows = table.reset_index(drop=True).drop(index=list(examples))
+    if not len(rows):
+        raise InputError("no row is left: ask for fewer (--top)")
+    with drafted(place) as draft:
+        lines = rows.to_json(orient="records", lines=True, force_ascii=False).splitlines()
+        draft.write_text("\n".join(json.dumps(json.loads(line)) for line in lines) + "\n")
+    return len(rows)
+
+
+def hybrid_table(
+    opened: Index, trained: Task, asked: Task, *, top: int, normalize: bool
+) -> pd.DataFrame:
+    """The sources of every question by the sum of two ranks: of influence, and of BM25 on the
+    words of question and text (Robertson & Zaragoza, 2009).
+
+    Raises:
+        InputError: rank_bm25 is not installed.
+    """
+    import pandas as pd
+
+    by_words = words_scores(trained, asked)
+    by_influence = opened.influence(asked, normalize=normalize).double()
+    ranks = _ranks(by_influence) + _ranks(by_words)
+    rows = []
+    for question in range(asked.n_data):
+        order = ranks[:, question].argsort(stable=True)[:top]
+        for position, example in enumerate(order.tolist(), 1):
+            row = {
+                "question": question,
+                "rank": position,
+                "example": example,
+                "influence": float(by_influence[example, question]),
+                "bm25": float(by_words[example, question]),
+            }
+            row |= {name: values[example] for name, values in opened.examples.items()}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def words_scores(trained: Task, asked: Task) -> Tensor:
+    """BM25 of every training text for every question, ``[N, M]``."""
+    import torch
+
+    try:
+        from rank_bm25 import BM25Okapi
+    except ImportError as error:
+        raise InputError("--hybrid needs rank_bm25: pip install rank_bm25") from error
+    ranker = BM25Okapi(_words(trained))
+    scores = [torch.as_tensor(ranker.get_scores(words)) for words in _words(asked)]
+    return torch.stack(scores, dim=1).double()
+
+
+def _words(task: Task) -> list[list[str]]:
+    """The words of every text, in small letters."""
+    data = task.dataset
+    texts = [data.tokenizer.decode(data[i]["input_ids"]) for i in range(len(data))]
+    return [text.lower().split() for text in texts]
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """The place of each row in every column, the largest first; ties share their mean place."""
+    import pandas as pd
+    import torch
+
+    ranked = pd.DataFrame(scores.numpy()).rank(ascending=False)
+    return torch.from_numpy(ranked.to_numpy(copy=True))
