@@ -351,7 +351,7 @@ def test_ranks_are_added_to_those_of_bm25(here: Path, capsys: Any) -> None:
     table = pd.read_parquet("hybrid/sources.parquet").query("question == 0")
     texts = tiny.sentences(N, low=3)
     by_words = rank_bm25.BM25Okapi([t.split() for t in texts]).get_scores(
-        "the film was good".split()
+        ["the", "film", "was", "good"]
     )
     assert table["bm25"].tolist() == pytest.approx([by_words[i] for i in table["example"]])
     places = table.set_index("example")
