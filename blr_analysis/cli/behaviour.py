@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr_analysis.checks import install
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
@@ -93,7 +94,7 @@ def words_scores(trained: Task, asked: Task) -> Tensor:
     try:
         from rank_bm25 import BM25Okapi
     except ImportError as error:
-        raise InputError("--hybrid needs rank_bm25: pip install rank_bm25") from error
+        raise InputError(f"--hybrid needs rank_bm25: {install('hybrid')}") from error
     ranker = BM25Okapi(_words(trained))
     scores = [torch.as_tensor(ranker.get_scores(words)) for words in _words(asked)]
     return torch.stack(scores, dim=1).double()
