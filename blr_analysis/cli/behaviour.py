@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
 
     from blr_analysis.sensitivity import Index
     from blr_analysis.task import Task
+
+RANKER = "rank_bm25"  # the package of BM25
 
 
 def behaviour_scores(opened: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
@@ -91,11 +95,9 @@ def words_scores(trained: Task, asked: Task) -> Tensor:
     """BM25 of every training text for every question, ``[N, M]``."""
     import torch
 
-    try:
-        from rank_bm25 import BM25Okapi
-    except ImportError as error:
-        raise InputError(f"--hybrid needs rank_bm25: {install('hybrid')}") from error
-    ranker = BM25Okapi(_words(trained))
+    if find_spec(RANKER) is None:
+        raise InputError(f"--hybrid needs {RANKER}: {install('hybrid')}")
+    ranker = import_module(RANKER).BM25Okapi(_words(trained))
     scores = [torch.as_tensor(ranker.get_scores(words)) for words in _words(asked)]
     return torch.stack(scores, dim=1).double()
 
