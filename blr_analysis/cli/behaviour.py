@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blr_analysis.checks import install
 from blr_analysis.errors import InputError
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
@@ -19,7 +18,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.sensitivity import Index
     from blr_analysis.task import Task
 
-RANKER = "rank_bm25"  # the package of BM25
+SATURATION = 1.5  # k of BM25: how often a word counts
+SHORTENED = 0.75  # b of BM25: how far long texts count less
 
 
 def behaviour_scores(opened: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
@@ -67,8 +67,6 @@ def hybrid_table(
     """The sources of every question by the sum of two ranks: of influence, and of BM25 on the
     words of question and text (Robertson & Zaragoza, 2009).
 
-    Raises:
-        InputError: rank_bm25 is not installed.
     """
     import pandas as pd
 
@@ -92,14 +90,27 @@ def hybrid_table(
 
 
 def words_scores(trained: Task, asked: Task) -> Tensor:
-    """BM25 of every training text for every question, ``[N, M]``."""
+    """BM25 of every training text for every question, ``[N, M]``:
+
+        Σ_w log(1 + (N − n_w + ½) / (n_w + ½)) · c_w / (c_w + k (1 − b + b ℓ / ℓ̄))
+
+    over the words w of the question, which a text of ℓ words has c_w times and n_w texts have.
+    """
     import torch
 
-    if find_spec(RANKER) is None:
-        raise InputError(f"--hybrid needs {RANKER}: {install('hybrid')}")
-    ranker = import_module(RANKER).BM25Okapi(_words(trained))
-    scores = [torch.as_tensor(ranker.get_scores(words)) for words in _words(asked)]
-    return torch.stack(scores, dim=1).double()
+    texts = [Counter(words) for words in _words(trained)]
+    lengths = torch.tensor([float(text.total()) for text in texts], dtype=torch.float64)
+    damping = SATURATION * (1 - SHORTENED + SHORTENED * lengths / lengths.mean())
+    columns = []
+    for question in _words(asked):
+        scores = torch.zeros(len(texts), dtype=torch.float64)
+        for word in question:
+            counts = torch.tensor([float(text[word]) for text in texts], dtype=torch.float64)
+            n_with_word = int((counts > 0).sum())
+            rarity = math.log1p((len(texts) - n_with_word + 0.5) / (n_with_word + 0.5))
+            scores += rarity * counts / (counts + damping)
+        columns.append(scores)
+    return torch.stack(columns, dim=1)
 
 
 def _words(task: Task) -> list[list[str]]:

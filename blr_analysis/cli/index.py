@@ -197,9 +197,7 @@ def query(
     ] = None,
     hybrid: Annotated[
         bool,
-        typer.Option(
-            "--hybrid", help="Add the ranks of BM25, which knows words (needs rank_bm25)."
-        ),
+        typer.Option("--hybrid", help="Add the ranks of BM25, which knows words ."),
     ] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Write the share of every token, too (needs --out).")
