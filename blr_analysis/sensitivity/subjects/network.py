@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ from blr_analysis.sensitivity.wrong_labels import chance_of_wrong_labels
 from blr_analysis.task import Task
 
 BELOW_CHANCE = "below chance with leverages of 1 or more, no estimate: calibrate, or refine="
-AVERAGED = ("error", "variance", "deviation", "self_influence")  # over several posteriors
 MOST_OUTPUTS = 256  # beyond, C backward passes and N·C² numbers are not asked for by themselves
 MOST_NUMBERS = 2**28  # N·C² of the variances that are kept: 1 GiB in float32
 
@@ -79,18 +78,27 @@ class Network(Subject):
         self.note = self.posterior.note
 
     def scores(self, variance: bool | None = None) -> Scores:
-        scores, totals = None, dict[str, Tensor]()
-        for task, posterior in self.runs:
-            scores = self._scores_at(task, posterior, variance)
-            for name in AVERAGED:
-                values = getattr(scores, name)
-                if values is not None:
-                    totals[name] = totals[name].add_(values) if name in totals else values.clone()
-        assert scores is not None
-        if len(self.runs) == 1:
+        scores = self._scores_at(*self.runs[0], variance)
+        n_runs = len(self.runs)
+        if n_runs == 1:
             return scores
-        means = {name: total.div_(len(self.runs)) for name, total in totals.items()}
-        return replace(scores, **means)
+        error = scores.error
+        prediction_variance = scores.variance
+        deviation = scores.deviation
+        self_influence = scores.self_influence
+        for task, posterior in self.runs[1:]:
+            scores = self._scores_at(task, posterior, variance)
+            error = _plus(error, scores.error)
+            prediction_variance = _plus(prediction_variance, scores.variance)
+            deviation = _plus(deviation, scores.deviation)
+            self_influence = _plus(self_influence, scores.self_influence)
+        return replace(
+            scores,
+            error=_over(error, n_runs),
+            variance=_over(prediction_variance, n_runs),
+            deviation=_over(deviation, n_runs),
+            self_influence=_over(self_influence, n_runs),
+        )
 
     def _scores_at(self, task: Task, posterior: Posterior, variance: bool | None) -> Scores:
         """Those under one posterior: τ V at its mean, errors averaged over its run."""
@@ -99,15 +107,19 @@ class Network(Subject):
             affordable = task.n_data * outputs**2 <= MOST_NUMBERS
             variance = outputs <= MOST_OUTPUTS and affordable
         columns = scores_by_chunk(task, posterior, variance)
-        outputs, move = columns.pop("outputs"), columns.pop("move", None)
+        outputs = columns["outputs"]
+        targets = columns["targets"]
         deviation = None
-        if move is not None:
-            deviation = task.likelihood.distance(outputs, outputs + move)
+        if "move" in columns:
+            deviation = task.likelihood.distance(outputs, outputs + columns.pop("move"))
         return Scores(
-            **columns,
+            error=columns["error"],
+            variance=columns.get("variance"),
+            self_influence=columns["self_influence"],
             deviation=deviation,
             outputs=outputs,
-            losses=task.likelihood.nll(outputs, columns["targets"]),
+            targets=targets,
+            losses=task.likelihood.nll(outputs, targets),
             predictions=task.likelihood.prediction(outputs),
             likelihood=task.likelihood,
             metadata=task.metadata,
@@ -261,6 +273,15 @@ class Network(Subject):
         return select(selection, self, name=name, labels=self.task.examples.labels)
 
 
+def _plus(total: Tensor | None, values: Tensor | None) -> Tensor | None:
+    """Their sum, in the memory of the first; None where this is not computed."""
+    return None if total is None or values is None else total.add_(values)
+
+
+def _over(total: Tensor | None, count: int) -> Tensor | None:
+    return None if total is None else total.div_(count)
+
+
 @dataclass(frozen=True)
 class Moves:
     """Every example's output, and how far it moves without the example; ``[N, …]``, on the CPU.
@@ -282,6 +303,31 @@ class Moves:
     unfamiliarity: Tensor
     self_influence: Tensor
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> Moves:
+        """A function of every column."""
+        return Moves(
+            outputs=function(self.outputs),
+            targets=function(self.targets),
+            move=function(self.move),
+            leverage=function(self.leverage),
+            correction=function(self.correction),
+            unfamiliarity=function(self.unfamiliarity),
+            self_influence=function(self.self_influence),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Moves]) -> Moves:
+        """Those of one batch after the other."""
+        return cls(
+            outputs=torch.cat([part.outputs for part in parts]),
+            targets=torch.cat([part.targets for part in parts]),
+            move=torch.cat([part.move for part in parts]),
+            leverage=torch.cat([part.leverage for part in parts]),
+            correction=torch.cat([part.correction for part in parts]),
+            unfamiliarity=torch.cat([part.unfamiliarity for part in parts]),
+            self_influence=torch.cat([part.self_influence for part in parts]),
+        )
+
 
 def moves_at(
     task: Task,
@@ -301,42 +347,36 @@ def moves_at(
         error = errors(task, chunk)
         for rows, v in prediction_variances(posterior, chunk):
             likelihood = task.likelihood.at(chunk.indices[rows])
-            f, y, e = chunk.outputs[rows], chunk.targets[rows], error[rows]
+            f = chunk.outputs[rows]
+            y = chunk.targets[rows]
+            e = error[rows]
             unfamiliarity = (likelihood.hessian(f, y) * v).sum((1, 2))
             v.mul_(posterior.temperature)
             move, leverage, used = left_out_by(method, f, y, e, v, likelihood, bound)
             influence = torch.einsum("nc,ncd,nd->n", e, v, e)
-            columns = (f, y, move, leverage, used, unfamiliarity, influence)
-            parts.append(Moves(*(t.cpu() for t in columns)))
-    moves = _joined(parts)
+            part = Moves(f, y, move, leverage, used, unfamiliarity, influence)
+            parts.append(part.each(Tensor.cpu))
+    moves = Moves.joined(parts)
     if indices is not None or len(order) == task.n_data:
         return moves
-    gathered = {
-        f.name: ranks.gathered(getattr(moves, f.name), order, task.n_data) for f in fields(Moves)
-    }
-    return Moves(**gathered)
-
-
-def _joined(parts: Sequence[Moves]) -> Moves:
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Moves)}
-    return Moves(**{name: torch.cat(tensors) for name, tensors in columns.items()})
+    return moves.each(lambda part: ranks.gathered(part, order, task.n_data))
 
 
 def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[str, Tensor]:
     """Columns ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
     ``variance`` and ``move`` = τV ē of all examples, filled chunk by chunk: nothing is held
     twice."""
-    own_rows = shared(task, posterior.mean)
+    of_this_rank = shared(task, posterior.mean)
     errors = mean_errors(task, posterior)
     # Where other ranks fill rows, too, the others' rows start as zeros and are summed.
-    allocate = torch.empty if len(own_rows) == task.n_data else torch.zeros
+    allocate = torch.empty if len(of_this_rank) == task.n_data else torch.zeros
     columns: dict[str, Tensor] = {}
     sweep = chunks(
         task,
         posterior.mean,
         columns=None if variance else 1,
         by_parts=variance,
-        indices=own_rows,
+        indices=of_this_rank,
         label="sensitivity",
     )
     for chunk in sweep:
