@@ -54,6 +54,7 @@ from blr_analysis.recipe import Recipe
 from blr_analysis.runs import recipe_of_weights
 from blr_analysis.snapshots import Snapshots
 
+BATCH = 256  # examples in a forward pass where the user names no number
 ANOTHER = {"checkpoints": (), "prior_precision": None}  # which other data, or weights, have not
 
 
@@ -132,53 +133,59 @@ class Task:
         checkpoints: Any = None,
         recipe: Recipe | None = None,
     ) -> None:
-        instance("model", model, nn.Module, "a torch.nn.Module")
+        self.model = checked_model(model)
         if forward is not None and not callable(forward):
             raise InputError("forward must be a function (model, batch) -> (outputs, targets)")
-        if lazy := [n for n, p in model.named_parameters() if is_lazy(p)]:
-            raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
-        self.model = model = unwrapped(model)
-        if divided(model) or any(map(is_sharded, model.parameters())):
-            raise ModelError("the model is sharded; load its full state dict into a plain one")
-        self.likelihood = resolve(likelihood)
-        self.reduction = reduction_of(likelihood)  # of the loss of training
-        self.mean_over_outputs = is_mean_over_outputs(likelihood)  # the loss of training
+        self.forward: reading.Forward = forward or reading.default_forward
+        self.device = _device(device, self.model)
         self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        self.batch_size = self.chunk_size or BATCH
         if memory_budget is not None:
             positive_int("memory_budget", memory_budget)
         self.memory_budget = memory_budget
-        self.batch_size = self.chunk_size or 256
         self.progress = progress
-        self.device = _device(device, model)
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        padding = padding_of(model, self.likelihood)
-        taker = model if forward is None else None
-        data, described = reading.opened(data, target, dtype, taker, padding)
-        examples = reading.read_data(data, padding)
-        self.n_data = len(examples)
-        if weights is not None:
-            self.likelihood = _weighted(self.likelihood, weights, self.n_data)
-        self.forward: reading.Forward = forward or reading.default_forward
-        if forward is None:
-            self.likelihood = per_pixel(self.likelihood, examples)
-        metadata = described if metadata is None else metadata
-        self.metadata = reading.read_metadata(metadata, self.n_data)
-        beside: dict[str, Any] = {"weights": weights}
-        if metadata is not None:
-            beside |= {f"metadata {name!r}": metadata[name] for name in metadata}
-        labels = reading.labels_beside(beside, self.n_data, examples.labels)
-        self.examples = replace(examples, labels=labels)
-        self.modes = getattr(checkpoints, "modes", None) or training_modes(model)
-        self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, model)
-        if recipe is not None:
-            instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
-            recipe.check_examples(self.n_data)
-        self.recipe = recipe or recipe_of_weights(checkpoints, model)
+        self._read(data, target, likelihood, weights, metadata)
+        self._learn_of_training(likelihood, checkpoints, recipe)
         self.prior_precision: Any = None  # δ, where what was read names it
         self.frozen = FrozenOutputs(self.dataset, self.examples.collate)
         self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
         self._looked_at = False  # whether some outputs were: are they logits?
         self._overwrites = True  # whether the model works in place on its inputs; a run will tell
+
+    def _read(
+        self, data: Any, target: str | None, likelihood: Loss, weights: Any, metadata: Any
+    ) -> None:
+        """The examples, what describes them, and the likelihood of their targets."""
+        kind = resolve(likelihood)
+        has_own_forward = self.forward is not reading.default_forward
+        padding = padding_of(self.model, kind)
+        model_that_takes_columns = None if has_own_forward else self.model
+        opened, described = reading.opened(
+            data, target, _dtype_of(self.model), model_that_takes_columns, padding
+        )
+        examples = reading.read_data(opened, padding)
+        self.n_data = len(examples)
+        if not has_own_forward:
+            kind = per_pixel(kind, examples)
+        self.likelihood = kind if weights is None else _weighted(kind, weights, self.n_data)
+        table = described if metadata is None else metadata
+        self.metadata = reading.read_metadata(table, self.n_data)
+        columns: dict[str, Any] = {"weights": weights}
+        for name in () if table is None else table:
+            columns[f"metadata {name!r}"] = table[name]
+        labels = reading.labels_beside(columns, self.n_data, examples.labels)
+        self.examples = replace(examples, labels=labels)
+
+    def _learn_of_training(self, loss: Loss, checkpoints: Any, recipe: Recipe | None) -> None:
+        """How the model was trained: its loss's reduction, modes, checkpoints and recipe."""
+        self.reduction = reduction_of(loss)
+        self.mean_over_outputs = is_mean_over_outputs(loss)
+        self.modes = getattr(checkpoints, "modes", None) or training_modes(self.model)
+        self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, self.model)
+        if recipe is not None:
+            instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
+            recipe.check_examples(self.n_data)
+        self.recipe = recipe or recipe_of_weights(checkpoints, self.model)
 
     @classmethod
     def from_sklearn(
@@ -262,9 +269,9 @@ class Task:
 
     def _changed(self, **attributes: Any) -> Task:
         """The same task, but for these attributes."""
-        made = copy.copy(self)
-        vars(made).update(attributes)
-        return made
+        task = copy.copy(self)
+        vars(task).update(attributes)
+        return task
 
     def reading(self, examples: reading.Examples) -> Task:
         """The same task, its examples read in another way."""
@@ -278,18 +285,18 @@ class Task:
             InputError: DataFrames with other columns, or with other words for their classes.
         """
         self.examples.check_coded_as(task.examples)
-        made = self
+        joined = self
         if self.model is not task.model or self.device != task.device:
-            made = self.under(task.model, task.device)
+            joined = self.under(task.model, task.device)
             if self.likelihood.estimated and task.likelihood.estimated:
-                made.likelihood = task.likelihood
-        alike = made.likelihood.is_sequence == task.likelihood.is_sequence
-        if made.forward is task.forward and alike:
+                joined.likelihood = task.likelihood
+        are_both_sequences = joined.likelihood.is_sequence == task.likelihood.is_sequence
+        if joined.forward is task.forward and are_both_sequences:
             first = torch.zeros(1, dtype=torch.long)
-            are_read_alike = _form(made.fetch(first)) == _form(task.fetch(first))
+            are_read_alike = _form(joined.fetch(first)) == _form(task.fetch(first))
             if are_read_alike:
-                made.plans = task.plans
-        return made
+                joined.plans = task.plans
+        return joined
 
     def holding(self, buffers: Mapping[str, Tensor]) -> Task:
         """The same task under a model with these buffers: a copy, where its own differ."""
@@ -564,6 +571,29 @@ def per_pixel(likelihood: Likelihood, examples: reading.Examples) -> Likelihood:
         return likelihood
     ignored = -100 if likelihood.ignore_index is None else likelihood.ignore_index
     return TokenCategorical(ignored, likelihood.weight, likelihood.label_smoothing)
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The model, or what a compiled or data-parallel one wraps.
+
+    Raises:
+        InputError: no module.
+        ModelError: lazy parameters, or a model that is divided among processes.
+    """
+    instance("model", model, nn.Module, "a torch.nn.Module")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
+    inside = unwrapped(model)
+    if divided(inside) or any(map(is_sharded, inside.parameters())):
+        raise ModelError("the model is sharded; load its full state dict into a plain one")
+    return inside
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Of the first parameter of real numbers."""
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(dtypes, torch.float32)
 
 
 def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:

@@ -16,22 +16,33 @@ def agreement_beyond_chance(evaluation: Evaluation, predictions: Tensor, targets
     has_shares = targets.ndim == 2 and targets.shape[1] > 1 and predictions.ndim == 1
     classes = targets.argmax(1) if has_shares else targets
     counts = ~evaluation.correct.isnan()
-    answers = predictions.long().reshape(len(predictions), -1)[counts]
-    truth = classes.long().reshape(len(classes), -1)[counts]
-    size = int(max(answers.max(), truth.max())) + 1
-    chances = []
-    for answer, true in zip(answers.unbind(1), truth.unbind(1), strict=True):
-        answer_shares = torch.bincount(answer, minlength=size) / len(answer)
-        true_shares = torch.bincount(true, minlength=size) / len(true)
-        chances.append((answer_shares * true_shares).sum())
+    answers = _labels(predictions)[counts]
+    truth = _labels(classes)[counts]
+    by_chance = []
+    for label in range(answers.shape[1]):
+        by_chance.append(_chance_of_agreement(answers[:, label], truth[:, label]))
     agreement = (answers == truth).double().mean()
-    return float(agreement - torch.stack(chances).mean())
+    return float(agreement - torch.stack(by_chance).mean())
+
+
+def _labels(values: Tensor) -> Tensor:
+    """Whole numbers, a column for each label, ``[N, L]``."""
+    return values.long().reshape(len(values), -1)
+
+
+def _chance_of_agreement(answers: Tensor, truth: Tensor) -> Tensor:
+    """Σ_c of the shares of class c in both."""
+    n_classes = int(max(answers.max(), truth.max())) + 1
+    answer_shares = torch.bincount(answers, minlength=n_classes) / len(answers)
+    true_shares = torch.bincount(truth, minlength=n_classes) / len(truth)
+    return (answer_shares * true_shares).sum()
 
 
 def _covariance(predictions: Tensor, targets: Tensor) -> float:
     """Σ_i of the products of their distances from their means; 0 where shapes differ."""
-    predictions = predictions.double().reshape(len(predictions), -1)
-    targets = targets.double().reshape(len(targets), -1)
-    if predictions.shape != targets.shape:
+    answers = predictions.double().reshape(len(predictions), -1)
+    truth = targets.double().reshape(len(targets), -1)
+    if answers.shape != truth.shape:
         return 0.0
-    return float(((predictions - predictions.mean(0)) * (targets - targets.mean(0))).sum())
+    products = (answers - answers.mean(0)) * (truth - truth.mean(0))
+    return float(products.sum())
