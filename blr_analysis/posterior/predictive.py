@@ -258,9 +258,7 @@ def averaged(
         for params in networks:
             parts = []
             for indices in batches:
-                part = _answers(task, params, indices, scored)
-                keeps_rows = part.rows is None or part.rows.numel() * len(batches) <= MOST_NUMBERS
-                parts.append(part if keeps_rows else part.without_rows())
+                parts.append(_answers(task, params, indices, scored, len(batches)))
                 progress.update()
             of_network = Answers.joined(parts)
             answers = of_network if answers is None else answers.plus(of_network)
@@ -374,14 +372,16 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _answers(
-    task: Task, params: Mapping[str, Tensor], indices: Tensor, scored: Likelihood
+    task: Task, params: Mapping[str, Tensor], indices: Tensor, scored: Likelihood, n_batches: int
 ) -> Answers:
-    """One network's for some examples."""
+    """One network's for some examples, without rows where those of all batches are too many."""
     batch = task.fetch(indices)
     outputs, targets = task.predicted(batch, params, indices)
     log_likelihoods = None
     if targets is not None:
         log_likelihoods = -_losses(scored, outputs, targets).double().cpu()
+    if scored.is_sequence and outputs.numel() * n_batches > MOST_NUMBERS:
+        return Answers(outputs.dtype, log_likelihoods)
     examples = indices
     if isinstance(scored, TokenCategorical):
         counts = torch.ones(outputs.shape[:2], dtype=torch.bool, device=outputs.device)
