@@ -28,6 +28,7 @@ from blr_analysis.huggingface import (
     CheckpointsCallback,
     IVONTrainer,
     MonitorCallback,
+    VariationalTrainer,
 )
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
@@ -350,6 +351,53 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     stored = blr.Posterior.load(tmp_path / "_run" / "posterior.safetensors")
     assert same(stored, q) and len(stored.earlier) == len(q.earlier)
     assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
+
+
+@pytest.mark.slow
+def test_trls_trainer_leaves_the_same(tmp_path: Path) -> None:
+    """With a callback, and with draws of the weights."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    tokenizer = tiny.tokenizer(pairs=False, segments=False)
+    tokenizer.eos_token = "[SEP]"
+    texts = tiny.sentences(N, low=4)
+    how: dict[str, Any] = {
+        "num_train_epochs": 8, "save_steps": 4, "per_device_train_batch_size": 3, "report_to": [],
+        "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no", "bf16": False,
+        "max_length": 16,
+    }  # fmt: skip
+
+    def trained(kind: Any, folder: Path, rate: float, callback: Any = None) -> Any:
+        model = peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        run = kind(
+            model,
+            trl.SFTConfig(str(folder), learning_rate=rate, **how),
+            train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
+            eval_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
+            processing_class=tokenizer,
+            callbacks=[] if callback is None else [callback],
+            optimizers=(blr.IVON(weights, lr=rate, ess=N), None)
+            if callback is None
+            else (None, None),
+        )
+        run.train()
+        return run
+
+    callback = BLRCallback(prior_precision=1.0)
+    trained(trl.SFTTrainer, tmp_path / "plain", 1e-3, callback)
+    q = callback.posterior()
+    assert q.structure == "kron" and len(q.earlier) == 3
+    assert callback.recipe is not None and callback.recipe.optimizer == "adamw"
+
+    class Drawing(VariationalTrainer, trl.SFTTrainer):
+        pass
+
+    found = trained(Drawing, tmp_path / "drawn", 0.1).evaluate(draws=2)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]), rel=1e-3)
+    assert found["eval_averaged_loss"] > 0
 
 
 def test_a_model_that_cannot_be_recorded_is_trained_all_the_same(tmp_path: Path) -> None:
