@@ -103,6 +103,10 @@ MERGES: dict[str, Callable[[Contender], State]] = {
         method="dare_linear", density=0.5, weights=1 / len(c.models)
     ),
     "Fisher average, diag": lambda c: c.merged(method="fisher", precisions=c.diag),
+    "gradient matching, diag, δ = 1": lambda c: c.merged(precisions=c.diag, delta=1.0),
+    "behind merged layers (tasks=)": lambda c: c.merged(
+        method="fisher", tasks=list(c.case.train.values())
+    ),
     "RegMean (gram)": lambda c: c.merged(method="fisher", precisions=c.gram),
     "kron": lambda c: c.merged(method="fisher", precisions=c.kron),
     "iso_c": lambda c: c.merged(method="iso_c", scale=1 / len(c.models)),

@@ -55,9 +55,10 @@ def merge(
 
     entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t abs(α_t) H_t,
     task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ. Without H_0, and
-    with no method named, every H_t is damped by its mean in each layer, H_t + mean(H_t) 1: the
-    merge Σ_t α_t H_t θ_t / Σ_t α_t H_t then leans on what the precisions can bear, and the rest is
-    an average, below which it does not fall (``python -m benchmarks.merging.contest``).
+    with no method named, of every H_t the diagonal is taken and damped by its mean in each layer,
+    diag(H_t) + 3 mean(H_t) 1: the merge Σ_t α_t H_t θ_t / Σ_t α_t H_t then leans on what the
+    precisions can bear, and the rest is an average (``python -m benchmarks.merging.contest``).
+    ``shrink=1`` takes factors as a whole, ``damping=0`` precisions as they are.
 
     Args:
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
@@ -67,8 +68,8 @@ def merge(
             "dare_ties", "slerp", "multislerp", "karcher", "model_stock", or "auto", which chooses
             among the first four, α, shrink, power and damping by the losses on ``validate``, or
             else on half of ``tasks``; without both it is the default, and without precisions too
-            the average, see :mod:`blr_analysis.merging.auto`. None: the damped average by
-            precisions, or "gradient_matching" where H_0 is given or a weight is negative.
+            the average, see :mod:`blr_analysis.merging.auto`. None: the average by damped
+            diagonals, or "gradient_matching" where H_0 is given or a weight is negative.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
             name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
             prior is taken off; or where one is stored. Those with factors are solved layer
@@ -111,7 +112,7 @@ def merge(
         >>> merge(base, models, precisions=sure, method="gradient_matching")["w"]
         tensor([1.5000, 2.0000])
         >>> merge(base, models, precisions=sure)["w"]
-        tensor([1.5714, 1.8000])
+        tensor([1.6154, 1.7273])
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")
