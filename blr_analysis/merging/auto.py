@@ -13,10 +13,10 @@ it by more than the standard error of that, of the differences example by exampl
 
 Without any data nothing is tried. Precisions then decide as far as they can bear: Σ α H θ / Σ α H,
 of each H the diagonal, damped by its own mean in every layer, diag(H) + 3 mean(H) 1, so that three
-quarters of every weight are an average. That is also what :func:`blr_analysis.merge` does by default. Factors as
-a whole are better on some networks and worse than the average on others, which only data can tell.
-Without precisions the average is taken. This was chosen on seeds 11 to 14 of the networks of
-``python -m benchmarks.merging.contest``, which reports other seeds.
+quarters of every weight are an average. That is also what :func:`blr_analysis.merge` does by
+default. Factors as a whole are better on some networks and worse than the average on others, which
+only data can tell. Without precisions the average is taken. This was chosen on seeds 11 to 14 of
+the networks of ``python -m benchmarks.merging.contest``, which reports other seeds.
 """
 
 from __future__ import annotations
