@@ -469,8 +469,8 @@ def _labelled(chosen: Any, name: str, labels: Sequence[Any] | None) -> list[int]
 def read_metadata(metadata: Any, n_data: int) -> dict[str, list[Any]]:
     """Columns by name, one value per example, from a mapping or a DataFrame."""
     with told_as(InputError, "metadata must be columns by name, {'source': [...]}"):
-        names = [] if metadata is None else list(metadata)
-        by_name = {str(name): metadata[name] for name in names}
+        table = {} if metadata is None else metadata
+        by_name = {str(name): table[name] for name in table}
     columns: dict[str, list[Any]] = {}
     for name, column in by_name.items():
         with told_as(InputError, f"metadata column {name!r} must be one value per example"):

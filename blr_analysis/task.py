@@ -502,7 +502,7 @@ class ModelAt:
             return self.task.run(batch, self.params, indices)
 
 
-Entry = tuple[dict[str, Any], str, Any]  # a dictionary, a key, and the value while a model runs
+Entry = tuple[Any, str, Any]  # a dictionary, a key, and the value while a model runs
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

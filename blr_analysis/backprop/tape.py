@@ -66,6 +66,7 @@ class Pass:
     batch: int
     calls: list[LayerCall] = field(default_factory=list)
     recomputed: list[LayerCall] = field(default_factory=list)
+    outputs: Tensor | None = None
 
     def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
         """The gradients at every call's outputs. This backward pass leaves no trace."""

@@ -179,7 +179,8 @@ def _encoded_pair(
     are_texts = all(isinstance(answer, str) and answer.strip() for answer in answers)
     prompt_is_text = isinstance(prompt, str)
     if are_texts and prompt_is_text:
-        chosen, rejected = (encoded_answer(loaded, prompt, answer) for answer in answers)
+        question = str(prompt)
+        chosen, rejected = (encoded_answer(loaded, question, answer) for answer in answers)
         return f"{prompt}{answers[0]}", {"chosen": chosen, "rejected": rejected}
     if are_texts or prompt_is_text:
         raise DataError(
