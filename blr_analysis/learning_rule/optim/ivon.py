@@ -82,7 +82,7 @@ def radius_for(
 
 
 class IVON(RowOptimizer):
-    r"""Learn a Gaussian q(θ) = N(m, 1/S) over the weights in 1.1 to 1.8 times the time of AdamW.
+    r"""Learn a Gaussian q(θ) = N(m, 1/S) over the weights in 1.1 to 2 times the time of AdamW.
 
     The weights of the model are the mean m. The precision is
 
@@ -118,11 +118,11 @@ class IVON(RowOptimizer):
 
     *What to set* (docs/ivon.md has the reasons and figures): ``ess`` the number of training
     examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``,
-    which at the start is that of ``torch.optim.SGD(momentum=0)`` (ten times that of
-    ``momentum=0.9``): h has left its start when training ends, and the step size is then
-    lr·(hess_init + δ)/(h + δ); no weight moves further than 0.05 in a step. Without ``steps`` or a
-    ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: the posterior is
-    then ``hess_init``'s, not the data's.
+    0.3 at first from fresh weights, and 0.1 with ``hess_init="weights"``, then a third and three
+    times of it. At the start it is that of ``torch.optim.SGD(momentum=0)``; the step size is then
+    lr·(hess_init + δ)/(h + δ), and no weight moves further than 0.05 in a step. Without ``steps``
+    or a ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: weights are
+    then drawn by ``hess_init``, not by the data.
 
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
     too (``steps`` apart); all but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
@@ -154,8 +154,9 @@ class IVON(RowOptimizer):
             is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
             :func:`radius_for`, by the ``lr`` given here.
         foreach: taken as by torch's optimizers, and nothing hangs on it.
-        squares: keep v, the mean of squared gradients, beside h. It takes as much memory as h, and
-            ``Posterior.from_optimizer`` has the precision of it where h is too noisy.
+        squares: keep v, the mean of squared gradients, beside h. It takes as much memory as h and
+            up to an eighth of a step's time, and ``Posterior.from_optimizer`` has the precision of
+            it where h is too noisy.
         batch_size: B, the examples of a step (of a loss averaged over tokens: its tokens), with
             accumulation and all processes; the scale of v and of ``"fisher"``. None: v gets its
             scale from h.
