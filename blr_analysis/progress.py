@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tqdm import tqdm as text_bar
@@ -17,6 +18,7 @@ T = TypeVar("T")
 
 GLANCE = 1.0  # seconds until a bar shows
 LINE_EVERY = 30.0  # seconds between two lines of a log
+_profiles: list[dict[str, float]] = []  # that are being taken
 
 
 def track(
@@ -30,10 +32,34 @@ def track(
     >>> list(track([1, 2], label="counting", show=False))
     [1, 2]
     """
-    with bar(total, label, show) as shown:
-        for item in items:
-            yield item
-            shown.update()
+    started = time.perf_counter()
+    try:
+        with bar(total, label, show) as shown:
+            for item in items:
+                yield item
+                shown.update()
+    finally:
+        seconds = time.perf_counter() - started
+        for profile in _profiles:
+            profile[label] = profile.get(label, 0.0) + seconds
+
+
+@contextmanager
+def profiled() -> Iterator[dict[str, float]]:
+    """How long the loops of :func:`track` inside take: seconds by label, all loops of a label
+    together.
+
+    >>> with profiled() as seconds:
+    ...     numbers = list(track([1, 2], label="counting", show=False))
+    >>> list(seconds)
+    ['counting']
+    """
+    profile: dict[str, float] = {}
+    _profiles.append(profile)
+    try:
+        yield profile
+    finally:
+        _profiles.pop()
 
 
 def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any:

@@ -219,10 +219,11 @@ def test_decisions_make_a_cleaned_data_set(here: Path, capsys: Any) -> None:
 
 
 class TestIndex(CommandContract):
-    name, argv, resumes = "index", (TASK, "--prior-precision", "2"), True
+    name, argv, resumes = "index", (TASK, "--prior-precision", "2", "--profile"), True
 
     def check(self, out: Path, said: str) -> None:
         assert cells(said, "examples")[1] == "60"
+        assert "Kronecker factors" in said and "the rest" in said
         ours, own = blr.Index.open(out).posterior, inputs()[2].earlier[-1]
         # the checkpoint nearest half of the run
         assert torch.equal(ours.variance("1.weight"), own.variance("1.weight"))

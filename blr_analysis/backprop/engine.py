@@ -102,7 +102,7 @@ def chunks(
     columns: int | None = None,
     by_parts: bool = False,
     indices: Tensor | None = None,
-    label: str = "examples",
+    label: str = "reading examples",
     kept: Unfinished | None = None,
     divided: bool = False,
 ) -> Iterator[Chunk]:

@@ -6,6 +6,7 @@ What only these commands need is imported inside of them, so that the others sta
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -53,6 +54,9 @@ def index(
         ),
     ] = 16384,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="INDEX", help="A folder to write.")],
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print how long each pass over the data took.")
+    ] = False,
     shared: Shared,
 ) -> None:
     """An index of what a model was trained on, to be asked later without another pass.
@@ -71,6 +75,7 @@ def index(
     from blr_analysis import ranks
     from blr_analysis.files import drafted, held
     from blr_analysis.files.headers import record_text
+    from blr_analysis.progress import profiled
     from blr_analysis.sensitivity import Index
     from blr_analysis.sensitivity.index.build import check_place
     from blr_analysis.sensitivity.index.stored import PLAN
@@ -91,9 +96,12 @@ def index(
         if shared.dry_run:
             show_forecast(index_forecast(source, task, rank))
             return
-        posterior = source.posterior_of(task, say, unfinished)
-        say("indexing")
-        built = Index.build(task, posterior, out, rank=rank)
+        started = time.perf_counter()
+        with profiled() as seconds:
+            posterior = source.posterior_of(task, say, unfinished)
+            say("indexing")
+            built = Index.build(task, posterior, out, rank=rank)
+        total = time.perf_counter() - started
         if not ranks.first():
             return
         with drafted(out / SOURCE) as draft:
@@ -101,6 +109,14 @@ def index(
         shutil.rmtree(unfinished, ignore_errors=True)
     say_if_rough(say, built)
     show_index(built, out, is_of_a_model=source.data is not None)
+    if profile:
+        show_profile(seconds, total)
+
+
+def show_profile(seconds: dict[str, float], total: float) -> None:
+    """Print the seconds of the passes over the data by their names, and of the rest."""
+    rest = total - sum(seconds.values())
+    pairs({name: f"{share:.1f} s" for name, share in {**seconds, "the rest": rest}.items()})
 
 
 def index_forecast(source: Source, task: Task, rank: int) -> Forecast:

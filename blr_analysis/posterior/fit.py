@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.head import with_head
 from blr_analysis.backprop.record import shared
 from blr_analysis.backprop.terms import Term, Tree
+from blr_analysis.data import padding
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.likelihoods.tokens import CausalLM
@@ -22,7 +24,9 @@ from blr_analysis.task import Task
 
 EXACT_OUTPUTS = 256  # up to here every output of an example is differentiated unless told otherwise
 MANY = 64  # outputs, from which on the closed form of the last layer is faster
-SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in
+SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in, at most
+LEAST_SAMPLE = 32  # the same, at least
+TOKENS = 10  # times a layer's inputs: so many tokens show its directions
 DIRECTIONS = 512  # gradients, of all examples together, that they are found in at least
 
 
@@ -193,11 +197,28 @@ def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
 
 
 def sampled_examples(task: Task) -> Tensor | None:
-    """Sequences at random; None: all. Their tokens are many more than the directions."""
-    if not task.likelihood.is_sequence or task.n_data <= SAMPLE:
+    """Sequences at random, whose tokens are many more than the directions; None: all."""
+    if not task.likelihood.is_sequence or task.n_data <= LEAST_SAMPLE:
         return None
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    return order[:SAMPLE].sort().values
+    size = SAMPLE
+    tokens = _tokens_of_each(task, order[:LEAST_SAMPLE])
+    if tokens is not None:
+        matrices = [p.flatten(1) for p in task.parameters().values() if p.ndim > 1]
+        widest = max((matrix.shape[1] for matrix in matrices), default=0)
+        enough = math.ceil(TOKENS * widest / max(1.0, tokens))
+        size = min(SAMPLE, max(LEAST_SAMPLE, enough))
+    return None if size >= task.n_data else order[:size].sort().values
+
+
+def _tokens_of_each(task: Task, indices: Tensor) -> float | None:
+    """How many tokens of a sequence count, on average over these; None: the labels are not where
+    they usually are."""
+    _, labels = padding(task.fetch(indices))
+    if not isinstance(labels, Tensor) or labels.shape[:1] != indices.shape:
+        return None
+    counted = task.likelihood.counted(labels)
+    return None if counted is None else float(counted.sum()) / len(indices)
 
 
 def curvature_root(chunk: Chunk) -> Tensor:

@@ -29,6 +29,7 @@ from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
 SAMPLE = 256  # examples whose own gradients are taken
+SEQUENCES = 64  # the same of sequences
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,20 @@ def measured(task: Task, q: Posterior, gradient: Tree) -> Measurement:
     )
 
 
+def own_gradients(task: Task) -> int:
+    """How many examples' own gradients are taken."""
+    most = SEQUENCES if task.likelihood.is_sequence else SAMPLE
+    return min(task.n_data, most)
+
+
 def _of_single_examples(task: Task, q: Posterior) -> tuple[float, float]:
     """The mean of ½ g_iᵀ Σ g_i over some examples, and the share of those that are saturated."""
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    sample = order[:SAMPLE].sort().values
+    sample = order[: own_gradients(task)].sort().values
     pull = 0.0
     n_saturated = 0
-    for chunk in chunks(task.quiet, q.mean, columns=1, indices=sample):
+    sweep = chunks(task.quiet, q.mean, columns=1, indices=sample, label="distance from the minimum")
+    for chunk in sweep:
         error = chunk.likelihood.error(chunk.outputs, chunk.targets)
         terms = chunk.terms(error.unsqueeze(1), last=True)
         pull += 0.5 * float(q.form.gram(terms).double().sum())

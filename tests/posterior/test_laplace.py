@@ -24,13 +24,14 @@ from oracles import (
     relative,
     unflatten,
 )
+from tiny_transformers import build
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.likelihoods import Gaussian
 from blr_analysis.posterior import Posterior, fit_kept, fit_laplace
-from blr_analysis.posterior.fit import Fit
+from blr_analysis.posterior.fit import Fit, sampled_examples
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.kronecker import factor_sums
 from blr_analysis.recipe import Recipe
@@ -176,6 +177,17 @@ def test_directions_are_seen_in_random_sums_of_many_columns() -> None:
     error = drawn.std(0) / len(draws) ** 0.5
     assert bool(((drawn.mean(0) - truth).abs() < 4 * error).all())
     assert float((error / truth.diagonal().mean()).max()) < 0.1, "the test must be sharp"
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(3, 40), (12, 32)])
+def test_directions_of_texts_are_seen_in_ten_times_as_many_tokens(tokens: int, size: int) -> None:
+    """As the widest layer, of 12 inputs, has directions; in 32 texts at least."""
+    ids = torch.randint(4, 16, (60, tokens))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    task = Task(build("llama", "causal_lm"), rows, likelihood="causal_lm")
+    sample = sampled_examples(task)
+    assert sample is not None and len(sample) == size
+    assert sampled_examples(task.subset(range(32))) is None
 
 
 def exact_hessian(task: Task) -> Tensor:
