@@ -11,13 +11,15 @@ from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.plots._canvas import Names, name_of
 from blr_analysis.recipe import UNKNOWN
 
-NAMED = 5  # groups in a sentence
-WIDTHS = "The ranges are rough: four of five truths lie in them on small networks."
-ROUGH = (
+MAX_NAMED = 5  # groups that a sentence names
+RANGES_ARE_ROUGH = (
+    "The ranges are rough: on small networks, four of five held what retraining gave."
+)
+FIGURES_ARE_ROUGH = (
     "These figures are rough: nothing says how the model was trained. Pass recipe= to the Task for "
     "better ones."
 )
-ORDER = "order only"  # in the place of a figure that is not to be trusted
+ORDER_ONLY = "order only"  # in the place of a figure that cannot be trusted
 
 
 def without_each(
@@ -29,7 +31,7 @@ def without_each(
 ) -> Section:
     """What each group is worth: the table of ``what_if_each``, the group that helps most first.
 
-    A group whose size is not to be trusted keeps its place, and shows no figure.
+    A group whose effect cannot be trusted in size keeps its place in the order, without a figure.
     """
     table = in_order(removals)
     trusted = is_measured(table)
@@ -49,18 +51,18 @@ def without_each(
             f"{two_digits(low)} and {two_digits(high)}" if is_known else ""
             for low, high, is_known in ranges
         ]
-        notes.append(WIDTHS)
+        notes.append(RANGES_ARE_ROUGH)
     if trusted.any() and not table["accuracy_after"].isna().to_numpy().any():
         accuracies = zip(table["accuracy_after"], trusted, strict=True)
         columns["accuracy without"] = [
             percent(accuracy) if is_trusted else "" for accuracy, is_trusted in accuracies
         ]
-    before = two_digits(removals["nll_before"].iloc[0])
+    loss_before = two_digits(removals["nll_before"].iloc[0])
     passes = float(removals["passes"].to_numpy().max())
-    manner = how(str(removals["solver"].iloc[0]), passes)
+    method = how(str(removals["solver"].iloc[0]), passes)
     lead = (
         f"{in_short(table, noun, names, measure)} With all data the {measure} on {measured_on} is "
-        f"{before}. Each {noun} was taken out {manner}."
+        f"{loss_before}. Each {noun} was taken out {method}."
     )
     return Section("Which groups help, which hurt", lead, columns, notes)
 
@@ -71,7 +73,7 @@ def in_order(removals: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_measured(table: pd.DataFrame) -> Any:
-    """Which groups' figures are sizes, if rough ones. [G] bool."""
+    """Whether the size of each group's effect can be trusted, at least roughly. [G] bool."""
     return table["note"].isin(["", UNKNOWN]).to_numpy()
 
 
@@ -99,30 +101,34 @@ def verdicts(table: pd.DataFrame) -> list[str]:
 def in_short(table: pd.DataFrame, noun: str, names: Names | None, measure: str) -> str:
     """The group that helps most and the one that hurts most, in two sentences."""
     words = verdicts(table)
-    first = _effect(table.iloc[0], noun, names, measure, "rise")
-    last = _effect(table.iloc[-1], noun, names, measure, "fall")
-    helpful = f"{first}." if words[0] == "helps" else f"No {noun} clearly helps."
-    harmful = f"{last}." if words[-1] == "hurts" else f"No {noun} clearly hurts."
+    helpful = f"No {noun} clearly helps."
+    if words[0] == "helps":
+        helpful = _effect(table.iloc[0], "helps", noun, names, measure)
+    harmful = f"No {noun} clearly hurts."
+    if words[-1] == "hurts":
+        harmful = _effect(table.iloc[-1], "hurts", noun, names, measure)
     return f"{helpful} {harmful}"
 
 
-def _effect(row: Any, noun: str, names: Names | None, measure: str, direction: str) -> str:
-    """What one group does, in a sentence without its full stop."""
-    does = "helps" if direction == "rise" else "hurts"
-    sentence = f"{noun[:1].upper()}{noun[1:]} {name_of(row['group'], names)} {does} most"
+def _effect(row: Any, verdict: str, noun: str, names: Names | None, measure: str) -> str:
+    """What the group of this row does, and the loss without it where that can be trusted."""
+    subject = f"{noun[:1].upper()}{noun[1:]} {name_of(row['group'], names)}"
     if row["note"] not in ("", UNKNOWN):
-        return sentence
-    end = two_digits(row["nll_after"])
-    text = f"{sentence}: without it the {measure} would {direction} to {end}"
+        return f"{subject} {verdict} most."
+    change = "rise" if verdict == "helps" else "fall"
+    loss_after = two_digits(row["nll_after"])
+    sentence = f"{subject} {verdict} most: without it the {measure} would {change} to {loss_after}"
     if pd.notna(row["nll_low"]):
-        text += f" (likely {two_digits(row['nll_low'])} to {two_digits(row['nll_high'])})"
-    return text
+        low = two_digits(row["nll_low"])
+        high = two_digits(row["nll_high"])
+        return f"{sentence} (likely {low} to {high})."
+    return f"{sentence}."
 
 
 def _figures(values: Any, trusted: Any, sign: str = "") -> list[str]:
-    """Figures to two digits, and :data:`ORDER` for those that are no sizes."""
+    """Figures to two digits, with :data:`ORDER_ONLY` in the place of those without trust."""
     pairs = zip(values, trusted, strict=True)
-    return [two_digits(value, sign) if is_trusted else ORDER for value, is_trusted in pairs]
+    return [two_digits(value, sign) if is_trusted else ORDER_ONLY for value, is_trusted in pairs]
 
 
 def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
@@ -130,13 +136,14 @@ def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
     sentences = []
     for reason, rows in removals[removals["note"] != ""].groupby("note", sort=False):
         if reason == UNKNOWN:
-            sentences.append(ROUGH)
+            sentences.append(FIGURES_ARE_ROUGH)
             continue
         groups = [name_of(group, names) for group in rows["group"]]
         if len(groups) == len(removals):
             subject = "Only the order of the groups counts"
-        elif len(groups) > NAMED:
-            subject = f"Without {', '.join(groups[:NAMED])} and {len(groups) - NAMED} more"
+        elif len(groups) > MAX_NAMED:
+            named = ", ".join(groups[:MAX_NAMED])
+            subject = f"Without {named} and {len(groups) - MAX_NAMED} more"
         else:
             subject = f"Without {', '.join(groups)}"
         sentences.append(f"{subject}: {reason}.")

@@ -19,7 +19,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.cost import batch_numbers, gram_floats
 from blr_analysis.backprop.plan import Plan, plan_for
-from blr_analysis.backprop.record import Recording, record, together
+from blr_analysis.backprop.record import Recording, examples_per_pass, record
 from blr_analysis.backprop.terms import Term, pieces
 from blr_analysis.errors import InputError
 from blr_analysis.files import Unfinished
@@ -215,7 +215,7 @@ def predict(task: Task, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         raise InputError(
             "the outputs of sequences are too many to hold; ask for losses (sensitivity, what_if)"
         )
-    size = together(task, params, torch.arange(task.n_data))
+    size = examples_per_pass(task, params, torch.arange(task.n_data))
     outputs: list[Tensor] = []
     targets: list[Tensor] = []
     with torch.no_grad(), task.evaluation():

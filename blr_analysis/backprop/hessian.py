@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from blr_analysis import ranks
-from blr_analysis.backprop.record import SavedBytes, leaves_of, shared, together
+from blr_analysis.backprop.record import SavedBytes, examples_per_pass, indices_of_rank, leaves_of
 from blr_analysis.backprop.terms import slices
 from blr_analysis.backprop.tree import Tree
 from blr_analysis.errors import ModelError
@@ -110,7 +110,7 @@ class Hessian:
     def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
         self._task = task
         self._params = params
-        self._order = shared(task, params)
+        self._order = indices_of_rank(task, params)
         self._budget = task.memory_budget or HELD
         self._gradients: dict[int, SummedGradient] = {}  # those that stay in memory, by chunk
 
@@ -119,7 +119,7 @@ class Hessian:
         """The Hessian times K vectors, ``[K, *shape]`` by name."""
         vectors = [v[name].detach().to(p) for name, p in self._params.items()]
         totals = [torch.zeros_like(x) for x in vectors]
-        pieces = self._order.split(together(self._task, self._params, self._order))
+        pieces = self._order.split(examples_per_pass(self._task, self._params, self._order))
         shown = track(pieces, total=len(pieces), label="hessian products", show=self._task.progress)
         for number, indices in enumerate(shown):
             gradient = self._gradient(number, indices)

@@ -28,7 +28,7 @@ from blr_analysis.backprop.layers import (
 )
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
-from blr_analysis.backprop.record import Unit, shared, watched
+from blr_analysis.backprop.record import Unit, indices_of_rank, watched
 from blr_analysis.data import padding
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
@@ -219,7 +219,7 @@ def swept(
         if watched_names.intersection(unit.names.values())
     ]
     model = task.at(task.cast(params))
-    order = shared(task, model.params)
+    order = indices_of_rank(task, model.params)
     count = -(-len(order) // task.batch_size)
     show = task.progress if label else False
     batches = track(task.batches(indices=order), total=count, label=label, show=show)

@@ -1,8 +1,8 @@
 """Where the examples are in what every layer sees, found out by running batches of two sizes.
 
-A dimension belongs to the examples when it grows with the batch. What does not grow at all (a
-table of position embeddings) is made once for all examples; it is lifted to one row for each, so
-that each example gets its own gradient, wherever the model computes the same with it.
+A dimension belongs to the examples when it grows with the batch. A tensor that does not grow at all
+(a table of position embeddings) is made once for all examples. It is lifted to one row per example,
+so that each example gets its own gradient, provided that the model's outputs stay the same.
 """
 
 from __future__ import annotations
@@ -36,10 +36,18 @@ SIZES = (3, len(LARGER))
 
 @dataclass(frozen=True)
 class Layout:
-    """A recorded probe, where its examples are, and for which parameters nothing says that."""
+    """Where the examples are in a recorded probe.
+
+    Attributes:
+        recording: the probe.
+        saved: bytes that autograd keeps for the recording, without the weights.
+        axes: where the examples are, by call.
+        shared: the outputs that were lifted to one row per example.
+        unknown: parameters of calls in which the examples could not be located.
+    """
 
     recording: Recording
-    saved: int  # bytes that autograd keeps for the recording, weights apart
+    saved: int
     axes: dict[tuple[str, int], Axes]
     shared: SharedOutputs
     unknown: frozenset[str]
@@ -68,7 +76,7 @@ def layout_of(
     ``check`` is shown the outputs of the larger batch.
     """
     runs = _run_both(task, params, units, frozenset(), check)
-    plain = runs.small.outputs.detach()
+    outputs_before_lifting = runs.small.outputs.detach()
     eps = rounding(runs.small.outputs)
     shared: SharedOutputs = frozenset()
     while more := _first_shared(runs):
@@ -76,7 +84,7 @@ def layout_of(
             lifted = _run_both(task, params, units, shared | more)
         except BLRError:  # the model does not compute with one row per example there
             break
-        if not agrees(lifted.small.outputs, plain, eps):
+        if not agrees(lifted.small.outputs, outputs_before_lifting, eps):
             break
         shared |= more
         runs = lifted
@@ -96,7 +104,7 @@ class _Runs:
     """The probe's recording, and what the units saw of the larger batch: shapes alone."""
 
     small: Recording
-    saved: int  # bytes that autograd keeps for it, weights apart
+    saved: int  # bytes that autograd keeps for the recording, without the weights
     large: list[Visit]
 
     def pairs(self) -> list[tuple[Visit, Visit | None]]:
@@ -112,8 +120,11 @@ def _run_both(
     shared: SharedOutputs,
     check: Callable[[Tensor], None] = lambda larger: None,
 ) -> _Runs:
-    """The larger batch first, and its outputs are freed once ``check`` has seen them: those of a
-    language model are large."""
+    """Run the larger batch, then the probe.
+
+    The larger outputs are freed as soon as ``check`` has seen them: those of a language model take
+    much memory.
+    """
     probe, larger_probe = probe_indices(task.n_data)
 
     def recorded(indices: Tensor, *, shapes: bool = False) -> Recording:
@@ -132,7 +143,7 @@ def _run_both(
     try:
         with saved_tensors_hooks(lambda _: None, lambda x: x):  # no backward pass will need them
             larger = recorded(larger_probe, shapes=True)
-    except (BLRError, TypeError):  # the model itself, or its loss, differentiates
+    except (BLRError, TypeError):  # a model that differentiates inside needs its saved tensors
         larger = recorded(larger_probe, shapes=True)
     check(larger.outputs.detach())
     visits = larger.visits
@@ -144,11 +155,16 @@ def _run_both(
 
 
 def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
-    """Whether two tensors are equal up to rounding, relative to the truth's norm."""
+    """Whether two tensors are equal up to rounding, relative to the truth's norm.
+
+    ``ours`` is None where there is no gradient: it counts as 0.
+    """
     truth = truth.detach()
-    if ours is not None and ours.shape != truth.shape:
+    if ours is None:
+        return within(norm_of(truth), norm_of(truth), eps, floor)
+    if ours.shape != truth.shape:
         return False
-    gap = truth if ours is None else ours.detach() - truth
+    gap = ours.detach() - truth
     return within(norm_of(gap), norm_of(truth), eps, floor)
 
 
@@ -157,7 +173,10 @@ def norm_of(tensor: Tensor) -> float:
 
 
 def within(gap: float, size: float, eps: float, floor: float = 0.0) -> bool:
-    """Whether rounding explains a gap of this norm to a truth of the norm ``size``."""
+    """Whether rounding explains a gap of this norm to a truth of the norm ``size``.
+
+    The bound, eps^0.6 of the size, leaves room for many roundings that add up.
+    """
     return gap <= eps**0.6 * size + floor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blr_analysis import ranks
-from blr_analysis.backprop.record import leaves_of, shared, together
+from blr_analysis.backprop.record import examples_per_pass, indices_of_rank, leaves_of
 from blr_analysis.backprop.tree import Tree
 from blr_analysis.backprop.truth import no_backward_inside, not_differentiable
 from blr_analysis.errors import ModelError
@@ -233,7 +233,7 @@ def loss_and_gradient(
     order = torch.arange(task.n_data) if indices is None else indices
     positions = torch.arange(len(order))
     if watch is None:
-        positions = shared(task, params, positions)
+        positions = indices_of_rank(task, params, positions)
     for batch in _passes(task, params, order, positions):
         batch_errors = None if errors is None else errors[batch]
         outputs, targets, share = batch_gradient(task, leaves, order[batch], batch_errors)
@@ -257,7 +257,7 @@ def _passes(
     """Positions in ``order``, as many at a time as one pass takes."""
     if not len(positions):
         return ()
-    return positions.split(together(task, params, order[positions]))
+    return positions.split(examples_per_pass(task, params, order[positions]))
 
 
 def evaluated_gradient(task: Task, params: Mapping[str, Tensor]) -> tuple[Evaluation, Tree]:

@@ -26,12 +26,12 @@ from blr_analysis.task import Task
 # Autograd's names of the operations that move rows to places that the data choose.
 ROUTING = ("Index", "Gather", "Scatter", "Masked", "Take", "Put", "CopySlices")
 
-SEVERAL = 4  # batches from which on it pays to look how large they may be
-MOST = 4096  # examples of tensors in one pass
-SMALL = 64 * 2**20  # bytes that autograd may hold for them
-TF32 = 2.0**-10  # its eps
+MANY_BATCHES = 4  # with more batches than this it pays to look for a larger size
+MAX_EXAMPLES = 4096  # in one pass over data that are tensors
+MAX_SAVED_BYTES = 64 * 2**20  # that autograd may keep for such a pass
+TF32_EPS = 2.0**-10
 
-SharedOutputs = frozenset[tuple[str, int, int]]  # path of a unit, occurrence, floating output leaf
+SharedOutputs = frozenset[tuple[str, int, int]]  # path of a unit, occurrence, number of the output
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Visit:
     occurrence: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[Tensor]  # of the same shapes, without their numbers
+    outputs: list[Tensor]  # the shapes of its floating outputs, without their numbers
     edges: list[Any]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     stale: bool = False  # the input was overwritten in place after the layer read it
@@ -62,23 +62,23 @@ class Visit:
         return self.unit.path, self.occurrence
 
     def note_stale(self) -> None:
-        """Note whether the input stands as the layer read it."""
+        """Note whether an input was overwritten after the layer read it."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
 
     def settle(self) -> None:
-        """Once the forward pass is over: let go of its graph, and note whether the input stands."""
+        """After the forward pass: note overwritten inputs, and release the inputs' graph."""
         self.note_stale()
         self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
     def shrink(self) -> None:
-        """Let go of the inputs' numbers; their shapes stay."""
+        """Release the inputs' numbers; their shapes stay."""
         self.args, self.kwargs = tree_map(without_numbers, (self.args, self.kwargs))
 
 
 @dataclass
 class Recording:
-    """Outputs of a batch and everything that the terms of its units are made from."""
+    """The outputs and targets of one batch, and the calls of its units."""
 
     outputs: Tensor
     targets: Tensor
@@ -104,8 +104,13 @@ class Recording:
             gradients = self._gradients(cotangent, retain_graph=not frees_graph)
             for column, gradient, leaf in zip(columns, gradients, leaves, strict=True):
                 column.append(torch.zeros_like(leaf) if gradient is None else gradient.detach())
-        remaining = iter(columns)
-        return [[next(remaining) for _ in visit.edges] for visit in self.visits]
+        by_visit = []
+        start = 0
+        for visit in self.visits:
+            stop = start + len(visit.edges)
+            by_visit.append(columns[start:stop])
+            start = stop
+        return by_visit
 
     def _gradients(self, cotangent: Tensor, *, retain_graph: bool) -> Sequence[Tensor | None]:
         """One backward pass to all edges; None where the outputs do not depend on an edge."""
@@ -167,12 +172,13 @@ class _Recorder:
         occurrence = self.calls[unit.path]
         self.calls[unit.path] += 1
         visit = Visit(unit, occurrence, args, kwargs, [], [])
-        several = sum(map(is_floating, leaves)) > 1
+        has_several_outputs = sum(map(is_floating, leaves)) > 1
         for position, leaf in enumerate(leaves):
             if is_floating(leaf):
-                # An output may be made from another one (scores, softmax(scores)): of a copy the
-                # gradient is that of what follows the module alone.
-                leaves[position] = self._joined(visit, leaf.clone() if several else leaf)
+                # One output may be computed from another (scores, softmax(scores)). The gradient of
+                # a copy counts only what follows the module.
+                separate = leaf.clone() if has_several_outputs else leaf
+                leaves[position] = self._with_edge(visit, separate)
         if self.shapes_only:
             visit.shrink()
             visit.edges = []
@@ -182,8 +188,8 @@ class _Recorder:
         self.visits.append(visit)
         return tree_unflatten(leaves, structure)
 
-    def _joined(self, visit: Visit, leaf: Tensor) -> Tensor:
-        """Add an output to its visit, with its place in autograd's graph."""
+    def _with_edge(self, visit: Visit, leaf: Tensor) -> Tensor:
+        """The output that the model goes on with; its place in autograd's graph is noted."""
         if (visit.unit.path, visit.occurrence, len(visit.outputs)) in self.shared:
             leaf = lifted(leaf, self.n_examples)
         if leaf.requires_grad:
@@ -207,8 +213,10 @@ def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
 
 
 def hooked(unit: Unit, visit: Callable[..., Any]) -> Any:
-    """The handle of the hook by which ``visit(unit, args, kwargs, output)`` sees a unit's calls,
-    those of its copies excepted, which take hooks along."""
+    """The handle of a hook by which ``visit(unit, args, kwargs, output)`` sees a unit's calls.
+
+    A copy of the module has a copy of the hook; the copy's calls are ignored.
+    """
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return visit(unit, args, kwargs, output) if module is unit.module else None
@@ -225,8 +233,10 @@ def inside_transform(leaf: Any) -> bool:
 
 
 def without_numbers(leaf: Any) -> Any:
-    """A tensor without its numbers."""
-    return leaf.detach().new_zeros(()).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
+    """A tensor of the same shape that stores one 0; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().new_zeros(()).expand(leaf.shape)
 
 
 def _detached(leaf: Any) -> Any:
@@ -246,8 +256,11 @@ def graph(outputs: Tensor) -> Iterator[Any]:
 
 
 def rounding(outputs: Tensor) -> float:
-    """The eps of the coarsest dtype on the way to the outputs: half precision, autocast, norms
-    that are taken in single precision inside of a double one, TF32 of a GPU's convolutions."""
+    """The eps of the coarsest dtype on the way to the outputs.
+
+    It may be coarser than the outputs' own: by half precision, by autocast, by a norm that is taken
+    in single precision inside of a double model, or by TF32 in a GPU's convolutions.
+    """
     nodes = list(graph(outputs))
     dtypes = {outputs.dtype}
     for node in nodes:
@@ -255,41 +268,43 @@ def rounding(outputs: Tensor) -> float:
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
     has_convolution = any("Convolution" in node.name() for node in nodes)
     if has_convolution and outputs.is_cuda and _rounds_convolutions():
-        return max(TF32, coarsest)
+        return max(TF32_EPS, coarsest)
     return coarsest
 
 
 def _rounds_convolutions() -> bool:
-    """Whether cuDNN takes TF32, by whichever of torch's settings there is."""
+    """Whether cuDNN's convolutions compute in TF32."""
     convolutions = getattr(torch.backends.cudnn, "conv", None)
     if convolutions is None:  # torch < 2.9
         return torch.backends.cudnn.allow_tf32
     return convolutions.fp32_precision == "tf32"
 
 
-def together(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
-    """Examples in one forward and backward pass over these: the task's batch size.
+def examples_per_pass(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
+    """How many of these examples one forward and backward pass takes.
 
-    Batches of tensors cost nothing to fetch. Where there are several, one pass has as many examples
-    as keep what autograd saves below SMALL bytes.
+    It is the task's batch size, unless the data are tensors and there are many batches: tensors
+    cost nothing to fetch, so a pass then takes as many as MAX_SAVED_BYTES and MAX_EXAMPLES allow.
     """
     size = task.batch_size
-    if not task.examples.is_tensors or len(indices) <= SEVERAL * size:
+    if not task.examples.is_tensors or len(indices) <= MANY_BATCHES * size:
         return size
     saved = SavedBytes(task, params)
     with torch.enable_grad(), saved:
         task.at(leaves_of(params)).run(indices[:size])
-    return max(size, min(MOST, size * SMALL // max(1, saved.total)))
+    fitting = size * MAX_SAVED_BYTES // max(1, saved.total)
+    return max(size, min(MAX_EXAMPLES, fitting))
 
 
 def leaves_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters as leaves of a graph of their own, with respect to which autograd
-    differentiates."""
+    """The parameters as new leaves, with respect to which autograd differentiates."""
     return {name: p.detach().requires_grad_() for name, p in params.items()}
 
 
-def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None) -> Tensor:
-    """The examples (None: of all) that this rank visits, where several work together.
+def indices_of_rank(
+    task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None
+) -> Tensor:
+    """The share of these examples (None: of all) that this rank visits; all of them on one rank.
 
     Raises:
         InputError: more ranks than examples, or ranks with other weights or data.
@@ -298,6 +313,7 @@ def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = No
     if ranks.count() == 1:
         return order
     ranks.check_enough(task.n_data)
+    # Ranks that have the same weights and data have the same norms, which are compared.
     example = tree_leaves(task.fetch(torch.zeros(1, dtype=torch.long)))
     norms = [x.double().norm() for x in example if isinstance(x, Tensor)]
     norms += [torch.linalg.vector_norm(p, dtype=torch.float64) for p in params.values()]
@@ -305,7 +321,7 @@ def shared(task: Task, params: Mapping[str, Tensor], indices: Tensor | None = No
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes that autograd saves inside, each place once, without the model's weights."""
+    """Counts the bytes that autograd saves inside: each place once, and no weights."""
 
     def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
         weights = [*task.model.parameters(), *task.model.buffers(), *params.values()]
@@ -320,6 +336,7 @@ class SavedBytes(saved_tensors_hooks):
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._weights:
-            # Of a slice of the data that slice; of an expanded tensor what is expanded.
-            self._bytes[storage.data_ptr(), x.data_ptr()] = min(x.nbytes, storage.nbytes())
+            # A slice counts as the slice, not as its storage; an expanded tensor as its storage.
+            n_bytes = min(x.nbytes, storage.nbytes())
+            self._bytes[storage.data_ptr(), x.data_ptr()] = n_bytes
         return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever

@@ -45,15 +45,15 @@ class Rows(Term):
     def collect(cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]) -> Rows:
         """Add up the positions that share an id, within each example."""
         ordered, order = ids.sort(dim=1)
-        fresh = torch.ones_like(ordered)
-        fresh[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
-        slots = fresh.cumsum(1) - 1
+        is_new = torch.ones_like(ordered)
+        is_new[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
+        slots = is_new.cumsum(1) - 1
         unique = torch.zeros_like(ids).scatter(1, slots, ordered)
         summed = []
         for grad in grads:
-            moved = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
+            ordered_grad = grad.gather(1, order.unsqueeze(-1).expand_as(grad))
             index = slots.unsqueeze(-1).expand_as(grad)
-            summed.append(torch.zeros_like(moved).scatter_add(1, index, moved))
+            summed.append(torch.zeros_like(ordered_grad).scatter_add(1, index, ordered_grad))
         return cls(name, shape, unique, summed)
 
     @property
@@ -76,18 +76,24 @@ class Rows(Term):
 
     @property
     def matrix(self) -> MatrixShape:
-        return MatrixShape(1, *self.shape, self.shape)  # type: ignore[arg-type]
+        n_ids, width = self.shape
+        return MatrixShape(groups=1, rows=n_ids, columns=width, shape=self.shape)
 
     def rows(self, chosen: slice) -> Rows:
-        """As many slots as the example with most ids among these rows needs."""
-        is_inside = (self.ids >= chosen.start) & (self.ids < chosen.stop)
-        n_slots = max(1, int(is_inside.sum(1).max()))
-        slots = is_inside.byte().argsort(dim=1, descending=True)[:, :n_slots]
-        is_inside = is_inside.gather(1, slots)
-        ids = (self.ids.gather(1, slots) - chosen.start) * is_inside
-        index = slots.unsqueeze(-1).expand(-1, -1, self.shape[1])
-        grads = [d.gather(1, index) * is_inside.unsqueeze(-1) for d in self.grads]
-        return Rows(self.name, (chosen.stop - chosen.start, self.shape[1]), ids, grads)
+        """The gradient's rows with these ids; an id is counted from the first of them.
+
+        There are as many slots as the example with most of these ids needs.
+        """
+        n_ids = chosen.stop - chosen.start
+        width = self.shape[1]
+        is_chosen = (self.ids >= chosen.start) & (self.ids < chosen.stop)
+        n_slots = max(1, int(is_chosen.sum(1).max()))
+        slots = is_chosen.byte().argsort(dim=1, descending=True)[:, :n_slots]  # chosen ones first
+        is_used = is_chosen.gather(1, slots)
+        ids = (self.ids.gather(1, slots) - chosen.start) * is_used
+        index = slots.unsqueeze(-1).expand(-1, -1, width)
+        grads = [d.gather(1, index) * is_used.unsqueeze(-1) for d in self.grads]
+        return Rows(self.name, (n_ids, width), ids, grads)
 
     def cast(self, dtype: torch.dtype) -> Rows:
         return replace(self, grads=[d.to(dtype) for d in self.grads])
@@ -144,40 +150,46 @@ class Rows(Term):
         scale: Mapping[str, Tensor] | None = None,
         room: int | None = None,
     ) -> Tensor:
-        """Σ_t d_ctᵀ U_k[id_t]."""
+        """Σ_t d_ktᵀ (s[id_t] ∘ U_r[id_t]) for column k and table r of the stack."""
         d = self.cast(dtype).stacked()
-        table = stack[self.name]
-        shares = []
-        for at in slices(len(table), (room or HELD) // (2 * self.grads[0].numel())):
-            u = table[at][:, self.ids].to(dtype)
+        tables = stack[self.name]
+        numbers_per_table = 2 * self.grads[0].numel()  # its rows, and their product with the scale
+        tables_at_once = (room or HELD) // numbers_per_table
+        parts = []
+        for chosen in slices(len(tables), tables_at_once):
+            u = tables[chosen][:, self.ids].to(dtype)
             if scale is not None:
                 u = u * scale[self.name][self.ids].to(dtype)
-            shares.append(torch.einsum("bkto,rbto->bkr", d, u))
-        return torch.cat(shares, dim=-1)
+            parts.append(torch.einsum("bkto,rbto->bkr", d, u))
+        return torch.cat(parts, dim=-1)
 
     def combined(self, weights: Tensor, into: Tree) -> None:
         d = self.cast(weights.dtype).stacked()
-        table = into[self.name]
-        for at in slices(len(table), HELD // self.grads[0].numel()):
-            rows = torch.einsum("bkr,bkto->rbto", weights[..., at], d)
-            table[at].index_add_(1, self.ids.flatten(), rows.flatten(1, 2))
+        tables = into[self.name]
+        tables_at_once = HELD // self.grads[0].numel()
+        for chosen in slices(len(tables), tables_at_once):
+            rows = torch.einsum("bkr,bkto->rbto", weights[..., chosen], d)
+            tables[chosen].index_add_(1, self.ids.flatten(), rows.flatten(1, 2))
 
     def joints(self) -> list[Joint]:
         return [by_rows(self.name, self.shape)]
 
     def projected(self, joint: Joint, left: Tensor, right: Tensor, room: int) -> Tensor:
-        """Σ_t r[id_t] (s · d_t)."""
+        """Σ_t r_k[id_t] (s_k · d_t) for every pair k of ``left`` r and ``right`` s; one column."""
         (d,) = self.grads
-        shares = [
-            (left[0][self.ids[at]] * (d[at] @ right[0])).sum(1)
-            for at in slices(len(d), room // (3 * d.shape[1] * left.shape[-1]))
-        ]
-        return torch.cat(shares)
+        numbers_per_example = 3 * d.shape[1] * left.shape[-1]
+        parts = []
+        for examples in slices(len(d), room // numbers_per_example):
+            left_rows = left[0][self.ids[examples]]
+            parts.append((left_rows * (d[examples] @ right[0])).sum(1))
+        return torch.cat(parts)
 
 
 def _tied(lookup: Rows, readout: Outer) -> Term | None:
-    """The sum of a look-up's gradient and a read-out's; None where the two store their table
-    otherwise."""
+    """The sum of a look-up's gradient and a read-out's, as terms without a common row.
+
+    None where the read-out stores the table in another layout.
+    """
     layout = readout.layout
     if layout.shape != lookup.shape or layout.transposed or layout.groups > 1:
         return None
@@ -185,15 +197,18 @@ def _tied(lookup: Rows, readout: Outer) -> Term | None:
     slots = torch.arange(ids.shape[1], device=ids.device)
     is_used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an empty slot
     words = torch.where(is_used, ids, ids[:, :1])
-    of_words: list[Tensor] = []
-    of_others: list[Tensor] = []
-    for d, of_lookup in zip(readout.grads, lookup.grads, strict=True):
+    word_grads: list[Tensor] = []
+    other_grads: list[Tensor] = []
+    for d, lookup_grad in zip(readout.grads, lookup.grads, strict=True):
         index = words[:, None, None, :].expand(*d.shape[:3], -1)
-        of_readout = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
-        of_words.append(of_lookup + of_readout * is_used.unsqueeze(-1))
-        of_others.append(d.scatter(-1, index, 0.0))
+        readout_grad = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
+        word_grads.append(lookup_grad + readout_grad * is_used.unsqueeze(-1))
+        other_grads.append(d.scatter(-1, index, 0.0))
     joint = replace(readout.joint, bias=None)
-    parts: list[Term] = [Outer(joint, readout.inputs, of_others), replace(lookup, grads=of_words)]
+    parts: list[Term] = [
+        Outer(joint, readout.inputs, other_grads),
+        replace(lookup, grads=word_grads),
+    ]
     if readout.bias is not None:
         bias = torch.stack([d.sum((1, 2)) for d in readout.grads], dim=1)
         parts.append(Dense({readout.bias: bias}))

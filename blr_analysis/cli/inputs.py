@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute, not by --help
     from blr_analysis.posterior import Posterior
     from blr_analysis.task import Task
 
-MODULE = "blr_analysis_user_script"  # not "__main__", so that code under that guard does not run
+# Not "__main__": what a script does under `if __name__ == "__main__"` must not run here.
+MODULE = "blr_analysis_user_script"
 StructureName = StrEnum("StructureName", "diag kron lowrank full")
 
 
@@ -58,7 +59,7 @@ class Source:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Test data: a function in the same script; of a MODEL a file.",
+            help="Test data: a function in the same script, or, with MODEL, a file.",
         ),
     ] = None
     posterior: Annotated[
@@ -102,15 +103,17 @@ class Source:
             raise InputError(f"{self.task!r} brings its own data: leave {self.data!r} out")
         if not has_data and place.is_dir():
             raise InputError(f"{self.task!r} is a model: name what it was trained on, MODEL DATA")
-        of_a_model = (self.base, self.text, self.prompt, self.answer, self.max_length)
-        if not has_data and any(value is not None for value in of_a_model):
+        model_options = (self.base, self.text, self.prompt, self.answer, self.max_length)
+        has_model_options = any(value is not None for value in model_options)
+        if has_model_options and not has_data:
             raise InputError(
                 "--base, --text, --prompt, --answer and --max-length belong to MODEL DATA"
             )
-        is_told_how_to_fit = self.fit is not None or self.prior_precision is not None
-        if self.posterior is not None and is_told_how_to_fit:
+        has_fit_options = self.fit is not None or self.prior_precision is not None
+        if self.posterior is not None and has_fit_options:
             raise InputError(
-                "--fit and --prior-precision belong to a fit, -p to one that was saved"
+                "--fit and --prior-precision belong to a fit: leave them out with -p, which reads "
+                "a saved posterior"
             )
 
     @property
@@ -154,8 +157,8 @@ class Source:
         if self.posterior is not None:
             return 0
         chooses_the_prior = self.prior_precision is None and task.prior_precision is None
-        of_one_fit = fit_examples(task, self.structure, found=chooses_the_prior)
-        return of_one_fit * (1 + len(task.checkpoints))
+        examples_per_fit = fit_examples(task, self.structure, found=chooses_the_prior)
+        return examples_per_fit * (1 + len(task.checkpoints))
 
     def posterior_of(self, task: Task, say: Teller, unfinished: Path | None = None) -> Posterior:
         """The saved posterior, checked against the task, or a new one; calibrated if asked for.
@@ -209,7 +212,7 @@ class TextColumns:
     online: bool = False
 
     def task_of(self, loaded: Any, data: str, say: Callable[[str], None]) -> Task:
-        """Rows of texts as the task of a language model; ``say`` hears how many are cut."""
+        """Rows of texts as the task of a language model; says how many texts were cut."""
         from blr_analysis.huggingface.questions import language_task
 
         task = language_task(
@@ -254,8 +257,8 @@ def load_tasks(address: str, test: str | None = None) -> tuple[Task, Task | None
     sys.path.insert(0, folder)  # as ``python SCRIPT.py`` does
     try:
         module = _executed(script)
-        task = _task(module, name, script)
-        test_task = None if test is None else _task(module, test, script)
+        task = _task_named(name, module, script)
+        test_task = None if test is None else _task_named(test, module, script)
         return task, test_task
     finally:
         if folder in sys.path:
@@ -268,27 +271,28 @@ def _executed(path: Path) -> ModuleType:
         raise InputError(f"{str(path)!r} is no Python script: its name must end in .py")
     script = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = script  # so that its classes and dataclasses find their module
-    with _blamed(path, f"the script {str(path)!r} failed"):
+    with _failure_located(path, f"the script {str(path)!r} failed"):
         spec.loader.exec_module(script)
     return script
 
 
-def _task(script: ModuleType, name: str, path: Path) -> Task:
+def _task_named(name: str, script: ModuleType, path: Path) -> Task:
+    """The task of this name in a script, or the one that a function of this name returns."""
     from blr_analysis.task import Task
 
     if not hasattr(script, name):
         names = ", ".join(_functions_and_tasks(script)) or "none"
         raise InputError(f"{str(path)!r} defines no {name!r}; its functions and tasks: {names}")
-    task = getattr(script, name)
-    if callable(task) and not isinstance(task, Task):
-        with _blamed(path, f"{name}() in {str(path)!r} failed"):
-            task = task()
-    if not isinstance(task, Task):
+    value = getattr(script, name)
+    if callable(value) and not isinstance(value, Task):
+        with _failure_located(path, f"{name}() in {str(path)!r} failed"):
+            value = value()
+    if not isinstance(value, Task):
         raise InputError(
-            f"{name} in {str(path)!r} gives {type(task).__name__}, expected a blr_analysis.Task: "
+            f"{name} in {str(path)!r} gives {type(value).__name__}, expected a blr_analysis.Task: "
             "Task(model, data, likelihood=...)"
         )
-    return task
+    return value
 
 
 def _functions_and_tasks(script: ModuleType) -> list[str]:
@@ -307,11 +311,11 @@ def _functions_and_tasks(script: ModuleType) -> list[str]:
 
 
 @contextmanager
-def _blamed(path: Path, failure: str) -> Iterator[None]:
-    """Turn what the user's code raises into an InputError that names the line."""
+def _failure_located(path: Path, failure: str) -> Iterator[None]:
+    """Turn what the user's code raises into an InputError: the failure, its line, its cause."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:
         cause = str(error) if isinstance(error, BLRError) else f"{type(error).__name__}: {error}"
         line = _line_of(error, path)
         position = "" if line is None else f" in line {line}"

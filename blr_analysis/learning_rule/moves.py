@@ -1,13 +1,14 @@
-"""Named departures from the rule, and the step that they make of it.
+"""How optimizers depart from the rule: names for the departures, and the step with them.
 
 For a diagonal Gaussian with S = ess·(h + δ) the rule is
 
     h ← (1 − ρ) h + ρ ĥ,        m ← m − ρ (ĝ + δ m) / (h + δ),
 
-ĝ and ĥ gradient and Hessian of the mean loss, δ = weight_decay the prior's share. Deep learning
-departs from it in a few ways that recur, and :class:`Move` names them. With none of them, one
-step of :func:`step` is one :func:`~blr_analysis.learning_rule.rule.blr_step`. For any family there
-is natural momentum (Khan & Rue, App. F): :func:`natural_momentum`.
+where ĝ and ĥ are the gradient and the Hessian of the mean loss, and δ = weight_decay comes from the
+prior. The optimizers of deep learning depart from it in a few ways that recur, and :class:`Move`
+names them. Without any of them, one :func:`step` is one
+:func:`~blr_analysis.learning_rule.rule.blr_step`. :func:`natural_momentum` (Khan & Rue, App. F)
+is for any family.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -31,19 +32,18 @@ Q = TypeVar("Q", bound=ExponentialFamily)
 
 @dataclass(frozen=True)
 class Move:
-    """How a row departs from the rule. The defaults do not.
+    """How an optimizer, a row of the table, departs from the rule. The defaults are the rule.
 
     Attributes:
         power: the precision divides the step to this power; ½ is the square root of Adam.
         momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ;
             ``"natural"``, γ (λ − λ_previous), for any family (:func:`natural_momentum`).
-        debias: u is divided by 1 − β₁ᵗ, for it starts at 0.
-        debias_hess: so is h by 1 − β₂ᵗ, in the step (not in the posterior), if it starts at 0.
-        damping: what keeps the divisor from 0: the ``"prior"``, (h + δ)^power; the prior
-            ``"after root"``, h^power + δ; a small number instead, ``"eps"``, h^power + eps, or
-            ``"eps inside"``, (h + eps)^power.
-        decay: where δm enters: the ``"step"``; the ``"momentum"``; the ``"gradient"``, and with
-            it the curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
+        debias: u is divided by 1 − β₁ᵗ, because it starts at 0.
+        debias_hess: the step divides h by 1 − β₂ᵗ where h starts at 0; the posterior does not.
+        damping: what keeps the divisor from 0: ``"prior"``, (h + δ)^power; ``"after root"``,
+            h^power + δ; ``"eps"``, h^power + eps; ``"eps inside"``, (h + eps)^power.
+        decay: where δm enters: ``"step"``; ``"momentum"``; ``"gradient"``, and through it the
+            curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
         positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
             half of what it was.
         entropy: whether the entropy has its share; without it λ does not decay (binary weights).
@@ -65,7 +65,7 @@ class Move:
 
     @property
     def departures(self) -> list[str]:
-        """In words; nothing where the step is the rule's.
+        """The departures in words; an empty list where the step is the rule's.
 
         >>> Move(power=0.5, momentum="average").departures
         ['square root', 'momentum (average)']
@@ -92,11 +92,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Block:
-    """Some tensors that a step works on, lists in step with one another; ``theta``, ``hess``,
-    ``momentum`` and ``moved`` are written to.
+    """The tensors of some parameters, which one step reads and changes.
 
-    ``hess`` is empty where there is no curvature, ``momentum`` where there is none, ``moved`` (the
-    average square of the steps) where these do not rescale the next.
+    The k-th tensor of every list belongs to the k-th parameter. A list is empty where the optimizer
+    does not need it.
+
+    Attributes:
+        theta: the parameters; the step changes them.
+        grad: ĝ.
+        evidence: what the curvature's estimate ĥ is made from.
+        hess: h; the step changes it.
+        momentum: u; the step changes it.
+        moved: the average squares of earlier steps, for ``rescaled``; the step changes them.
     """
 
     theta: Tensors
@@ -124,16 +131,18 @@ def step(
     if block.hess and curvature.estimate is not None:
         evidence = block.evidence
         if curvature.method == "gradsq" and not evidence:
-            evidence = _squares(grad if move.decay == "gradient" else block.grad)
+            squares_the_penalty = move.decay == "gradient"
+            evidence = _squares(grad if squares_the_penalty else block.grad)
         precision = list(torch._foreach_add(block.hess, decay))
         if move.positive and move.memory == "average":
             gap = curvature.gap(block.hess, evidence, precision, group)
             retract(block.hess, gap, precision, 1.0 - group["beta2"])
         else:
             advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
+    # The stored momentum must not change, so its debiasing is a factor of the whole step.
     direction, factor = _direction(block, grad, move, group, count)
     if move.decay == "step" and decay:
-        direction = _plus(direction, block.theta, decay / factor)
+        direction = _plus(direction, block.theta, decay / factor)  # δm is not debiased
     lr = float(group["lr"])
     if move.decay == "decoupled" and decay:
         torch._foreach_mul_(block.theta, 1 - lr * decay)
@@ -180,9 +189,12 @@ def advance(hess: Tensors, estimate: Tensors, move: Move, group: Mapping[str, An
 
 
 def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None:
-    """h ← h − ρ(h − ĥ) + ρ²(h − ĥ)² / (2 (h + δ)), from the gap h − ĥ and h + δ, which is used
-    up."""
-    torch._foreach_div_(precision, gap)  # its inverse times the gap: no square to overflow
+    """h ← h − ρ gap + ρ² gap² / (2 precision), with gap = h − ĥ and precision = h + δ.
+
+    The tensors of ``precision`` are overwritten.
+    """
+    # gap / (precision / gap) in place of gap² / precision: a square could overflow.
+    torch._foreach_div_(precision, gap)
     torch._foreach_add_(hess, gap, alpha=-rho)
     torch._foreach_addcdiv_(hess, gap, precision, value=0.5 * rho**2)
 
@@ -193,22 +205,31 @@ def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> 
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
     decay = group["weight_decay"]
     eps = group.get("eps", 0.0)
-    inside = {"prior": decay, "eps inside": eps}.get(move.damping, 0.0)
-    after = {"after root": decay, "eps": eps}.get(move.damping, 0.0)
-    precision = torch._foreach_add(hess, inside)
+    before_power = 0.0
+    after_power = 0.0
+    match move.damping:
+        case "prior":
+            before_power = decay
+        case "eps inside":
+            before_power = eps
+        case "after root":
+            after_power = decay
+        case "eps":
+            after_power = eps
+    precision = torch._foreach_add(hess, before_power)
     if move.power == 0.5:
         torch._foreach_sqrt_(precision)
     elif move.power != 1:
         torch._foreach_pow_(precision, move.power)
-    if after:
-        torch._foreach_add_(precision, after)
+    if after_power:
+        torch._foreach_add_(precision, after_power)
     return list(precision)
 
 
 def _direction(
     block: Block, grad: Tensors, move: Move, group: Mapping[str, Any], count: int
 ) -> tuple[Tensors, float]:
-    """The gradient or its momentum, and what that is still to be multiplied by."""
+    """The gradient or its momentum, and the factor by which the step multiplies it."""
     if not block.momentum:
         return grad, 1.0
     beta1 = group["beta1"]
@@ -217,7 +238,10 @@ def _direction(
         torch._foreach_add_(block.momentum, grad)
     else:
         torch._foreach_lerp_(block.momentum, grad, 1.0 - beta1)
-    return block.momentum, 1 / (1 - beta1**count) if move.debias else 1.0
+    factor = 1.0
+    if move.debias:
+        factor = 1 / (1 - beta1**count)
+    return block.momentum, factor
 
 
 def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:

@@ -24,18 +24,19 @@ from blr_analysis.likelihoods.categorical import Categorical
 class TokenCategorical(Categorical):
     """A softmax at every token (``likelihood="tokens"``): outputs ``[B, T, C]``, targets [B, T].
 
-    Images with a class per pixel are sequences too: outputs ``[B, C, H, W]``, targets [B, H, W], as
-    ``torch.nn.CrossEntropyLoss`` takes them (any number of axes behind C), become T = H·W tokens.
+    Images with a class per pixel are sequences too: outputs ``[B, C, H, W]`` with targets
+    [B, H, W], as ``torch.nn.CrossEntropyLoss`` takes them, become T = H·W tokens. There may be any
+    number of axes after C.
 
     Tokens whose target is ``ignore_index`` (padding, prompts) do not count: their error is 0, and
-    the outputs there are read as 0. T may differ between batches. Λ has (T·C)² entries per
+    their outputs are replaced by 0. T may differ between batches. Λ has (T·C)² entries per
     sequence and is not formed; ``hessian_times`` multiplies with it.
 
     Args:
         ignore_index: the target of tokens that do not count.
-        weight, label_smoothing: of every token's loss, as of
-            :class:`~blr_analysis.likelihoods.Categorical` (Hugging Face's
-            ``label_smoothing_factor`` is the same).
+        weight, label_smoothing: apply to every token's loss as in
+            :class:`~blr_analysis.likelihoods.Categorical` (``label_smoothing`` is Hugging Face's
+            ``label_smoothing_factor``).
 
     Raises:
         InputError: ``ignore_index`` is no whole number; bad weights or smoothing; the Hessian
@@ -60,14 +61,17 @@ class TokenCategorical(Categorical):
         super().__init__(weight, label_smoothing, ignore_index)
 
     def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        places = (len(outputs), *outputs.shape[2:])
-        has_classes_second = outputs.ndim >= 4 or outputs.shape[:2] != targets.shape
-        if outputs.ndim < 3 or not has_classes_second or places != tuple(targets.shape):
-            return outputs, targets
-        return pixels_as_tokens(outputs), targets.flatten(1)
+        """Outputs ``[B, C, H, W]`` and targets ``[B, H, W]`` as tokens; others as they are."""
+        shape_without_classes = (len(outputs), *outputs.shape[2:])
+        has_classes_second = outputs.ndim >= 3 and shape_without_classes == tuple(targets.shape)
+        could_be_sequence = outputs.ndim == 3 and outputs.shape[:2] == targets.shape
+        if has_classes_second and not could_be_sequence:
+            return pixels_as_tokens(outputs), targets.flatten(1)
+        return outputs, targets
 
     def check_outputs(self, outputs: Tensor) -> None:
-        if outputs.ndim != 3 or outputs.shape[1] == 0 or outputs.shape[-1] < 2:
+        has_tokens = outputs.ndim == 3 and outputs.shape[1] > 0
+        if not has_tokens or outputs.shape[-1] < 2:
             raise DataError(
                 f"the {self.name} likelihood needs outputs of shape [batch, tokens, C], got "
                 f"{tuple(outputs.shape)}; or [batch, C, H, W] with targets [batch, H, W], or use "
@@ -78,9 +82,9 @@ class TokenCategorical(Categorical):
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs, 0 where the target is ignored, and targets ``[B, T]``, checked."""
         targets = self.prepare_targets(targets, outputs)
-        counts = self.counted(targets)
-        if not bool(counts.all()):
-            outputs = outputs.masked_fill(~counts.unsqueeze(-1), 0.0)
+        is_counted = self.counted(targets)
+        if not bool(is_counted.all()):
+            outputs = outputs.masked_fill(~is_counted.unsqueeze(-1), 0.0)
         return outputs, targets
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
@@ -103,7 +107,7 @@ class TokenCategorical(Categorical):
         return self.token_nll(outputs, targets).sum(-1)
 
     def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The number of its tokens that count, or the sum of their weights, ``[B]``."""
+        """The number of an example's tokens that count, or the sum of their weights, ``[B]``."""
         return super().mass(outputs, targets).sum(-1)
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
@@ -115,20 +119,20 @@ class TokenCategorical(Categorical):
             'use curvature="empirical_fisher" or "mc_fisher", one gradient per sequence'
         )
 
-    hessian_root = hessian
+    hessian_root = hessian  # a root would be as large
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The fraction of the tokens that count which are predicted right, ``[B]``."""
-        counts = self.counted(targets)
-        right = (outputs.argmax(-1) == targets) & counts
-        return right.sum(-1).to(outputs.dtype) / counts.sum(-1)
+        is_counted = self.counted(targets)
+        is_right = (outputs.argmax(-1) == targets) & is_counted
+        return is_right.sum(-1).to(outputs.dtype) / is_counted.sum(-1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        reached = outputs.softmax(-1).cumsum_(-1)  # one number for each token falls among these
-        heights = torch.rand(*outputs.shape[:2], 1, generator=generator).to(reached)
-        heights *= reached[..., -1:]
-        drawn = torch.searchsorted(reached, heights, right=True).squeeze(-1)
-        return drawn.clamp_max(outputs.shape[-1] - 1)
+        cumulative = outputs.softmax(-1).cumsum_(-1)
+        heights = torch.rand(*outputs.shape[:2], 1, generator=generator).to(cumulative)
+        heights *= cumulative[..., -1:]  # the total is 1 only up to rounding
+        classes = torch.searchsorted(cumulative, heights, right=True).squeeze(-1)
+        return classes.clamp_max(outputs.shape[-1] - 1)
 
     def resample(
         self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None

@@ -17,29 +17,32 @@ from typing import Any
 
 from blr_analysis.checks import package_version, printable
 from blr_analysis.merging.folders import MergeReport
-from blr_analysis.merging.job import Job
-from blr_analysis.merging.merge_plan import AVERAGED, COPIED
+from blr_analysis.merging.job import Job, Member
+from blr_analysis.merging.merge_plan import AVERAGED, COPIED, OpenModel
 from blr_analysis.merging.sources import is_place
 
 CARD = "README.md"
 RECIPE = "merge_recipe.yml"
 REPORT = "merge_report.csv"
 AS_RUN = "# As run by blr_analysis {version}; relative paths start at the folder of the recipe.\n"
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
+MARKDOWN_CHARACTERS = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
 
 def documents(report: MergeReport, recipe: str) -> dict[str, str]:
     """The texts to be saved beside the weights, by file name; ``recipe``: its text."""
-    run = AS_RUN.format(version=package_version()) + recipe
-    return {CARD: model_card(report, recipe), REPORT: report_csv(report), RECIPE: run}
+    recipe_as_run = AS_RUN.format(version=package_version()) + recipe
+    return {CARD: model_card(report, recipe), REPORT: report_csv(report), RECIPE: recipe_as_run}
 
 
 def model_card(report: MergeReport, recipe: str) -> str:
     """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
     plan = report.plan
     job = plan.job
+    folder_name = os.path.basename(os.path.abspath(report.folder))
     lines = [
-        f"# {markdown(os.path.basename(os.path.abspath(report.folder)))}",
+        *_front_matter(job, plan.method.name),
+        "",
+        f"# {markdown(folder_name)}",
         "",
         f"A merge of {_count(len(job.members), 'fine-tuned model')} by "
         f"`{plan.method.name}`: `{plan.method.formula}`, made with blr_analysis "
@@ -49,37 +52,51 @@ def model_card(report: MergeReport, recipe: str) -> str:
         "| --- | --- | --- |",
     ]
     for member, model in zip(job.members, plan.models, strict=True):
-        facts = []
-        if model.precision is not None:
-            facts = [shown(member.precision), model.precision.structure, model.precision.kind]
-        precision = markdown(", ".join(fact for fact in facts if fact))
-        weight = _line(repr(member.weight)).replace("|", "/")
+        weight = _line(repr(member.weight)).replace("|", "/")  # "|" would end the cell
+        precision = _precision_in_words(member, model)
         lines.append(f"| {markdown(shown(member.model))} | `{weight}` | {precision} |")
     if job.base is not None:
         lines += ["", f"The base is {markdown(shown(job.base))}."]
-    lines += ["", "## What came of it", "", *(f"* {text}" for text in outcome(report)), ""]
-    lines += [f"The fate of every tensor is in `{REPORT}`."]
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
-    lines += ["", "## Recipe", "", f"{fence}yaml", recipe.rstrip("\n"), fence]
-    return "\n".join([*_front_matter(job, plan.method.name), "", *lines]) + "\n"
+    lines += ["", "## What came of it", ""]
+    lines += [f"* {sentence}" for sentence in outcome(report)]
+    lines += ["", f"The fate of every tensor is in `{REPORT}`."]
+    lines += ["", "## Recipe", "", *_fenced(recipe)]
+    return "\n".join(lines) + "\n"
+
+
+def _precision_in_words(member: Member, model: OpenModel) -> str:
+    """Where a model's precision lies and of which kind it is; "" where there is none."""
+    if model.precision is None:
+        return ""
+    facts = [shown(member.precision), model.precision.structure, model.precision.kind]
+    return markdown(", ".join(fact for fact in facts if fact))
+
+
+def _fenced(recipe: str) -> list[str]:
+    """The recipe as a block of code, between fences longer than any run of backticks in it."""
+    runs = re.findall("`+", recipe)
+    longest_run = max(map(len, runs), default=0)
+    fence = "`" * max(3, longest_run + 1)
+    return [f"{fence}yaml", recipe.rstrip("\n"), fence]
 
 
 def outcome(report: MergeReport) -> list[str]:
     """What a merge did, a sentence each."""
     plan = report.plan
-    numbers = sum(tensor.spec.numel for tensor in plan.tensors)
-    moved = plan.bytes_read + plan.bytes_written
-    copied = sum(tensor.fate == COPIED for tensor in plan.tensors)
-    averaged = sum(tensor.fate == AVERAGED for tensor in plan.tensors)
+    n_numbers = sum(tensor.spec.numel for tensor in plan.tensors)
+    n_copied = sum(tensor.fate == COPIED for tensor in plan.tensors)
+    n_averaged = sum(tensor.fate == AVERAGED for tensor in plan.tensors)
+    seconds = max(report.seconds, 1e-9)  # a clock may be too coarse for a small merge
+    bytes_per_second = (plan.bytes_read + plan.bytes_written) / seconds
     sentences = [
-        f"{_count(len(plan.tensors) - copied, 'tensor')} merged, {copied:,} copied (the same in "
-        f"all models); {numbers:,} numbers",
+        f"{_count(len(plan.tensors) - n_copied, 'tensor')} merged, {n_copied:,} copied (the same "
+        f"in all models); {n_numbers:,} numbers",
         f"{size(plan.bytes_read)} read, {size(plan.bytes_written)} written in "
-        f"{report.seconds:.1f} s, {size(moved / max(report.seconds, 1e-9))}/s",
+        f"{report.seconds:.1f} s, {size(bytes_per_second)}/s",
     ]
-    if averaged:
+    if n_averaged:
         sentences.append(
-            f"{averaged:,} of the merged are running statistics, averaged by any method"
+            f"{n_averaged:,} of the merged are running statistics, averaged by any method"
         )
     if report.solves:
         sentences.append(_solves(report))
@@ -99,8 +116,11 @@ def _solves(report: MergeReport) -> str:
         f"{_count(len(report.solves), 'layer')} merged as one matrix: residual {residual:.1g} at "
         f"most, after {iterations} iterations at most"
     )
-    shrinks = [report.plan.factor_settings(layer)[0] for layer in report.solves]
-    return f"{sentence}, shrink as measured" if None in shrinks else sentence
+    for layer in report.solves:
+        shrink, _power, _damping = report.plan.factor_settings(layer)
+        if shrink is None:
+            return f"{sentence}, shrink as measured"
+    return sentence
 
 
 def report_csv(report: MergeReport) -> str:
@@ -142,7 +162,9 @@ def hub_name(place: Path) -> str | None:
 
 
 def shown(place: Any) -> str:
-    """A folder as others may know it: its name on the hub, else its own last name.
+    """The name of a folder that may be published: its name on the hub, else its last name.
+
+    A module or a state dict is called by its type.
 
     >>> shown(Path("/home/me/models/ft1")), shown(Path("/home/me/models/ft1/precision"))
     ('ft1', 'ft1/precision')
@@ -156,7 +178,7 @@ def shown(place: Any) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as one reads them.
+    """A number of bytes in the unit that people read best.
 
     >>> size(512), size(1_234_567), size(5e9)
     ('512 B', '1.23 MB', '5 GB')
@@ -174,11 +196,14 @@ def markdown(text: str) -> str:
     >>> markdown("a|b <script>")
     'a\\\\|b \\\\<script\\\\>'
     """
-    return SPECIAL.sub(r"\\\1", _line(text))
+    return MARKDOWN_CHARACTERS.sub(r"\\\1", _line(text))
 
 
 def _front_matter(job: Job, method: str) -> list[str]:
-    """Only names on the hub are listed as base models: it refuses a card with any other."""
+    """The lines of YAML with which the hub expects a card to begin.
+
+    The base models are those with a name on the hub; the hub refuses a card with any other.
+    """
     places = [job.base, *(member.model for member in job.members)]
     names = [hub_name(Path(os.path.abspath(place))) for place in places if is_place(place)]
     on_hub = [name for name in dict.fromkeys(names) if name is not None]
@@ -188,7 +213,8 @@ def _front_matter(job: Job, method: str) -> list[str]:
         lines += ["base_model_relation: merge"]
     lines += ["library_name: transformers", "tags:"]
     lines += [f"- {tag}" for tag in ("merge", "blr_analysis", method)]
-    return [*lines, "---"]
+    lines += ["---"]
+    return lines
 
 
 def _line(text: str) -> str:
@@ -197,12 +223,14 @@ def _line(text: str) -> str:
 
 
 def public(text: str, job: Job) -> str:
-    """The folders in a text by the names that others may know."""
+    """The text with the models' folders replaced by names that may be published."""
     places = [member.model for member in job.members if is_place(member.model)]
+    # The longest first: the path of one folder may begin the path of another.
     for place in sorted(places, key=lambda place: -len(str(place))):
         text = text.replace(str(place), shown(place))
     return text
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {noun}{ending}"

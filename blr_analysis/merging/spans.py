@@ -1,8 +1,9 @@
-"""Merges of whole tensors as vectors: spherical means, and the stock of models.
+"""Merges of whole tensors as vectors: spherical means, and Model Stock.
 
-Each is a sum Σ_t c_t v_t of the models (or of their steps θ_t − θ_0) whose coefficients c depend on
-the vectors' lengths and angles alone. One pass over a tensor gives their products G = V Vᵀ; the
-sum then streams like any other.
+Each of these merges is a sum Σ_t c_t v_t of the models' tensors, or of their steps θ_t − θ_0. The
+coefficients c depend on the vectors' lengths and angles alone: one pass over a tensor gives the
+inner products G = V Vᵀ, the functions here compute c from G, and the sum then streams like any
+other.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 
-STRAIGHT = 0.9995  # a cosine above it: the arc is a line
-TINY = 1e-5  # lengths and angles below it are none
-NO_LENGTH = 1e-8  # a vector that is no longer has no direction
+STRAIGHT = 0.9995  # above this cosine an arc is taken as a line
+TINY = 1e-5  # lengths and angles up to this one count as 0 on the sphere
+NO_LENGTH = 1e-8  # a vector of at most this length has no angle in slerp
 
 
 def slerp(gram: Tensor, weights: Tensor) -> Tensor:
@@ -38,15 +39,15 @@ def slerp(gram: Tensor, weights: Tensor) -> Tensor:
     if abs(cosine) > STRAIGHT:
         return torch.tensor([1 - t, t], dtype=gram.dtype)
     angle = math.acos(cosine)
-    shares = [math.sin((1 - t) * angle), math.sin(t * angle)]
-    return torch.tensor(shares, dtype=gram.dtype) / math.sin(angle)
+    sines = [math.sin((1 - t) * angle), math.sin(t * angle)]
+    return torch.tensor(sines, dtype=gram.dtype) / math.sin(angle)
 
 
 def multislerp(gram: Tensor, weights: Tensor) -> Tensor:
     """The weighted mean of the directions, times the mean length: where :func:`karcher` starts.
 
-    (mergekit's method of this name takes a step from there along the mean of vectors that are
-    orthogonal to it, which is 0.)
+    The method of this name in mergekit then takes a step along the mean tangent. Its tangents are
+    orthogonal to that mean direction and average to 0, so that the step changes nothing.
     """
     return karcher(gram, weights, steps=0)
 
@@ -54,8 +55,9 @@ def multislerp(gram: Tensor, weights: Tensor) -> Tensor:
 def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     """The weighted mean of the directions on the sphere, times the mean length.
 
-    From u = Σ α v/|v|, made a unit vector: the tangents Σ α φ/sin φ (v/|v| − cos φ u), with φ
-    the angle between v and u, are walked along as an arc until they are shorter than 1e-5.
+    The mean direction u starts at Σ α v/|v|, scaled to length 1. Each step moves u along the arc
+    of the tangent Σ α φ/sin φ (v/|v| − cos φ u), φ the angle between v and u. The steps end when
+    the tangent is shorter than 1e-5. Vectors are computed with by their coefficients.
 
     Source: Karcher, "Riemannian center of mass and mollifier smoothing", 1977.
 
@@ -66,21 +68,24 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     lengths = gram.diagonal().sqrt()
     has_direction = lengths > TINY
     shares = torch.where(has_direction, weights, 0.0)
-    if not float(shares.sum()):
+    nothing_to_average = float(shares.sum()) == 0
+    if nothing_to_average:
         return torch.zeros_like(weights)
     shares = shares / shares.sum()
     per_length = torch.where(has_direction, 1 / lengths, 0.0)
-    mean = _unit(shares * per_length, gram)
+    direction = _unit(shares * per_length, gram)
     for _ in range(steps):
-        cosines = (gram @ mean * per_length).clamp(-1, 1)
+        cosines = (gram @ direction * per_length).clamp(-1, 1)
         angles = cosines.acos()
         pulls = shares * torch.where(angles > TINY, angles / angles.sin(), 0.0)
-        tangent = pulls * per_length - (pulls @ cosines) * mean
+        tangent = pulls * per_length - (pulls @ cosines) * direction
         size = _length(tangent, gram)
         if size < TINY:
             break
-        mean = _unit(math.cos(size) * mean + math.sin(size) / size * tangent, gram)
-    return (weights @ lengths) / weights.sum() * mean
+        end_of_arc = math.cos(size) * direction + math.sin(size) / size * tangent
+        direction = _unit(end_of_arc, gram)
+    mean_length = (weights @ lengths) / weights.sum()
+    return mean_length * direction
 
 
 def _length(coefficients: Tensor, gram: Tensor) -> float:
@@ -97,8 +102,9 @@ def _unit(coefficients: Tensor, gram: Tensor) -> Tensor:
 
 
 def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
-    """t/T of each of T steps, as far as they agree: t = T c / (1 + (T − 1) c), with c the mean
-    cosine between two of them.
+    """The mean of T steps, scaled by how far they agree: t = T c / (1 + (T − 1) c).
+
+    c is the mean cosine between two steps; the coefficient of each step is t/T.
 
     Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", ECCV 2024.
 
@@ -106,8 +112,10 @@ def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
     >>> model_stock(gram, torch.ones(2).double())                # c = 1/2: t = 2/3
     tensor([0.3333, 0.3333], dtype=torch.float64)
     """
-    count = len(weights)
+    n_models = len(weights)
+    n_pairs = n_models * (n_models - 1) / 2
     lengths = gram.diagonal().sqrt().clamp_min(1e-30)
     cosines = (gram / lengths / lengths[:, None]).clamp(-1, 1)
-    mean = float(cosines.triu(1).sum()) / max(count * (count - 1) / 2, 1)
-    return torch.full_like(weights, mean / (1 + (count - 1) * mean))
+    mean_cosine = float(cosines.triu(1).sum()) / max(n_pairs, 1)
+    coefficient = mean_cosine / (1 + (n_models - 1) * mean_cosine)
+    return torch.full_like(weights, coefficient)

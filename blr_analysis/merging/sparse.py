@@ -1,17 +1,20 @@
-"""Merges of task vectors of which a part is left out: TIES and DARE.
+"""Merges of task vectors that set a part of their entries to 0: TIES and DARE.
 
-With δ_t = θ_t − θ_0, of which a share ``density`` stays (the largest, or as chance has it):
+Of every δ_t = θ_t − θ_0 a share ``density`` of the entries stays: the largest, or random ones.
+Entry by entry,
 
     θ = θ_0 + λ Σ_t α_t H_t δ_t s_t / Σ_t α_t H_t s_t,      H_t = 1 where no precisions weigh
 
-over the models that stay; with signs elected, s_t is 1 where α_t H_t δ_t has the sign of the sum
-over all of them, and 0 elsewhere. Without normalization there is no division. "The largest" is by
-|δ|, or by |δ| √H: what the loss of the task rises by, were the entry left out.
+where the sums are over the models whose entry stays. With signs elected, s_t is 1 where α_t H_t δ_t
+has the sign of the sum over these models, and 0 elsewhere; otherwise s_t is 1. Without
+normalization there is no division. The size of an entry is |δ|, or |δ| √H: the larger it is, the
+more the task's loss rises without the entry.
 
-Of a tensor of n entries all stay that are at least as large as the k-th largest, k = ⌊density · n⌋
-and at least 1, as in the authors' code: which ones does not depend on their order. Between bfloat16
-models many |δ| are equal, so that some more than k stay; mergekit keeps exactly k, by position
-among equals, and differs at those entries (0.4 % of a small Llama's) and at no others.
+A tensor of n entries keeps all that are at least as large as the k-th largest, with
+k = max(1, ⌊density · n⌋), as in the authors' code. The order of the entries therefore does not
+matter. Between bfloat16 models many |δ| are equal, so that a few more than k stay. Mergekit keeps
+exactly k, by position among equals: it differs at those entries (0.4 % of a small Llama's) and at
+no others.
 
 Source: Yadav et al., "TIES-merging: resolving interference when merging models", NeurIPS 2023; Yu
 et al., "Language models are super Mario", ICML 2024 (DARE).
@@ -28,8 +31,8 @@ from torch import Tensor
 
 from blr_analysis.merging.formula import BLOCK, PrecisionValue
 
-HALF = 2**16  # the number of values that half of a float32's bits can have
-NO_WEIGHT = 1e-8  # no total is divided by a smaller sum of weights
+VALUES_OF_HALF = 2**16  # values that the upper or lower half of a float32's bits can have
+NO_WEIGHT = 1e-8  # a sum of weights below it divides nothing
 
 
 def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
@@ -44,42 +47,43 @@ def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
 
 
 def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]) -> list[int]:
-    """The k-th largest of each model's sizes, exactly.
+    """The k-th largest of each model's :func:`sizes`, exactly.
 
-    The first pass finds the upper half of its bits, the second pass the lower half, among the sizes
-    that have this upper half.
+    The first pass finds the upper half of the k-th largest number's bits. The second pass finds the
+    lower half, among the sizes with this upper half.
 
     Args:
-        walk: every call yields the sizes of all models, block by block.
+        walk: yields the sizes of all models, block by block; it is called twice.
         counts: k ≥ 1 of each model.
 
-    >>> one = torch.tensor([3.0, 1.0, 2.0, 5.0]).view(torch.int32)
-    >>> limit = limits(lambda: [[one[:2]], [one[2:]]], [2])
-    >>> (one >= limit[0]).tolist()
+    >>> size = torch.tensor([3.0, 1.0, 2.0, 5.0]).view(torch.int32)
+    >>> limit = limits(lambda: [[size[:2]], [size[2:]]], [2])
+    >>> (size >= limit[0]).tolist()
     [True, False, False, True]
     """
-
-    upper = [torch.zeros(HALF // 2, dtype=torch.int64) for _ in counts]
+    n_upper = VALUES_OF_HALF // 2  # the sign's bit is 0
+    upper = [torch.zeros(n_upper, dtype=torch.int64) for _ in counts]
     for block in walk():
         for histogram, size in zip(upper, block, strict=True):
-            histogram += torch.bincount(size >> 16, minlength=HALF // 2)
-    ranked = [_ranked(histogram, count) for histogram, count in zip(upper, counts, strict=True)]
-    lower = [torch.zeros(HALF, dtype=torch.int64) for _ in counts]
+            histogram += torch.bincount(size >> 16, minlength=n_upper)
+    upper_halves = [_ranked(h, count) for h, count in zip(upper, counts, strict=True)]
+    lower = [torch.zeros(VALUES_OF_HALF, dtype=torch.int64) for _ in counts]
     for block in walk():
-        for histogram, size, place in zip(lower, block, ranked, strict=True):
-            candidates = size[size >> 16 == place.value]
-            histogram += torch.bincount(candidates & (HALF - 1), minlength=HALF)
+        for histogram, size, upper_half in zip(lower, block, upper_halves, strict=True):
+            candidates = size[size >> 16 == upper_half.value]
+            lower_bits = candidates & (VALUES_OF_HALF - 1)
+            histogram += torch.bincount(lower_bits, minlength=VALUES_OF_HALF)
     return [
-        (place.value << 16) + _ranked(histogram, place.rank_among_equals).value
-        for histogram, place in zip(lower, ranked, strict=True)
+        (upper_half.value << 16) + _ranked(histogram, upper_half.rank_among_equals).value
+        for histogram, upper_half in zip(lower, upper_halves, strict=True)
     ]
 
 
 class _Ranked(NamedTuple):
-    """A number at a rank of many.
+    """The number at some rank, counted from the largest.
 
     Attributes:
-        value: of the number.
+        value: the number's value.
         rank_among_equals: its rank among the numbers of the same value.
     """
 
@@ -105,9 +109,9 @@ def zero_below(limit: int, step: Tensor, size: Tensor) -> None:
 
 
 def random_mask(density: float, count: int, seed: int, model: int, name: str, start: int) -> Tensor:
-    """Which of the ``count`` entries from ``start`` on, a multiple of BLOCK, stay by chance.
+    """A mask of the entries that stay at random, among ``count`` entries from ``start`` on.
 
-    Shards, pieces and threads do not change them.
+    ``start`` is a multiple of BLOCK. The mask does not depend on shards, pieces or threads.
 
     >>> mask = random_mask(0.5, 8, 0, 0, "w", 0)
     >>> torch.equal(mask, random_mask(0.5, 8, 0, 0, "w", 0))
@@ -133,7 +137,10 @@ def combine_sparse(
     normalize: bool,
     scale: float,
 ) -> None:
-    """The module's formula for one block; the steps lack what does not stay, and are used up."""
+    """The module's formula for one block.
+
+    The entries of ``steps`` that do not stay are 0 already. The steps are overwritten.
+    """
     shares = [
         weight * precision if isinstance(precision, Tensor) else weight
         for weight, precision in zip(weights, precisions, strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.head import with_head
-from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.data import padding
 from blr_analysis.files import Unfinished
@@ -103,7 +103,7 @@ class Fit:
             self.task,
             self.params,
             columns=(mixed or self.columns()) + int(has_error_column),
-            indices=shared(self.task, self.params, indices),
+            indices=indices_of_rank(self.task, self.params, indices),
             label=label,
             kept=kept,
         )

@@ -11,11 +11,12 @@ Its record (``precision_config.json``) says
 ``n_data``              N, the number of examples summed over
 ``prior_precision``     δ that is inside the tensors, a number or one per name; 0: the data alone
 ``prior_outside``       δ that is not in them, which :meth:`Posterior.load` adds
-``optimizer``           its class; with ``batch_size`` (examples per step), ``beta2``, ``step``
-                        and ``bias_corrected`` where there was one
-``tied``, ``frozen``    further names of tied tensors, by the first; names that had no gradient
+``optimizer``           the class of the optimizer that measured it, with ``batch_size`` (examples
+                        per step), ``beta2``, ``step`` and ``bias_corrected``
+``tied``                the further names of every tied tensor, by its first name
+``frozen``              the names of parameters that had no gradient
 ``model_sha256``        :func:`blr_analysis.files.fingerprint` of the model's folder
-``sample_sha256``       the same of every tensor's first 1,024 numbers, which a merge compares
+``sample_sha256``       the fingerprint of every tensor's first 1,024 numbers; a merge compares it
 ======================  ==========================================================================
 
 so that the data's part is always H = tensor − ``prior_precision`` (δ of the formulas). Bfloat16
@@ -47,14 +48,16 @@ Parts = tuple[dict[str, Tensor], Structure, Prior, int, dict[str, Any]]
 Encoded = tuple[dict[str, Tensor], dict[str, Any]]
 
 DTYPES = (None, torch.float32, torch.bfloat16)
-ENTRIES = {  # of a posterior's record, where it has them, and what stands in each
+# Entries that the record of a posterior may have, and the keys that each must then have.
+KEYS_OF_ENTRIES = {
     "stationarity": ("pull", "decrement", "residual", "n_data"),
     "fingerprint": ("outputs", "targets", "losses"),
     "input_ranges": ("mean", "spread"),
     "prior_choice": ("delta", "rule"),
     "calibration": ("temperature",),
 }
-OWN_KEYS = {
+# Keys of a record that are read into the parts, or that describe the file.
+KEYS_OF_PARTS = {
     "structure",
     "prior_precision",
     "prior_outside",
@@ -98,11 +101,14 @@ def parts_of(
     _check_entries(record, path)
     try:
         names: list[str] = list(record["parameters"])
-        has_mean = any(f"{n}.mean" in tensors and f"{n}.mean" not in names for n in names)
+        # A parameter may itself be called "….mean".
+        keys_of_means = {f"{n}.mean" for n in names} - set(names)
+        has_mean = not keys_of_means.isdisjoint(tensors)
         form = STRUCTURES[record["structure"]].read(tensors, record, names)
         mean = {n: tensors[f"{n}.mean"] for n in names} if has_mean else None
         initial = {n: tensors[f"{n}.initial"] for n in names if f"{n}.initial" in tensors}
-        prior = Prior(Prior.of_any(record["prior_precision"]).entries, initial or None)
+        prior_precision_inside = Prior.of_any(record["prior_precision"]).entries
+        prior = Prior(prior_precision_inside, initial or None)
         n_data = int(record["n_data"])
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path!r} is no posterior of blr_analysis: {error}") from error
@@ -111,18 +117,19 @@ def parts_of(
     elif model is not None:
         raise PosteriorError(f"{path!r} holds its own mean: leave model out")
     if form.per_weight is not None:
-        has_all_inside = has_mean and record.get("prior_outside") is None
-        widens = not has_all_inside or bool(record.get("rounded"))
-        form = Diagonal({n: _beside(s, mean[n], widens) for n, s in form.per_weight.items()})
+        is_whole_posterior = has_mean and record.get("prior_outside") is None
+        was_rounded = bool(record.get("rounded"))
+        widens = was_rounded or not is_whole_posterior
+        form = Diagonal({n: _like_mean(s, mean[n], widens) for n, s in form.per_weight.items()})
     form, prior = _with_prior(form, prior, record.get("prior_outside"), prior_precision, path)
-    keys_of_the_parts = {*OWN_KEYS, *form.record()}
-    others = {key: value for key, value in record.items() if key not in keys_of_the_parts}
+    keys_read = {*KEYS_OF_PARTS, *form.record()}
+    others = {key: value for key, value in record.items() if key not in keys_read}
     return mean, form, prior, n_data, others
 
 
 def _check_entries(record: Mapping[str, Any], path: str) -> None:
     """Raise :class:`StorageError` where an entry of a record lacks what an analysis reads of it."""
-    for entry, keys in ENTRIES.items():
+    for entry, keys in KEYS_OF_ENTRIES.items():
         content = record.get(entry)
         if content is None:
             continue
@@ -133,10 +140,12 @@ def _check_entries(record: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _beside(s: Tensor, mean: Tensor, widens: bool) -> Tensor:
+def _like_mean(precision: Tensor, mean: Tensor, widens: bool) -> Tensor:
     """The precision on the mean's device; ``widens``: in float32, or the mean's dtype if wider."""
-    dtype = torch.promote_types(torch.float32, mean.dtype) if widens else s.dtype
-    return s.to(mean.device, dtype)
+    if not widens:
+        return precision.to(mean.device)
+    wider_dtype = torch.promote_types(torch.float32, mean.dtype)
+    return precision.to(mean.device, wider_dtype)
 
 
 def _with_prior(
@@ -149,11 +158,14 @@ def _with_prior(
     """
     is_data_part = form.per_weight is not None and not any(inside.entries.values())
     if given is not None:
-        callers = Prior.read(given, form.shapes)
+        prior_of_caller = Prior.read(given, form.shapes)
         if is_data_part:
-            outside = callers.entries
-        elif callers.numbers(form.shapes) != inside.numbers(form.shapes):
-            raise PosteriorError(f"{path!r} is with its prior in it; leave prior_precision out")
+            outside = prior_of_caller.entries
+        elif prior_of_caller.numbers(form.shapes) != inside.numbers(form.shapes):
+            raise PosteriorError(
+                f"{path!r} was saved with its prior in it, not with this one: leave "
+                "prior_precision out"
+            )
     prior = inside
     if outside is not None:
         prior = Prior(Prior.of_any(outside).entries, inside.mean)
@@ -169,21 +181,21 @@ def _check_positive(precisions: Mapping[str, Tensor], path: str) -> None:
         zeros = int((precision == 0).sum())
         if zeros:
             raise PosteriorError(
-                f"{path!r} holds a precision without prior, 0 in {zeros} of {precision.numel()} "
-                f"entries of {name!r}: pass prior_precision="
+                f"{path!r} holds a precision without a prior, and {zeros} of {precision.numel()} "
+                f"entries of {name!r} are 0: pass prior_precision="
             )
 
 
 def _mean_of(
     model: Model | None, shapes: Shapes, record: Mapping[str, Any], path: str
 ) -> dict[str, Tensor]:
-    """One tensor per name of ``shapes``. Tied tensors may have any of their names in the model.
+    """The model's tensor for every name of ``shapes``. A tied tensor may have any of its names.
 
     Raises:
-        InputError: ``model`` is none, or holds no numbers.
+        InputError: ``model`` is no module, state dict or folder, or a tensor has no numbers.
         StorageError: the folder cannot be read.
-        PosteriorError: names or shapes are missing, or the weights are not those whose
-            fingerprint was recorded. A module or a state dict is taken as it is.
+        PosteriorError: names or shapes are missing, or a folder's weights are not those whose
+            fingerprint was recorded.
     """
     source = _opened(model, record.get("model_sha256"), path)
     tied = record.get("tied") or {}
@@ -201,6 +213,7 @@ def _mean_of(
 
 
 def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
+    """A model as a source of tensors; the weights of a folder must have the recorded sha256."""
     if model is None:
         raise PosteriorError(f"{path!r} holds precisions without a mean: pass model=")
     if isinstance(model, nn.Module):
@@ -213,8 +226,8 @@ def _opened(model: Model | None, sha256: str | None, path: str) -> Source:
     source = Folder.open(model)
     if sha256 is not None and fingerprint(source, progress=False) != sha256:
         raise PosteriorError(
-            f"{path!r} was written beside other weights than {os.fspath(model)!r} (sha256): name "
-            "the right folder, or pass the module"
+            f"{path!r} belongs to other weights than those in {os.fspath(model)!r} (the sha256 "
+            "differs): name the right folder, or pass the module"
         )
     return source
 
@@ -268,11 +281,11 @@ def write_precision(
         model: the model's folder, whose sha256 is recorded (``model_sha256``).
         dtype: float32, bfloat16 (of tensors with no prior inside), or None: as the tensors are.
         record: further facts, JSON-able: ``optimizer``, ``batch_size``, ``beta2``, ``step``,
-            ``bias_corrected``, ``tied``, ``frozen``, or words of your own.
+            ``bias_corrected``, ``tied``, ``frozen``, or keys of your choice.
 
     Raises:
         PosteriorError: a tensor that is negative, NaN or infinite (named, with how many entries).
-        InputError: ``n_data``, ``kind``, ``dtype``, δ or the record cannot be.
+        InputError: an impossible ``n_data``, ``kind``, ``dtype``, δ or record.
         StorageError: the place cannot be written; what was there before stays.
 
     Example:
@@ -299,12 +312,16 @@ def write_precision(
     if dtype is not None:
         stored = {name: t.to(dtype) for name, t in stored.items()}
     _check_values(stored)
-    document = {**dict.fromkeys(FIELDS), **record, **hashes(model)}
+    document: dict[str, Any] = dict.fromkeys(FIELDS)
+    document.update(record)
+    document.update(hashes(model))
     if prior_outside is not None:
         document["prior_outside"] = outside.given
-    document |= structure_record
-    document |= {"kind": kind, "definition": definition}
-    document |= {"n_data": n_examples, "parameters": list(precisions)}
+    document.update(structure_record)
+    document["kind"] = kind
+    document["definition"] = definition
+    document["n_data"] = n_examples
+    document["parameters"] = list(precisions)
     storage.write(place, stored, document)
 
 
@@ -318,7 +335,7 @@ def _check_priors(inside: Prior, outside: Prior, dtype: torch.dtype | None) -> N
 
 
 def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
-    """The two fingerprints of a model's folder, by their names in a record; none of no model."""
+    """The two fingerprints of a model's folder, by their keys in a record; none without one."""
     if model is None:
         return {}
     weights = Folder.open(path_of(model))
@@ -345,5 +362,8 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
             raise PosteriorError(f"the precision of {name!r} is on the meta device, without values")
         bad = ~(tensor.isfinite() & (tensor >= 0))
         if bool(bad.any()):
-            count = f"{int(bad.sum())} of {bad.numel()} entries (such as {float(tensor[bad][0]):g})"
-            raise PosteriorError(f"the precision of {name!r} is negative or not finite in {count}")
+            example = float(tensor[bad][0])
+            raise PosteriorError(
+                f"the precision of {name!r} is negative or not finite in {int(bad.sum())} of "
+                f"{bad.numel()} entries (such as {example:g})"
+            )

@@ -4,8 +4,9 @@
     decrement  ½ gᵀ Σ g                what a Newton step from m would gain, in nats
     pull       1/N Σ_i ½ g_iᵀ Σ g_i    what one example pulls at the model with, on average
 
-A group is told from the training that goes on where its pull is ten times the decrement; n examples
-that pull independently of each other have n times one example's.
+What a group of examples does can be told from what further training would do where the group's
+pull is ten times the decrement. The pull of n examples that pull independently of each other is n
+times that of one.
 
 A fit measures it and keeps it in its posterior. Where there was no fit, the first analysis measures
 it; it is then kept beside the posterior, which stays as it is.
@@ -37,7 +38,9 @@ class Measurement:
     """How far a posterior is from the minimum on these examples.
 
     Attributes:
+        stationarity: the numbers.
         saturated: the share of predictions that are exactly 0 or 1.
+        examples: the data that they were measured on.
     """
 
     stationarity: Stationarity
@@ -69,7 +72,7 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     on_task = posterior.on(task)
     if on_task.stationarity is not None and _is_fitted_to(on_task, task):
         return on_task.stationarity
-    return _remembered(task, posterior, on_task).stationarity
+    return _measured_once(task, posterior, on_task).stationarity
 
 
 def with_stationarity(
@@ -83,12 +86,12 @@ def with_stationarity(
     q = posterior.on(task) if on_task is None else on_task
     if q.stationarity is not None and _is_fitted_to(q, task):
         return q
-    measurement = _remembered(task, posterior, q)
+    measurement = _measured_once(task, posterior, q)
     return q.changed(stationarity=measurement.stationarity, saturated=measurement.saturated)
 
 
 def _is_fitted_to(q: Posterior, task: Task) -> bool:
-    """Whether its stationarity was measured on this loss and these data."""
+    """Whether a posterior's stationarity was measured on this loss and these data."""
     if q.stationarity is None or q.fingerprint is None:
         return False
     if q.stationarity.likelihood != task.likelihood.recorded:
@@ -96,38 +99,37 @@ def _is_fitted_to(q: Posterior, task: Task) -> bool:
     return not differs(q.fingerprint, fingerprint(task, q.mean), strictly=True)
 
 
-def _remembered(task: Task, posterior: Posterior, on_task: Posterior) -> Measurement:
-    """What was measured of the posterior on these examples, now or before."""
+def _measured_once(task: Task, posterior: Posterior, on_task: Posterior) -> Measurement:
+    """The posterior's measurement on this task: an earlier one, or a new one that is stored."""
     measurement = _MEASURED.get(posterior)
-    if measurement is None or not _is_of(measurement, task):
+    if measurement is None or not _was_made_on(task, measurement):
         gradient, _ = loss_and_gradient(task, on_task.mean)
         measurement = measured(task, on_task, gradient)
         _MEASURED[posterior] = measurement
     return measurement
 
 
-def _is_of(measurement: Measurement, task: Task) -> bool:
+def _was_made_on(task: Task, measurement: Measurement) -> bool:
+    """Whether a measurement is of the task's loss and examples."""
     same_loss = measurement.stationarity.likelihood == task.likelihood.recorded
     return same_loss and measurement.examples() is task.examples
 
 
 def measured(task: Task, q: Posterior, gradient: Tree) -> Measurement:
-    """The distance from the minimum, from Σ_i ∇ℓ_i at the posterior's mean."""
+    """How far the posterior's mean is from the minimum; ``gradient`` is Σ_i ∇ℓ_i there."""
     pull_of_prior = q.prior.times(q.prior.gap(q.mean))
     g = add(gradient, 1.0, pull_of_prior)
-    size = norm(gradient) + norm(pull_of_prior)
-    pull, saturated = _of_single_examples(task, q)
-    return Measurement(
-        Stationarity(
-            residual=norm(g) / size if size > 0 else 0.0,
-            decrement=gain(q, g),
-            pull=pull,
-            n_data=task.n_data,
-            likelihood=task.likelihood.recorded,
-        ),
-        saturated,
-        ref(task.examples),
+    sum_of_norms = norm(gradient) + norm(pull_of_prior)
+    residual = norm(g) / sum_of_norms if sum_of_norms > 0 else 0.0
+    pull, saturated = _pull_and_saturation(task, q)
+    distance = Stationarity(
+        residual=residual,
+        decrement=gain(q, g),
+        pull=pull,
+        n_data=task.n_data,
+        likelihood=task.likelihood.recorded,
     )
+    return Measurement(distance, saturated, ref(task.examples))
 
 
 def own_gradients(task: Task) -> int:
@@ -136,7 +138,7 @@ def own_gradients(task: Task) -> int:
     return min(task.n_data, most)
 
 
-def _of_single_examples(task: Task, q: Posterior) -> tuple[float, float]:
+def _pull_and_saturation(task: Task, q: Posterior) -> tuple[float, float]:
     """The mean of ½ g_iᵀ Σ g_i over some examples, and the share of those that are saturated."""
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
     sample = order[: own_gradients(task)].sort().values
@@ -152,7 +154,10 @@ def _of_single_examples(task: Task, q: Posterior) -> tuple[float, float]:
 
 
 def _count_of_saturated(chunk: Chunk) -> int:
-    """How many examples have probabilities of 0 and 1 alone, in float64."""
+    """How many examples have no probability but 0 and 1, up to the rounding of float64.
+
+    The diagonal of the output Hessian, p (1 − p), is 0 there.
+    """
     if chunk.likelihood.is_sequence or not chunk.likelihood.is_classification:
         return 0
     likelihood = chunk.likelihood.plain

@@ -18,7 +18,7 @@ from torch.utils.data import StackDataset
 from blr_analysis import Task
 from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.loss import loss_and_gradient
-from blr_analysis.backprop.record import together
+from blr_analysis.backprop.record import examples_per_pass
 from blr_analysis.errors import ModelError
 
 LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
@@ -101,9 +101,9 @@ def test_tensors_are_read_in_larger_batches_as_far_as_memory_goes() -> None:
     few = Task(model, StackDataset(x, y), batch_size=8)
     many, large = (Task(m, (x, y), batch_size=8) for m in (model, wide))
     order, params = torch.arange(600), many.parameters()
-    assert together(few, params, order) == together(many, params, order[:9]) == 8
-    assert together(many, params, order) > 600
-    assert 8 < together(large, large.parameters(), order) < 400  # 640 kB each of 64 MiB
+    assert examples_per_pass(few, params, order) == examples_per_pass(many, params, order[:9]) == 8
+    assert examples_per_pass(many, params, order) > 600
+    assert 8 < examples_per_pass(large, large.parameters(), order) < 400  # 640 kB each of 64 MiB
     (gradient, loss), (again, same) = (loss_and_gradient(t, params) for t in (many, few))
     assert loss == pytest.approx(same, rel=1e-12)
     assert relative(flatten(gradient), flatten(again)) < 1e-12

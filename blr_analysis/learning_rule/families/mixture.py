@@ -1,15 +1,15 @@
 """Finite mixtures of Gaussians with fixed weights (Khan & Rue, section 3.2 and App. E).
 
-The rule moves in the joint q(θ, z = k) = π_k N(θ | m_k, S_k⁻¹), whose Fisher information is
-regular, and the entropy that it needs is the marginal's. One step of K&R 28, which leaves as its
-fixed point the minimiser of E_q[ℓ̄] − H(q(θ)), is
+The rule moves the joint q(θ, z = k) = π_k N(θ | m_k, S_k⁻¹), because its Fisher information is
+regular, but the objective E_q[ℓ̄] − H(q(θ)) has the entropy of the marginal. One step is (K&R 28)
 
     λ_k ← λ_k − ρ ∇_μ_k E_q[ℓ̄ + log q(θ)]
 
-(that is ``q.with_natural(subtract(q.natural, scale(gradient, rho)))``: no (1 − ρ), for the
-entropy of the joint is not what is asked for). :meth:`GaussianMixture.pull_back` gives
-∇_μ_k E_q[f] from E_{q_k}[∇f] and E_{q_k}[∇²f], the weights π_k having cancelled; for f = log q
-these are expectations of :meth:`Marginal.score` and :meth:`Marginal.hessian`.
+and its fixed point minimises the objective. In code it is
+``q.with_natural(subtract(q.natural, scale(gradient, rho)))``, without the factor (1 − ρ), which
+would belong to the entropy of the joint. :meth:`GaussianMixture.pull_back` gives ∇_μ_k E_q[f] from
+E_{q_k}[∇f] and E_{q_k}[∇²f]: the weights π_k cancel. For f = log q these are expectations of
+:meth:`Marginal.score` and :meth:`Marginal.hessian`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GaussianMixture(ExponentialFamily):
 
     Attributes:
         weights: π ``[..., K]``, above 0, of sum 1.
-        components: K Gaussians, full or diagonal, whose last copies' dimension is K.
+        components: K Gaussians, full or diagonal, with means ``[..., K, P]``.
 
     Raises:
         InputError: weights that are no probabilities, or not one for each component.
@@ -84,7 +84,7 @@ class GaussianMixture(ExponentialFamily):
     @property
     def expectation(self) -> Natural:
         return {
-            name: _like(self.weights, value) * value
+            name: _aligned(self.weights, value) * value
             for name, value in self.components.expectation.items()
         }
 
@@ -93,24 +93,24 @@ class GaussianMixture(ExponentialFamily):
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         of_components = {
-            name: value / _like(self.weights, value) for name, value in expectation.items()
+            name: value / _aligned(self.weights, value) for name, value in expectation.items()
         }
         return self._with(self.components.with_expectation(of_components))
 
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         is_component = self._indicators(theta)
         statistics = self.components.statistics(theta["theta"].unsqueeze(-2))
-        return {name: _like(is_component, value) * value for name, value in statistics.items()}
+        return {name: _aligned(is_component, value) * value for name, value in statistics.items()}
 
     def log_partition(self) -> Tensor:
         return (self.weights * self.components.log_partition()).sum(-1)
 
     def expected_log_base(self) -> Tensor:
-        """Σ π_k log π_k: the share of z."""
+        """E[log h] = Σ π_k log π_k; the normalisers in :meth:`log_base` cancel on average."""
         return (self.weights * self.weights.log()).sum(-1)
 
     def log_base(self, theta: Mapping[str, Tensor]) -> Tensor:
-        """log π_z + A(λ) − A(λ_z): the component has a normaliser of its own."""
+        """log h = log π_z + A(λ) − A(λ_z): the density has A(λ_z) in the place of A(λ)."""
         of_components = self.weights.log() - self.components.log_partition()
         return (self._indicators(theta) * of_components).sum(-1) + self.log_partition()
 
@@ -130,7 +130,7 @@ class GaussianMixture(ExponentialFamily):
         return self.components.pull_back(gradient, hessian)
 
     def expected_point(self) -> dict[str, Tensor]:
-        raise InputError("the mean of a component's number is no component: see .marginal")
+        raise InputError("the mean of z is no component: average components.mean by the weights")
 
     def sample(
         self, n: int | None = None, *, generator: torch.Generator | None = None
@@ -139,9 +139,11 @@ class GaussianMixture(ExponentialFamily):
         cumulative = many(self.weights.detach().cumsum(-1), n)
         draws = uniform(cumulative[..., :1], generator)
         component = (draws > cumulative[..., :-1]).sum(-1)
-        points = self.components.sample(n, generator=generator)
-        index = component[..., None, None].expand(*points.shape[:-2], 1, points.shape[-1])
-        return {"theta": points.gather(-2, index).squeeze(-2), "component": component}
+        candidates = self.components.sample(n, generator=generator)  # one of each component
+        *copies, _, n_parameters = candidates.shape
+        index = component[..., None, None].expand(*copies, 1, n_parameters)
+        theta = candidates.gather(-2, index).squeeze(-2)
+        return {"theta": theta, "component": component}
 
     def _with(self, components: FullGaussian | DiagonalGaussian) -> Self:
         return type(self)(self.weights.to(components.mean), components)
@@ -150,22 +152,22 @@ class GaussianMixture(ExponentialFamily):
         """1 for the point's component and 0 for the others, ``[..., K]``."""
         self._check_point(theta, ("theta", "component"))
         component = theta["component"]
-        count = self.weights.shape[-1]
+        n_components = self.weights.shape[-1]
         points(component, self.weights[..., 0], 0, "component")
         points(theta["theta"], self.components.mean[..., 0, :], 1, "theta")
         if theta["theta"].shape[:-1] != component.shape:
             raise InputError("theta needs a component for each point")
-        inside = (component >= 0) & (component < count)
-        if component.is_floating_point() or not bool(inside.all()):
-            raise InputError(f"components must be integers from 0 to {count - 1}")
-        return one_hot(component.long(), count).to(self.weights.dtype)
+        exists = (component >= 0) & (component < n_components)
+        if component.is_floating_point() or not bool(exists.all()):
+            raise InputError(f"components must be integers from 0 to {n_components - 1}")
+        return one_hot(component.long(), n_components).to(self.weights.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Marginal:
     """q(θ) = Σ_k π_k N(θ | m_k, S_k⁻¹), with its derivatives (K&R, App. E).
 
-    θ is ``[..., P]`` everywhere; its leading dimensions go with the mixture's copies.
+    θ is ``[..., P]`` everywhere. Its leading dimensions are broadcast against those of the mixture.
 
     Example:
         >>> parts = DiagonalGaussian(torch.tensor([[0.0], [4.0]]), torch.ones(2, 1))
@@ -206,12 +208,12 @@ class Marginal:
         return (weights * deviations).mT @ deviations - mean_precision
 
     def _log_joint(self, theta: Tensor) -> Tensor:
-        """log π_k + log N(θ | m_k, S_k⁻¹) ``[..., K]``, without ⟨λ, T⟩'s cancellation."""
+        """log π_k + log N(θ | m_k, S_k⁻¹) ``[..., K]``, without the cancellation in ⟨λ, T⟩."""
         points(theta, self.components.mean[..., 0, :], 1)
-        offsets = theta.unsqueeze(-2) - self.components.mean
-        distance = -(offsets * self._pulls(theta)).sum(-1)
-        at_mean = self.components.log_prob(self.components.mean)
-        return self.weights.log() + at_mean - 0.5 * distance
+        offsets = self.components.mean - theta.unsqueeze(-2)
+        square_distance = (offsets * self._pulls(theta)).sum(-1)
+        log_prob_at_mean = self.components.log_prob(self.components.mean)
+        return self.weights.log() + log_prob_at_mean - 0.5 * square_distance
 
     def _pulls(self, theta: Tensor) -> Tensor:
         """S_k (m_k − θ), ``[..., K, P]``."""
@@ -221,6 +223,8 @@ class Marginal:
         return (self.components.precision @ offsets.unsqueeze(-1)).squeeze(-1)
 
 
-def _like(weights: Tensor, values: Tensor) -> Tensor:
-    """One number per component, to multiply its statistics with."""
-    return weights.reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
+def _aligned(weights: Tensor, values: Tensor) -> Tensor:
+    """One number per component, with trailing dimensions of 1 to multiply its values by."""
+    n_trailing = values.ndim - weights.ndim
+    ones = [1] * n_trailing
+    return weights.reshape(*weights.shape, *ones)

@@ -1,4 +1,4 @@
-"""One example after another: online learning as the rule (Khan & Rue, section 5.4), and its mirror.
+"""Online learning as the rule, one example after another (Khan & Rue, section 5.4).
 
 With one loss at a time, ρ = η and the entropy counted relative to the last posterior, the rule is
 
@@ -6,8 +6,9 @@ With one loss at a time, ρ = η and the entropy counted relative to the last po
 
 Bayes' rule with e^(−η ℓ_t) in the place of a likelihood: exponential weights. :func:`experts` makes
 Hedge of it, with no approximation; with the loss's tangent and the square of its gradient at the
-mean (the delta method) it is :class:`OnlineNewton`. What is a mirror descent in μ is a natural
-gradient in λ; :func:`likelihood_step` has the reverse beside Eq. 19.
+mean (the delta method) it is :class:`OnlineNewton`. A mirror descent in μ is a natural gradient
+step in λ; a mirror descent in λ is one in μ, which :func:`likelihood_step` has beside K&R's
+Eq. 19.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from blr_analysis.learning_rule.rule import blr_step
 def experts(n_experts: int, rate: float) -> Factor:
     """Losses L ``[N, K]`` of K experts in N rounds; conjugate to :class:`CategoricalFamily`.
 
-    λ̃ = −η (L_k − L_K), c = −η L_K: the posterior's weights are proportional to π_k e^(−η Σ_t L_tk),
-    those of Hedge, and −1/η times the log evidence is its mix loss, at most log(K)/η above the best
-    expert's loss. ``without(rounds)`` forgets rounds, exactly.
+    Each round has the site λ̃ = −η (L_k − L_K) and the constant c = −η L_K. The posterior's weights
+    are then proportional to π_k e^(−η Σ_t L_tk), as in Hedge, and −1/η times the log evidence is
+    the mix loss, at most log(K)/η above the best expert's loss. ``without(rounds)`` forgets rounds,
+    exactly.
 
     Raises:
         InputError: fewer than two experts, or a rate that is not positive.
@@ -53,7 +55,7 @@ def experts(n_experts: int, rate: float) -> Factor:
     rate = positive_number("rate", rate)
 
     def check(losses: Any, prior: CategoricalFamily) -> Tensor:
-        losses = real("losses", losses, prior.log_odds, 2)
+        losses = real("losses", losses, like=prior.log_odds, ndim=2)
         has_all_losses = losses.shape[1] == n_experts
         has_all_odds = prior.log_odds.shape[-1] == n_experts - 1
         if not (has_all_losses and has_all_odds):
@@ -75,9 +77,9 @@ class OnlineNewton(Model):
         S ← S + γ g gᵀ,      m ← m − S⁻¹ g,      g = ∇ℓ_t(m)
 
     for the surrogate ⟨g, θ − m⟩ + γ/2 ⟨g, θ − m⟩² of the loss, with S = γ A in the paper's words.
-    One pass over the data; the sites are what each round added, so that :meth:`Fitted.without`
-    takes a round out and leaves the gradients of the others where they were; a further step is a
-    pass without it. What it foretells of an example is −ℓ at the mean.
+    A fit is one pass over the data. The site of a round is what the round added to λ:
+    :meth:`Fitted.without` subtracts it, and the other rounds keep their gradients. A further step
+    is a new pass over the remaining rounds. The log predictive of an example is −ℓ at the mean.
 
     Args:
         prior: N(m, S⁻¹) before the first round.
@@ -105,7 +107,9 @@ class OnlineNewton(Model):
         positive_number("rate", self.rate)
 
     def fit(self, data: Any) -> Fitted[FullGaussian]:
-        """One pass; ``history`` is the loss of every round before its step, whose sum is judged.
+        """One pass over the data.
+
+        ``history`` holds the loss of every round before its step; the regret counts their sum.
 
         Args:
             data: a tensor ``[N, …]`` or a tuple of them, in their order.
@@ -113,7 +117,7 @@ class OnlineNewton(Model):
         Raises:
             DataError: no examples.
             InputError: a loss that is no number, a gradient that is not finite, or a precision
-                lost in rounding.
+                that rounding makes singular.
         """
         data = self.check(data)
         q = self.prior
@@ -128,9 +132,9 @@ class OnlineNewton(Model):
             sites.append(site)
             history.append(float(loss.detach()))
         return Fitted(
-            q,
-            history,
-            "loss of the round",
+            q=q,
+            history=history,
+            objective="loss of the round",
             prior=self.prior,
             model=self,
             data=data,
@@ -138,13 +142,15 @@ class OnlineNewton(Model):
         )
 
     def step(self, q: FullGaussian, data: Any) -> FullGaussian:
-        """A pass over these examples."""
-        return self.fit(data).q if count(data) else self.prior
+        """The posterior of these examples alone: one pass from the prior, whatever ``q`` is."""
+        if count(data) == 0:
+            return self.prior
+        return self.fit(data).q
 
     def log_predictive(self, q: FullGaussian, data: Any) -> Tensor:
         """−ℓ at the mean of q."""
         n_data = count(data)
-        means = q.mean.expand(n_data, q.mean.shape[-1])
+        means = q.mean.expand(n_data, q.mean.shape[-1])  # q is for all examples, or one for each
         losses = [self.loss(means[t], rows(data, t)) for t in torch.arange(n_data)]
         return -torch.stack(losses)
 
@@ -161,11 +167,11 @@ def likelihood_step(
         gradient:     λ ← λ + ρ (T̄ − μ)              (steepest ascent, K&R 18)
         natural:      λ ← λ + ρ F(λ)⁻¹ (T̄ − μ)       (K&R 19; F = ∇²A)
         mirror:       λ ← argmax ⟨T̄ − μ, λ'⟩ − KL(q ‖ q_λ') / ρ
-        expectation:  μ ← μ + ρ (T̄ − μ)              (where the mirror descent arrives)
+        expectation:  μ ← μ + ρ (T̄ − μ)              (the mirror descent, written in μ)
 
     T̄ is the mean of T(θ) over the data and T̄ − μ the gradient of the mean log-likelihood with
-    respect to λ. The first two are the rule without its entropy. The mirror descent is at the
-    maximum with ρ = 1, wherever it starts; the natural gradient is Newton's method there.
+    respect to λ. The first two are the rule without its entropy. With ρ = 1 the mirror descent
+    reaches the maximum in one step from anywhere, and the natural gradient is Newton's method.
 
     Args:
         q: p(·; λ) before the step.
@@ -174,7 +180,7 @@ def likelihood_step(
         along: ``"gradient"``, ``"natural"``, ``"mirror"`` or ``"expectation"``.
 
     Raises:
-        InputError: a ρ or coordinates that are none, or a step out of the family.
+        InputError: a ρ outside of (0, 1], unknown coordinates, or a step out of the family.
 
     Example:
         >>> from blr_analysis.learning_rule.families import Gamma
@@ -192,5 +198,6 @@ def likelihood_step(
         return q.with_expectation(add(q.expectation, scale(gradient, rho)))
     if along == "natural":
         gradient = natural_gradient(q, gradient)
-    without_entropy = scale(add(gradient, q.natural, q.base_gradient()), -1.0)
-    return blr_step(q, without_entropy, rho)
+    # The rule subtracts ρ (λ + ∇ E[log h]), the entropy's share: added here, it cancels there.
+    loss_gradient = scale(add(gradient, q.natural, q.base_gradient()), -1.0)
+    return blr_step(q, loss_gradient, rho)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import ranks
-from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.errors import StorageError
 from blr_analysis.files.placing import check_free, check_room, held
 from blr_analysis.posterior import Forecast
@@ -187,7 +187,7 @@ def write(task: Task, q: Posterior, path: Path, rank: int, dtype: str) -> None:
     leads = ranks.first()
     claim: dict[str, Any] = {"posterior": fingerprint(q)}
     claim |= described(task, rank, dtype, q.mean, with_data=leads)
-    shared(task, q.mean)  # refuses ranks that differ
+    indices_of_rank(task, q.mean)  # refuses ranks that differ
     store = Store(path, task.n_data)
     builder = Builder(task, q, store, rank, DTYPES[dtype], mean_errors(task, q))
     with held(path) if leads else nullcontext(), _claimed(store, claim):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks
-from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
@@ -147,7 +147,7 @@ def _pieces_of(
         train_cotangent=checkpoint.train_cotangent,
         sharers=sharers,
         squares=bool(normalize),
-        indices=shared(task, q.mean),
+        indices=indices_of_rank(task, q.mean),
     ):
         piece.values.mul_(checkpoint.weight)
         if normalize:

@@ -8,8 +8,8 @@ influence function of Koh & Liang (ICML 2017) with the learned covariance as inv
 over the checkpoints t of the posterior's run, τ its temperature.
 Positive: leaving i out hurts j, i helps. Σ includes the prior and example i itself. Divided by the
 root of the self-influence ∇ℓ_iᵀ Σ ∇ℓ_i it is the change of j for a given change of the model
-(ℓ-RelatIF: Barshan, Brunet & Dziugaite, AISTATS 2020): examples that are wrong or unlike the others
-move the model most, and with it every test loss; normalized, they no longer lead every list.
+(ℓ-RelatIF: Barshan, Brunet & Dziugaite, AISTATS 2020). Examples that are wrong or unlike the others
+move the model most, and so they move every test loss. Normalized, they no longer lead every list.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ def influence(
 
     influence[i, j] = τ mean_t ∇q_jᵀ Σ ∇ℓ_i with q_j = ℓ_j, in nats: positive where i helps j. At a
     minimum the diagonal of ``influence(task, posterior, task)`` is
-    ``sensitivity(task, posterior).self_influence``. Off it, where the end of a training alone is
-    known, errors of classes in the training data are taken at .7 of the logits.
+    ``sensitivity(task, posterior).self_influence``. Away from a minimum, a classifier's posterior
+    without earlier checkpoints takes the errors of training examples at 0.7 times the logits, in
+    the place of their mean over the training.
 
     Args:
         task: the model and the data it was trained on.
         posterior: learned on those data; or a list of those of several runs
             (:func:`blr_analysis.rerun`), over which the answer is a mean. A fitted probabilistic
-            model stands alone, ``influence(fitted, None, data)``: the matrix is by
-            subtraction of sites, exact for conjugate models; elsewhere ``what_if`` takes an
+            model needs no posterior beside it, ``influence(fitted, None, data)``: each site is
+            subtracted, which is exact for conjugate models; for others, ``what_if`` takes an
             example out by steps of the rule.
         test_task: the examples whose loss is asked about, under the same model and likelihood.
-        measure: "loss", or a function of outputs ``[B, C]`` and targets giving one number per
-            test example, whose rise is computed instead (``lambda f, y: f.softmax(-1)[:, 3]``).
+        measure: "loss", or a function of outputs ``[B, C]`` and targets that gives one number per
+            test example: the answer is then the rise of that number
+            (``lambda f, y: f.softmax(-1)[:, 3]``).
         normalize: True divides by √(∇ℓ_iᵀ Σ ∇ℓ_i) of the training example, for finding what a
             prediction rests on (which source, which fact); the sign stays, the unit is √nats, and
             sums over groups no longer mean anything. "cosine" divides by the test example's root
@@ -61,8 +63,8 @@ def influence(
 
     Returns:
         A tensor ``[N_train, N_test]`` on the CPU, an :class:`~blr_analysis.sensitivity.Influence`
-        with ``.top(k)``, ``.group()``, ``.table`` and ``.plot()``; with ``k`` what its ``top(k)``
-        is.
+        with ``.top(k)``, ``.group()``, ``.table`` and ``.plot()``. With ``k``: the
+        :class:`~blr_analysis.sensitivity.TopInfluence` that ``.top(k)`` gives.
 
     Raises:
         PosteriorError: a posterior of another model or number of examples, or a test task of

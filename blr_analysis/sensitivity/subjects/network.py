@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks, n_outputs, predict
-from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Gaussian, Likelihood
 from blr_analysis.posterior.posterior import Posterior
@@ -338,7 +338,7 @@ def moves_at(
 ) -> Moves:
     """How far the outputs of all examples, or of these, move without them; ``errors``: in place of
     those of the posterior's run."""
-    order = shared(task, posterior.mean) if indices is None else indices
+    order = indices_of_rank(task, posterior.mean) if indices is None else indices
     errors = mean_errors(task, posterior) if errors is None else errors
     method = taken(posterior, correction)
     bound = bound_of(posterior)
@@ -366,7 +366,7 @@ def scores_by_chunk(task: Task, posterior: Posterior, variance: bool) -> dict[st
     """Columns ``error``, ``outputs``, ``targets``, ``self_influence`` and, with ``variance``,
     ``variance`` and ``move`` = τV ē of all examples, filled chunk by chunk: nothing is held
     twice."""
-    of_this_rank = shared(task, posterior.mean)
+    of_this_rank = indices_of_rank(task, posterior.mean)
     errors = mean_errors(task, posterior)
     # Where other ranks fill rows, too, the others' rows start as zeros and are summed.
     allocate = torch.empty if len(of_this_rank) == task.n_data else torch.zeros

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks
-from blr_analysis.backprop.record import shared
+from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.data import padding
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
@@ -110,7 +110,7 @@ def sequence_scores(
             single token that counts.
     """
     divided = indices is None and not variance  # random signs are drawn chunk by chunk
-    own_rows = shared(task, posterior.mean) if divided else indices
+    own_rows = indices_of_rank(task, posterior.mean) if divided else indices
     errors = mean_errors(task, posterior)
     parts: list[dict[str, Tensor]] = []
     for chunk in chunks(task, posterior.mean, columns=1, indices=own_rows, label="sequences"):
