@@ -5,10 +5,10 @@ Entry by entry,
 
     θ = θ_0 + λ Σ_t α_t H_t δ_t s_t / Σ_t α_t H_t s_t,      H_t = 1 where no precisions weigh
 
-where the sums are over the models whose entry stays. With signs elected, s_t is 1 where α_t H_t δ_t
-has the sign of the sum over these models, and 0 elsewhere; otherwise s_t is 1. Without
-normalization there is no division. The size of an entry is |δ|, or |δ| √H: the larger it is, the
-more the task's loss rises without the entry.
+where δ_t is 0 in the entries that do not stay. Without an election of signs, s_t is 1. With it, s_t
+is 1 for the models whose α_t H_t δ_t has the sign of Σ_t α_t H_t δ_t, and 0 for the others and
+where δ_t is 0. Without normalization there is no division. The size of an entry is |δ|, or |δ| √H,
+because the task's loss without the entry is higher by ½ H δ².
 
 A tensor of n entries keeps all that are at least as large as the k-th largest, with
 k = max(1, ⌊density · n⌋), as in the authors' code. The order of the entries therefore does not
