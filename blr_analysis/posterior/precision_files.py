@@ -181,8 +181,8 @@ def _check_positive(precisions: Mapping[str, Tensor], path: str) -> None:
         zeros = int((precision == 0).sum())
         if zeros:
             raise PosteriorError(
-                f"{path!r} holds a precision without a prior, and {zeros} of {precision.numel()} "
-                f"entries of {name!r} are 0: pass prior_precision="
+                f"{path!r} holds a precision without a prior, which is 0 in {zeros} of "
+                f"{precision.numel()} entries of {name!r}: pass prior_precision="
             )
 
 
