@@ -90,15 +90,25 @@ class Recordings:
         return any(abs(step - t) <= max(FEW, NEAR * t) for t in targets)
 
     def _mark(self, step: int) -> None:
-        state = tensors_of(self.recorder.state_dict())
         if self.folder is None:
+            state = tensors_of(self.recorder.state_dict())
             self.marks[step] = {name: x.detach().cpu().clone() for name, x in state.items()}
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / FILE.replace("*", f"{step:08d}")
-        with drafted(file) as draft:
-            save_file({name: x.contiguous() for name, x in state.items()}, draft, {"format": "pt"})
+        self.save(file)
         self.marks[step] = file
+
+    def save(self, file: Path) -> None:
+        """Write what was recorded so far, beside its place and renamed into it."""
+        tensors = {n: x.contiguous() for n, x in tensors_of(self.recorder.state_dict()).items()}
+        with drafted(file) as draft:
+            save_file(tensors, draft, {"format": "pt"})
+
+    def load(self, file: Path, done: int) -> None:
+        """Go on from what :meth:`save` wrote, after so many steps."""
+        self.recorder.load_state_dict(state_of_tensors(self.recorder, read(file)))
+        self._look_ahead(done)
 
     def settle(self, steps: Sequence[int], end: int) -> None:
         """Keep the marks that the checkpoints of these steps, and the end, are between."""
@@ -170,15 +180,20 @@ class Recordings:
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The counts and means of a recorder's state, as safetensors hold them."""
     counts = {f"count/{name}": torch.tensor(state[name]) for name in COUNTS}
-    return counts | {f"mean/{name}": mean for name, mean in state["means"].items()}
+    means = {f"mean/{name}": mean for name, mean in state["means"].items()}
+    return counts | means | {f"gradient/{name}": g for name, g in state["gradients"].items()}
 
 
 def state_of_tensors(recorder: KroneckerRecorder, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The reverse, for a recorder of the same model."""
     counts = {name: int(tensors[f"count/{name}"]) for name in COUNTS}
-    means = {
-        name.removeprefix("mean/"): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("mean/")
+    of_kind: dict[str, dict[str, Tensor]] = {"count": {}, "mean": {}, "gradient": {}}
+    for name, tensor in tensors.items():
+        kind, _, key = name.partition("/")
+        of_kind[kind][key] = tensor
+    return {
+        **recorder.state_dict(),
+        **counts,
+        "means": of_kind["mean"],
+        "gradients": of_kind["gradient"],
     }
-    return {**recorder.state_dict(), **counts, "means": means}

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from blr_analysis.backprop.reading import Axes, names_of, read
 from blr_analysis.backprop.record import Unit, Visit, hooked, without_numbers
@@ -92,6 +92,37 @@ class Pass:
         ]
         return Pass(self.batch, calls)
 
+    @classmethod
+    def joined(cls, passes: Sequence[Pass]) -> Pass:
+        """Passes of the same layers and shapes as one, with the examples of all."""
+        batch = sum(forward.batch for forward in passes)
+
+        def rows(*leaves: Any) -> Any:
+            is_by_example = _has_rows(leaves[0], passes[0].batch)
+            return torch.cat(leaves) if is_by_example else leaves[0]
+
+        def shapes(*outputs: Tensor) -> Tensor:
+            n_rows = sum(len(output) for output in outputs)
+            return outputs[0][:1].expand(n_rows, *outputs[0].shape[1:])
+
+        calls = []
+        for same in zip(*(forward.calls for forward in passes), strict=True):
+            visits = [call.visit for call in same]
+            args, kwargs = tree_map(rows, *[(visit.args, visit.kwargs) for visit in visits])
+            outputs = list(map(shapes, *[visit.outputs for visit in visits]))
+            visit = replace(visits[0], args=args, kwargs=kwargs, outputs=outputs)
+            calls.append(LayerCall(visit, [], list(map(rows, *[call.gradients for call in same]))))
+        return cls(batch, calls)
+
+    @property
+    def layout(self) -> list[Any]:
+        """Which layers were called, and the shapes of what they gave for one example."""
+        return [
+            (call.visit.unit.path, len(output) // self.batch, output.shape[1:])
+            for call in self.calls
+            for output in call.visit.outputs
+        ]
+
     def of_examples(self, chosen: Tensor) -> Pass:
         """The same of some examples: their rows of what the layers saw and of the gradients."""
 
@@ -107,7 +138,7 @@ class Pass:
             outputs: Any = [rows(output) for output in call.visit.outputs]
             visit = replace(call.visit, args=args, kwargs=kwargs, outputs=outputs)
             calls.append(LayerCall(visit, [], [rows(grad) for grad in call.gradients]))
-        return Pass(len(chosen), [], calls)
+        return Pass(len(chosen), calls[::-1])
 
     def counted(self) -> Tensor:
         """Which examples count in the loss, ``[batch]``: those that a gradient came back to."""
@@ -221,8 +252,13 @@ class Tape:
     ) -> LayerCall:
         """The call, with hooks on its outputs; where it is given, the first gradient that comes
         back puts the call into ``recomputed``."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if is_plain:  # as of most layers; walking through trees takes longer than they do
+            inputs = [args[0]]
+            args = (args[0].detach(),)
+        else:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
         leaves = differentiated(output)
         visit = Visit(unit, 0, args, kwargs, [without_numbers(leaf) for leaf in leaves], [])
         visit.versions = [(x.detach(), x._version) for x in inputs if not x.is_inference()]
@@ -324,6 +360,8 @@ def unlike_autograd(
 
 def differentiated(output: Any) -> list[Tensor]:
     """The leaves of an output that have a gradient."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from blr_analysis.half import working
 
@@ -74,22 +73,35 @@ def _of_classes(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
     """Of logits ``[..., C]``, where d is that of a cross-entropy."""
     n_classes = f.shape[-1]
     rows = d.reshape(-1, n_classes)
-    counts = rows.ne(0).any(1)
-    if n_classes < 2 or not bool(counts.any()):
+    logits = f.reshape(-1, n_classes)
+    counts = rows.any(1)
+    all_count = bool(counts.all())
+    if n_classes < 2 or not (all_count or bool(counts.any())):
         return None
-    shares = f.reshape(-1, n_classes)[counts].softmax(1)
-    gradients = rows[counts]
+    gradients = rows if all_count else rows[counts]
+    shares = (logits if all_count else logits[counts]).softmax(1)
     targets = gradients.argmin(1)
-    residuals = shares - one_hot(targets, n_classes)
-    weights = _common_weight(gradients, residuals).expand(len(shares), 1)
-    if not _agrees(gradients, weights * residuals, weights, eps):
+    residuals = _residuals(shares, targets)
+    weight = _common_weight(gradients, residuals)
+    weights: Tensor | None = None
+    if not _agrees(gradients, weight * residuals, weight, eps):
         weights = _weights_by_class(gradients, residuals, targets)
+        weight = weights.mean()
         if not _agrees(gradients, weights * residuals, weights, eps):
             return None
     labels = torch.multinomial(shares, 1, generator=_generator(f, seed)).squeeze(1)
-    errors = torch.zeros_like(rows)
-    errors[counts] = weights / weights.mean() * (shares - one_hot(labels, n_classes))
-    return Drawn("cross-entropy", errors.view(f.shape), float(weights.mean()))
+    errors = _residuals(shares, labels)
+    if weights is not None:
+        errors = errors * (weights / weight)
+    if not all_count:
+        errors = torch.zeros_like(rows).index_put((counts,), errors)
+    return Drawn("cross-entropy", errors.view(f.shape), float(weight))
+
+
+def _residuals(shares: Tensor, labels: Tensor) -> Tensor:
+    """softmax(f) − 1_y, ``[B, C]``."""
+    ones = shares.new_ones(()).expand(len(labels), 1)
+    return shares.scatter_add(1, labels.unsqueeze(1), -ones)
 
 
 def _of_bits(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:

@@ -17,6 +17,7 @@ data after training; under AdamW's own diagonal the second scored .25.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,9 @@ from blr_analysis.ranks import is_sharded
 from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
-GRADIENT = ".gradient"  # behind a parameter's name
+TOGETHER = 2048  # rows of which products are made at once
+MOST_OUTPUTS = 2**27  # of which labels are drawn: more would take too much memory
+FEW_MULTIPLICATIONS = 4e6  # of a pass's products: they take no time beside the rest
 COUNTS = ("passes", "recorded", "drawn")
 STATE = {"passes", "recorded", "shapes", "joints", "positions", "means"}
 
@@ -133,6 +136,8 @@ class KroneckerRecorder(Reader):
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this one is
+        self._collected: list[Pass] = []  # that are not averaged in yet
+        self._gradients: dict[str, Tensor] = {}  # sums over recorded passes of an example's
         self._is_drawing = False  # whether a backward pass of drawn labels goes on
         self._gradient_scale: float | None = None  # of the backward pass that goes on, if recorded
         self._tape = Tape(model, self)
@@ -148,6 +153,7 @@ class KroneckerRecorder(Reader):
     def remove(self) -> None:
         """Take the hooks off the model; what was recorded stays."""
         self._settle()
+        self._multiply()
         self._tape.stop()
         while self._handles:
             self._handles.pop().remove()
@@ -216,9 +222,8 @@ class KroneckerRecorder(Reader):
                 gradients = forward.gradients([outputs], [drawn.errors])
             finally:
                 self._is_drawing = False
-            counts = gradient.ne(0).reshape(forward.batch, -1).any(1)
-            self._average(self._terms(forward.with_gradients(gradients), counts, factor=1.0))
-            self._drawn += 1
+            counts = gradient.reshape(forward.batch, -1).any(1)
+            self._collect(forward.with_gradients(gradients), counts)
             self._gradient_scale = 1 / (drawn.weight * int(counts.sum()))
         if drawn is not None or not is_usable:
             self._tape.passes.remove(forward)
@@ -226,13 +231,58 @@ class KroneckerRecorder(Reader):
         for call in forward.calls:
             call.edges = []
 
+    def _collect(self, forward: Pass, counts: Tensor) -> None:
+        """Take in a pass; its products are made with those of others, which is faster."""
+        examples = counts.nonzero().flatten()
+        n_used = self._affordable(forward, len(examples))
+        if n_used < forward.batch:
+            spread = torch.arange(n_used) * len(examples) // n_used
+            forward = forward.of_examples(examples[spread.to(examples.device)])
+        if self._collected and self._collected[0].layout != forward.layout:
+            self._multiply()
+        self._collected.append(forward)
+        rows = [len(call.visit.outputs[0]) * positions_of(call.visit) for call in forward.calls]
+        if len(self._collected) * max(rows) >= TOGETHER:
+            self._multiply()
+
+    def _affordable(self, forward: Pass, n_examples: int) -> int:
+        """Of how many examples products are made: of a quarter of them at the least. The products
+        take at most a quarter of the multiplications of the pass, where these are many."""
+        of_pass = 0.0
+        of_products = 0.0
+        for call in forward.calls:
+            visit = call.visit
+            weight = self._parameters[next(iter(visit.unit.names.values()))]
+            if weight.ndim > 1 and not isinstance(visit.unit.module, nn.Embedding):
+                rows = weight.shape[0]
+                columns = weight.numel() // rows
+                positions = positions_of(visit) * len(visit.outputs[0]) / forward.batch
+                of_pass += 6 * positions * rows * columns
+                of_products += 2 * positions * (rows**2 + columns**2)
+        allowed = max(of_pass * n_examples / 4, FEW_MULTIPLICATIONS)
+        most = allowed / max(of_products, 1.0)
+        return min(n_examples, max(math.ceil(most), math.ceil(n_examples / 4)))
+
+    @torch.no_grad()
+    def _multiply(self) -> None:
+        """Average in the passes that were collected."""
+        if self._collected:
+            n_passes = len(self._collected)
+            forward = Pass.joined(self._collected)
+            self._collected = []
+            self._drawn += n_passes
+            counts = torch.ones(forward.batch, dtype=torch.bool)
+            self._average(self._terms(forward, counts, factor=1.0), n_passes)
+
     @torch.no_grad()
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
-        """Average in the gradient that a parameter gets in a pass with drawn labels."""
+        """Add up the gradients that a parameter gets in passes with drawn labels."""
         if self._gradient_scale is None or self._is_drawing:
             return
-        wide = gradient.detach().to(working(gradient.dtype))
-        self._move_mean(f"{name}{GRADIENT}", wide * self._gradient_scale)
+        if name not in self._gradients:
+            wide = working(gradient.dtype)
+            self._gradients[name] = torch.zeros_like(gradient, dtype=wide)
+        self._gradients[name].add_(gradient.detach(), alpha=self._gradient_scale)
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -266,28 +316,28 @@ class KroneckerRecorder(Reader):
             return terms_of(self._model, calls, gradients, axes_of, forward.batch)
 
     @torch.no_grad()
-    def _average(self, terms: Sequence[Term]) -> None:
-        """Average in what a pass showed."""
-        self._recorded += 1
+    def _average(self, terms: Sequence[Term], n_passes: int = 1) -> None:
+        """Average in what passes showed."""
+        self._recorded += n_passes
         for term in terms:
             factors = None if is_too_large(term) else term.factors()
             if factors is None:
                 for name, squares in term.square_sum().items():
-                    self._move_mean(name, squares.div_(term.n_examples))
+                    self._move_mean(name, squares.div_(term.n_examples), n_passes)
                 continue
             joint, right, left = factors
             self._joints[joint.key] = joint
-            self._move_mean(f"{joint.key}.input", right.div_(term.n_examples))
-            self._move_mean(f"{joint.key}.output", left.div_(term.n_examples))
+            self._move_mean(f"{joint.key}.input", right.div_(term.n_examples), n_passes)
+            self._move_mean(f"{joint.key}.output", left.div_(term.n_examples), n_passes)
             self._positions[joint.key] = float(getattr(term, "positions", 1))
 
-    def _move_mean(self, key: str, values: Tensor) -> None:
+    def _move_mean(self, key: str, values: Tensor, n_passes: int) -> None:
         """The mean of all passes, or one that forgets, without the bias of its start."""
         if key not in self._means:
             self._means[key] = values
             return
         if self.beta2 is None:
-            weight = 1 / self._recorded
+            weight = n_passes / self._recorded
         else:
             weight = (1 - self.beta2) / (1 - self.beta2**self._recorded)
         self._means[key].lerp_(values.to(self._means[key]), weight)
@@ -296,6 +346,7 @@ class KroneckerRecorder(Reader):
     def recorded(self) -> int:
         """How many passes were recorded."""
         self._settle()
+        self._multiply()
         return self._recorded
 
     @property
@@ -303,15 +354,15 @@ class KroneckerRecorder(Reader):
         """A ``[g, I', I']`` (1 joined to a for the bias) and G ``[g, O, O]`` by the layer's weight:
         means over the recorded examples."""
         self._settle()
+        self._multiply()
         return {k: (self._means[f"{k}.input"], self._means[f"{k}.output"]) for k in self._joints}
 
     @property
     def gradient(self) -> dict[str, Tensor] | None:
         """The mean of an example's gradient, by parameter; None where it was not recorded."""
-        names = [f"{name}{GRADIENT}" for name in self._parameters]
-        if not all(name in self._means for name in names):
+        if self._gradients.keys() != self._parameters.keys():
             return None
-        return {name: self._means[f"{name}{GRADIENT}"] for name in self._parameters}
+        return {name: self._gradients[name] / self.recorded for name in self._parameters}
 
     @property
     def labels_used(self) -> str:
@@ -373,6 +424,7 @@ class KroneckerRecorder(Reader):
     def state_dict(self) -> dict[str, Any]:
         """All that was recorded: tensors and numbers, to be saved beside the optimizer's state."""
         self._settle()
+        self._multiply()
         return {
             "passes": self.passes,
             "recorded": self._recorded,
@@ -381,6 +433,7 @@ class KroneckerRecorder(Reader):
             "joints": [joint.record() for joint in self._joints.values()],
             "positions": dict(self._positions),
             "means": {k: m.clone() for k, m in self._means.items()},
+            "gradients": {k: g.clone() for k, g in self._gradients.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -403,7 +456,10 @@ class KroneckerRecorder(Reader):
         self._drawn = int(state.get("drawn", 0))
         self._positions = dict(state["positions"])
         self._means = {key: mean.to(device, copy=True) for key, mean in state["means"].items()}
+        gradients = state.get("gradients", {})
+        self._gradients = {key: g.to(device, copy=True) for key, g in gradients.items()}
         self._joints = {joint.key: joint for joint in map(Joint.read, state["joints"])}
+        self._collected = []
         self._tape.passes.clear()
 
 
@@ -422,8 +478,28 @@ def between(earlier: Mapping[str, Any] | None, later: Mapping[str, Any]) -> dict
         if key in earlier["means"]:
             total = total - n_earlier * earlier["means"][key].to(mean)
         means[key] = total / n_between
-    drawn = later["drawn"] - earlier["drawn"]
-    return {**later, "recorded": n_between, "drawn": drawn, "means": means}
+    before = earlier["gradients"]
+    gradients = {
+        name: total - before[name].to(total) if name in before else total
+        for name, total in later["gradients"].items()
+    }
+    return {
+        **later,
+        "recorded": n_between,
+        "drawn": later["drawn"] - earlier["drawn"],
+        "means": means,
+        "gradients": gradients,
+    }
+
+
+def is_recordable(model: nn.Module) -> bool:
+    """Whether a recorder sees all that is trained in a model."""
+    parameters = _trainable(unwrapped(model))
+    try:
+        _check_recordable(parameters, units_of(unwrapped(model), set(parameters)))
+    except ModelError:
+        return False
+    return not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
 
 
 def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> None:
@@ -440,13 +516,25 @@ def _check_recordable(parameters: Mapping[str, nn.Parameter], units: Sequence[Un
         raise ModelError(f"no layer rule for {some(without_rule)}: freeze them, or use fit_laplace")
 
 
+def positions_of(visit: Visit) -> int:
+    """The positions in one row of a layer's output: pixels of channels first, tokens, else 1."""
+    output = visit.outputs[0]
+    channels = output.shape[1] if output.ndim > 1 else 1
+    is_convolution = isinstance(visit.unit.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    if not is_convolution and output.ndim > 1:
+        channels = output.shape[-1]
+    return max(1, output.shape[1:].numel() // channels)
+
+
 def outputs_of(output: Any, batch: int) -> Tensor | None:
     """The one output that the loss is taken of: ``logits``, or all that there is; None: several."""
     logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor) and logits.requires_grad:
-        return logits
     leaves = [leaf for leaf in differentiated(output) if leaf.ndim and len(leaf) == batch]
-    return leaves[0] if len(leaves) == 1 else None
+    if isinstance(logits, Tensor) and logits.requires_grad:
+        leaves = [logits]
+    if len(leaves) != 1 or leaves[0].numel() > MOST_OUTPUTS:
+        return None
+    return leaves[0]
 
 
 def _scaled(gradients: Gradients, factor: float) -> Gradients:

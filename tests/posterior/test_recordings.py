@@ -1,0 +1,157 @@
+"""Kronecker factors with drawn labels, recorded near each checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import graph, mlp, normal
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import blr_analysis as blr
+from blr_analysis.posterior import KroneckerRecorder
+from blr_analysis.recordings import EVERY
+
+N = 24
+X = normal(N, 4)
+Y = torch.arange(N) % 3
+
+
+def trained(model: nn.Module, recorder: KroneckerRecorder, passes: int, **how: Any) -> None:
+    """Passes over all data at fixed weights, by loops that people write."""
+    labels = how.get("labels", Y)
+    parts = how.get("parts", 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, enabled=how.get("scaled", False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(passes):
+        optimizer.zero_grad()
+        for chosen in torch.arange(N).split(N // parts):
+            loss = cross_entropy(model(X[chosen]), labels[chosen], reduction=how.get("sum", "mean"))
+            scaler.scale(loss / parts).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def drawn(model: nn.Module, passes: int = 3, **how: Any) -> KroneckerRecorder:
+    recorder = KroneckerRecorder(model.train(), every=1, labels="drawn")
+    trained(model, recorder, passes, **how)
+    recorder.remove()
+    return recorder
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return mlp()
+
+
+def checkpointed() -> nn.Module:
+    model = graph(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=mlp())
+    model.get_submodule("inner").load_state_dict(small().state_dict())
+    return model
+
+
+def test_they_are_the_fishers_in_the_mean() -> None:
+    model = small()
+    recorder = drawn(model, passes=200)
+    q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=1.0)
+    fit = blr.fit_laplace(blr.Task(model, (X, Y)), prior_precision=1.0)
+    assert q.record["labels"] == "drawn from the predictions"
+    for block in fit.form.blocks:
+        left = recorder.factors[block.key][1][0]
+        of_fit = block.left[0].mT @ left @ block.left[0]
+        off = of_fit - of_fit.diagonal().diag()
+        assert float(off.norm()) < 0.12 * float(left.norm())
+
+
+@pytest.mark.parametrize(
+    "how", [{"scaled": True}, {"sum": "sum"}], ids=["a gradient scaler", "a sum"]
+)
+def test_no_scale_of_the_loss_is_seen(how: dict[str, Any]) -> None:
+    plain, other = drawn(small()), drawn(small(), **how)
+    for key, factors in plain.factors.items():
+        torch.testing.assert_close(other.factors[key], factors)
+    torch.testing.assert_close(other.gradient, plain.gradient)
+
+
+def test_accumulated_microbatches_give_the_gradient_of_all() -> None:
+    model = small()
+    recorder = drawn(model, passes=2, parts=3)
+    loss = cross_entropy(model(X), Y)
+    expected = torch.autograd.grad(loss, [*model.parameters()])
+    assert recorder.gradient is not None and recorder.recorded == 6
+    for found, mean in zip(recorder.gradient.values(), expected, strict=True):
+        torch.testing.assert_close(found, mean)
+
+
+def test_checkpointed_activations_and_the_training_itself() -> None:
+    plain, other = drawn(small()), drawn(checkpointed())
+    for key, factors in plain.factors.items():
+        torch.testing.assert_close(other.factors[f"inner.{key}"], factors)
+    watched, alone = small().train(), small().train()
+    KroneckerRecorder(watched, every=1, labels="drawn")
+    for model in (watched, alone):
+        cross_entropy(model(X), Y).backward()
+    for p, q in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_examples_that_the_loss_ignores_do_not_count() -> None:
+    labels = torch.where(torch.arange(N) % 3 == 0, -100, Y)
+    recorder = drawn(small(), labels=labels)
+    inputs = torch.cat([X[labels >= 0], X.new_ones(int((labels >= 0).sum()), 1)], 1)
+    right, _ = recorder.factors["0.weight"]
+    torch.testing.assert_close(right[0], inputs.mT @ inputs / len(inputs))
+
+
+def test_another_loss_has_its_own_labels() -> None:
+    model = small().train()
+    recorder = KroneckerRecorder(model, every=1, labels="drawn")
+    mse_loss(model(X), normal(N, 3)).backward()
+    assert recorder.recorded == 1 and recorder.labels_used == "of the loss as trained"
+    assert recorder.gradient is None
+
+
+def run(steps: int, resumed_at: int | None) -> blr.Posterior:
+    """A training; one that is resumed, from what was saved."""
+    model = small().train()
+    checkpoints = blr.Checkpoints(model, steps=steps, structure="kron")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        if step == steps // 2:
+            state = checkpoints.state_dict()
+            if resumed_at is not None:
+                assert checkpoints.recordings is not None
+                checkpoints.recordings.recorder.remove()
+                checkpoints = blr.Checkpoints(model, steps=steps, structure="kron")
+                checkpoints.load_state_dict(state)
+        optimizer.zero_grad()
+        cross_entropy(model(X[step % 3 :: 3]), Y[step % 3 :: 3]).backward()
+        optimizer.step()
+        checkpoints.step()
+    return checkpoints.posterior(n_data=N, prior_precision=1.0)
+
+
+def test_a_resumed_recording_is_the_same_to_the_bit() -> None:
+    one, two = run(64, None), run(64, 32)
+    assert len(one.earlier) == len(two.earlier) == 3
+    for p, q in zip(one.run, two.run, strict=True):
+        for name in p.mean:
+            assert torch.equal(p.precision(name), q.precision(name))
+
+
+def test_most_recorded_passes_are_near_a_checkpoint() -> None:
+    model = small().train()
+    checkpoints = blr.Checkpoints(model, steps=600, structure="kron")
+    assert checkpoints.recordings is not None
+    near = []
+    for step in range(1, 601):
+        near.append(checkpoints.recordings.recorder.every == 1)
+        checkpoints.recordings.step(step)
+    recorded = sum(near) + near.count(False) / EVERY
+    assert 0.15 < recorded / 600 < 0.25
+    for part in (75, 150, 300, 600):
+        assert near[part - 1]
+    assert not near[450]
