@@ -94,12 +94,14 @@ class Pass:
 
     @classmethod
     def joined(cls, passes: Sequence[Pass]) -> Pass:
-        """Passes of the same layers and shapes as one, with the examples of all."""
+        """Passes of the same layers and shapes as one, with the rows of all."""
         batch = sum(forward.batch for forward in passes)
 
         def rows(*leaves: Any) -> Any:
-            is_by_example = _has_rows(leaves[0], passes[0].batch)
-            return torch.cat(leaves) if is_by_example else leaves[0]
+            first = leaves[0]
+            if not isinstance(first, Tensor) or not first.ndim:
+                return first
+            return torch.cat(leaves)  # what all examples share has a row for each pass
 
         def shapes(*outputs: Tensor) -> Tensor:
             n_rows = sum(len(output) for output in outputs)

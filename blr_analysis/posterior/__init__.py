@@ -17,3 +17,4 @@ from blr_analysis.posterior.prior import Prior as Prior
 from blr_analysis.posterior.prior import n_data_of as n_data_of
 from blr_analysis.posterior.prior import take_off as take_off
 from blr_analysis.posterior.recorder import KroneckerRecorder as KroneckerRecorder
+from blr_analysis.posterior.recorder import is_recordable as is_recordable

@@ -55,7 +55,7 @@ def checkpointed() -> nn.Module:
 
 def test_they_are_the_fishers_in_the_mean() -> None:
     model = small()
-    recorder = drawn(model, passes=200)
+    recorder = drawn(model, passes=150)
     q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=1.0)
     fit = blr.fit_laplace(blr.Task(model, (X, Y)), prior_precision=1.0)
     assert q.record["labels"] == "drawn from the predictions"
@@ -63,7 +63,7 @@ def test_they_are_the_fishers_in_the_mean() -> None:
         left = recorder.factors[block.key][1][0]
         of_fit = block.left[0].mT @ left @ block.left[0]
         off = of_fit - of_fit.diagonal().diag()
-        assert float(off.norm()) < 0.12 * float(left.norm())
+        assert float(off.norm()) < 0.14 * float(left.norm())
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,35 @@ def test_checkpointed_activations_and_the_training_itself() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
+def test_reentrant_checkpoints_have_the_labels_of_the_loss() -> None:
+    parts = {"first": nn.Linear(4, 5), "last": nn.Linear(5, 3)}
+    model = graph(lambda m, x: checkpoint(m.last, m.first(x), use_reentrant=True), **parts)
+    recorder, given = drawn(model, passes=1), KroneckerRecorder(model, every=1)
+    trained(model, given, 1)
+    assert recorder.labels_used == "of the loss as trained"
+    for key, factors in given.factors.items():
+        torch.testing.assert_close(recorder.factors[key], factors)
+
+
 def test_examples_that_the_loss_ignores_do_not_count() -> None:
     labels = torch.where(torch.arange(N) % 3 == 0, -100, Y)
     recorder = drawn(small(), labels=labels)
     inputs = torch.cat([X[labels >= 0], X.new_ones(int((labels >= 0).sum()), 1)], 1)
     right, _ = recorder.factors["0.weight"]
     torch.testing.assert_close(right[0], inputs.mT @ inputs / len(inputs))
+
+
+def test_what_all_examples_share_is_recorded_in_the_mean() -> None:
+    """As of position embeddings, which have one row for all examples."""
+    torch.manual_seed(0)
+    parts = {"places": nn.Embedding(4, 4), "head": nn.Linear(4, 3)}
+    places = torch.arange(4).unsqueeze(0)
+    model = graph(lambda m, x: m.head(torch.tanh(x + m.places(places).sum(1))), **parts)
+    recorder = drawn(model, passes=600)
+    q = blr.Posterior.from_recorder(recorder, model, n_data=N, prior_precision=1.0)
+    fit = blr.fit_laplace(blr.Task(model, (X, Y)), prior_precision=1.0)
+    ratio = (q.precision("places.weight") - 1).sum() / (fit.precision("places.weight") - 1).sum()
+    assert 0.85 < float(ratio) < 1.15
 
 
 def test_another_loss_has_its_own_labels() -> None:
