@@ -213,7 +213,11 @@ class Field:
         some = {n: fit for n, fit in fits.items() if n in ("four checkpoints", "the end alone")}
         some = some or fits
         calibrated = self.calibrated(*first)
-        self.left_out({"calibrated": calibrated, **some})
+        left_out = {"calibrated": calibrated, **some}
+        if "recorded" in fits:
+            task, recorded = fits["recorded"]
+            left_out["recorded, calibrated"] = (task, blr.calibrate(task, recorded))
+        self.left_out(left_out)
         kept = self.groups(some)
         (self.folder / f"{self.name.replace(' ', '_')}.json").write_text(json.dumps(kept))
         self.suspects({"calibrated": calibrated, **some})
