@@ -171,8 +171,9 @@ class Task:
         table = described if metadata is None else metadata
         self.metadata = reading.read_metadata(table, self.n_data)
         columns: dict[str, Any] = {"weights": weights}
-        for name in () if table is None else table:
-            columns[f"metadata {name!r}"] = table[name]
+        if table is not None:
+            for name in table:
+                columns[f"metadata {name!r}"] = table[name]
         labels = reading.labels_beside(columns, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
 
@@ -524,7 +525,8 @@ def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         yield
 
     layers = list(model.modules())
-    entries: list[Entry] = [(vars(checkpoint), "_checkpoint_without_reentrant_generator", once)]
+    of_checkpoints: dict[str, Any] = checkpoint.__dict__
+    entries: list[Entry] = [(of_checkpoints, "_checkpoint_without_reentrant_generator", once)]
     for layer in layers:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             entries.append((vars(layer), "sparse", False))
