@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blr_analysis.cli.options import Shared, read_size
-from blr_analysis.errors import InputError
+from blr_analysis.errors import BLRError, InputError
 from blr_analysis.terminal import Teller, grid, pairs, section, show
 
 if TYPE_CHECKING:
@@ -278,7 +278,11 @@ def show_forecast(plan: MergePlan) -> None:
     if any(member.precision is None for member in members):
         typer.echo("\nNo forecast: it takes a precision of every model (`blr-analysis fisher`).")
         return
-    found = forecast(replace(plan, job=replace(plan.job, members=members)))
+    try:
+        found = forecast(replace(plan, job=replace(plan.job, members=members)))
+    except BLRError as fault:  # of precisions that the merge itself may have no use for
+        typer.echo(f"\nNo forecast: {fault}")
+        return
     show_table(
         "Forecast: rise of each task's loss, nats for each example",
         {

@@ -141,3 +141,17 @@ def test_layers_whose_tensors_arrive_apart() -> None:
     job = job_of(base, [task.model], [posterior], method="task_arithmetic", scale=0.5)
     (found,) = forecast(make_plan(job), progress=False).tasks
     assert found.share == pytest.approx(0.25, rel=1e-5)
+
+
+def test_a_merge_that_needs_no_precision_is_shown_without_a_forecast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the precision beside a model does not fit it."""
+    write_model(tmp_path / "base", state(0))
+    write_model(tmp_path / "ft", near(state(0), 1), precision={"other": torch.ones(3)})
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: ft}]\n")
+    code, output, _ = run(capsys, "merge", recipe, "--dry-run")
+    assert code == 0
+    assert "No forecast: " in output
+    assert "another model" in output
