@@ -31,7 +31,12 @@ from blr_analysis.huggingface.recording import (
 )
 from blr_analysis.learning_rule.optim import BSAM, IVON
 from blr_analysis.modes import modes_of
-from blr_analysis.posterior import KroneckerRecorder, Posterior, write_captured
+from blr_analysis.posterior import (
+    KroneckerRecorder,
+    Posterior,
+    is_recordable,
+    write_captured,
+)
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import RUN, TOLD
@@ -444,6 +449,10 @@ class IVONTrainer(VariationalTrainer, Trainer):
         trainer.train()
         posterior = trainer.posterior()
         task = blr.Task(model, data, checkpoints=trainer.checkpoints, recipe=trainer.recipe)
+        posterior = trainer.checkpoints.posterior(n_data=len(data))  # with Kronecker factors
+
+    Where every trained layer has Kronecker factors they are recorded too; a
+    ``CheckpointsCallback()`` of your own in ``callbacks=`` records none.
 
     Raises:
         InputError: when training begins, of data without a length.
@@ -459,7 +468,9 @@ class IVONTrainer(VariationalTrainer, Trainer):
             if isinstance(callback, CheckpointsCallback)
         ]
         if not callbacks:
-            callbacks = [CheckpointsCallback()]
+            can_be_recorded = self.model is not None and is_recordable(self.model)
+            structure = "kron" if can_be_recorded else None
+            callbacks = [CheckpointsCallback(structure=structure)]
             self.add_callback(callbacks[0])
         self.kept = callbacks[0]
         for callback in self.callback_handler.callbacks:
