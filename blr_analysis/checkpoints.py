@@ -238,7 +238,8 @@ class Checkpoints:
         Args:
             n_data: N, the number of training examples.
             prior_precision: δ; None: as :meth:`blr_analysis.Posterior.from_optimizer` finds it, or
-                by the evidence of the recorded factors.
+                as a fit does, by the recorded factors and the mean of the recorded gradients; by
+                the factors' evidence where labels were not drawn.
             initial: θ₀, the prior's mean; None: 0.
 
         Raises:
