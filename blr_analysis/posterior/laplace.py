@@ -109,10 +109,11 @@ def fit_laplace(
         rank: r of "lowrank"; None: as many as explain 95 % of Σ_i tr(Λ_i V_i), up to 4,000. The
             record holds ``rank`` and ``explained``, the share that is explained at least.
         prior: an earlier posterior N(m₀, S₀⁻¹) in the prior's place, of a model with the same
-            parameters and any data (a :class:`~blr_analysis.WhatIf`'s too). The objective is then
-            Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ + Σ_i (K&R, section 5): of a linear model
-            the posterior of both data sets. The structure is the prior's own ("diag", "kron", where
-            the new data are seen in the prior's basis, or "full"), or "full".
+            parameters and any data (that of a :class:`~blr_analysis.sensitivity.WhatIf`, too). The
+            objective is then Σ_i ℓ_i + ½ (θ − m₀)ᵀ S₀ (θ − m₀), and S = S₀ + Σ_i ∇²ℓ_i (K&R,
+            section 5): of a linear model the posterior of both data sets. The structure is the
+            prior's own ("diag", "kron", where the new data are seen in the prior's basis, or
+            "full"), or "full".
         unfinished: a folder that keeps what the fit has done, so that the same call, made again
             after it was ended, goes on there and comes to the same bits; yours to remove.
 

@@ -173,7 +173,7 @@ class Predictions(Tabular, Plottable):
 
     @property
     def calibration_error(self) -> float | None:
-        """ECE = Σ_b (n_b / n) |accuracy_b − confidence_b| over 15 equal bins of confidence, the
+        """ECE = Σ_b (n_b / n) abs(accuracy_b − confidence_b) over 15 equal bins of confidence, the
         probability of the answer, label by label; None for regression and without labels."""
         bins = self.reliability()
         if bins is None:
