@@ -10,6 +10,7 @@ beginning, and marked at the steps √2 t; a mean is the difference of two marks
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.files import drafted
+from blr_analysis.files import drafted, storage
 from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.recorder import COUNTS, KroneckerRecorder, between
 from blr_analysis.snapshots import State, read
@@ -29,6 +30,10 @@ FEW = 2  # steps, at the least
 FEWEST = 5  # passes of which a mean is taken, where there are so many
 HALVINGS = 6  # of the length of a training: checkpoints from 1/64 of it on
 FILE = "recorded-*.safetensors"
+LOST = (
+    "what was recorded before the training was resumed is not there: factors are of the later "
+    "steps alone"
+)
 
 
 def checkpoint_steps(steps: int | None, step: int) -> list[int]:
@@ -60,11 +65,13 @@ class Recordings:
         self.folder = folder
         self.recorder = KroneckerRecorder(model, every=1, labels="drawn")
         self.marks: dict[int, State | Path] = {}  # what was recorded up to a step
+        self._lacks_sums = False  # those of the steps before a resumption
 
     def begin(self, step: int) -> None:
         """Before the first step, or where a training goes on after so many: the marks of these
-        stay."""
+        stay, and :meth:`resume` or :meth:`load_state_dict` gives back what was recorded."""
         self.marks = {}
+        self._lacks_sums = step > 0
         for file in sorted(self.folder.glob(FILE)) if self.folder is not None else []:
             marked_step = int(file.stem.rpartition("-")[2])
             if marked_step <= step:
@@ -75,6 +82,8 @@ class Recordings:
 
     def step(self, done: int) -> None:
         """After so many steps."""
+        if self._lacks_sums:
+            self._forget()
         if any(done == round(math.sqrt(2) * t) for t in checkpoint_steps(self.steps, done)):
             self._mark(done)
         self._look_ahead(done)
@@ -105,10 +114,33 @@ class Recordings:
         with drafted(file) as draft:
             save_file(tensors, draft, {"format": "pt"})
 
-    def load(self, file: Path, done: int) -> None:
-        """Go on from what :meth:`save` wrote, after so many steps."""
-        self.recorder.load_state_dict(state_of_tensors(self.recorder, read(file)))
+    def keep(self, file: Path) -> None:
+        """Write all that was recorded, for :meth:`resume`."""
+        state = self.recorder.state_dict()
+        record = {"joints": state["joints"], "positions": state["positions"]}
+        storage.write(file, tensors_of(state), record)
+
+    def resume(self, file: Path, done: int) -> None:
+        """Go on, after so many steps, from what :meth:`keep` wrote.
+
+        Raises:
+            StorageError: the file is not there, or damaged.
+            ModelError: it is of another model.
+        """
+        tensors, record = storage.read(file)
+        parts = {"joints": record["joints"], "positions": record["positions"]}
+        self.recorder.load_state_dict(state_of_tensors(self.recorder, tensors) | parts)
+        self._lacks_sums = False
         self._look_ahead(done)
+
+    def _forget(self) -> None:
+        """Without the sums of the steps before a resumption, marks of them are of no use."""
+        self._lacks_sums = False
+        for mark in self.marks.values():
+            if isinstance(mark, Path):
+                mark.unlink(missing_ok=True)
+        self.marks = {}
+        warnings.warn(LOST, stacklevel=3)
 
     def settle(self, steps: Sequence[int], end: int) -> None:
         """Keep the marks that the checkpoints of these steps, and the end, are between."""
@@ -174,6 +206,7 @@ class Recordings:
         """Go on from what :meth:`state_dict` gave, after so many steps."""
         self.recorder.load_state_dict(state["recorder"])
         self.marks |= {int(step): dict(mark) for step, mark in state["marks"].items()}
+        self._lacks_sums = False
         self._look_ahead(done)
 
 

@@ -47,6 +47,7 @@ SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_OUTPUT = {f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio")}
 UNREPEATED = ("label_smoothing_factor", "neftune_noise_alpha", "fp16", "bf16")
 OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")  # not of IVON
+RECORDED = "blr_recorded.safetensors"  # in a checkpoint: the sums of recorded factors
 BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")  # schedules that look at losses
 SAVED = "blr_analysis.Monitor"
 """Its name among the states of callbacks in ``trainer_state.json``."""
@@ -133,6 +134,10 @@ class CheckpointsCallback(Kept, TrainerCallback):
             steps=state.max_steps,
             folder=folder,
         )
+        recordings = self.checkpoints.recordings if self.checkpoints is not None else None
+        recorded = _checkpoint_folder(args, state) / RECORDED
+        if recordings is not None and state.global_step > 0 and recorded.exists():
+            recordings.resume(recorded, state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the rate, whose schedule may be no formula of the step."""
@@ -144,9 +149,11 @@ class CheckpointsCallback(Kept, TrainerCallback):
             self.checkpoints.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the recipe so far into the checkpoint."""
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        """Write the recipe so far into the checkpoint, and what was recorded."""
+        folder = _checkpoint_folder(args, state)
         if self.checkpoints is not None and folder.is_dir():
+            if self.checkpoints.recordings is not None:
+                self.checkpoints.recordings.keep(folder / RECORDED)
             factors = self.rate_factors(state.global_step)
             recipe = _recipe(args, state, state.global_step, recorded_factors=factors, **kwargs)
             _write_recipe(recipe, folder)
@@ -161,6 +168,11 @@ class CheckpointsCallback(Kept, TrainerCallback):
         self.end(recipe)
         if self.checkpoints is not None and self.checkpoints.folder is not None:
             _write_recipe(recipe, self.checkpoints.folder)
+
+
+def _checkpoint_folder(args: Any, state: Any) -> Path:
+    """Where the Trainer writes the checkpoint of this step."""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
 
 def _write_recipe(recipe: Recipe | None, folder: Path) -> None:

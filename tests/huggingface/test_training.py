@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -351,6 +352,48 @@ def test_a_callback_leaves_all_that_an_analysis_asks_for(tmp_path: Path) -> None
     stored = blr.Posterior.load(tmp_path / "_run" / "posterior.safetensors")
     assert same(stored, q) and len(stored.earlier) == len(q.earlier)
     assert bool(blr.sensitivity(task, q).self_influence.isfinite().all())
+
+
+class Stop(TrainerCallback):
+    """Ends a training early, as a kill would."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = True
+        return control
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_recorded_factors_go_on_after_a_resumption(tmp_path: Path, has_sums: bool) -> None:
+    """To those of the whole training; where what was recorded is lost, a warning says so."""
+    rows = rows_of_tokens()
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    how: dict[str, Any] = {
+        "kind": Trainer, "data": rows, "optim": "adamw_torch", "learning_rate": 1e-3,
+        "num_train_epochs": 6, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(tiny.build("llama", "causal_lm"), config)
+
+    whole = BLRCallback(prior_precision=1.0)
+    prepared(tmp_path / "whole", adapted(), whole, **how).train()
+    killed = BLRCallback(prior_precision=1.0)
+    prepared(tmp_path / "killed", adapted(), killed, Stop(), **how).train()
+    place = tmp_path / "killed" / "checkpoint-2"
+    if not has_sums:
+        (place / "blr_recorded.safetensors").unlink()
+    resumed = BLRCallback(prior_precision=1.0)
+    run = prepared(tmp_path / "killed", adapted(), resumed, **how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(resume_from_checkpoint=str(place))
+    is_warned = any("before the training was resumed" in str(w.message) for w in caught)
+    assert is_warned is not has_sums
+    last = resumed.posterior()
+    assert same(last, whole.posterior()) is has_sums
+    assert has_sums or bool(last.form.diagonal()[next(iter(last.mean))].isfinite().all())
 
 
 @pytest.mark.slow
