@@ -56,8 +56,9 @@ def write_without(data: str, examples: Sequence[int], place: Path, *, online: bo
     if not len(rows):
         raise InputError("no row is left: ask for fewer (--top)")
     with drafted(place) as draft:
-        lines = rows.to_json(orient="records", lines=True, force_ascii=False).splitlines()
-        draft.write_text("\n".join(json.dumps(json.loads(line)) for line in lines) + "\n")
+        text = str(rows.to_json(orient="records", lines=True, force_ascii=False))
+        lines = [json.dumps(json.loads(line)) for line in text.split("\n") if line]
+        draft.write_text("\n".join(lines) + "\n")
     return len(rows)
 
 

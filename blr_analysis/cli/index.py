@@ -564,7 +564,7 @@ def are_same_weights(sample: dict[str, list[float]], recorded: dict[str, list[fl
     )
 
 
-def say_if_rough(say: Teller, index: Index) -> None:
+def say_if_rough(say: Callable[[str], None], index: Index) -> None:
     """Say where the index errs by much, and what helps."""
     error = index.error.relative_rms
     if error > ROUGH:
