@@ -240,6 +240,8 @@ def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
         facts.append("parameters outside of the model")
     if any("max_momentum" in group for group in optimizer.param_groups):
         facts.append("a schedule of the momentum")
+    if any("prior_decay" in group for group in optimizer.param_groups):
+        facts.append("the prior= of the optimizer")
     return facts
 
 

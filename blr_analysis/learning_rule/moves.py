@@ -104,6 +104,8 @@ class Block:
         hess: h; the step changes it.
         momentum: u; the step changes it.
         moved: the average squares of earlier steps, for ``rescaled``; the step changes them.
+        decay: δ of every weight, in the place of ``weight_decay``, where ``move.decay`` is "step".
+        center: m₀, to which that δ pulls.
     """
 
     theta: Tensors
@@ -112,6 +114,8 @@ class Block:
     hess: Tensors = field(default_factory=list)
     momentum: Tensors = field(default_factory=list)
     moved: Tensors = field(default_factory=list)
+    decay: Tensors = field(default_factory=list)
+    center: Tensors = field(default_factory=list)
 
 
 def step(
@@ -133,7 +137,7 @@ def step(
         if curvature.method == "gradsq" and not evidence:
             squares_the_penalty = move.decay == "gradient"
             evidence = _squares(grad if squares_the_penalty else block.grad)
-        precision = list(torch._foreach_add(block.hess, decay))
+        precision = list(torch._foreach_add(block.hess, block.decay or decay))
         if move.positive and move.memory == "average":
             gap = curvature.gap(block.hess, evidence, precision, group)
             retract(block.hess, gap, precision, 1.0 - group["beta2"])
@@ -141,14 +145,17 @@ def step(
             advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
     # The stored momentum must not change, so its debiasing is a factor of the whole step.
     direction, factor = _direction(block, grad, move, group, count)
-    if move.decay == "step" and decay:
+    if block.decay:
+        pull = _pull(block)
+        direction = list(torch._foreach_add(direction, pull, alpha=1 / factor))
+    elif move.decay == "step" and decay:
         direction = _plus(direction, block.theta, decay / factor)  # δm is not debiased
     lr = float(group["lr"])
     if move.decay == "decoupled" and decay:
         torch._foreach_mul_(block.theta, 1 - lr * decay)
     scales: Tensors = []
     if block.hess:
-        scales = divisor(block.hess, move, group, count)
+        scales = divisor(block.hess, move, group, count, block.decay)
     if block.moved:
         direction = _rescaled(direction, scales, block.moved, group)
         scales = []
@@ -199,17 +206,23 @@ def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None
     torch._foreach_addcdiv_(hess, gap, precision, value=0.5 * rho**2)
 
 
-def divisor(hess: Tensors, move: Move, group: Mapping[str, Any], count: int) -> Tensors:
-    """What the step is divided by: a power of the precision, with its damping."""
+def divisor(
+    hess: Tensors, move: Move, group: Mapping[str, Any], count: int, decays: Tensors
+) -> Tensors:
+    """What the step is divided by: a power of the precision, with its damping.
+
+    Args:
+        decays: δ of every weight; empty: ``weight_decay``.
+    """
     if move.debias_hess and group["hess_init"] == 0:
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
     decay = group["weight_decay"]
     eps = group.get("eps", 0.0)
-    before_power = 0.0
+    before_power: float | Tensors = 0.0
     after_power = 0.0
     match move.damping:
         case "prior":
-            before_power = decay
+            before_power = decays or decay
         case "eps inside":
             before_power = eps
         case "after root":
@@ -242,6 +255,13 @@ def _direction(
     if move.debias:
         factor = 1 / (1 - beta1**count)
     return block.momentum, factor
+
+
+def _pull(block: Block) -> Tensors:
+    """δ (m − m₀), weight by weight."""
+    wide = [m.to(center.dtype) for m, center in zip(block.theta, block.center, strict=True)]
+    gap = torch._foreach_sub(wide, block.center)
+    return list(torch._foreach_mul(gap, block.decay))
 
 
 def _plus(left: Tensors, right: Tensors, factor: float) -> Tensors:

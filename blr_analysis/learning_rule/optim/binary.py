@@ -30,7 +30,7 @@ from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
 from blr_analysis.learning_rule.optim.draws import Context, Group, Seen
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer, check_setting
+from blr_analysis.learning_rule.optim.row_optimizer import GROUPED, RowOptimizer, check_setting
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
@@ -179,6 +179,7 @@ class BayesBiNN(BinaryOptimizer):
     """
 
     _ranges: ClassVar = {"lr": "[0, 1]"}
+    _grouped: ClassVar = (*GROUPED, "prior")
 
     def __init__(
         self,

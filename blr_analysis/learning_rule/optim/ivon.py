@@ -19,9 +19,12 @@ from blr_analysis.learning_rule.optim.row_optimizer import (
     check_setting,
     groups_of,
 )
+from blr_analysis.learning_rule.optim.weight_prior import WeightPrior, typical_decay
 from blr_analysis.learning_rule.table import ROWS
+from blr_analysis.posterior.posterior import Posterior
 
 BETA2 = 0.99999
+DECAY = 1e-4
 BROAD = 0.05
 """With ``steps``: how wide q may become where the data say nothing, and how far a step goes."""
 NARROW, WIDEST = 0.05, 0.15
@@ -126,7 +129,7 @@ class IVON(RowOptimizer):
 
     Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
     too (``steps`` apart); all but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
-    ``generator``, ``steps`` and ``squares`` can be set per group.
+    ``generator``, ``steps``, ``squares`` and ``prior`` can be set per group.
 
     Args:
         params: parameters, named parameters or groups, real and floating-point; any mix of
@@ -160,6 +163,14 @@ class IVON(RowOptimizer):
         batch_size: B, the examples of a step (of a loss averaged over tokens: its tokens), with
             accumulation and all processes; the scale of v and of ``"fisher"``. None: v gets its
             scale from h.
+        prior: the posterior of earlier data, with mean m₀ and precision S₀ (of a structure that is
+            not diagonal, its diagonal), in the place of ``weight_decay`` (K&R, section 5). The
+            objective is Σ_i ℓ_i + ½ (m − m₀)ᵀ S₀ (m − m₀), the precision S = ess·hess + S₀: above,
+            δ = S₀/ess for each weight, and δ m is δ (m − m₀). The ``lr`` is rescaled by the δ of a
+            typical weight (``prior_decay`` of a group). Parameters are matched by name:
+            pass ``model.named_parameters()``; without names by shape, where all shapes differ. The
+            state holds m₀ and S₀ (``state_dict`` has them too; load it into an optimizer that was
+            made with a ``prior``), and ``Posterior.from_optimizer`` has them as its prior.
 
     Behaviour:
 
@@ -203,7 +214,7 @@ class IVON(RowOptimizer):
         hess_init: float | Literal["weights"] = 1.0,
         beta1: float = 0.9,
         beta2: float = BETA2,
-        weight_decay: float = 1e-4,
+        weight_decay: float = DECAY,
         mc_samples: int = 1,
         hess_approx: str = "price",
         clip_radius: float = math.inf,
@@ -216,6 +227,7 @@ class IVON(RowOptimizer):
         steps: int | None = None,
         squares: bool = True,
         batch_size: int | None = None,
+        prior: Posterior | None = None,
     ) -> None:
         check_setting("lr", lr, SETTINGS["lr"])
         check_setting("ess", ess, SETTINGS["ess"])
@@ -227,10 +239,18 @@ class IVON(RowOptimizer):
             broad = WIDEST * size
             hess_init = max(1.0, 1 / (ess * (NARROW * size) ** 2))
         check_setting("hess_init", hess_init, self._ranges["hess_init"])
+        earlier = None
+        first_decay = weight_decay
+        if prior is not None:
+            params = groups_of(params)
+            earlier = WeightPrior.read(prior, params)
+            first_decay = earlier.decay([*earlier.mean], ess, hess_init)
+            if weight_decay == DECAY:
+                weight_decay = 0.0
         if beta2 == BETA2:
             beta2 = beta2_for(steps, ess, hess_init, broad)
         if clip_radius == math.inf and rescale_lr:
-            clip_radius = radius_for(steps, lr, hess_init, weight_decay)
+            clip_radius = radius_for(steps, lr, hess_init, first_decay)
         elif clip_radius == math.inf:
             clip_radius = radius_for(steps, lr)
         self.steps = steps  # recipes read it
@@ -253,6 +273,7 @@ class IVON(RowOptimizer):
             foreach=foreach,
             squares=squares and hess_approx == "price",
             batch_size=batch_size,
+            earlier=earlier,
         )
 
     def _check_group(self, group: Group) -> None:
@@ -268,7 +289,7 @@ class IVON(RowOptimizer):
     def _law(self, group: Group) -> Law:
         _, move, settings = super()._law(group)
         if group["rescale_lr"]:
-            lr = float(group["lr"]) * (group["hess_init"] + group["weight_decay"])
+            lr = float(group["lr"]) * (group["hess_init"] + typical_decay(group))
             settings = {**group, "lr": lr}
         move = replace(move, debias=bool(group["debias"]))
         return CURVATURES[group["hess_approx"]], move, settings

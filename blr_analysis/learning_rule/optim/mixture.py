@@ -112,7 +112,7 @@ def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
         dtype = working(param.dtype)
         initial_hess = torch.full_like(param, group["hess_init"], dtype=dtype).detach()
         hess = optimizer.state.get(param, {}).get("hess", initial_hess)
-        precision = group["ess"] * (hess + group["weight_decay"])
+        precision = group["ess"] * (hess + optimizer._decay_of(param, group))
         mean = means.get(param, param).detach()
         gaussians.append((mean, precision))
     return gaussians

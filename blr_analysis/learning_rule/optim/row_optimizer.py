@@ -42,6 +42,7 @@ from blr_analysis.learning_rule.optim.blocks import (
 from blr_analysis.learning_rule.optim.draws import Context, Draw, Group, Look, fill_normal
 from blr_analysis.learning_rule.optim.gathered import DEGREES, Gathered, mean_over_ranks
 from blr_analysis.learning_rule.optim.per_example import NoGradient, PerExampleSquares
+from blr_analysis.learning_rule.optim.weight_prior import TENSORS, WeightPrior, typical_decay
 from blr_analysis.learning_rule.table import Row, row, runs_elementwise
 
 HINT = "load a state_dict() of this class, made with the same parameters in the same order"
@@ -60,7 +61,7 @@ SETTINGS = {
 }
 """Numbers of a parameter group, and where they lie."""
 GROUPED = (
-    *SETTINGS, "hess_approx", "debias", "rescale_lr", "dim", "prior", "squares", "batch_size",
+    *SETTINGS, "hess_approx", "debias", "rescale_lr", "dim", "squares", "batch_size",
 )  # fmt: skip
 DEFAULTS = {
     "ess": 1.0,
@@ -151,6 +152,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     _ranges: ClassVar[Mapping[str, str]] = {}  # narrower than those of every optimizer
+    _grouped: ClassVar[tuple[str, ...]] = GROUPED
     _unscales = True  # whether gradients of a scaled loss can be used
     _look: Any = None  # a Look: what the loss sees in training in the place of the parameters
     _sample: Any = None  # and as a draw of the posterior
@@ -173,12 +175,13 @@ class RowOptimizer(torch.optim.Optimizer):
         sync: bool = False,
         generator: torch.Generator | None = None,
         foreach: bool | None = None,
+        earlier: WeightPrior | None = None,
         **settings: Any,
     ) -> None:
         """Begin: what every signature ends in."""
         self.row = row
         self.algorithm = row.algorithm
-        unknown = [name for name in settings if name not in GROUPED]
+        unknown = [name for name in settings if name not in self._grouped]
         if unknown:
             raise TypeError(f"{self.algorithm} has no argument {unknown[0]!r}")
         if generator is not None:
@@ -188,8 +191,15 @@ class RowOptimizer(torch.optim.Optimizer):
         self.mc_samples = positive_int("mc_samples", mc_samples)
         self.examples = self._reader(model, loss_reduction)
         of_row = {"hess_approx": row.curvature.method, "algorithm": self.algorithm}
-        super().__init__(groups_of(params), {**DEFAULTS, **of_row, **settings})
+        defaults = {**DEFAULTS, **of_row, **settings}
+        groups = groups_of(params)
+        if earlier is not None:
+            for group in groups:
+                group["prior_decay"] = _first_decay(earlier, {**defaults, **group})
+        super().__init__(groups, defaults)
         self._begin_fresh()
+        if earlier is not None:
+            self._begin_at(earlier)
 
     def _accepted(self, row_or_name: Row | str) -> Row:
         accepted = row_or_name if isinstance(row_or_name, Row) else row(row_or_name)
@@ -209,6 +219,12 @@ class RowOptimizer(torch.optim.Optimizer):
         if model is not None:
             raise InputError(f"{self.algorithm} reads nothing from the model: leave it out")
         return None
+
+    def _begin_at(self, prior: WeightPrior) -> None:
+        """Give every parameter its state, with its prior, before the first step."""
+        with plain_tensors():
+            for param, group in self._trained().items():
+                self.state[param] = {**self._first_state(param, group), **prior.state_of(param)}
 
     def _begin_fresh(self) -> None:
         self._scratch = Scratch()
@@ -231,7 +247,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _kept_of(self, group: Group) -> tuple[str, ...]:
         """The same, with the mean of squared gradients where a group asks for it."""
-        return (*self._kept, "squares") if group.get("squares") else self._kept
+        names = self._kept
+        if group.get("squares"):
+            names = (*names, "squares")
+        if "prior_decay" in group:
+            names = (*names, *TENSORS)
+        return names
 
     @property
     def _own_scale(self) -> bool:
@@ -267,8 +288,13 @@ class RowOptimizer(torch.optim.Optimizer):
         for param in group["params"]:
             if not param.is_floating_point():
                 raise InputError(f"a parameter is {param.dtype}: give real numbers")
-        if self._own_scale and group["hess_init"] + group["weight_decay"] <= 0:
+        if self._own_scale and group["hess_init"] + typical_decay(group) <= 0:
             raise InputError("the precision starts at 0: give weight_decay or hess_init")
+        has_prior = "prior_decay" in group
+        if has_prior and group["weight_decay"]:
+            raise InputError("prior= has its own precision: leave weight_decay out")
+        if has_prior != ("prior_decay" in self.param_groups[0]):
+            raise InputError("prior= is of all parameters: make a new optimizer with these too")
 
     def _check_groups(self) -> None:
         """Settings may have been changed since they were checked."""
@@ -362,6 +388,9 @@ class RowOptimizer(torch.optim.Optimizer):
             flat, noises = self._scratch.take(use, params, dtype)
             start = torch.full((), float(group["hess_init"]), dtype=dtype, device=device)
             hess = [self._hess_of(param, start) for param in params]
+            if "prior_decay" in group:
+                decays = [self._decay_of(param, group) for param in params]
+                hess = list(torch._foreach_add(hess, decays))
             fill_normal(flat, noises, hess, group, self.generator)
             draw.noises.update(zip(params, noises, strict=True))
 
@@ -369,6 +398,20 @@ class RowOptimizer(torch.optim.Optimizer):
         """What was learned; before its first step a parameter has ``start`` in every entry."""
         state = self.state.get(param)
         return state["hess"] if state else start.expand(param.shape)
+
+    def _decay_of(self, param: Tensor, group: Group) -> Any:
+        """δ/ess of one parameter: a number, or with ``prior=`` one for each weight.
+
+        Raises:
+            OptimizerError: it was frozen when the prior was given.
+        """
+        if "prior_decay" not in group:
+            return group["weight_decay"]
+        state = self.state.get(param)
+        if not state:
+            shape = tuple(param.shape)
+            raise OptimizerError(f"prior= has no {shape} that was frozen: make a new optimizer")
+        return state["prior_precision"] / group["ess"]
 
     def _finish(self, draw: Draw) -> None:
         with plain_tensors():
@@ -511,13 +554,19 @@ class RowOptimizer(torch.optim.Optimizer):
         """The state for one more step; before the first one ``hess`` is ``hess_init``."""
         state = self.state[param]
         if not state:
-            state["step"] = 0
-            for name in self._kept_of(group):
-                start = group["hess_init"] if name == "hess" else 0.0
-                state[name] = torch.full_like(
-                    param, start, dtype=working(param.dtype), memory_format=torch.preserve_format
-                )
+            self._decay_of(param, group)  # refuses a parameter without its prior
+            state.update(self._first_state(param, group))
         state["step"] += 1
+        return state
+
+    def _first_state(self, param: Tensor, group: Group) -> dict[str, Any]:
+        """Before the first step, without the prior."""
+        state: dict[str, Any] = {"step": 0}
+        for name in self._kept_of(group):
+            start = group["hess_init"] if name == "hess" else 0.0
+            state[name] = torch.full_like(
+                param, start, dtype=working(param.dtype), memory_format=torch.preserve_format
+            )
         return state
 
     def _law(self, group: Group) -> Law:
@@ -548,6 +597,10 @@ class RowOptimizer(torch.optim.Optimizer):
                 torch._foreach_mul_(tensors["evidence"], tensors["grad"])
             if "squares" in tensors:
                 average_squares(tensors.pop("squares"), tensors["grad"], settings["beta2"])
+            if "prior_precision" in tensors:
+                precision = tensors.pop("prior_precision")
+                tensors["decay"] = list(torch._foreach_div(precision, settings["ess"]))
+                tensors["center"] = tensors.pop("prior_mean")
             step(Block(**tensors), curvature, move, settings, count)
 
         for_blocks(move_block, list(columns.values()))
@@ -607,6 +660,9 @@ class RowOptimizer(torch.optim.Optimizer):
         foreign = algorithms - {self.algorithm}
         if foreign:
             return f"this is the state of {', '.join(foreign)}, not of {self.algorithm}"
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            if ("prior_decay" in saved) != ("prior_decay" in group):
+                return "one of the state and this optimizer has a prior=, the other none"
         for key, param, group in self._places(state_dict):
             entry = state_dict["state"].get(key, {})
             difference = self._entry_differs(key, entry, self._shape(param), group)
@@ -625,7 +681,10 @@ class RowOptimizer(torch.optim.Optimizer):
             return f"of parameter {key} it holds {shapes}, which does not fit {shape}"
         if not self._own_scale:
             return None
-        precision = entry.get("hess", torch.ones(())) + group["weight_decay"]
+        decay = group["weight_decay"]
+        if "prior_precision" in entry:
+            decay = entry["prior_precision"] / group["ess"]
+        precision = entry.get("hess", torch.ones(())) + decay
         if not bool(((precision > 0) & precision.isfinite()).all()):
             return f"hess + weight_decay of parameter {key} is not positive and finite"
         return None
@@ -657,3 +716,10 @@ def _moved(value: Any, param: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device=param.device, dtype=working(param.dtype), copy=True)
+
+
+def _first_decay(prior: WeightPrior, group: Group) -> float:
+    """The typical δ/ess of a group, whose settings are checked first."""
+    check_setting("ess", group["ess"], SETTINGS["ess"])
+    check_setting("hess_init", group["hess_init"], SETTINGS["hess_init"])
+    return prior.decay(group["params"], group["ess"], group["hess_init"])

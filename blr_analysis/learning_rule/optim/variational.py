@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer, groups_of
+from blr_analysis.learning_rule.optim.weight_prior import WeightPrior
+from blr_analysis.posterior.posterior import Posterior
 
 
 class VOGN(RowOptimizer):
@@ -57,9 +59,11 @@ class VOGN(RowOptimizer):
         settings: ``hess_init`` (1), ``beta1`` (0.9), ``beta2`` (0.999), ``weight_decay`` (1e-4),
             ``mc_samples``, ``loss_reduction``, ``sync`` and ``generator``, as for
             :class:`RowOptimizer`.
+        prior: the posterior of earlier data in the place of ``weight_decay``, as for :class:`IVON`;
+            the names are ``model``'s.
 
     Raises:
-        InputError: a setting or parameter is out of range.
+        InputError: a setting or parameter is out of range; ``weight_decay`` beside ``prior``.
         OptimizerError: as IVON; and a layer whose per-example gradients cannot be read.
 
     Source: Khan et al., ICML 2018; Osawa et al., NeurIPS 2019; Khan & Rue, Eqs. 45 and 46.
@@ -68,9 +72,21 @@ class VOGN(RowOptimizer):
     _algorithm = "VOGN"
 
     def __init__(
-        self, params: Any, lr: float, ess: float, *, model: nn.Module, **settings: Any
+        self,
+        params: Any,
+        lr: float,
+        ess: float,
+        *,
+        model: nn.Module,
+        prior: Posterior | None = None,
+        **settings: Any,
     ) -> None:
-        settings = {"hess_init": 1.0, "weight_decay": 1e-4, **settings}
+        weight_decay = 1e-4
+        if prior is not None:
+            params = groups_of(params)
+            settings["earlier"] = WeightPrior.read(prior, params, model)
+            weight_decay = 0.0
+        settings = {"hess_init": 1.0, "weight_decay": weight_decay, **settings}
         super().__init__(params, self._algorithm, lr, ess, model=model, **settings)
 
 

@@ -75,7 +75,7 @@ def from_optimizer(
             (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. S = T·√v̂ + δ, δ = T·weight_decay, or
             IVON's ess is T. n_data stays the number of examples.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
-            a fine-tune; None: 0. IVON's prior is around 0.
+            a fine-tune; None: 0. IVON's prior is around 0, or is the ``prior=`` it was made with.
         bare: leave the prior out of S where the optimizer does not know it, for files to merge
             models with: S is the data's part and may be 0. A ``prior_precision`` is optional
             then, and only recorded.

@@ -27,7 +27,7 @@ from blr_analysis.posterior.capture.readers import (
     weight_of_start,
 )
 from blr_analysis.posterior.precision_files import write_precision
-from blr_analysis.posterior.prior import Given, Prior, n_data_of
+from blr_analysis.posterior.prior import FormPrior, Given, Prior, n_data_of
 from blr_analysis.posterior.prior_choice import by_evidence
 from blr_analysis.posterior.structures import Diagonal, Structure
 
@@ -80,6 +80,7 @@ def assemble(
     by_name = {slot.name: slot for slot in slots}
     slots = [by_name[name] for name in parameters if name in by_name]
     learned = _with_gradients(slots, reader)
+    earlier = _earlier_posterior(slots, facts)
     _check_half(learned, reader, record)
     groups = {slot.name: slot.group for slot in slots}
     scale = own_scale(groups, facts) if reader.scaled else given_scale(groups, facts)
@@ -97,13 +98,19 @@ def assemble(
         choices = curvature.record(initial_share(slots))
     data_part = {slot.name: _data_part(slot, estimates, scale) for slot in slots}
     n_steps = _largest_count(learned)
-    if facts.bare and not reader.scaled:
+    prior: Given | Prior
+    if earlier is not None:
+        prior = earlier
+        precision = {name: part + earlier.form.values[name] for name, part in data_part.items()}
+        choices["definition"] = choices["definition"].replace("weight_decay", "S0/ess")
+    elif facts.bare and not reader.scaled:
+        prior = 0.0
         precision = data_part
-        prior = dict.fromkeys(data_part, 0.0)
         choices |= _bare_record(scale, facts)
     else:
-        prior, choice = _prior(scale, data_part, mean, facts)
-        precision = {name: part + prior[name] for name, part in data_part.items()}
+        deltas, choice = _prior(scale, data_part, mean, facts)
+        prior = _as_one_number(deltas)
+        precision = {name: part + deltas[name] for name, part in data_part.items()}
         choices |= choice
     captured_record = {
         "kind": reader.kind,
@@ -116,7 +123,26 @@ def assemble(
         **_record_of_names(parameters, slots, learned),
         "tied": tied_names(model),
     }
-    return Captured(mean, precision, _as_one_number(prior), scale.n_data, captured_record)
+    return Captured(mean, precision, prior, scale.n_data, captured_record)
+
+
+def _earlier_posterior(slots: Sequence[Slot], facts: Facts) -> FormPrior | None:
+    """The prior of an optimizer that was made with ``prior=``; None of all others.
+
+    Raises:
+        OptimizerError: the caller gives another one.
+    """
+    if not any("prior_precision" in slot.state for slot in slots):
+        return None
+    if facts.prior_precision is not None:
+        raise OptimizerError("the optimizer was made with prior=: leave prior_precision out")
+    mean = {slot.name: slot.state["prior_mean"].detach().to(slot.value) for slot in slots}
+    precision = {
+        slot.name: slot.state["prior_precision"].detach().to(slot.value.device, copy=True)
+        for slot in slots
+    }
+    bounds: dict[str | None, float] = {n: float(t.min()) for n, t in precision.items()}
+    return FormPrior(bounds, mean, Diagonal(precision))
 
 
 def _with_gradients(slots: Sequence[Slot], reader: Reader) -> list[Slot]:
@@ -428,6 +454,8 @@ def _by_name(facts: Facts, names: Mapping[str, Any]) -> dict[str, float]:
 def write_captured(path: str | os.PathLike[str], captured: Captured, **record: Any) -> None:
     """:func:`write_precision` for what an optimizer or a training checkpoint gave."""
     assert isinstance(captured.precision, dict)
+    if isinstance(captured.prior_precision, FormPrior):
+        raise PosteriorError("the prior is an earlier posterior: save Posterior.from_optimizer's")
     record = captured.record | record
     record.pop("path", None)  # a place on this machine; the file is made to be published
     record["n_data"] = captured.n_data

@@ -88,7 +88,7 @@ class Curvature:
         batch_size: the factor B of the squares; None of h itself.
         below_zero: the share of the entries of h that were below 0 without their start.
         is_noise: whether this is an h that is mostly noise, or squares of which the scale is.
-        start: β₂ᵗ and ess·(h₀ + δ) by name; None where they are not known.
+        start: β₂ᵗ and ess·(h₀ + δ) by name; None where they are not known, or δ differs by weight.
     """
 
     hessian: Mapping[str, Tensor]
@@ -158,7 +158,9 @@ def curvature_of(
     if not counted:
         return Curvature(dict(hessian), HESS_WITH_START)
     below_zero = _share(hessian[slot.name] < 0 for slot in slots)
-    start = {slot.name: _start_of(slot) for slot in slots}
+    start = None
+    if not any("prior_precision" in slot.state for slot in slots):
+        start = {slot.name: _start_of(slot) for slot in slots}
     has_squares = is_ivon and all("squares" in slot.state for slot in slots)
     clear = _clear_share(slots, hessian) if has_squares else None
     if clear is not None:
@@ -188,6 +190,14 @@ def _looks_like_noise(
     return (is_by_price and below_zero > MOST_BELOW_ZERO) or of_start > 0.5 * total
 
 
+def decay_of(slot: Slot) -> float | Tensor:
+    """δ/ess: ``weight_decay``, or where the prior is an earlier posterior one for each weight."""
+    precision = slot.state.get("prior_precision")
+    if precision is None:
+        return float(slot.group["weight_decay"])
+    return precision.detach().to(slot.value.device) / float(slot.group["ess"])
+
+
 def _start_of(slot: Slot) -> list[float]:
     """β₂ᵗ and S₀ = ess · (h₀ + δ)."""
     group = slot.group
@@ -208,7 +218,7 @@ def variance_of(slot: Slot, hessian: Tensor, squares: Tensor) -> Tensor:
     weight = weight_of_start(slot.state, slot.group)
     sum_of_squared_weights = (1 - beta2) * (1 + weight) / ((1 + beta2) * (1 - weight))
     hess = slot.state["hess"].detach().to(squares)
-    precision = float(slot.group["ess"]) * (hess + float(slot.group["weight_decay"]))
+    precision = float(slot.group["ess"]) * (hess + decay_of(slot))
     return sum_of_squared_weights * (precision * squares + hessian.square())
 
 
@@ -217,7 +227,8 @@ def excess_of_start(slot: Slot) -> float:
     weight = weight_of_start(slot.state, slot.group)
     rho = 1 - float(slot.group["beta2"])
     start = float(slot.group["hess_init"])
-    share_of_hess = start / (start + float(slot.group["weight_decay"]))
+    decay = float(slot.group.get("prior_decay", slot.group["weight_decay"]))
+    share_of_hess = start / (start + decay)
     kept_a_step = 1 - rho + 0.5 * rho**2 * share_of_hess
     kept = kept_a_step ** steps(slot.state, slot.group)
     return start * (kept - weight) / (1 - weight)
@@ -284,7 +295,8 @@ def _factor_of_squares(
 def _floored(hessian: Tensor, slot: Slot) -> Tensor:
     """At least 0; where there is no prior, at least what is left of the start, so that S is
     positive."""
-    if float(slot.group["weight_decay"]) > 0:
+    has_prior = "prior_precision" in slot.state or float(slot.group["weight_decay"]) > 0
+    if has_prior:
         return hessian.clamp(min=0.0)
     weight = weight_of_start(slot.state, slot.group)
     return hessian.clamp(min=weight * float(slot.group["hess_init"]))

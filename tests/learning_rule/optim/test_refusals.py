@@ -13,7 +13,7 @@ from optimizer_makers import BY_CLOSURE, MAKERS, draw, held, make, network, same
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.errors import InputError, OptimizerError, PosteriorError
 from blr_analysis.learning_rule import optim
 from blr_analysis.learning_rule.optim import BSAM, IVON, OGN, Newton, RowOptimizer, Vadam
 from blr_analysis.recipe import OPTIMIZERS
@@ -72,6 +72,19 @@ def draws(optimizer: Any, context: str = "sampled_params", **options: Any) -> No
     getattr(optimizer, context)(*train, **options).__enter__()
 
 
+def prior(**shapes: int) -> blr.Posterior:
+    mean = {name: torch.ones(size) for name, size in shapes.items()}
+    return blr.Posterior(mean, mean, prior_precision=1.0, n_data=1)
+
+
+def unfrozen() -> None:
+    """A parameter that the prior lacks is trained all at once."""
+    frozen = param(3).requires_grad_(False)
+    optimizer = IVON([param(), frozen], 0.1, 10, prior=prior(w=2))
+    frozen.requires_grad_(True)
+    draws(optimizer)
+
+
 A, B = nn.Linear(2, 1), nn.Linear(2, 1)
 OTHER = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
 SETTINGS = (
@@ -117,6 +130,10 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
     (lambda: optim.Dropout([param()], 0.1, "bSAM"), "BSAM"),
     *((lambda n=n, v=v: optim.LearnedDropout([param(2, 2)], 0.1, keep=0.5, **{n: v}), n)
       for n, v in (("keep_lr", -1.0), ("keep_prior", 1.0), ("temperature", 0.0))),
+    (lambda: ivon(prior=3), "prior must"),
+    (lambda: ivon(prior=prior(w=2), weight_decay=0.1), "leave weight_decay out"),
+    (lambda: IVON([param(), param()], 0.1, 10, prior=prior(v=2, w=2)), "named_parameters"),
+    (lambda: ivon(prior=prior(w=2)).add_param_group({"params": [param()]}), "of all parameters"),
     (lambda: optim.SAM([param()], 0.1, radius=-1.0), "radius"),
     *((lambda s=s: optim.PreconditionedSGD([param()], 0.1, s), word) for s, word in (
         ([], "one tensor of each"), ([torch.ones(3)], "one tensor of each"), ([1.0], "one tensor"),
@@ -143,6 +160,8 @@ INPUT: list[tuple[Callable[[], Any], str]] = [
 ]
 OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
     (lambda: draws(OGN(A.parameters(), 0.1, 9, model=B)), "not in model"),
+    (unfrozen, "frozen: make"),
+    (lambda: ivon(prior=prior(w=2)).load_state_dict(graded(torch.ones(2)).state_dict()), "prior="),
     (lambda: ivon().step(), "without a draw"),
     (lambda: RowOptimizer([param()], "Adam", 0.1).step(), "backward"),
     (lambda: RowOptimizer([param()], "Adam", 0.1).sampled_params().__enter__(), "no posterior"),
@@ -186,6 +205,8 @@ OPTIMIZER: list[tuple[Callable[[], Any], str]] = [
         *((InputError, *case) for case in INPUT),
         *((OptimizerError, *case) for case in OPTIMIZER),
         (TypeError, lambda: Vadam([param()], 0.1, 10, speed=1), "speed"),
+        (TypeError, lambda: Vadam([param()], 0.1, 10, prior=prior(w=2)), "prior"),
+        (PosteriorError, lambda: ivon(prior=prior(w=3)), "another model"),
     ],
 )
 def test_refused(error: type[Exception], call: Callable[[], Any], word: str) -> None:
