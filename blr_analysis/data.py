@@ -28,17 +28,21 @@ from blr_analysis.likelihoods.tokens import pixels_as_tokens
 from blr_analysis.padding import Padding, aside
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Tensor]]
-MOST_UNNAMED = 16  # columns of a matrix that somebody may want to read
-WORDS = ("string", "large", "null", "time", "date", "duration", "decimal", "binary")
+MOST_UNNAMED = 16  # columns of a matrix whose values are shown
+NO_NUMBERS = ("string", "large", "null", "time", "date", "duration", "decimal", "binary")
 NOT_FINITE = "the model's outputs are NaN or inf {}; check weights and inputs"
+NUMBERS = "biuf"  # kinds of numpy's dtypes: booleans, integers, floats
 REPEATS = 32  # examples that are read twice to find out whether the data stand still
 
 
 @dataclass(frozen=True)
 class Examples:
-    """A map-style dataset and the function that makes a batch of its items; of a DataFrame, the
-    names of its inputs and the words of its classes too, in the order of their numbers;
-    ``labels`` are the rows' own, where pandas brought them.
+    """A map-style dataset and the function that makes a batch of its items.
+
+    Attributes:
+        columns: the names of the inputs of a DataFrame.
+        classes: the words of its classes, in the order of their numbers.
+        labels: the row labels of pandas objects.
 
     >>> data = read_data((torch.arange(8).reshape(4, 2), torch.arange(4)))
     >>> data.batch(torch.tensor([2, 0]))[1]
@@ -66,7 +70,8 @@ class Examples:
             if len(indices) and bool((indices.diff() == 1).all()):
                 return whole[int(indices[0]) : int(indices[-1]) + 1]
             return whole[indices]
-        order, items = indices.tolist(), []
+        order = indices.tolist()
+        items: list[Any] = []
 
         def failed() -> str:
             return f"the dataset failed on example {order[len(items)]} of {len(self)}"
@@ -78,7 +83,7 @@ class Examples:
             return self.collate(items)
 
     def sha256(self, metadata: Mapping[str, Sequence[Any]]) -> str:
-        """Of every example, each as a batch of its own, and of what describes them."""
+        """The hash of the metadata and of every example, read one by one."""
         digest = hashlib.sha256(_bytes(dict(sorted(metadata.items()))))
         for i in range(len(self)):
             digest.update(_bytes(self.batch(torch.tensor([i]))))
@@ -86,11 +91,11 @@ class Examples:
 
     def subset(self, indices: Sequence[int]) -> Examples:
         """Some of the examples, in the order given."""
-        labels = self.labels and tuple(self.labels[i] for i in indices)
+        labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
         return replace(self, dataset=tud.Subset(self.dataset, list(indices)), labels=labels)
 
     def check_coded_as(self, others: Examples) -> None:
-        """Raise :class:`InputError` where a column or a class has another number in the others."""
+        """Raise :class:`InputError` where a column or a class has another number there."""
         if _differ(self.columns, others.columns):
             raise InputError(
                 "the columns of the two tasks differ; give both the same, in one order"
@@ -103,9 +108,13 @@ class Examples:
         if self._tensors is None:
             return {}
         x = self.batch(torch.tensor([index]))[0]
-        few = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
-        names = self.columns or ([f"input {k}" for k in range(x.shape[1])] if few else [])
-        return dict(zip(names, x[0].tolist(), strict=True)) if names else {}
+        names = self.columns
+        is_small_matrix = x.ndim == 2 and x.is_floating_point() and x.shape[1] <= MOST_UNNAMED
+        if not names and is_small_matrix:
+            names = tuple(f"input {k}" for k in range(x.shape[1]))
+        if not names:
+            return {}
+        return dict(zip(names, x[0].tolist(), strict=True))
 
     @property
     def is_tensors(self) -> bool:
@@ -119,7 +128,8 @@ class Examples:
 
     @cached_property
     def _tensors(self) -> tuple[tud.TensorDataset, Tensor | None] | None:
-        """The tensors, and which of their rows, of a part of them; None of any other data."""
+        """The tensors that the data are made of, and which of their rows are meant (None: all of
+        them); None where the data are no tensors."""
         dataset = self.dataset
         rows = None
         while type(dataset) is tud.Subset:
@@ -130,8 +140,9 @@ class Examples:
             return None
         if rows is not None and len(rows):
             rows = torch.where(rows < 0, rows + len(dataset), rows)
-            if not 0 <= int(rows.min()) <= int(rows.max()) < len(dataset):
-                return None  # one by one, to name the example that is not there
+            are_there = int(rows.min()) >= 0 and int(rows.max()) < len(dataset)
+            if not are_there:
+                return None  # read one by one, so that the missing example is named
         return dataset, rows
 
 
@@ -165,16 +176,19 @@ def read_data(data: Any, padding: Padding | None = None) -> Examples:
 
 
 def _check_stand_still(examples: Examples) -> None:
-    """Raise :class:`DataError` where the data draw: an example that is read twice differs."""
+    """Raise :class:`DataError` where an example differs when it is read again."""
+
+    def differs(indices: Tensor) -> bool:
+        return _bytes(examples.batch(indices)) != _bytes(examples.batch(indices))
+
     n = len(examples)
-    few = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
-    if _bytes(examples.batch(few)) == _bytes(examples.batch(few)):
+    probe = torch.linspace(0, n - 1, min(n, REPEATS), dtype=torch.float64).long()
+    if not differs(probe):
         return
-    alone = (index.reshape(1) for index in few)
-    drawn = [int(i) for i in alone if _bytes(examples.batch(i)) != _bytes(examples.batch(i))]
-    which = f"example {drawn[0]} differs" if drawn else "the same examples differ"
+    drawn = [int(index) for index in probe if differs(index.reshape(1))]
+    fault = f"example {drawn[0]} differs" if drawn else "the same examples differ"
     raise DataError(
-        f"{which} when read again (augmentation? random masks?): give the Task the data without "
+        f"{fault} when read again (augmentation? random masks?): give the Task the data without "
         "that, and Recipe(augment=) what training drew"
     )
 
@@ -198,14 +212,20 @@ def opened(
         DataError: a DataFrame without target=, no column of numbers, a row without a label.
         InputError: no such column, two of one name, or target= of other data.
     """
-    hub = hasattr(data, "column_names") and hasattr(data, "features")
-    framed = hasattr(data, "infer_objects")
-    names = list(data.column_names if hub else data.columns if framed else ())
+    is_hub_dataset = hasattr(data, "column_names") and hasattr(data, "features")
+    is_frame = hasattr(data, "infer_objects")
+    names: list[Any] = []
+    if is_hub_dataset:
+        names = list(data.column_names)
+    elif is_frame:
+        names = list(data.columns)
     if target is not None and target not in names:
-        raise InputError(f"target={target!r} is no column of the data, but for {some(names)}")
-    if hub:
+        raise InputError(f"target={target!r} is no column of the data; write one of {some(names)}")
+    if is_hub_dataset:
         return _from_hub(data, target, model, padding)
-    return _from_frame(data, target, dtype) if framed else (data, None)
+    if is_frame:
+        return _from_frame(data, target, dtype)
+    return data, None
 
 
 def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Examples, Any]:
@@ -216,16 +236,20 @@ def _from_frame(frame: Any, target: str | None, dtype: torch.dtype) -> tuple[Exa
     if not frame.columns.is_unique:
         twice = frame.columns[frame.columns.duplicated()][0]
         raise InputError(f"two columns of the DataFrame are called {twice!r}; rename one")
-    frame = frame.infer_objects()  # numbers among them
-    rest = frame.drop(columns=target)
-    numbers = rest.loc[:, [kind.kind in "biuf" for kind in rest.dtypes]]
-    if not len(numbers.columns):
+    frame = frame.infer_objects()  # columns of objects that are all numbers become numbers
+    features = frame.drop(columns=target)
+    inputs = features.loc[:, [column.kind in NUMBERS for column in features.dtypes]]
+    if not len(inputs.columns):
         raise DataError("the DataFrame has no column of numbers to predict from")
     real = np.float64 if dtype == torch.float64 else np.float32
     y, classes = _labels(frame[target], real)
-    named = {"columns": tuple(map(str, numbers)), "classes": classes, "labels": tuple(frame.index)}
-    pair = (numbers.to_numpy(dtype=real, copy=True), y)
-    return replace(read_data(pair), **named), rest.drop(columns=list(numbers))
+    examples = replace(
+        read_data((inputs.to_numpy(dtype=real, copy=True), y)),
+        columns=tuple(map(str, inputs)),
+        classes=classes,
+        labels=tuple(frame.index),
+    )
+    return examples, features.drop(columns=list(inputs))
 
 
 def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
@@ -233,12 +257,13 @@ def _labels(column: Any, real: Any) -> tuple[Tensor, tuple[str, ...]]:
     missing = column.index[column.isna()]
     if len(missing):
         raise DataError(f"row {missing[0]!r} has no {column.name}; drop it")
-    kind, classes = column.dtype.kind, ()
-    if kind not in "biuf":
-        coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
-        column, classes = coded.cat.codes, tuple(map(str, coded.cat.categories))
-    y = column.to_numpy(dtype=real if kind == "f" else np.int64, copy=True)
-    return torch.from_numpy(y), classes
+    kind = column.dtype.kind
+    if kind in NUMBERS:
+        dtype = real if kind == "f" else np.int64
+        return torch.from_numpy(column.to_numpy(dtype=dtype, copy=True)), ()
+    coded = column if hasattr(column, "cat") else column.astype(str).astype("category")
+    numbers = coded.cat.codes.to_numpy(dtype=np.int64, copy=True)
+    return torch.from_numpy(numbers), tuple(map(str, coded.cat.categories))
 
 
 def _from_hub(
@@ -249,10 +274,12 @@ def _from_hub(
     names = list(data.column_names)
     label = target or next((n for n in ("labels", "label") if n in names), None)
     words = [name for name in names if not _of_numbers(data.features[name])]
-    described = {*words, *(aside(model, names) if model is not None else ())}
+    not_inputs = set(words)
+    if model is not None:
+        not_inputs |= set(aside(model, names))
     if target is not None:
-        described.add("labels")
-    besides = [name for name in names if name != label and name in described]
+        not_inputs.add("labels")
+    besides = [name for name in names if name != label and name in not_inputs]
     if not set(names) - {label, *besides}:
         raise DataError(f"no column of {some(names)} goes to the model; tokenise the texts")
     if label in words and None in list(data[label]):
@@ -263,7 +290,8 @@ def _from_hub(
     if label not in (None, "labels"):
         rows = rows.rename_column(label, "labels")
     examples = read_data(rows.with_format("torch"), padding)
-    examples = replace(examples, classes=classes and tuple(classes))
+    if classes is not None:
+        examples = replace(examples, classes=tuple(classes))
     return examples, {name: list(data[name]) for name in besides}
 
 
@@ -271,7 +299,7 @@ def _of_numbers(feature: Any) -> bool:
     """Whether a column of this kind can become tensors: numbers, lists of them, images."""
     while isinstance(feature, list | tuple) or hasattr(feature, "feature"):
         feature = feature[0] if isinstance(feature, list | tuple) else feature.feature
-    return not str(getattr(feature, "dtype", "")).startswith(WORDS)
+    return not str(getattr(feature, "dtype", "")).startswith(NO_NUMBERS)
 
 
 def _examples(data: Any) -> Examples:
@@ -279,12 +307,12 @@ def _examples(data: Any) -> Examples:
         inside = _examples(data.dataset).dataset
         _check_sampler(data)
         return Examples(inside, data.collate_fn)
-    several = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
-    if several and any(hasattr(part, "__array__") for part in data):
+    may_be_pair = isinstance(data, tuple) or (isinstance(data, list) and len(data) == 2)
+    if may_be_pair and any(hasattr(part, "__array__") for part in data):
         pair = _pair(data)
         _warn_of_labels(*data)
         return Examples(pair, labels=row_labels(dict(zip("Xy", data, strict=True)), len(pair)))
-    if several and all(type(part) is list for part in data):
+    if may_be_pair and all(type(part) is list for part in data):
         raise DataError("X and y are lists; give tensors or arrays: torch.tensor(X)")
     if isinstance(data, Tensor | np.ndarray):  # inputs without labels
         return Examples(tud.TensorDataset(_tensor("X", data)))
@@ -295,9 +323,9 @@ def _examples(data: Any) -> Examples:
         inner = inner.dataset
     unfit = isinstance(data, (tud.IterableDataset, Mapping, str, bytes))
     if unfit or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        got = type(data).__name__
         raise DataError(
-            f"data must be a Dataset, DataLoader, list, or (X, y), one split, got {got}"
+            "data must be a Dataset, DataLoader, list, or (X, y), one split, got "
+            f"{type(data).__name__}"
         )
     return Examples(data)
 
@@ -368,7 +396,8 @@ def _bytes(batch: Any) -> bytes:
 def row_labels(parts: Mapping[str, Any], n_data: int) -> tuple[Any, ...] | None:
     """The one index of the pandas objects that the data are made of; None where there are none.
 
-    0 … N − 1 counts rows and goes with labels of every kind but those that are places themselves.
+    An index 0 … N − 1 only counts rows. It goes with any other labels, unless these are the numbers
+    0 … N − 1 in another order.
 
     Raises:
         InputError: they differ.
@@ -376,8 +405,10 @@ def row_labels(parts: Mapping[str, Any], n_data: int) -> tuple[Any, ...] | None:
     indexes = {tuple(part.index) for part in parts.values() if hasattr(part, "reindex")}
     places = tuple(range(n_data))
     labels = indexes - {places}
-    ambiguous = bool(labels) and places in indexes and set(*labels) == set(places)
-    if len(labels) > 1 or ambiguous:
+    if len(labels) > 1:
+        raise InputError("the row labels of X and y differ; pass .to_numpy()")
+    is_reordered = any(set(index) == set(places) for index in labels)
+    if is_reordered and places in indexes:
         raise InputError("the row labels of X and y differ; pass .to_numpy()")
     return next(iter(labels or indexes), None)
 
@@ -501,8 +532,8 @@ def padding(batch: Any) -> tuple[Tensor | None, Any]:
 
 
 def padded_behind(batch: Any, ignored: int) -> Any:
-    """The batch with what padding stands before a sequence moved behind it, its labels ignored: a
-    causal model then takes the sequence as it does alone, whatever shares its batch.
+    """The batch with padding moved from before a sequence to behind it, its labels ignored. A
+    causal model then reads the sequence as it does alone, whatever shares its batch.
 
     >>> ids, mask = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])
     >>> moved_there = padded_behind({"labels": ids, "attention_mask": mask}, -100)
@@ -572,9 +603,10 @@ def forward_of_inputs(model: nn.Module, x: Any) -> Any:
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, Tensor) and x.is_floating_point():
-        kinds = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
-        if x.dtype not in kinds or x.dtype not in HALF:  # in half precision as it was trained
-            x = x.to(next(iter(kinds), x.dtype))
+        dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.is_floating_point())
+        is_half_as_trained = x.dtype in dtypes and x.dtype in HALF
+        if not is_half_as_trained:
+            x = x.to(next(iter(dtypes), x.dtype))
     return model(x)
 
 
@@ -629,10 +661,10 @@ def checked(
 
 
 def checked_outputs(outputs: Any, likelihood: Likelihood, indices: Tensor | None) -> Tensor:
-    """The same of inputs without labels; of images with a class per pixel ``[B, H·W, C]``.
+    """The outputs of inputs without labels; of images with a class per pixel ``[B, H·W, C]``.
 
     Raises:
-        ModelError: as there.
+        ModelError: as :func:`checked`.
     """
     outputs = _real_outputs(outputs, likelihood)
     if likelihood.is_sequence and outputs.ndim >= 4:

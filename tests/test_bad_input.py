@@ -141,7 +141,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"model": nn.LazyLinear(3)}, ModelError, "'weight'.*run a batch"),
     ({"target": "y"}, InputError, "no column"),
     ({"data": FRAME}, DataError, "target="),
-    ({"data": FRAME, "target": "z"}, InputError, "for 'a', 'b', 'y'"),
+    ({"data": FRAME, "target": "z"}, InputError, "one of 'a', 'b', 'y'"),
     ({"data": FRAME[["y"]].assign(a="x"), "target": "y"}, DataError, "of numbers"),
     ({"data": FRAME.assign(y=[None, "a", "a"]), "target": "y"}, DataError, "row 0 "),
     ({"data": FRAME.assign(y=[0, 0, NAN]), "target": "y"}, DataError, "row 2 "),
