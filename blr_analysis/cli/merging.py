@@ -200,7 +200,9 @@ def with_the_best_method(job: Job, files: Sequence[Path], say: Callable[[str], N
     from blr_analysis.merging.folders import reference_folder
 
     say("choosing the method")
-    tasks = text_tasks(reference_folder(job) or Path(), files, labelled=True)
+    tasks = []
+    if files:
+        tasks = text_tasks(reference_folder(job) or Path(), files, labelled=True)
     held_out = dict(zip(map(str, files), tasks, strict=True))
     job, choice = chosen(job, held_out or None)
     say(f"auto: {choice!r}")

@@ -17,6 +17,8 @@ from blr_analysis.merging.folders import SHARD, collect, execute
 from blr_analysis.merging.job import Job, Weight, job_of, refuse_idle
 from blr_analysis.merging.methods import Method, method_of, widest
 from blr_analysis.merging.plan import MAX_MEMORY, make_plan
+from blr_analysis.merging.sources import open_model
+from blr_analysis.merging.tensor_plans import number
 from blr_analysis.task import Task
 
 State = Mapping[str, torch.Tensor]
@@ -152,19 +154,28 @@ def _described(
     job = job_of(base, models, row.name, **arguments)
     if method == "auto":
         return chosen(job, arguments["validate"])
+    if takes_default and _has_negative_weights(job):
+        return replace(job, method="gradient_matching"), None
     if takes_default:
         return by_precisions(job), None
     return job, None
 
 
 def _is_average(arguments: Mapping[str, Any]) -> bool:
-    """Whether precisions are there and nothing asks for an H_0 or takes a model out."""
-    weights = arguments["weights"]
-    numbers = weights if isinstance(weights, Sequence) else [weights]
-    has_negative_weights = any(isinstance(w, int | float) and w < 0 for w in numbers)
+    """Whether precisions are there and nothing asks for an H_0."""
     has_start = arguments["base_precision"] is not None or arguments["delta"] != 0
     has_precisions = arguments["precisions"] is not None
-    return has_precisions and not has_start and not has_negative_weights
+    return has_precisions and not has_start
+
+
+def _has_negative_weights(job: Job) -> bool:
+    """Whether a weight, or the value of one for a tensor's name, takes a model out."""
+    weights = [member.weight for member in job.members]
+    if not any(map(callable, weights)):
+        return any(number(weight, "a model", "weight") < 0 for weight in weights)
+    base = None if job.base is None else open_model(job.base, "base")
+    names = open_model(job.members[0].model, "models[0]", base).specs
+    return any(number(weight, name, "weight") < 0 for weight in weights for name in names)
 
 
 def _row(method: str | None, base: Any, *, takes_default: bool) -> Method:

@@ -49,6 +49,7 @@ class Method:
         matrix: the merged step of a weight from the models' steps and weights
             (:mod:`blr_analysis.merging.task_matrices`).
         select: the same by entries (:mod:`blr_analysis.merging.selections`).
+        positive: no weight may be negative: the merge is a minimum, and there would be none.
         scope: what ``matrix``, ``select`` or a thinning must see at once: "entries", "rows",
             "tensors" or "matrices".
         options: further arguments of :func:`blr_analysis.merge` that have an effect.
@@ -67,6 +68,7 @@ class Method:
     models: int | None = None
     matrix: Callable[..., Tensor] | None = None
     select: Callable[[Tensor, Tensor, Selection], Tensor] | None = None
+    positive: bool = False
     scope: str = ENTRIES
     options: frozenset[str] = frozenset()
 
@@ -82,7 +84,7 @@ class Method:
         thins = bool(self.thinned)
         draws = self.thinned in ("chance", "rank")
         scales = thins or self.matrix is not None or self.name == "task_arithmetic"
-        weighs = self.select is None
+        weighs = self.select is None and self.name != "model_stock"
         effects = {
             **dict.fromkeys(CURVED, self.uses_precisions),
             **dict.fromkeys(SELECTING, False),
@@ -92,7 +94,7 @@ class Method:
             "scale": scales,
             "lambda_": scales,
             "weights": weighs,
-            "weight": weighs and self.name not in ("slerp", "model_stock"),
+            "weight": weighs and self.name != "slerp",
             "normalize": weighs and self.name != "slerp",
             "seed": draws,
             "rescale": draws,
@@ -157,7 +159,7 @@ METHODS = {
         ),
         Method(
             "iso_c", True, True, False, False, False,
-            "θ_0 + λ σ̄ U Vᵀ, of Σ α_t (θ_t − θ_0) = U S Vᵀ; σ̄ the mean of S",
+            "θ_0 + λ σ̄ U Vᵀ, of Σ α_t (θ_t − θ_0) = U S Vᵀ; σ̄ the mean of S > 0",
             matrix=iso_c, scope=MATRICES,
         ),
         Method(
@@ -168,12 +170,12 @@ METHODS = {
         Method(
             "wudi", True, True, False, False, False,
             "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖²",
-            matrix=wudi, scope=MATRICES,
+            matrix=wudi, positive=True, scope=MATRICES,
         ),
         Method(
             "ace", True, True, False, False, False,
             "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖² + d/I",
-            matrix=ace, scope=MATRICES, options=frozenset({"damping"}),
+            matrix=ace, positive=True, scope=MATRICES, options=frozenset({"damping"}),
         ),
         Method(
             "della", True, True, False, False, True,

@@ -212,7 +212,8 @@ def _check_settings(job: Job) -> None:
     if not job.members:
         raise InputError("models is empty: name at least one fine-tuned model")
     if method.models not in (None, len(job.members)):
-        raise InputError(f"{job.method} merges {method.models} models, got {len(job.members)}")
+        count = "one model with the base" if method.models == 1 else f"{method.models} models"
+        raise InputError(f"{job.method} merges {count}, got {len(job.members)} models")
     if job.base is None and method.needs_base:
         raise InputError(f"method {job.method!r} needs the base that the models started from")
     if method.name == "nearswap" and job.t is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.matrices import Joint, MatrixShape
-from blr_analysis.errors import ModelError
+from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Scratch, Source
 from blr_analysis.merging import sparse
 from blr_analysis.merging.formula import PrecisionValue, combine_into
@@ -315,6 +315,7 @@ class _Worker:
         turned.
         """
         assert inputs.base is not None and self.method.matrix is not None
+        self._check_inputs(tensor, inputs.base, inputs.models)
         shape = tensor.spec.shape
         steps = [step.cpu().view(shape[0], -1) for step in inputs.steps(torch.float64)]
         if self.plan.stores_transposed:
@@ -331,6 +332,7 @@ class _Worker:
     def _combine_selected(self, tensor: TensorPlan, inputs: _Inputs, result: Tensor) -> None:
         """θ_0 plus the step that :mod:`blr_analysis.merging.selections` gives."""
         assert inputs.base is not None and self.method.select is not None
+        self._check_inputs(tensor, inputs.base, inputs.models)
         shape = (-1,)
         if tensor.is_whole:
             shape = tensor.spec.shape
@@ -358,7 +360,10 @@ class _Worker:
             return None
         if self.method.span is not None:
             weights = torch.tensor(tensor.weights, dtype=torch.float64)
-            return self.method.span(self._products(tensor), weights).tolist()
+            try:
+                return self.method.span(self._products(tensor), weights).tolist()
+            except InputError as error:
+                raise InputError(f"{tensor.name!r}: {error}") from error
 
         def sizes_by_block() -> Iterator[list[Tensor]]:
             for inputs in self._blocks(tensor):
@@ -378,7 +383,7 @@ class _Worker:
         count = len(tensor.weights)
         gram = torch.zeros(count, count, dtype=torch.float64)
         for inputs in self._blocks(tensor):
-            steps = torch.stack(inputs.steps(self.dtype)).cpu()
+            steps = torch.stack(inputs.steps(torch.float64)).cpu()
             gram += steps @ steps.mT
         return gram
 
@@ -528,6 +533,16 @@ class _Worker:
         low, high = torch.aminmax(result)
         if bool(low >= -limit) and bool(high <= limit):
             return
+        self._check_inputs(tensor, base, models)
+        raise ModelError(
+            f"the merge of {tensor.name!r} does not fit into {tensor.spec.dtype}: give a delta, "
+            "other weights or a wider out_dtype"
+        )
+
+    def _check_inputs(
+        self, tensor: TensorPlan, base: Tensor | None, models: Sequence[Tensor]
+    ) -> None:
+        """Raise where the base or a model holds NaN or inf."""
         inputs = {}
         if self.plan.base is not None and base is not None:
             inputs[self.plan.base.name] = base
@@ -539,10 +554,6 @@ class _Worker:
                     f"{tensor.name!r} of {name!r} holds NaN or inf: the training diverged, or the "
                     "file is damaged"
                 )
-        raise ModelError(
-            f"the merge of {tensor.name!r} does not fit into {tensor.spec.dtype}: give a delta, "
-            "other weights or a wider out_dtype"
-        )
 
 
 def _offset(piece: Joint, name: str, low: int) -> int:

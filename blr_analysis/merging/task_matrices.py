@@ -20,18 +20,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SINGULAR = 1e-10  # of the largest eigenvalue: directions that no task has moved along
+SINGULAR = 1e-10  # of the largest value: directions that no task has moved along
 
 
 def iso_c(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """σ̄ U Vᵀ, where U S Vᵀ = Σ_t α_t Δ_t and σ̄ is the mean of S: all directions count the same.
+
+    S are the singular values above 0: nothing moves along directions that no task has moved along.
 
     >>> iso_c([torch.diag(torch.tensor([3.0, 1.0]))], [1.0])
     tensor([[2., 0.],
             [0., 2.]])
     """
     total = _weighted_sum(steps, weights)
-    left, values, right = torch.linalg.svd(total, full_matrices=False)
+    left, values, right = _singular_vectors(total)
+    if not len(values):
+        return torch.zeros_like(total)
     return values.mean() * (left @ right)
 
 
@@ -40,19 +44,27 @@ def tsv_m(steps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     U⊥ = P Qᵀ is the orthogonal matrix that is nearest to the joined U = P D Qᵀ of all tasks, and
     so is V⊥; S holds their singular values times α_t. With few singular vectors, each task has one.
+    Vectors whose singular value is 0 are left out: they belong to no task.
     """
     lefts = []
     values = []
     rights = []
     for step, weight in zip(steps, weights, strict=True):
-        left, value, right = torch.linalg.svd(step, full_matrices=False)
-        count = max(1, len(value) // len(steps))
+        left, value, right = _singular_vectors(step)
+        count = max(1, min(step.shape) // len(steps))
         lefts.append(left[:, :count])
         values.append(weight * value[:count])
         rights.append(right[:count].mT)
     left = _nearest_orthogonal(torch.cat(lefts, 1))
     right = _nearest_orthogonal(torch.cat(rights, 1))
     return (left * torch.cat(values)) @ right.mT
+
+
+def _singular_vectors(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S and Vᵀ, without those where S is 0: such vectors are not unique."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    is_moved = values > SINGULAR * values.max()
+    return left[:, is_moved], values[is_moved], right[is_moved]
 
 
 def _nearest_orthogonal(matrix: Tensor) -> Tensor:

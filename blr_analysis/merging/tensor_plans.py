@@ -85,6 +85,11 @@ def _plan_of_method(plan: MergePlan, merged: TensorPlan) -> TensorPlan:
     name = merged.name
     weights = merged.weights
     scale = number(plan.job.scale, name, "scale") if plan.method.takes("scale") else 1.0
+    if plan.method.positive and min(weights) < 0:
+        raise InputError(
+            f"{plan.method.name} takes no negative weights, got {min(weights):g} for {name!r}: "
+            "task_arithmetic takes a model out"
+        )
     if plan.method.scope == MATRICES and not _is_matrix(name, merged.spec):
         return _with_note(replace(merged, weights=_shares(weights)), "no matrix: averaged")
     merged = replace(merged, scope=plan.method.scope)

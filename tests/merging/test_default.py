@@ -6,10 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from commands import run
 from models import mlp, normal
 from models_on_disk import State, curved, near, state, write_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import blr_analysis as blr
@@ -84,8 +87,14 @@ def test_a_long_tensor_has_one_mean() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"delta": 0.3}, {"base_precision": curved(4)}, {"weights": [1.0, 1.0, -0.2]}],
-    ids=["delta", "base_precision", "a negative weight"],
+    [
+        {"delta": 0.3},
+        {"base_precision": curved(4)},
+        {"weights": [1.0, 1.0, -0.2]},
+        {"weights": [1.0, 1.0, np.float32(-0.2)]},
+        {"weights": [1.0, 1.0, lambda name: -0.2 if name == "scale" else 1.0]},
+    ],
+    ids=["delta", "base_precision", "a negative weight", "of NumPy", "for one tensor"],
 )
 def test_where_the_formula_is_asked_for_it_stands(
     family: dict[str, Any], more: dict[str, Any]
@@ -113,6 +122,31 @@ def test_auto_without_data(family: dict[str, Any]) -> None:
     average = blr.merge(None, family["models"], method="linear")
     assert bare.choice.name == "average"
     assert all(torch.equal(bare[name], average[name]) for name in average)
+
+
+@pytest.mark.parametrize("with_precisions", [True, False])
+def test_auto_without_data_in_a_recipe(
+    family: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    with_precisions: bool,
+) -> None:
+    """No task has to be read, so that models of any architecture are merged."""
+    lines = ["merge_method: auto", "base_model: base", "models:"]
+    write_model(tmp_path / "base", family["base"])
+    for t, (model, h) in enumerate(zip(family["models"], family["precisions"], strict=True)):
+        write_model(tmp_path / f"ft{t}", model, precision=h if with_precisions else None)
+        lines.append(f"  - model: ft{t}")
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("\n".join(lines))
+    code, _, err = run(capsys, "merge", recipe, tmp_path / "out")
+    assert code == 0, err
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    for name in merged:
+        truth = torch.stack([model[name] for model in family["models"]]).mean(0)
+        if with_precisions:
+            truth = blr.merge(**family)[name]
+        torch.testing.assert_close(merged[name], truth)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from models_on_disk import SHAPES, State, curved, near, state, write_model
 from torch import Tensor, nn
 
 import blr_analysis as blr
+from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder, shards
 from blr_analysis.merging.methods import METHODS
 
@@ -140,6 +141,10 @@ class MergeContract:
         weighs = METHODS[self.method].takes("weights")
         if weighs:
             given["weights"] = weights
+        if sign < 0 and METHODS[self.method].positive:
+            with pytest.raises(BLRError, match="takes no negative weights"):
+                blr.merge(base, models, **given)
+            return
         own = blr.merge(base, models, **given)
         shares = torch.tensor(weights if sign > 0 and weighs else [1.0] * self.count)
         for name in ("1.running_var", "1.running_mean"):
