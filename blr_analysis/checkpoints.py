@@ -17,15 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import instance, one_of, path_of, positive_int
-from blr_analysis.errors import InitialPrecisionWarning, InputError, OptimizerError
+from blr_analysis.checks import instance, one_of, path_of, positive_int, some, whole
+from blr_analysis.errors import (
+    InitialPrecisionWarning,
+    InputError,
+    ModelError,
+    OptimizerError,
+    StorageError,
+    told_as,
+)
 from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recordings import Recordings, checkpoint_steps
-from blr_analysis.snapshots import State, read, state_of, thinned
+from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
 from blr_analysis.task import unwrapped
 
 LOOKS = 8  # so many numbers of a tensor identify the weights of a step
@@ -54,7 +61,7 @@ class Checkpoints:
             examples of a pass.
 
     Raises:
-        InputError: no module, no number of steps, an unknown structure.
+        InputError: no module, no number of steps, no optimizer, an unknown structure.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -82,6 +89,9 @@ class Checkpoints:
     ) -> None:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
         self.model = unwrapped(model)
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            got = type(optimizer).__name__
+            raise InputError(f"optimizer must be the torch optimizer that trains, got {got}")
         self.optimizer = optimizer
         self.steps = None if steps is None else positive_int("steps", steps)
         self.folder = None if folder is None else Path(path_of(folder)).expanduser()
@@ -104,9 +114,13 @@ class Checkpoints:
 
         Raises:
             OptimizerError: inside ``sampled_params``, where the weights are a draw.
+            ModelError: no parameter trains.
+            StorageError: the folder cannot be written.
         """
         if getattr(self.optimizer, "_open", None) is not None:
             raise OptimizerError("checkpoints.step() belongs outside sampled_params")
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ModelError("no parameter of the model trains: unfreeze some")
         self.done += 1
         self._steps_by_look[_look(self.model)] = self.done
         if self.modes is None or self._due():
@@ -136,7 +150,8 @@ class Checkpoints:
         if self.folder is None:
             self.snapshots[self.done] = snapshot
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with told_as(StorageError, f"{str(self.folder)!r} cannot be written"):
+            self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{self.done:08d}.safetensors"
         tensors = {name: tensor.contiguous() for name, tensor in snapshot.items()}
         with drafted(file) as draft:
@@ -167,6 +182,12 @@ class Checkpoints:
 
     def _write(self, snapshot: State) -> None:
         """Put a snapshot back into model and optimizer."""
+        missing = sorted(state_of(self.model).keys() - snapshot.keys())
+        if missing:
+            raise ModelError(
+                f"the snapshots lack {some(missing)}: a parameter that training unfreezes has no "
+                "earlier posterior; unfreeze it before Checkpoints begin"
+            )
         with torch.no_grad():
             for name, tensor in state_of(self.model).items():
                 tensor.copy_(snapshot[name])
@@ -314,17 +335,30 @@ class Checkpoints:
             InputError: it is no such state.
             ModelError: it is another model's.
         """
-        if not isinstance(state, Mapping) or not state.keys() >= {"done", "snapshots"}:
+        done = whole(state.get("done")) if isinstance(state, Mapping) else None
+        if done is None or not _are_snapshots(state.get("snapshots")):
             raise InputError("this is no state of Checkpoints; pass its state_dict()")
-        self.begin(int(state["done"]))
+        for step, snapshot in state["snapshots"].items():
+            checked_state(snapshot, self.model, f"the state's snapshot of step {step}")
+        self.begin(done)
         self.snapshots |= {int(step): dict(kept) for step, kept in state["snapshots"].items()}
         if self.recordings is not None and "recordings" in state:
             self.recordings.load_state_dict(state["recordings"], self.done)
 
 
+def _are_snapshots(value: Any) -> bool:
+    """Whether it maps steps to tensors by name."""
+    if not isinstance(value, Mapping):
+        return False
+    steps_are_whole = all(whole(step) is not None for step in value)
+    return steps_are_whole and all(isinstance(snapshot, Mapping) for snapshot in value.values())
+
+
 def _look(model: nn.Module) -> tuple[float, ...]:
     """Some numbers of the first and the last weights, which identify a step."""
     trained = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
+    if not trained:
+        return ()
     samples = [_sample(weights).double() for weights in (trained[0], trained[-1])]
     return tuple(torch.cat(samples).tolist())
 

@@ -4,8 +4,10 @@ A layer whose parameters are all frozen, and which has run before anything that 
 gives the same for an example at any weights that an analysis tries. Where half of a model's layers
 are such, the outputs of the outermost of them are kept in memory, a row for each example.
 
-A pass takes kept rows only where they stand for its own: in eval mode, at the same frozen numbers
-and buffers, for the same examples in batches of the same shape (padding counts). Before the first
+A pass takes kept rows only where they stand for its own: in eval mode, at the same frozen numbers,
+buffers and settings, for the same inputs in batches of the same shape (padding counts). A change
+that nobody announces (by ``.data``, of a plain attribute, of a row of the data) is noticed by
+fingerprints; not one inside of an object that a module refers to. Before the first
 one, passes with and without kept rows are compared, bit for bit, at other weights of the layers
 that train; a model that they differ for (it is random, keeps state, or is watched by hooks) runs
 whole every time.
@@ -16,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ SHARE = 0.5  # of the layers' calls that must be of frozen ones, else nothing is
 LEAST_MEMORY = 64 * 2**20  # bytes that rows may take where the user names no bound
 PROBE = 3  # examples that are run to find the layers
 MOVED = 0.5  # times a parameter's own size: how far it is moved to see that rows stay
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes
+WORD = 8  # bytes
 CONSTANTS = (type(None), bool, int, float, str)  # outputs beside tensors that may be kept
 
 Run = Callable[[Any, Mapping[str, Tensor]], Any]  # a batch, at these parameters → what comes out
@@ -166,7 +172,11 @@ class FrozenOutputs:
         shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         kind = task.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return [(place, shapes, autocast) for place in places.tolist()]
+        inputs = zip(*(_fingerprints(leaf) for leaf in leaves), strict=True)
+        return [
+            (place, numbers, shapes, autocast)
+            for place, numbers in zip(places.tolist(), inputs, strict=True)
+        ]
 
     def _places(self, examples: Any, indices: Tensor) -> Tensor | None:
         """Where examples stand in the data set; None of those that are read in another way."""
@@ -233,17 +243,80 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def _numbers(modules: Sequence[nn.Module]) -> Any:
-    """What tells the frozen layers' present numbers from others."""
+    """What tells the frozen layers' present numbers and settings from others."""
+    settings = [(name, leaf) for module in modules for name, leaf in _settings(module)]
+    plain_tensors = [leaf for _, leaf in settings if isinstance(leaf, Tensor)]
     tensors = [
         tensor
         for module in modules
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     ]
-    floating = [t.detach() for t in tensors if t.is_floating_point() and t.numel()]
+    tensors += plain_tensors
     places = tuple((id(t), t.data_ptr(), t._version, t.dtype) for t in tensors)
-    norms = tuple(float(torch.linalg.vector_norm(t)) for t in floating)
-    return tuple(map(id, modules)), places, norms
+    sketches = tuple(_sketch(t.detach()) for t in tensors if t.numel())
+    constants = tuple(
+        (name, type(leaf), leaf if isinstance(leaf, CONSTANTS) else id(leaf))
+        for name, leaf in settings
+    )
+    return tuple(map(id, modules)), places, sketches, constants
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes beside those that every module has, and what lists and dicts of
+    them hold."""
+    for name, value in vars(module).items():
+        if name in OF_EVERY_MODULE:
+            continue
+        if isinstance(value, CONSTANTS):
+            yield name, value
+        else:
+            for leaf in tree_leaves(value):
+                yield name, leaf
+
+
+def _sketch(tensor: Tensor) -> float:
+    """A number that changes with a tensor's entries, their signs and their order."""
+    if not tensor.is_floating_point():
+        return float(_fingerprints(tensor.unsqueeze(0))[0])
+    if tensor.ndim < 2:
+        entries = tensor.reshape(-1)
+    else:
+        rows = tensor.flatten(1)
+        entries = rows @ _directions(rows.shape[1]).to(rows)
+    return float(entries @ _directions(len(entries)).to(entries))
+
+
+@lru_cache(maxsize=256)
+def _directions(n: int) -> Tensor:
+    """``[n]`` fixed random numbers between 0.5 and 1.5."""
+    return torch.rand(n, generator=torch.Generator().manual_seed(n)) + 0.5
+
+
+def _fingerprints(inputs: Tensor) -> list[int]:
+    """One for each row: Σ_j c_j (w_j xor w_j / 2²⁹) modulo 2⁶⁴, of its words w_j of 64 bits; exact,
+    so that it does not depend on the other rows. Without the xor, signs turned in pairs cancel."""
+    if not inputs.numel():
+        return [0] * len(inputs)
+    rows = inputs.detach().reshape(len(inputs), prod(inputs.shape[1:])).contiguous()
+    octets = rows.view(torch.uint8)
+    missing = -octets.shape[1] % WORD
+    if missing:
+        octets = nn.functional.pad(octets, (0, missing))
+    elif octets.storage_offset() % WORD:
+        octets = octets.clone()
+    words = octets.reshape(-1).view(torch.int64).view(len(rows), -1)
+    mixed = words >> 29
+    mixed ^= words
+    mixed *= _factors(words.shape[1]).to(words)
+    return mixed.sum(1).tolist()
+
+
+@lru_cache(maxsize=16)
+def _factors(n: int) -> Tensor:
+    """``[n]`` fixed random odd integers."""
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(-(2**62), 2**62, (n,), generator=generator) | 1
 
 
 @contextmanager

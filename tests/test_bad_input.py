@@ -307,6 +307,9 @@ CALLS: list[tuple[Callable[..., Any], str]] = [
     (what_if(relabel={3: 1}, remove=[2, 3]), "example 3 is both removed and relabelled"),
     (what_if(relabel={3: 5}), "must lie in 0 … 2"),
     (what_if(relabel={3: "cat"}), "'cat' is no number"),
+    (lambda task, q: blr.suspicious(task, q, seed="a"), "seed must be a whole number"),  # type: ignore[arg-type]
+    (lambda task, q: blr.calibrate(task, q, seed=-1), "seed must be a whole number"),
+    (lambda task, q: blr.Monitor(task, examples=2, seed=0.5), "seed must be a whole number"),  # type: ignore[arg-type]
     (lambda task, q: blr.leave_one_out(task, q, correction="Cavity"), "correction must be one of"),
     (lambda task, q: blr.sensitivity(task, q, variance="full"), "variance must be True, False or"),  # type: ignore[arg-type]
     (lambda task, q: q.variance("weights"), "no parameter 'weights'; it covers"),

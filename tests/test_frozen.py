@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import blr_analysis as blr
 from blr_analysis.backprop.engine import predict
 from blr_analysis.backprop.plan import plan_for
+from blr_analysis.frozen import _fingerprints
 from blr_analysis.task import Task
 
 N = 12
@@ -202,17 +203,17 @@ class Passes:
 @pytest.mark.parametrize("name", KEPT)
 def test_a_second_pass_gives_the_same_without_the_frozen_layers(name: str) -> None:
     task = made(KEPT[name])
-    predict(task, task.parameters())
     first = next(m for m in task.model.modules() if isinstance(m, nn.BatchNorm1d))
     passes = Passes(first)
+    predict(task, task.parameters())
     params = moved(task)
     outputs = predict(task, params)[0]
-    assert passes.examples == 0
-    assert torch.equal(outputs, whole(task, params))
     assert passes.examples == N
+    assert torch.equal(outputs, whole(task, params))
+    assert passes.examples == 2 * N
     some = task.subset([7, 2, 5])
     assert torch.equal(predict(some, params)[0], outputs[[7, 2, 5]])
-    assert passes.examples == N
+    assert passes.examples == 2 * N
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -248,8 +249,45 @@ def hook_of_the_user(task: Task) -> dict[str, Tensor]:
     return {}
 
 
+def signs_by_data(task: Task) -> dict[str, Tensor]:
+    task.model[0][0].weight.data.neg_()  # type: ignore[index]
+    return {}
+
+
+def order_by_data(task: Task) -> dict[str, Tensor]:
+    weights = task.model[0][3].weight.data  # type: ignore[index]
+    weights.copy_(weights.flip(0, 1))
+    return {}
+
+
+def signs_of_a_buffer(task: Task) -> dict[str, Tensor]:
+    task.model[0][1].running_mean.data.neg_()  # type: ignore[index]
+    return {}
+
+
+def a_setting(task: Task) -> dict[str, Tensor]:
+    task.model[0][1].eps = 3.0  # type: ignore[index]
+    return {}
+
+
+def another_forward(task: Task) -> dict[str, Tensor]:
+    task.model[0][2].forward = torch.relu  # type: ignore[index]
+    return {}
+
+
+def inputs_in_place(task: Task) -> dict[str, Tensor]:
+    task.dataset.tensors[0].neg_()
+    return {}
+
+
 CHANGES = [
     changed_in_place,
+    signs_by_data,
+    order_by_data,
+    signs_of_a_buffer,
+    a_setting,
+    another_forward,
+    inputs_in_place,
     in_training_mode,
     other_buffers,
     weights_of_a_frozen_layer,
@@ -266,6 +304,61 @@ def test_rows_are_not_used_where_the_frozen_layers_are_others(change: Any) -> No
     outputs = task.run(*run)[0]
     with task.frozen.off():
         assert torch.equal(outputs, task.run(*run)[0])
+
+
+class Scaled(nn.Module):
+    """Scales by numbers that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = trunk()
+        self.scale = 1.0
+        self.scales = torch.ones(6)
+        self.by_name = {"scale": torch.ones(6)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale * self.scales * self.by_name["scale"]
+
+
+PLAIN: dict[str, Callable[[Scaled], Any]] = {
+    "number": lambda m: setattr(m, "scale", 3.0),
+    "tensor": lambda m: setattr(m, "scales", -m.scales),
+    "tensor in place": lambda m: m.scales.data.neg_(),
+    "tensor of a dict": lambda m: m.by_name.update(scale=-torch.ones(6)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_rows_are_not_used_where_a_plain_attribute_is_another(name: str) -> None:
+    task = made(lambda: frozen(nn.Sequential(Scaled(), nn.Linear(6, 3)), "0"))
+    assert task.frozen.layers
+    params = task.parameters()
+    before = predict(task, params)[0]
+    PLAIN[name](task.model[0])  # type: ignore[index]
+    outputs = predict(task, params)[0]
+    assert not torch.allclose(outputs, before)
+    assert torch.equal(outputs, whole(task, params))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+)
+def test_a_fingerprint_is_of_the_row_alone(dtype: torch.dtype) -> None:
+    numbers = (50 * normal(5, 7)).to(dtype)
+    for columns in range(8):
+        rows = numbers[:, :columns]
+        alone = [_fingerprints(rows[k : k + 1])[0] for k in range(5)]
+        assert _fingerprints(rows) == alone == _fingerprints(rows.clone())
+
+
+@pytest.mark.parametrize("columns", [2, 3, 8])
+def test_turned_signs_and_another_order_change_a_fingerprint(columns: int) -> None:
+    rows = normal(5, columns).float()
+    in_pairs = rows.clone()
+    in_pairs[:, :2].neg_()
+    for changed in (-rows, in_pairs, rows.flip(1)):
+        pairs = zip(_fingerprints(rows), _fingerprints(changed), strict=True)
+        assert all(before != after for before, after in pairs)
 
 
 def test_rows_are_those_of_the_same_data() -> None:

@@ -155,6 +155,8 @@ def fit_laplace(
             return fit(None)
         return resumable.fitted(task, weights or task.parameters(), fit)
 
+    if prior is not None:
+        instance("prior", prior, Posterior, "a blr_analysis.Posterior; a number is prior_precision")
     resumable = None
     if unfinished is not None:
         earlier_data = None if prior is None else (prior.mean, prior.form.tensors())

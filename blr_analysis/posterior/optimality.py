@@ -28,7 +28,7 @@ from torch import Tensor
 
 from blr_analysis.backprop.hessian import Hessian
 from blr_analysis.backprop.tree import add, dot
-from blr_analysis.checks import positive_int, whole
+from blr_analysis.checks import at_least, positive_int, whole
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.minimum import PrecisionMatch
 from blr_analysis.posterior.posterior import Posterior
@@ -71,6 +71,7 @@ def checked(
         (False, True)
     """
     positive_int("probes", probes)
+    at_least(0, "seed", seed)
     if whole(draws) is None or draws < 0:
         raise InputError(f"draws must be 0 or a positive whole number, got {draws!r}")
     q = with_stationarity(task, posterior)

@@ -217,6 +217,9 @@ def real_tensors(name: str, tree: Any) -> dict[str, Tensor]:
     are_tensors = isinstance(tree, Mapping) and all(isinstance(t, Tensor) for t in tree.values())
     if not are_tensors:
         got = type(tree).__name__
+        if isinstance(tree, Mapping):
+            others = [n for n, value in tree.items() if not isinstance(value, Tensor)]
+            got = f"{type(tree[others[0]]).__name__} for {others[0]!r}"
         raise PosteriorError(f"{name} must be a dict of tensors by parameter name, got {got}")
     for key, tensor in tree.items():
         if not tensor.is_floating_point():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr_analysis.checks import instance, one_of, positive_int
+from blr_analysis.checks import at_least, instance, one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.posterior.posterior import Posterior
@@ -79,6 +79,7 @@ def acquire(
         raise InputError(f"k={k}, but there are {task.n_data} inputs to choose from")
     if positive_int("draws", draws) < 2:
         raise InputError("a single draw has nothing to disagree with; take draws=128")
+    at_least(0, "seed", seed)
     q = posterior.on(task, same_data=False)
     generator = torch.Generator().manual_seed(seed)
     if task.likelihood.is_sequence:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.backprop.engine import chunks
-from blr_analysis.checks import positive_int
+from blr_analysis.checks import at_least, positive_int
 from blr_analysis.errors import PosteriorWarning
 from blr_analysis.posterior.facts import Calibration
 from blr_analysis.posterior.posterior import Posterior
@@ -85,6 +85,7 @@ def calibrate(
         True
     """
     positive_int("probe", probe)
+    at_least(0, "seed", seed)
     are_several = isinstance(posterior, list | tuple)
     posteriors: Any = posterior if are_several else [posterior]
     calibrated = []

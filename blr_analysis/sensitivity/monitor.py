@@ -136,6 +136,7 @@ class Monitor(Plottable):
         instance("task", task, Task, "a blr_analysis.Task")
         self.task = task
         self.every = positive_int("every", every)
+        at_least(0, "seed", seed)
         self.test = None if test is None else _test_task(test, task)
         self.indices = _watched(examples, task, seed)
         names = (keep,) if isinstance(keep, str) else tuple(keep)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis import checks
-from blr_analysis.checks import instance, positive_int
+from blr_analysis.checks import at_least, instance, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.results import FAULTS, NO_FAULT, LeaveOneOut, Suspicions
@@ -90,6 +90,7 @@ def suspicious(
     instance("duplicates", duplicates, bool, "True or False")
     checks.share("share", share)
     positive_int("samples", samples)
+    at_least(0, "seed", seed)
     subject = subject_of(task, posterior)
     left_out = subject.left_out()
     return suspicions_of(

@@ -122,6 +122,12 @@ CASES: list[tuple[dict[str, Any], type[BLRError], str]] = [
     ({"prior": first_of("full"), "prior_precision": 1.0}, InputError, "leave the others out"),
     ({"prior": first_of("full"), "structure": "diag"}, InputError, "no room for a prior"),
     ({"prior": first_of("lowrank")}, InputError, "is no prior"),
+    ({"prior": 3.0}, InputError, "prior must be a blr_analysis.Posterior; .* got float"),
+    (
+        {"prior_precision": {"weight": torch.ones(1, 4), "bias": 1.0}},
+        PosteriorError,
+        "got float for 'bias'",
+    ),
     ({"prior_precision": {"weight": torch.ones(3)}}, PosteriorError, "does not fit the model"),
     ({"prior_precision": {"weight": -torch.ones(1, 4)}}, PosteriorError, "weight"),
     ({"prior_precision": {"weight": torch.ones(1, 4)}}, InputError, "structure='diag'"),

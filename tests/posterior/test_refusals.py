@@ -51,6 +51,32 @@ def words(**how: Any) -> Any:
     return blr.fit_laplace(blr.Task(model, (ids, ids), likelihood="tokens"), **how)
 
 
+def file_in(folder: Path) -> Path:
+    file = folder / "file"
+    file.write_text("no folder")
+    return file
+
+
+def resumed_from(state: dict[str, Any]) -> None:
+    blr.Checkpoints(mlp()).load_state_dict(state)
+
+
+def unfrozen_meanwhile() -> blr.Posterior:
+    """The first layer trains from the second half on."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpoints = blr.Checkpoints(model, steps=8, optimizer=optimizer)
+    inputs = normal(N, 4)
+    for step in range(8):
+        model[0].requires_grad_(step >= 4)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        checkpoints.step()
+    return checkpoints.posterior(**TOLD)
+
+
 def flat(bias: float = 0.0, scale: float = 1.0, label: int = 0, **how: Any) -> Any:
     """A fit where no parameter has curvature."""
     model = nn.Linear(4, 2).double()
@@ -272,6 +298,13 @@ CASES: list[tuple[Callable[[Path], Any], type[BLRError], str]] = [
     # predictions and checkpoints
     (lambda p: blr.Checkpoints(mlp()).posterior(n_data=N), InputError, "optimizer="),
     (lambda p: blr.Checkpoints(mlp(), structure="diag"), InputError, "structure"),
+    (lambda p: blr.Checkpoints(mlp(), optimizer="adam"), InputError, "optimizer must be"),  # type: ignore[arg-type]
+    (lambda p: blr.Checkpoints(mlp().requires_grad_(False)).step(), ModelError, "unfreeze some"),
+    (lambda p: blr.Checkpoints(mlp(), folder=file_in(p) / "run").begin(), StorageError, "written"),
+    (lambda p: resumed_from({"done": "a", "snapshots": {}}), InputError, "no state"),
+    (lambda p: resumed_from({"done": 1, "snapshots": 3}), InputError, "no state"),
+    (lambda p: resumed_from({"done": 1, "snapshots": {1: {}}}), ModelError, "another model's"),
+    (lambda p: unfrozen_meanwhile(), ModelError, "unfreezes"),
 ]  # fmt: skip
 
 

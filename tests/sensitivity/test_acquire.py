@@ -96,6 +96,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"k": 0}, "k must be a positive integer"),
     ({"by": "entropy"}, "by must be one of"),
     ({"draws": 1}, "a single draw"),
+    ({"seed": "a"}, "seed must be a whole number"),
     ({"draws": 2**27}, "fewer draws"),
     ({"task": nn.Linear(3, 1)}, "task must be"),
     ({"posterior": None}, "posterior must be"),
