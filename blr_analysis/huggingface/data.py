@@ -126,7 +126,7 @@ def _table_at(name: str, split: str, described: str, *, online: bool) -> pd.Data
         if kind == "folder":
             return _of_folder(place, split)
         table = READERS[kind](place)
-        return _of_splits({OF_A_FILE: table}, split) if split else table
+    return _of_splits({OF_A_FILE: table}, split) if split else table
 
 
 def places_of(table: pd.DataFrame, place: str) -> list[str]:
@@ -246,7 +246,8 @@ def _of_splits(splits: Mapping[str, Any], split: str) -> pd.DataFrame:
     from datasets import ReadInstruction
 
     lengths = {name: len(rows) for name, rows in splits.items()}
-    stretches = ReadInstruction.from_spec(split).to_absolute(lengths)
+    with told_as(DataError, f"{split!r} names no rows", f"the splits are {some(list(splits))}"):
+        stretches = ReadInstruction.from_spec(split).to_absolute(lengths)
     tables = []
     for stretch in stretches:
         rows = splits[stretch.splitname]

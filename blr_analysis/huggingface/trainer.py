@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from transformers import Trainer, TrainerCallback
 
 from blr_analysis.checkpoints import Checkpoints
+from blr_analysis.checks import at_least
 from blr_analysis.data import moved
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import drafted
@@ -385,6 +386,7 @@ class VariationalTrainer:
             InputError: with ``draws``, of several processes, of a model whose answers are no
                 classes or tokens, or of several evaluation sets at once.
         """
+        at_least(0, "draws", draws)
         metrics = super().evaluate(*args, **kwargs)  # type: ignore[misc]
         if draws:
             data = args[0] if args else kwargs.get("eval_dataset")

@@ -295,6 +295,16 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], Any], type[BLRError], str]] = {
         DataError,
         "dev",
     ),
+    "no such split of a file": (
+        lambda llm, p: split_read(llm, p, "test"),
+        DataError,
+        "'test' names no rows(?!.*UTF-8).*the splits are 'train'$",
+    ),
+    "stretch of a file that is none": (
+        lambda llm, p: split_read(llm, p, "train[a:b]"),
+        DataError,
+        "names no rows(?!.*UTF-8).*the splits are 'train'$",
+    ),
     "pairs without the model before": (
         lambda llm, p: rows_read(llm, p, PAIRS[0]),
         InputError,
@@ -321,6 +331,11 @@ def rows_read(llm: Path, place: Path, row: dict[str, Any]) -> Any:
     loaded = load_model(llm)
     loaded.tokenizer.chat_template = PLAIN
     return language_task(loaded, written(place / "d.jsonl", [row]))
+
+
+def split_read(llm: Path, place: Path, split: str) -> Any:
+    file = written(place / "d.jsonl", [{"text": "the film"}])
+    return language_task(load_model(llm), f"{file}:{split}")
 
 
 def two_splits(place: Path) -> str:

@@ -327,6 +327,11 @@ def test_an_evaluation_adds_perplexity_and_averages_predictions(tmp_path: Path, 
         return chosen.double().softmax(-1)[torch.arange(len(of)), of]
 
     optimizer.sampled_params = recorded
+    logged = len(run.state.log_history)
+    for draws in (-1, 1.5):  # refused before the data are evaluated
+        with pytest.raises(InputError, match="draws must be a whole number"):
+            run.evaluate(draws=draws)
+    assert len(run.state.log_history) == logged
     found = run.evaluate(draws=3)
     expected = -torch.stack(by_draw).mean(0).log().mean()
     assert found["eval_averaged_loss"] == pytest.approx(float(expected), rel=1e-5)
