@@ -49,6 +49,7 @@ from blr_analysis.files.placing import check_free
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import SINGULAR
 from blr_analysis.merging.precisions import StoredPrecision, open_precision
+from blr_analysis.merging.tensor_plans import number
 
 # Settings that say which layers an adapter is of; those of a merged one name every layer.
 PER_LAYER = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
@@ -110,21 +111,31 @@ class _Adapter:
         if module not in self.magnitudes:
             return torch.ones(len(base), 1, dtype=torch.float64)
         left, right = self.product(module)
-        magnitude = self.file.tensor(self.magnitudes[module]).double().reshape(-1, 1)
+        magnitude = self.tensor(self.magnitudes[module]).double().reshape(-1, 1)
         return magnitude / (base + left @ right).norm(dim=1, keepdim=True)
 
     def product(self, module: str) -> tuple[Tensor, Tensor]:
         """s B and A of a module, in float64."""
         pair = self.pairs[module]
         rank, scale = scaling_of(self.entries, module, str(self.folder))
-        left = self.file.tensor(pair["B"]).double()
-        right = self.file.tensor(pair["A"]).double()
+        left = self.tensor(pair["B"]).double()
+        right = self.tensor(pair["A"]).double()
         if left.ndim != 2 or right.ndim != 2 or left.shape[1] != rank or right.shape[0] != rank:
             raise ModelError(
                 f"{module!r} of {str(self.folder)!r} is no pair of matrices of rank {rank}: merge "
                 "it into a model"
             )
         return scale * left, right
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the adapter, or an error where it holds NaN or inf."""
+        tensor = self.file.tensor(name)
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(
+                f"{name!r} of {str(self.folder)!r} holds NaN or inf: the training diverged, or the "
+                "file is damaged"
+            )
+        return tensor
 
 
 def merge_adapters(
@@ -179,6 +190,7 @@ def merge_adapters(
     if not opened:
         raise InputError("adapters is empty: name at least one")
     shares_of = _per_adapter("weights", weights, [1 / len(opened)] * len(opened))
+    shares_of = [number(weight, "every layer", "weight") for weight in shares_of]
     precision_of = _per_adapter("precisions", precisions, [None] * len(opened))
     if len(opened) == 1 and precisions is None and rank is None and shares_of == [1]:
         return _copied(opened[0], target)
@@ -304,6 +316,8 @@ def _is_of_module(name: str, modules: Sequence[str]) -> bool:
 
 def _copied(adapter: _Adapter, target: Path) -> AdapterReport:
     """The same adapter in another place."""
+    for name in adapter.file.specs:
+        adapter.tensor(name)
     with drafted(target) as draft:
         draft.mkdir()
         for file in (CONFIG, TENSORS):
@@ -477,7 +491,7 @@ def _averaged(adapters: Sequence[_Adapter], weights: Sequence[float]) -> dict[st
         raise InputError("the weights must sum to more than 0, or whole modules have no average")
     averaged = {}
     for name in sorted(names):
-        tensors = [adapter.file.tensor(name) for adapter in adapters]
+        tensors = [adapter.tensor(name) for adapter in adapters]
         terms = [w / total * t.double() for w, t in zip(weights, tensors, strict=True)]
         averaged[name] = torch.stack(terms).sum(0).to(tensors[0].dtype).contiguous()
     return averaged

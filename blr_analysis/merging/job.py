@@ -146,6 +146,8 @@ def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> J
     """The merge that the arguments of :func:`merge` describe."""
     models = list(models)
     count = len(models)
+    if method == "slerp" and arguments.get("t") is not None:
+        arguments["weights"] = _weights_of_arc(arguments.pop("t"), arguments.get("weights"))
     arguments.pop("validate", None)  # only "auto" needs it, and has used it by now
     precisions = _one_per_model("precisions", arguments.pop("precisions", None), None, count)
     weights = _one_per_model("weights", arguments.pop("weights", None), 1.0, count)
@@ -155,6 +157,20 @@ def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> J
     gammas = _one_per_model("gamma", arguments.pop("gamma", None), 0.01, count)
     members = tuple(map(Member, models, precisions, weights, n_data, densities, epsilons, gammas))
     return Job(method=method, members=members, base=base, **arguments)
+
+
+def _weights_of_arc(t: Any, weights: Any) -> list[float]:
+    """The weights of two models by where between them the merge is.
+
+    Raises:
+        InputError: no number from 0 to 1, or weights beside it.
+    """
+    is_number = isinstance(t, int | float) and not isinstance(t, bool)
+    if not (is_number and 0 <= t <= 1):
+        raise InputError(f"t of slerp must be between 0 and 1, got {t!r:.60}")
+    if weights is not None:
+        raise InputError("slerp takes t or weights: give one of them")
+    return [1 - t, t]
 
 
 def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[Any]:

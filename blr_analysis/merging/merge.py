@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +118,8 @@ def merge(
     """
     if isinstance(models, str | bytes | os.PathLike | Mapping | nn.Module):
         raise InputError("models must be a list of models, got a single one")
+    if not isinstance(models, Iterable):
+        raise InputError(f"models must be a list of models, got {models!r:.60}")
     limits = {name: settings.pop(name, default) for name, default in LIMITS.items()}
     arguments: dict[str, Any] = {
         "precisions": precisions,

@@ -182,6 +182,7 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
         ({"r": 3}, {}, "rank 3"),
         ({}, {"rank": 0}, "rank"),
         ({}, {"weights": [1.0]}, "one for each adapter"),
+        ({}, {"weights": [1.0, float("nan")]}, "expected a finite number"),
         ({}, {"precisions": [{"fc.weight": torch.ones(3, 4)}] * 2}, "gram"),
     ],
 )
@@ -192,6 +193,14 @@ def test_what_is_refused(
     with pytest.raises(BLRError, match=word):
         merge_adapters(places, tmp_path / "out", **more)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_adapter_is_refused(tmp_path: Path) -> None:
+    damaged = (torch.ones(3, 2), torch.tensor([[1.0, torch.nan, 1.0, 1.0]] * 2))
+    places = [plain(tmp_path / "a", damaged), plain(tmp_path / "b", PAIR)]
+    for adapters in (places, places[:1]):
+        with pytest.raises(BLRError, match=r"lora_A.weight' of '.*a' holds NaN or inf"):
+            merge_adapters(adapters, tmp_path / "out")
 
 
 def test_adapters_of_other_bases_are_refused(tmp_path: Path) -> None:

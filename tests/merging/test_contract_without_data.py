@@ -312,6 +312,15 @@ def test_a_damaged_model_is_refused(method: str, value: float) -> None:
         blr.merge(B, models[: METHODS[method].models], method=method, **options)
 
 
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+def test_t_of_slerp_is_the_share_of_the_angle(t: float) -> None:
+    """Two vectors of length 1 at a right angle: the merge is at t·90° between them."""
+    models = [{"w": vector} for vector in torch.eye(2)]
+    merged = blr.merge(None, models, method="slerp", t=t)["w"]
+    angle = torch.tensor(t * math.pi / 2)
+    torch.testing.assert_close(merged, torch.stack([angle.cos(), angle.sin()]))
+
+
 def test_opposite_numbers_have_no_spherical_mean() -> None:
     """Rounding gives them no direction either, and the tensor is named."""
     models = [{"scale": torch.tensor(0.5292)}, {"scale": torch.tensor(-1.4122)}]
@@ -349,6 +358,9 @@ TWO = [near(B, 1), near(B, 2)]
         ({"method": "nearswap", "models": TWO[:1]}, "nearswap needs t"),
         ({"method": "nearswap", "t": 0.1}, "merges one model with the base"),
         ({"method": "nearswap", "models": TWO[:1], "t": -1.0}, "t must be"),
+        ({"method": "slerp", "t": 1.5}, "t of slerp must be between 0 and 1"),
+        ({"method": "slerp", "t": 0.5, "weights": [1.0, 2.0]}, "t or weights"),
+        ({"method": "ram", "models": None}, "models must be a list"),
         ({"method": "ram", "weights": [1.0, 0.5]}, "weights="),
         ({"method": "ram", "gamma": 0.1}, "gamma="),
         ({"method": "sce", "select_topk": 0.0}, "select_topk"),
