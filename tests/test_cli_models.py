@@ -389,6 +389,19 @@ def test_a_killed_index_does_not_fit_again(
     assert code == 0 and "the film was good" in out, err
 
 
+def test_an_index_of_python_is_asked_with_a_named_model(here: Path, capsys: Any) -> None:
+    """It has no record of its model: one line says what is not checked, the answers are equal."""
+    asked = ("asked.jsonl", "--refine", 3, "--top", 1, "--model", "llm")
+    code, _, err = run(capsys, "index", "llm", "data.jsonl:train[:5]", "--out", "of_python")
+    assert code == 0, err
+    asked = (*asked, "--data", "data.jsonl:train[:5]")
+    code, expected, err = run(capsys, "query", "of_python", *asked)
+    assert code == 0, err
+    Path("of_python/source.json").unlink()
+    code, found, err = run(capsys, "query", "of_python", *asked)
+    assert code == 0 and found == expected and "names no tokenizer" in err, err
+
+
 # Merging
 
 

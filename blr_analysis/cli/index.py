@@ -477,7 +477,8 @@ class Speaker:
         """
         if not self.origin.get("data"):
             raise InputError("name the training data with --data")
-        columns = TextColumns(**self.origin["columns"])
+        recorded = self.origin.get("columns")
+        columns = self.columns if recorded is None else TextColumns(**recorded)
         return columns.task_of(self.loaded, self.origin["data"], self.say)
 
     def _check_weights(self, asked: Task) -> None:
@@ -497,7 +498,10 @@ class Speaker:
     def _check_tokenizer(self) -> None:
         from blr_analysis.huggingface.questions import ids_known_by
 
-        recorded = self.origin["tokenizer"]
+        recorded = self.origin.get("tokenizer")
+        if recorded is None:  # an index that was built in Python
+            self.say("the index names no tokenizer and base: those of the model are trusted")
+            return
         texts = self.opened.examples["text"]
         if ids_known_by(self.loaded.tokenizer, texts, recorded["tokens"]) != recorded:
             raise InputError(
@@ -506,7 +510,7 @@ class Speaker:
             )
 
     def _check_base(self) -> None:
-        recorded = self.origin["frozen"]
+        recorded = self.origin.get("frozen")
         if recorded and fingerprint_of_frozen(self.loaded.model) != recorded:
             place = self.origin.get("base") or self.origin["model"]
             raise InputError(
