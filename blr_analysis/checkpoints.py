@@ -99,7 +99,6 @@ class Checkpoints:
         if structure is not None:
             one_of("structure", structure, ("kron",))
             self.recordings = Recordings(self.model, self.steps, self.folder)
-            self.recordings.begin(0)
         self.done = 0
         self.snapshots: dict[int, State | Path] = {}  # by step
         self.modes: dict[str, bool] | None = None  # of the modules, while they train

@@ -66,6 +66,7 @@ class Recordings:
         self.recorder = KroneckerRecorder(model, every=1, labels="drawn")
         self.marks: dict[int, State | Path] = {}  # what was recorded up to a step
         self._lacks_sums = False  # those of the steps before a resumption
+        self._look_ahead(0)
 
     def begin(self, step: int) -> None:
         """Before the first step, or where a training goes on after so many: the marks of these
