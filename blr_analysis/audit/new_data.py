@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from blr_analysis.audit.findings import Findings
-from blr_analysis.audit.section import TWO, Section, mean_and_error, percent, two_digits
+from blr_analysis.audit.section import STANDARD_ERRORS, Section, mean_and_error, percent, two_digits
 from blr_analysis.audit.trust import is_scaled_by_a_guess
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.posterior.predictive import measure_of
@@ -107,7 +107,8 @@ def loss_range(evaluation: Any) -> str:
     mean, error = mean_and_error(losses[losses.isfinite()])
     if math.isnan(error):
         return ""
-    return f"{two_digits(mean - TWO * error)} to {two_digits(mean + TWO * error)}"
+    half_width = STANDARD_ERRORS * error
+    return f"{two_digits(mean - half_width)} to {two_digits(mean + half_width)}"
 
 
 def token_range(evaluation: Any) -> str:
@@ -118,7 +119,8 @@ def token_range(evaluation: Any) -> str:
     _, error = mean_and_error(residuals)
     if math.isnan(error):
         return ""
-    return f"{two_digits(nll - TWO * error)} to {two_digits(nll + TWO * error)}"
+    half_width = STANDARD_ERRORS * error
+    return f"{two_digits(nll - half_width)} to {two_digits(nll + half_width)}"
 
 
 def accuracy_range(evaluation: Any) -> str:
@@ -127,7 +129,7 @@ def accuracy_range(evaluation: Any) -> str:
     n = len(losses_of(evaluation))
     if n < 2:
         return ""
-    z = TWO**2 / n
+    z = STANDARD_ERRORS**2 / n
     centre = (share + z / 2) / (1 + z)
     width = math.sqrt(z * share * (1 - share) + z**2 / 4) / (1 + z)
     return f"{percent(max(0.0, centre - width))} to {percent(min(1.0, centre + width))}"

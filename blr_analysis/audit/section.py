@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-TWO = 2.0  # standard errors on either side: 19 of 20 ranges hold the truth
+STANDARD_ERRORS = 2.0  # standard errors on either side: 19 of 20 ranges hold the truth
 NEAR_ALL = 0.05  # a share this close to none or all is written with a decimal
 
 

@@ -16,7 +16,7 @@ SHOWN = 8  # rows in a text
 EXCERPT = 48  # characters of a text
 MOST_SOURCES = 50  # values of a column that tells sources apart
 LEAST_SUSPECTS = 5  # of one source, to speak of it
-MOST = 0.99  # no label is called wrong for certain
+HIGHEST_PRECISION = 0.99  # no label is called wrong for certain
 CLEAR = 3.0  # standard deviations above what chance would give a source
 FAULTS = {
     "label": "probably labelled wrongly",
@@ -41,7 +41,8 @@ def suspects(findings: Findings) -> Section:
     lead = f"Of {len(findings.table):,} examples: {', '.join(faults) or 'none looks wrong'}."
     precision = findings.suspicions.precision
     if precision is not None:
-        lead += f" About {percent(min(precision, MOST))} of these labels are expected to be wrong."
+        share = percent(min(precision, HIGHEST_PRECISION))
+        lead += f" About {share} of these labels are expected to be wrong."
     title = "Rows to look at"
     if not len(table):
         return Section(title, lead)
