@@ -1,9 +1,9 @@
 """Which merge? Several are tried on data, and the best is taken; without data a safe one is.
 
-Tried are the average, task arithmetic over a few α where there is a base, and merges by the
-precisions: diagonals as they are, by their roots, and damped, "gram" over shrinkages and dampings,
-"kron" over powers of G and dampings, the user's own settings first; gradient matching with the
-base's precision where that is given; propagated statistics where there are tasks.
+Tried are the average; where there is a base, the base itself and task arithmetic over a few α; and
+merges by the precisions: diagonals as they are, by their roots, and damped; "gram" over shrinkages
+and dampings; "kron" over powers of G and dampings; the user's own settings first. Where the base's
+precision is given there is gradient matching, and where there are tasks propagated statistics.
 
 The best mean NLL on the validation tasks decides. Without them that of the tasks whose statistics
 are propagated: these are of every other example then, and the rest are judged by, since merges fit
@@ -43,7 +43,7 @@ from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.posterior import FACTORED
 from blr_analysis.task import Task
 
-ALPHAS = (0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
+ALPHAS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
 DAMPINGS = (1.0, 0.1)
@@ -52,6 +52,7 @@ SAFE_DAMPING = 3.0
 SAFE_SHRINK = 0.0
 ROOT = 0.5  # the power of diagonals
 AVERAGE = "average"
+BASE = "base"
 PLAIN = {"shrink": None, "power": 1.0, "damping": None, "tasks": None}
 WITHOUT_PRECISIONS = {**PLAIN, "base_precision": None, "delta": 0.0}
 
@@ -105,6 +106,8 @@ class Choice:
             text += f"; ahead by {self.gain[0]:.2g} ± {self.gain[1]:.2g}"
             if self.name == AVERAGE:
                 text += ", the average stays"
+        if self.name == BASE:
+            text += "; no merge is better than the base"
         if self.seen:
             text += "; by examples that the models have seen: validate= is surer"
         return f"Choice({text})"
@@ -216,17 +219,14 @@ def candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
 
 
 def _arithmetic_candidates(job: Job) -> dict[str, dict[str, Any]]:
-    """Task arithmetic over a few α; normalised weights would give the average again."""
+    """The base, and task arithmetic over a few α; normalised weights would give the average."""
     if job.base is None or job.normalize:
         return {}
     count = len(job.members)
+    alphas = {f"task_arithmetic, α = {alpha:.3g}": alpha for alpha in sorted({*ALPHAS, 1 / count})}
     return {
-        f"task_arithmetic, α = {alpha:.3g}": {
-            **WITHOUT_PRECISIONS,
-            "method": "task_arithmetic",
-            "weights": [alpha] * count,
-        }
-        for alpha in sorted({*ALPHAS, 1 / count})
+        name: {**WITHOUT_PRECISIONS, "method": "task_arithmetic", "weights": [alpha] * count}
+        for name, alpha in {BASE: 0.0, **alphas}.items()
     }
 
 

@@ -131,7 +131,21 @@ def test_auto_under_normalized_weights(family: dict[str, Any]) -> None:
     for normalize in (None, True, False):
         choice = merge(**given, method="auto", normalize=normalize).choice
         nlls = [p.nll for p in choice.points]
-        assert len(set(nlls)) == len(nlls) == (1 if normalize else 6)
+        assert len(set(nlls)) == len(nlls) == (1 if normalize else 8)
+
+
+def test_auto_keeps_the_base_where_every_merge_is_worse(family: dict[str, Any]) -> None:
+    """Models that are far on the wrong side of the base: the result is the base, and says so."""
+    base = family["base"]
+    models = [
+        {name: tensor + scale * torch.ones_like(tensor) for name, tensor in base.items()}
+        for scale in (30.0, 50.0)
+    ]
+    merged = merge(base, models, method="auto", validate=family["validate"])
+    assert merged.choice.name == "base"
+    assert "no merge is better than the base" in repr(merged.choice)
+    for name, tensor in base.items():  # merges are computed in float32
+        assert torch.equal(merged[name], tensor.float().to(tensor.dtype))
 
 
 @pytest.mark.parametrize("shrink", [0.9, None])
