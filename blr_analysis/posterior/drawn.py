@@ -1,15 +1,17 @@
 """Labels drawn from a model's predictions in a training whose loss nobody has named.
 
-The gradient d of a loss at the model's outputs f tells what loss it is, whatever the labels are and
-whatever number w the loss is multiplied with (1/B of a mean, 1/k of accumulated microbatches, the
-factor of a gradient scaler, the weight of an example or of its class):
+A training shows the model's outputs f and the gradient d of its loss at them. The gradient tells
+which loss it is, whatever the labels are, and whatever number w multiplies the loss (1/B of a mean,
+1/k of accumulated microbatches, the factor of a gradient scaler, the weight of an example or of its
+class):
 
     cross-entropy           d = w (softmax(f) − 1_y)
     binary cross-entropy    d = w (σ(f) − y),  y = 0 or 1
 
-Where it is one of these, ŷ ~ p(y | f) gives the gradient of a drawn label, softmax(f) − 1_ŷ or
-σ(f) − ŷ, whose second moment is Λ, the Hessian of the loss at f: the true Fisher's factor, where
-that of the labels as they are vanishes once these are learned by heart.
+For these two losses a label is drawn from the prediction, ŷ ~ p(y | f). Its gradient is
+softmax(f) − 1_ŷ or σ(f) − ŷ, and the second moment of that gradient is Λ, the Hessian of the loss
+at f. So drawn labels give the true Fisher's factor, also after the model has learned its own labels
+by heart, where their gradients vanish.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch import Tensor
 
 from blr_analysis.half import working
 
-ROUNDINGS = 8  # of a prediction, in its gradient
-FEWEST = 4  # numbers of a gradient that tell binary cross-entropy from chance
+ROUNDINGS_OF_PREDICTION = 8  # so many times its precision a gradient may be off
+FEWEST_NUMBERS = 4  # of a gradient: fewer look like binary cross-entropy by chance
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Drawn:
     """Gradients of drawn labels at the outputs.
 
     Attributes:
-        loss: what the gradient was recognised as.
-        errors: shaped as the outputs; 0 where the loss has no gradient. An example's weight is in
-            them, as a part of the mean weight.
+        loss: the loss that the gradient was recognised as.
+        errors: shaped as the outputs; 0 where the loss has no gradient. Examples of classes with
+            unequal weights are scaled by their weight over the mean weight.
         weight: the mean of w.
     """
 
@@ -47,7 +49,7 @@ def drawn_errors(outputs: Tensor, gradient: Tensor, seed: int) -> Drawn | None:
     Args:
         outputs: f, examples first: ``[B]``, ``[B, C]``, ``[B, T, C]`` or ``[B, C, H, W]``.
         gradient: d, of the same shape.
-        seed: by which labels are drawn.
+        seed: of the random labels.
 
     >>> f = torch.tensor([[2.0, 0.0, 1.0], [0.0, 0.0, 3.0]], requires_grad=True)
     >>> loss = torch.nn.functional.cross_entropy(f, torch.tensor([0, 1]))
@@ -61,93 +63,119 @@ def drawn_errors(outputs: Tensor, gradient: Tensor, seed: int) -> Drawn | None:
     f = outputs.to(working(outputs.dtype))
     d = gradient.to(f.dtype)
     eps = max(torch.finfo(outputs.dtype).eps, torch.finfo(gradient.dtype).eps)
-    class_axes = dict.fromkeys((f.ndim - 1, 1)) if f.ndim > 1 else {}
-    for axis in class_axes:
-        drawn = _of_classes(f.movedim(axis, -1), d.movedim(axis, -1), eps, seed)
+    for axis in _possible_class_axes(f):
+        drawn = _from_cross_entropy(f.movedim(axis, -1), d.movedim(axis, -1), eps, seed)
         if drawn is not None:
             return replace(drawn, errors=drawn.errors.movedim(-1, axis))
-    return _of_bits(f, d, eps, seed)
+    return _from_binary_cross_entropy(f, d, eps, seed)
 
 
-def _of_classes(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
-    """Of logits ``[..., C]``, where d is that of a cross-entropy."""
+def _possible_class_axes(f: Tensor) -> list[int]:
+    """The axes that may hold the classes: the last one, and the second one as of images."""
+    if f.ndim == 1:
+        return []
+    last_axis = f.ndim - 1
+    return [last_axis] if last_axis == 1 else [last_axis, 1]
+
+
+def _from_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
+    """Labels drawn from logits ``[..., C]``; None unless d is the gradient of a cross-entropy."""
     n_classes = f.shape[-1]
     rows = d.reshape(-1, n_classes)
+    counted = rows.any(1)  # an ignored label has no gradient
+    if n_classes < 2 or not bool(counted.any()):
+        return None
+    all_counted = bool(counted.all())
     logits = f.reshape(-1, n_classes)
-    counts = rows.any(1)
-    all_count = bool(counts.all())
-    if n_classes < 2 or not (all_count or bool(counts.any())):
+    gradients = rows if all_counted else rows[counted]
+    probabilities = (logits if all_counted else logits[counted]).softmax(1)
+    weights = _weights_of_cross_entropy(gradients, probabilities, eps)
+    if weights is None:
         return None
-    gradients = rows if all_count else rows[counts]
-    shares = (logits if all_count else logits[counts]).softmax(1)
-    targets = gradients.argmin(1)
-    residuals = _residuals(shares, targets)
+    labels = torch.multinomial(probabilities, 1, generator=_generator(f, seed)).squeeze(1)
+    errors = _residuals(probabilities, labels)
+    mean_weight = weights.mean()
+    has_one_weight = weights.ndim == 0
+    if not has_one_weight:
+        errors = errors * (weights / mean_weight)
+    if not all_counted:
+        errors = torch.zeros_like(rows).index_put((counted,), errors)
+    return Drawn("cross-entropy", errors.view(f.shape), float(mean_weight))
+
+
+def _weights_of_cross_entropy(
+    gradients: Tensor, probabilities: Tensor, eps: float
+) -> Tensor | None:
+    """w of a cross-entropy with these gradients ``[B, C]``: one number for all, or ``[B, 1]`` where
+    each class has its own; None where it is another loss."""
+    labels = gradients.argmin(1)  # w (p − 1) < 0 at the label, w p ≥ 0 elsewhere
+    residuals = _residuals(probabilities, labels)
     weight = _common_weight(gradients, residuals)
-    weights: Tensor | None = None
-    if not _agrees(gradients, weight * residuals, weight, eps):
-        weights = _weights_by_class(gradients, residuals, targets)
-        weight = weights.mean()
-        if not _agrees(gradients, weights * residuals, weights, eps):
-            return None
-    labels = torch.multinomial(shares, 1, generator=_generator(f, seed)).squeeze(1)
-    errors = _residuals(shares, labels)
-    if weights is not None:
-        errors = errors * (weights / weight)
-    if not all_count:
-        errors = torch.zeros_like(rows).index_put((counts,), errors)
-    return Drawn("cross-entropy", errors.view(f.shape), float(weight))
+    if _agrees(gradients, weight * residuals, weight, eps):
+        return weight
+    weights = _weights_by_class(gradients, residuals, labels)
+    if _agrees(gradients, weights * residuals, weights, eps):
+        return weights
+    return None
 
 
-def _residuals(shares: Tensor, labels: Tensor) -> Tensor:
+def _residuals(probabilities: Tensor, labels: Tensor) -> Tensor:
     """softmax(f) − 1_y, ``[B, C]``."""
-    ones = shares.new_ones(()).expand(len(labels), 1)
-    return shares.scatter_add(1, labels.unsqueeze(1), -ones)
+    ones = probabilities.new_ones(()).expand(len(labels), 1)
+    return probabilities.scatter_add(1, labels.unsqueeze(1), -ones)
 
 
-def _of_bits(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
-    """Of logits of any shape, where d is that of a binary cross-entropy."""
-    counts = d.ne(0)
-    if int(counts.sum()) < FEWEST:
+def _from_binary_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:
+    """Labels drawn from logits of any shape; None unless d is of a binary cross-entropy."""
+    counted = d.ne(0)
+    if int(counted.sum()) < FEWEST_NUMBERS:
         return None
-    gradients = d[counts].unsqueeze(1)
-    chances = f[counts].sigmoid().unsqueeze(1)
-    residuals = torch.where(gradients > 0, chances, chances - 1)
+    gradients = d[counted].unsqueeze(1)
+    probabilities = f[counted].sigmoid().unsqueeze(1)
+    residuals = torch.where(gradients > 0, probabilities, probabilities - 1)
     weight = _common_weight(gradients, residuals)
     if not _agrees(gradients, weight * residuals, weight, eps):
         return None
-    labels = torch.bernoulli(chances, generator=_generator(f, seed))
+    labels = torch.bernoulli(probabilities, generator=_generator(f, seed))
     errors = torch.zeros_like(d)
-    errors[counts] = (chances - labels).squeeze(1)
+    errors[counted] = (probabilities - labels).squeeze(1)
     return Drawn("binary cross-entropy", errors, float(weight))
 
 
 def _common_weight(gradients: Tensor, residuals: Tensor) -> Tensor:
-    """The one w of all rows, by those of large residuals most."""
+    """One w for all rows, a scalar: Σ|d| / Σ|residual|, so that large residuals decide."""
     return gradients.abs().sum() / residuals.abs().sum().clamp_min(_tiny(residuals))
 
 
-def _weights_by_class(gradients: Tensor, residuals: Tensor, targets: Tensor) -> Tensor:
-    """One w for all rows of a class, ``[B, 1]``; NaN where no class has several rows, since any
-    function of the target's share has some w for each row."""
-    n_classes = gradients.shape[1]
-    if len(targets.unique()) == len(targets):
-        return gradients.new_full((len(targets), 1), torch.nan)
+def _weights_by_class(gradients: Tensor, residuals: Tensor, labels: Tensor) -> Tensor:
+    """One w for all rows of a class, ``[B, 1]``.
+
+    NaN where every row has a class of its own: with one weight for each row any gradient that
+    depends on the label's probability would pass for a cross-entropy's.
+    """
+    n_rows, n_classes = gradients.shape
+    if len(labels.unique()) == n_rows:
+        return gradients.new_full((n_rows, 1), torch.nan)
     zeros = gradients.new_zeros(n_classes)
-    sizes = zeros.index_add(0, targets, gradients.abs().sum(1))
-    residual_sizes = zeros.index_add(0, targets, residuals.abs().sum(1))
-    by_class = sizes / residual_sizes.clamp_min(_tiny(residuals))
-    return by_class[targets].unsqueeze(1)
+    gradient_sums = zeros.index_add(0, labels, gradients.abs().sum(1))
+    residual_sums = zeros.index_add(0, labels, residuals.abs().sum(1))
+    weights = gradient_sums / residual_sums.clamp_min(_tiny(residuals))
+    return weights[labels].unsqueeze(1)
 
 
 def _agrees(gradients: Tensor, expected: Tensor, weights: Tensor, eps: float) -> bool:
-    """Row by row, up to rounding: of the gradient, and of the predictions that it was made of."""
-    rounding = eps**0.5 * gradients.abs().amax(1, keepdim=True) + ROUNDINGS * eps * weights
+    """Whether every gradient is the expected one up to rounding: the gradient's own, and that of
+    the prediction which it was computed from."""
+    largest = gradients.abs().amax(1, keepdim=True)
+    rounding = eps**0.5 * largest + ROUNDINGS_OF_PREDICTION * eps * weights
     return bool(((gradients - expected).abs() <= rounding).all())
 
 
 def _generator(like: Tensor, seed: int) -> torch.Generator:
+    """A seeded generator on the device of ``like``."""
     return torch.Generator(like.device).manual_seed(seed)
 
 
 def _tiny(like: Tensor) -> float:
+    """The smallest normal number of the dtype of ``like``, in place of a denominator of 0."""
     return torch.finfo(like.dtype).tiny

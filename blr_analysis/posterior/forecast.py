@@ -19,7 +19,7 @@ from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.matrices import Joint
 from blr_analysis.posterior.fit import sampled_examples, vocabulary_of
 from blr_analysis.posterior.precision_files import FACTORED
-from blr_analysis.posterior.stationarity import own_gradients
+from blr_analysis.posterior.stationarity import n_single_gradients
 from blr_analysis.task import Task
 
 TIMED = 32  # examples that are run to time them
@@ -154,8 +154,8 @@ def fit_examples(task: Task, structure: str, *, found: bool = False) -> int:
     for_kron = n + (n if sample is None else len(sample))
     if structure == "kron":
         for_the_fit = for_kron
-        for_the_prior = n + own_gradients(task)
+        for_the_prior = n + n_single_gradients(task)
     else:
         for_the_fit = n
-        for_the_prior = for_kron + n + own_gradients(task)  # by a Kronecker fit
+        for_the_prior = for_kron + n + n_single_gradients(task)  # by a Kronecker fit
     return for_the_fit + for_the_prior if found else for_the_fit

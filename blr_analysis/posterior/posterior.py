@@ -43,7 +43,7 @@ from blr_analysis.posterior.prior import (
 from blr_analysis.posterior.prior_choice import in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import KINDS, Diagonal, Structure, Tree
-from blr_analysis.posterior.structures.lowrank import ENOUGH
+from blr_analysis.posterior.structures.lowrank import ENOUGH_EXPLAINED
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task, bare_name, find_device, unwrapped
 
@@ -201,7 +201,7 @@ class Posterior:
         if self.earlier:
             facts.append(f"{len(self.earlier)} earlier")
         explained = self._entries.get("explained", 1.0)
-        if explained < ENOUGH:
+        if explained < ENOUGH_EXPLAINED:
             facts.append(f"rank explains {explained:.0%}: too low for influence")
         text = f"Posterior({', '.join(facts)}"
         return f"{text}; {self.note})" if self.note else f"{text})"
@@ -667,17 +667,17 @@ class Posterior:
         names = [n for n in tensors if n.endswith(".buffer")]
         buffers = {n.removesuffix(".buffer"): tensors.pop(n) for n in names}
         parts = stored.parts_of(tensors, record, path, model, prior_precision)
-        mean, form, prior, n_data, other_entries = parts
+        prior = parts.prior
         if record_of_prior is not None:
             kind = KINDS[record_of_prior["structure"]]
-            of_prior_form = kind.read(of_prior, record_of_prior, list(mean))
+            of_prior_form = kind.read(of_prior, record_of_prior, list(parts.mean))
             prior = FormPrior(prior.entries, prior.mean, of_prior_form)
         return cls(
-            widened(mean),
-            form,
+            widened(parts.mean),
+            parts.form,
             prior_precision=prior,
-            n_data=n_data,
-            record=other_entries,
+            n_data=parts.n_data,
+            record=parts.record,
             buffers=buffers,
         )
 

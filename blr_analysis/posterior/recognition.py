@@ -1,8 +1,9 @@
 """Is this the model, are these the data, that a posterior was learned with?
 
-A model and its data are known again by three numbers of a few examples: of their outputs at the
-posterior's mean, their targets and their losses. A fit keeps them as the posterior's
-``fingerprint``. Where there was no fit, those of the first analysis are kept beside the posterior.
+Three numbers of a few examples identify a model and its data: one each of their outputs at the
+posterior's mean, their targets and their losses. A fit stores them as the posterior's
+``fingerprint``. Where there was no fit, the first analysis computes them, and stores them beside
+the posterior.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from blr_analysis.posterior.input_ranges import remember
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.task import Task
 
-FEW = 8  # examples, spread evenly
+EXAMPLES = 8  # of a fingerprint, spread evenly over the data
 ENTRIES = 64  # of a frozen parameter, spread evenly
-CLOSE = 0.05  # of the largest number: more than casts, devices and rounded weights change
-APART = 0.1  # of the weights' norm: a model that is elsewhere
-ROUNDED = 2.0**-8  # of a weight: what bfloat16 changes
-SMALLEST = 1e-7  # what float16 changes of the smallest weights
+TOLERANCE = 0.05  # of the largest number: more than casts, devices and rounded weights change
+FAR = 0.1  # of the mean's norm: weights at this distance are another model's
+ROUNDED = 2.0**-8  # of a weight: the rounding of bfloat16
+SMALLEST = 1e-7  # the rounding of the smallest weights in float16
+LEAST_SIZE = 1e-6  # of the largest number of a fingerprint, so that zeros are compared too
+TINY_NORM = 1e-150  # of a mean, so that one of zeros does not divide by 0
 ELSEWHERE = "the posterior stands at other weights than the model: all numbers are of those weights"
 OTHER_DATA = {"outputs": "another model or other inputs", "targets": "other targets"}
 OTHER_DATA_OR_LOSS = OTHER_DATA | {"losses": "another loss"}
@@ -36,15 +39,21 @@ OTHER_DATA_OR_LOSS = OTHER_DATA | {"losses": "another loss"}
 
 @dataclass(frozen=True)
 class Identity:
-    """What a posterior's model and data are known again by: see :func:`fingerprint` and
-    :func:`frozen_numbers`."""
+    """Numbers that identify a posterior's model and data.
+
+    Attributes:
+        fingerprint: of :func:`fingerprint`.
+        frozen_values: of :func:`frozen_numbers`.
+    """
 
     fingerprint: Numbers
     frozen_values: Numbers
 
 
-_MET: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
-_AT_FIRST: WeakKeyDictionary[Posterior, Identity] = WeakKeyDictionary()
+# The posteriors that were compared with a task already.
+_COMPARED: WeakKeyDictionary[Task, WeakSet[Posterior]] = WeakKeyDictionary()
+# The identities that a first analysis computed, of posteriors that had none.
+_IDENTITIES: WeakKeyDictionary[Posterior, Identity] = WeakKeyDictionary()
 
 
 def recognised(
@@ -52,21 +61,21 @@ def recognised(
 ) -> Posterior:
     """The posterior on the task's device, with its fingerprint and its frozen values.
 
-    The posterior itself stays as it is: what the first analysis saw is kept beside it.
+    The given posterior is not changed; an identity that is computed here is stored beside it.
 
     Args:
         on_task: the posterior on the task's device.
-        own_weights: whether the model should stand at the posterior's mean: not where there are
-            several checkpoints of one run.
+        own_weights: whether the model should stand at the posterior's mean. It need not where there
+            are several checkpoints of one run.
 
     Warns:
-        PosteriorWarning: once, of a posterior of another model or of other data.
+        PosteriorWarning: once, where the posterior is of another model or of other data.
     """
-    if posterior not in _MET.get(task, ()):
+    if posterior not in _COMPARED.get(task, ()):
         met(task, posterior)
-        _recognise(task, posterior, on_task, own_weights=own_weights)
-    identity = _AT_FIRST.get(posterior)
-    if identity is None:  # the fit has told it, or it cannot be computed
+        _warn_of_differences(task, posterior, on_task, own_weights=own_weights)
+    identity = _IDENTITIES.get(posterior)
+    if identity is None:  # the fit stored it, or it could not be computed
         return on_task
     identified = on_task.changed(
         fingerprint=identity.fingerprint, frozen_values=identity.frozen_values
@@ -75,17 +84,20 @@ def recognised(
     return identified
 
 
-def _recognise(task: Task, posterior: Posterior, on_task: Posterior, *, own_weights: bool) -> None:
+def _warn_of_differences(
+    task: Task, posterior: Posterior, on_task: Posterior, *, own_weights: bool
+) -> None:
+    """Warn where the task has another model or other data than the posterior was learned with."""
     try:
-        seen = fingerprint(task, on_task.mean)
-    except BLRError:  # the analysis will say it better
+        fingerprint_now = fingerprint(task, on_task.mean)
+    except BLRError:  # the analysis that follows raises it with a better message
         return
-    identity = _identity(task, posterior, seen)
+    identity = _identity(task, posterior, fingerprint_now)
     complaint = trained_since(task, on_task, identity.frozen_values)
     if not complaint:
-        complaint = differs(identity.fingerprint, seen)
+        complaint = differs(identity.fingerprint, fingerprint_now)
     is_end_of_run = own_weights and "checkpoint" not in posterior.record
-    if not complaint and is_end_of_run and _distance(task, on_task) > APART:
+    if not complaint and is_end_of_run and _distance(task, on_task) > FAR:
         complaint = (
             "the model's weights are not the posterior's mean: load those that it was learned at"
         )
@@ -94,37 +106,38 @@ def _recognise(task: Task, posterior: Posterior, on_task: Posterior, *, own_weig
             warnings.warn(message, PosteriorWarning, stacklevel=6)
 
 
-def _identity(task: Task, posterior: Posterior, seen: Numbers) -> Identity:
-    """As the fit told it; else as the first analysis saw it, which is kept beside the posterior."""
-    if posterior in _AT_FIRST:
-        return _AT_FIRST[posterior]
-    fitted = posterior.fingerprint
+def _identity(task: Task, posterior: Posterior, fingerprint_now: Numbers) -> Identity:
+    """The identity that the fit stored; else that of the first analysis, which is stored here."""
+    if posterior in _IDENTITIES:
+        return _IDENTITIES[posterior]
+    of_fit = posterior.fingerprint
     frozen = posterior.frozen_values
-    if fitted is not None and frozen is not None:
-        return Identity(fitted, frozen)
+    if of_fit is not None and frozen is not None:
+        return Identity(of_fit, frozen)
     identity = Identity(
-        seen if fitted is None else fitted,
-        frozen_numbers(task, posterior.mean) if frozen is None else frozen,
+        fingerprint=fingerprint_now if of_fit is None else of_fit,
+        frozen_values=frozen_numbers(task, posterior.mean) if frozen is None else frozen,
     )
-    _AT_FIRST[posterior] = identity
+    _IDENTITIES[posterior] = identity
     if posterior.input_ranges is None:
         remember(posterior, task)
     return identity
 
 
 def met(task: Task, *posteriors: Posterior) -> None:
-    """Nothing more is said of these, or of what is made of those that were recognised."""
-    _MET.setdefault(task, WeakSet()).update(posteriors)
+    """Note that these posteriors need not be compared with the task (again)."""
+    _COMPARED.setdefault(task, WeakSet()).update(posteriors)
 
 
 def fingerprint(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
-    """Outputs, targets and losses of a few examples, a number each; of sequences of the tokens that
-    count, however they are padded.
+    """A number each of the outputs, targets and losses of eight examples, by these names.
 
-    Long sequences are read one by one, so that they need no room together.
+    Of sequences the numbers are of the tokens that count, so that padding does not change them.
+    Sequences are run one by one, because long ones may not fit into memory together.
     """
     weights = task.cast(mean)
-    chosen = torch.linspace(0, task.n_data - 1, min(FEW, task.n_data)).long().unique()
+    places = torch.linspace(0, task.n_data - 1, min(EXAMPLES, task.n_data))
+    chosen = places.long().unique()
     are_rows = task.examples.is_tensors and not task.likelihood.is_sequence
     batches = chosen.split(task.batch_size if are_rows else 1)
     numbers = torch.cat([_numbers_of(task, weights, indices) for indices in batches], dim=1)
@@ -133,7 +146,7 @@ def fingerprint(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
 
 
 def _numbers_of(task: Task, weights: Mapping[str, Tensor], indices: Tensor) -> Tensor:
-    """A number of outputs, targets and loss of each of these examples, ``[3, B]``."""
+    """A number of each example's outputs, targets and loss, ``[3, B]``."""
     with torch.no_grad(), task.evaluation():
         outputs, targets = task.run(task.fetch(indices), weights, indices)
     losses = task.likelihood.at(indices).nll(outputs, targets)
@@ -145,27 +158,31 @@ def _numbers_of(task: Task, weights: Mapping[str, Tensor], indices: Tensor) -> T
 
 
 def _projected(values: Tensor) -> Tensor:
-    """Σ_j cos(j) x_ij of each row, ``[B]``."""
-    flat = values.detach().cpu().double().reshape(len(values), -1)
-    places = torch.arange(1.0, flat.shape[1] + 1, dtype=torch.float64)
-    return flat @ places.cos()
+    """Σ_j cos(j) x_ij of each row x_i, ``[B]``: one number in which every entry counts."""
+    rows = values.detach().cpu().double().reshape(len(values), -1)
+    places = torch.arange(1.0, rows.shape[1] + 1, dtype=torch.float64)
+    return rows @ places.cos()
 
 
-def differs(known: Numbers, seen: Numbers, *, strictly: bool = False) -> str:
-    """In what other data than a posterior's differ, in one line; "" of its own.
+def differs(before: Numbers, now: Numbers, *, strictly: bool = False) -> str:
+    """How the data of two fingerprints differ, in one line; "" where they do not.
 
     Args:
-        strictly: another loss differs too, and so do data where one example does.
+        before: the posterior's fingerprint.
+        now: that of the task.
+        strictly: whether losses are compared too, and one example that differs is enough; else
+            more than half of the examples must differ.
     """
-    for what, words in (OTHER_DATA_OR_LOSS if strictly else OTHER_DATA).items():
-        before = torch.tensor(known[what], dtype=torch.float64)
-        now = torch.tensor(seen[what], dtype=torch.float64)
-        count = _count_of_differences(before, now)
-        most = 0 if strictly else len(now) / 2
-        if count > most:
+    quantities = OTHER_DATA_OR_LOSS if strictly else OTHER_DATA
+    for quantity, description in quantities.items():
+        numbers_before = torch.tensor(before[quantity], dtype=torch.float64)
+        numbers_now = torch.tensor(now[quantity], dtype=torch.float64)
+        n_different = _count_of_differences(numbers_before, numbers_now)
+        n_tolerated = 0 if strictly else len(numbers_now) / 2
+        if n_different > n_tolerated:
             return (
-                f"the posterior was learned with {words}: {count} of {len(now)} examples differ; "
-                "pass the task that it was fitted to"
+                f"the posterior was learned with {description}: {n_different} of "
+                f"{len(numbers_now)} examples differ; pass the task that it was fitted to"
             )
     return ""
 
@@ -173,55 +190,67 @@ def differs(known: Numbers, seen: Numbers, *, strictly: bool = False) -> str:
 def _count_of_differences(before: Tensor, now: Tensor) -> int:
     if before.shape != now.shape:
         return len(now)
-    largest = max(float(before.abs().max()), 1e-6)
-    return int(((before - now).abs() > CLOSE * largest).sum())
+    largest = max(float(before.abs().max()), LEAST_SIZE)
+    return int(((before - now).abs() > TOLERANCE * largest).sum())
 
 
 def frozen_numbers(task: Task, mean: Mapping[str, Tensor]) -> Numbers:
-    """A number and a size of some entries of every parameter that a posterior leaves as it is."""
+    """A number and the norm of some entries of every frozen parameter, by name.
+
+    Frozen are the model's parameters that are not in the posterior's ``mean``.
+    """
     return {
-        name: _number_and_size(parameter.detach())
+        name: _number_and_norm(parameter.detach())
         for name, parameter in task.model.named_parameters()
         if name not in mean and parameter.numel()
     }
 
 
-def _number_and_size(parameter: Tensor) -> list[float]:
+def _number_and_norm(parameter: Tensor) -> list[float]:
     flat = parameter.reshape(-1)
-    places = torch.linspace(0, len(flat) - 1, min(len(flat), ENTRIES), dtype=torch.float64)
+    n_entries = min(len(flat), ENTRIES)
+    places = torch.linspace(0, len(flat) - 1, n_entries, dtype=torch.float64)
     entries = flat[places.long().to(flat.device)].cpu().double()
     return [float(_projected(entries.unsqueeze(0))), float(entries.norm())]
 
 
 def trained_since(task: Task, q: Posterior, frozen_values: Numbers) -> str:
-    """Which parameter was frozen at the fit and has another value now, in one line; "" if none."""
-    for name, (number, size) in frozen_numbers(task, q.mean).items():
-        number_before, size_before = frozen_values.get(name, (number, size))
-        gap = max(abs(number - number_before), abs(size - size_before))
-        if gap > ROUNDED * max(size, size_before):
+    """Which parameter was frozen at the fit and has changed since, in one line; "" if none has."""
+    for name, (number, norm) in frozen_numbers(task, q.mean).items():
+        number_before, norm_before = frozen_values.get(name, (number, norm))
+        change = max(abs(number - number_before), abs(norm - norm_before))
+        if change > ROUNDED * max(norm, norm_before):
             return f"{name!r} was frozen at the fit and has changed since: fit again"
     return ""
 
 
 def _too_few_terms(task: Task, q: Posterior) -> str:
-    """A mean over N·C losses that was taken for one over N: an optimizer does not know C."""
-    if not task.mean_over_outputs or "scaling" not in q.record:
+    """A line where the loss is a mean over N·C numbers, and the posterior took it for one over N.
+
+    An optimizer cannot know that an example has C outputs. "" elsewhere.
+    """
+    is_of_optimizer = "scaling" in q.record
+    if not task.mean_over_outputs or not is_of_optimizer:
         return ""
     n = q.n_data
-    terms = q.record.get("tokens") or min(q.record.get("ess") or [n])
+    effective_sizes = q.record.get("ess") or [n]
+    terms = q.record.get("tokens") or min(effective_sizes)
     with torch.no_grad(), task.evaluation():
-        _, y = task.run(task.fetch(torch.zeros(1, dtype=torch.long)), q.mean)
-    if y.numel() == 1 or terms > n:
+        _, target = task.run(task.fetch(torch.zeros(1, dtype=torch.long)), q.mean)
+    n_outputs = target.numel()
+    if n_outputs == 1 or terms > n:
         return ""
     return (
-        f"the loss is a mean over {n} · {y.numel()} numbers, the precision is of {terms:g}; "
-        f"capture with n_data={n}, tokens={n * y.numel()} (which IVON takes as its ess)"
+        f"the loss is a mean over {n} · {n_outputs} numbers, the precision is of {terms:g}; "
+        f"capture with n_data={n}, tokens={n * n_outputs} (which IVON takes as its ess)"
     )
 
 
 def elsewhere(task: Task, q: Posterior) -> str:
-    """What to say of a posterior at other weights than the model's, which differ by more than
-    rounding in half precision; "" at the same."""
+    """A line where the model's weights are not the posterior's mean; "" where they are.
+
+    Differences that rounding to half precision explains are ignored.
+    """
     parameters = {bare_name(name): p for name, p in task.model.named_parameters()}
     for name, mean in q.mean.items():
         weights = parameters[bare_name(name)].detach().to(mean)
@@ -232,18 +261,17 @@ def elsewhere(task: Task, q: Posterior) -> str:
 
 
 def check_weights(task: Task, posterior: Posterior) -> None:
-    """Raise :class:`PosteriorError` where a model's weights are not a posterior's mean, by more
-    than they are rounded in half precision."""
+    """Raise :class:`PosteriorError` where :func:`elsewhere` has something to say."""
     if elsewhere(task, posterior.on(task, same_data=False)):
         raise PosteriorError("the weights are not those of the posterior: build the index anew")
 
 
 def _distance(task: Task, q: Posterior) -> float:
-    """Of the model's weights from the posterior's mean, in the norm of the mean."""
+    """‖θ − m‖ / ‖m‖ of the model's weights θ and the posterior's mean m."""
     weights = dict(task.model.named_parameters())
     gaps = [_norm(weights[name].detach().to(m) - m) for name, m in q.mean.items()]
     sizes = [_norm(m) for m in q.mean.values()]
-    return math.hypot(*gaps) / math.hypot(*sizes, 1e-150)
+    return math.hypot(*gaps) / math.hypot(*sizes, TINY_NORM)
 
 
 def _norm(tensor: Tensor) -> float:

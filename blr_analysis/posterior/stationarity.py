@@ -1,15 +1,15 @@
 """Is the model at the minimum of the loss that the task names? Analyses of single examples need it.
 
     F(θ) = Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀),     g = ∇F(m)
-    decrement  ½ gᵀ Σ g                what a Newton step from m would gain, in nats
-    pull       1/N Σ_i ½ g_iᵀ Σ g_i    what one example pulls at the model with, on average
+    decrement  ½ gᵀ Σ g                how much F falls in a Newton step from m, in nats
+    pull       1/N Σ_i ½ g_iᵀ Σ g_i    how much one example pulls at the model, on average
 
-What a group of examples does can be told from what further training would do where the group's
-pull is ten times the decrement. The pull of n examples that pull independently of each other is n
-times that of one.
+Leaving out a group of examples moves the model by the group's pull, and further training moves it
+by the decrement. The two can be told apart where the pull is ten times the decrement. Examples that
+pull independently of each other add up: n of them pull n times as much as one.
 
-A fit measures it and keeps it in its posterior. Where there was no fit, the first analysis measures
-it; it is then kept beside the posterior, which stays as it is.
+A fit measures both numbers and stores them in its posterior. Where there was no fit, the first
+analysis measures them and stores them beside the posterior, which is not changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from blr_analysis.posterior.recognition import differs, fingerprint
 from blr_analysis.posterior.structures import Tree
 from blr_analysis.task import Task
 
-SAMPLE = 256  # examples whose own gradients are taken
-SEQUENCES = 64  # the same of sequences
+EXAMPLES = 256  # whose gradients are computed one by one
+SEQUENCES = 64  # the same, of sequences
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Measurement:
     """How far a posterior is from the minimum on these examples.
 
     Attributes:
-        stationarity: the numbers.
+        stationarity: decrement, pull and the like.
         saturated: the share of predictions that are exactly 0 or 1.
         examples: the data that they were measured on.
     """
@@ -55,8 +55,8 @@ _MEASURED: WeakKeyDictionary[Posterior, Measurement] = WeakKeyDictionary()
 def stationarity(task: Task, posterior: Posterior) -> Stationarity:
     """Whether a posterior's mean minimises the task's loss and its prior.
 
-    One forward and backward pass over the data, and gradients of up to 256 examples, where the fit
-    did not measure it on this loss and these data.
+    Unless the fit measured it on this loss and these data, this takes one forward and backward pass
+    over the data, and the gradients of up to 256 single examples.
 
     Raises:
         PosteriorError, ModelError, DataError: as :func:`blr_analysis.sensitivity`.
@@ -116,32 +116,37 @@ def _was_made_on(task: Task, measurement: Measurement) -> bool:
 
 
 def measured(task: Task, q: Posterior, gradient: Tree) -> Measurement:
-    """How far the posterior's mean is from the minimum; ``gradient`` is Σ_i ∇ℓ_i there."""
+    """How far the posterior's mean is from the minimum.
+
+    Args:
+        q: the posterior on the task's device.
+        gradient: Σ_i ∇ℓ_i at the posterior's mean.
+    """
     pull_of_prior = q.prior.times(q.prior.gap(q.mean))
     g = add(gradient, 1.0, pull_of_prior)
     sum_of_norms = norm(gradient) + norm(pull_of_prior)
     residual = norm(g) / sum_of_norms if sum_of_norms > 0 else 0.0
     pull, saturated = _pull_and_saturation(task, q)
-    distance = Stationarity(
+    numbers = Stationarity(
         residual=residual,
         decrement=gain(q, g),
         pull=pull,
         n_data=task.n_data,
         likelihood=task.likelihood.recorded,
     )
-    return Measurement(distance, saturated, ref(task.examples))
+    return Measurement(numbers, saturated, ref(task.examples))
 
 
-def own_gradients(task: Task) -> int:
-    """How many examples' own gradients are taken."""
-    most = SEQUENCES if task.likelihood.is_sequence else SAMPLE
-    return min(task.n_data, most)
+def n_single_gradients(task: Task) -> int:
+    """The number of examples whose gradients are computed one by one."""
+    limit = SEQUENCES if task.likelihood.is_sequence else EXAMPLES
+    return min(task.n_data, limit)
 
 
 def _pull_and_saturation(task: Task, q: Posterior) -> tuple[float, float]:
-    """The mean of ½ g_iᵀ Σ g_i over some examples, and the share of those that are saturated."""
+    """The mean of ½ g_iᵀ Σ g_i over a random sample, and the share of it that is saturated."""
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    sample = order[: own_gradients(task)].sort().values
+    sample = order[: n_single_gradients(task)].sort().values
     pull = 0.0
     n_saturated = 0
     sweep = chunks(task.quiet, q.mean, columns=1, indices=sample, label="distance from the minimum")
@@ -154,9 +159,9 @@ def _pull_and_saturation(task: Task, q: Posterior) -> tuple[float, float]:
 
 
 def _count_of_saturated(chunk: Chunk) -> int:
-    """How many examples have no probability but 0 and 1, up to the rounding of float64.
+    """How many examples are saturated: each of their probabilities is 0 or 1.
 
-    The diagonal of the output Hessian, p (1 − p), is 0 there.
+    The diagonal of their output Hessian, p (1 − p), is 0 up to the rounding of float64.
     """
     if chunk.likelihood.is_sequence or not chunk.likelihood.is_classification:
         return 0
@@ -172,5 +177,5 @@ def _count_of_saturated(chunk: Chunk) -> int:
 
 
 def gain(q: Posterior, g: Tree) -> float:
-    """½ gᵀ Σ g in nats, summed in float64: what a step against this gradient gains."""
+    """½ gᵀ Σ g in nats, summed in float64: the loss gained by the Newton step −Σ g."""
     return 0.5 * dot(g, q.form.solve(g))

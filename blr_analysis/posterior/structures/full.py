@@ -16,7 +16,8 @@ from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree, tree_of
 
-LIMIT = 20_000  # parameters of a fit: 3 GB of float64
+PARAMETER_LIMIT = 20_000  # of a fit: its matrix has 3 GB in float64
+SLACK = 1e-6  # of the largest diagonal entry: what rounding may leave below the prior
 
 
 class Full(Structure):
@@ -32,66 +33,73 @@ class Full(Structure):
     @classmethod
     def check_fit(cls, size: int, rank: int | None) -> None:
         super().check_fit(size, rank)
-        if size > LIMIT:
+        if size > PARAMETER_LIMIT:
             raise InputError(
                 f"structure='full' would hold {size:,} × {size:,} numbers; use 'kron' or "
-                f"'lowrank' above {LIMIT:,} parameters"
+                f"'lowrank' above {PARAMETER_LIMIT:,} parameters"
             )
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Full, dict[str, Any]]:
         size = sum(p.numel() for p in fit.params.values())
-        first = next(iter(fit.params.values()))
-        zeros = first.new_zeros(size, size)
-        form = cls(zeros, {n: p.shape for n, p in fit.params.items()}).summed(fit)
+        some_weights = next(iter(fit.params.values()))
+        zeros = some_weights.new_zeros(size, size)
+        shapes = {n: tuple(p.shape) for n, p in fit.params.items()}
+        form = cls(zeros, shapes).summed(fit)
         ranks.total([form.matrix])
         return form, {}
 
     @classmethod
     def of_rows(cls, params: Tree, rows: Iterator[tuple[slice, Tensor]]) -> Full:
         matrix = torch.cat([block for _, block in rows])
-        return cls((matrix + matrix.mT) / 2, {n: p.shape for n, p in params.items()})
+        symmetric = (matrix + matrix.mT) / 2
+        return cls(symmetric, {n: tuple(p.shape) for n, p in params.items()})
 
     @classmethod
     def read(
         cls, tensors: Mapping[str, Tensor], record: Mapping[str, Any], names: Sequence[str]
     ) -> Full:
-        return cls(tensors["full.precision"], {n: record["shapes"][n] for n in names})
+        shapes = {n: tuple(record["shapes"][n]) for n in names}
+        return cls(tensors["full.precision"], shapes)
 
     @cached_property
     def factor(self) -> Tensor:
-        """The Cholesky factor R of S = R Rᵀ, taken in float64 once."""
-        factor, failed = torch.linalg.cholesky_ex(self.matrix.double())
-        if bool(failed):
+        """R of S = R Rᵀ: the lower Cholesky factor, computed once and in float64."""
+        factor, failure = torch.linalg.cholesky_ex(self.matrix.double())
+        if bool(failure):
             raise PosteriorError("the full matrix is not positive definite; raise prior_precision")
         return factor.to(self.matrix.dtype)
 
     def flat(self, v: Mapping[str, Tensor]) -> Tensor:
-        """``[..., P]`` from tensors by name."""
+        """Tensors by name, side by side: ``[..., P]``."""
         parts = []
         for name, shape in self.shapes.items():
-            x = v[name]
-            batch = x.shape[: x.ndim - len(shape)]
-            parts.append(x.reshape(*batch, -1))
+            tensor = v[name]
+            leading_shape = tensor.shape[: tensor.ndim - len(shape)]
+            parts.append(tensor.reshape(*leading_shape, -1))
         return torch.cat(parts, dim=-1)
 
     def _map(self, v: Tree, function: Callable[[Tensor], Tensor]) -> Tree:
-        """A function of columns ``[P, n]``, applied to vectors by name."""
+        """``function`` of the vectors as columns ``[P, n]``, split by name again."""
         self._take(v)
         vectors = self.flat(v)
         columns = vectors.reshape(-1, vectors.shape[-1]).mT
-        result = function(columns)
-        return tree_of(result.mT.reshape(vectors.shape), self.shapes)
+        images = function(columns)
+        return tree_of(images.mT.reshape(vectors.shape), self.shapes)
 
     def times(self, v: Tree) -> Tree:
-        return self._map(v, lambda x: self.matrix @ x)
+        return self._map(v, lambda columns: self.matrix @ columns)
 
     def solve(self, v: Tree) -> Tree:
-        return self._map(v, lambda x: torch.cholesky_solve(x, self.factor))
+        return self._map(v, lambda columns: torch.cholesky_solve(columns, self.factor))
 
     def root_solve(self, v: Tree) -> Tree:
-        upper = self.factor.mT
-        return self._map(v, lambda x: torch.linalg.solve_triangular(upper, x, upper=True))
+        transposed_factor = self.factor.mT
+
+        def solve(columns: Tensor) -> Tensor:
+            return torch.linalg.solve_triangular(transposed_factor, columns, upper=True)
+
+        return self._map(v, solve)
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
         matrix = torch.cholesky_inverse(self.factor) if inverse else self.matrix
@@ -101,19 +109,20 @@ class Full(Structure):
         return 2 * self.factor.diagonal().double().log().sum()
 
     def gram(self, terms: Sequence[Term]) -> Tensor:
-        rows = self._gradients(terms)
-        columns = rows.reshape(-1, rows.shape[-1]).mT
+        gradients = self._gradients(terms)
+        columns = gradients.reshape(-1, gradients.shape[-1]).mT
         solved = torch.linalg.solve_triangular(self.factor, columns, upper=False)
-        half = solved.mT.reshape(rows.shape)  # G_i R⁻ᵀ
-        return half @ half.mT
+        roots = solved.mT.reshape(gradients.shape)  # G_i R⁻ᵀ
+        return roots @ roots.mT
 
     def _gradients(self, terms: Sequence[Term]) -> Tensor:
-        """G_i of all parameters, 0 where no term has them, ``[B, K, P]``."""
+        """G_i of all parameters, ``[B, K, P]``; 0 for a parameter that is in no term."""
         gradients = {n: g for term in terms for n, g in term.jacobian().items()}
-        first = total(list(gradients.values())[:1])
+        some_gradient = total(list(gradients.values())[:1])  # refuses where there is none
+        n_examples, n_columns = some_gradient.shape[:2]
         for name, shape in self.shapes.items():
             if name not in gradients:
-                gradients[name] = first.new_zeros(*first.shape[:2], *shape)
+                gradients[name] = some_gradient.new_zeros(n_examples, n_columns, *shape)
         return self.flat(gradients)
 
     def add(self, terms: Sequence[Term]) -> Full:
@@ -127,27 +136,32 @@ class Full(Structure):
         return Full(self.matrix + self._prior_vector(prior).diag(), self.shapes)
 
     def plus_other(self, form: Structure) -> Full:
-        unit_vectors = tree_of(torch.eye(len(self.matrix)).to(self.matrix), self.shapes)
-        rows = self.flat(form.to(self.matrix.device, self.matrix.dtype).times(unit_vectors))
-        return Full(self.matrix + rows, self.shapes)
+        identity = torch.eye(len(self.matrix)).to(self.matrix)
+        unit_vectors = tree_of(identity, self.shapes)
+        placed_form = form.to(self.matrix.device, self.matrix.dtype)
+        dense = self.flat(placed_form.times(unit_vectors))
+        return Full(self.matrix + dense, self.shapes)
 
     def _prior_vector(self, prior: Prior | Given) -> Tensor:
+        """δ of every weight, ``[P]``."""
         delta = Prior.of_any(prior)
         parts = [self.matrix.new_full(s, delta.of(n)).flatten() for n, s in self.shapes.items()]
         return torch.cat(parts)
 
     def floored(self, prior: Prior | Given) -> tuple[Full, float]:
-        """S itself where S − diag(δ) ⪰ 0 to working precision; else its eigenvalues are raised."""
+        """S itself where S − diag(δ) is positive up to rounding; else its eigenvalues are raised
+        to 0."""
         delta = self._prior_vector(prior).diag()
         excess = (self.matrix - delta).double()
-        slack = 1e-6 * float(self.matrix.diagonal().abs().max())
+        slack = SLACK * float(self.matrix.diagonal().abs().max())
         identity = torch.eye(len(excess)).to(excess)
-        _, failed = torch.linalg.cholesky_ex(excess + slack * identity)
-        if not failed:
+        _, failure = torch.linalg.cholesky_ex(excess + slack * identity)
+        if not failure:
             return self, 0.0
-        values, basis = torch.linalg.eigh(excess)
-        raised = ((basis * values.clamp_min(0)) @ basis.mT).to(delta) + delta
-        return Full(raised, self.shapes), float((values < -slack).double().mean())
+        eigenvalues, eigenvectors = torch.linalg.eigh(excess)
+        positive_part = (eigenvectors * eigenvalues.clamp_min(0)) @ eigenvectors.mT
+        share_raised = float((eigenvalues < -slack).double().mean())
+        return Full(positive_part.to(delta) + delta, self.shapes), share_raised
 
     def tensors(self) -> dict[str, Tensor]:
         return {"full.precision": self.matrix}
