@@ -1,9 +1,9 @@
-"""How the sites of a :class:`Problem` move: each toward what its example asks for at the present q.
+"""Steps of the rule on the sites of a :class:`Problem`.
 
     λ̃_i ← (1 − ρ) λ̃_i + ρ ∇_μ E_q[log p(y_i|θ)]          (Khan & Rue, Eq. 60)
 
-A step over all examples is halved until the ELBO does not fall. Steps over minibatches have no
-ELBO to look at: there ρ falls by a schedule of the user's.
+A step over all examples is halved until the ELBO does not fall. A step over a minibatch knows no
+ELBO of all examples; there the user's schedule lowers ρ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import Natural, scale
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.learning_rule.inference.conjugate import toward
-from blr_analysis.learning_rule.inference.latent_problem import Problem, Q, aims, latent
+from blr_analysis.learning_rule.inference.latent_problem import (
+    Problem,
+    Q,
+    expectation_gradients,
+    latent,
+)
 
-HALVINGS = 20
-NEWTON_STEPS = 50
-ROUNDING = 1e-14  # of an ELBO, relative to its size
-NEARLY_FLAT = 1e-7  # a change of the ELBO by a whole step that rounding can explain
+HALVINGS = 20  # so that the shortest step is a millionth of the whole one
+NEWTON_STEPS = 50  # at most, on the way to the mode
+ENOUGH_GAIN = 1.0  # nats; a Newton step that gains less ends the way to the mode
+ROUNDING = 1e-14  # rounding error of an ELBO, relative to its size
+NEARLY_FLAT = 1e-7  # relative change of the ELBO by a whole step, which rounding can explain
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,31 +43,38 @@ class State(Generic[Q]):
         sites: λ̃_i, natural parameters of Gaussian messages to f_i: ``{"linear", "square"}``,
             ``[N]`` each.
         q: λ_prior + Σ λ̃_i.
-        aims: ∇_μ E_q[log p(y_i|f_i)] at q, toward which the sites move.
+        fresh_sites: ∇_μ E_q[log p(y_i|f_i)] at q, toward which the sites move.
         elbo: Σ_i E_q[log p(y_i|f_i)] − KL(q ‖ prior), in nats.
     """
 
     sites: Natural
     q: Q
-    aims: Natural
+    fresh_sites: Natural
     elbo: float
 
 
 def look(problem: Problem[Q], sites: Natural) -> State[Q]:
-    """The state of these sites: their posterior, its ELBO, and where the sites should go.
+    """The state of these sites: their posterior, its ELBO, and the sites that the rule moves to.
 
     Raises:
-        InputError: the sites make no positive definite precision.
+        InputError: the posterior's precision is not positive definite.
     """
     q = problem.posterior(sites)
-    targets, values = problem.aims(q)
-    return State(sites, q, targets, float(values.sum() - q.kl(problem.prior)))
+    fresh_sites, expectations = problem.fresh_sites(q)
+    elbo = float(expectations.sum() - q.kl(problem.prior))
+    return State(sites, q, fresh_sites, elbo)
 
 
 def step(problem: Problem[Q], state: State[Q], rho: float, node: Tensor | float = 1.0) -> State[Q]:
-    """One step of the rule in its site form (Khan & Rue, Eq. 60), of one node of a mean field."""
-    share = rho * node
-    sites = {name: site + share * (state.aims[name] - site) for name, site in state.sites.items()}
+    """One step of the rule in its site form (Khan & Rue, Eq. 60).
+
+    ``node`` multiplies ρ: 1 for all of θ, a unit vector for one node of a mean field.
+    """
+    step_size = rho * node
+    sites = {
+        name: site + step_size * (state.fresh_sites[name] - site)
+        for name, site in state.sites.items()
+    }
     return look(problem, sites)
 
 
@@ -76,16 +89,18 @@ def minibatch_step(problem: Problem[Q], q: Q, rho: float, factor: float) -> tupl
     Raises:
         InputError: the step leaves the family.
     """
-    targets, values = problem.aims(q)
-    elbo = factor * float(values.sum()) - float(q.kl(problem.prior))
-    return toward(q, problem.prior, scale(problem.total(targets), factor), rho), elbo
+    fresh_sites, expectations = problem.fresh_sites(q)
+    elbo = factor * float(expectations.sum()) - float(q.kl(problem.prior))
+    all_sites = scale(problem.total(fresh_sites), factor)
+    return toward(q, problem.prior, all_sites, rho), elbo
 
 
 def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) -> State[Q]:
     """``attempt(ρ)``, with ρ halved until its ELBO is not below that of ``state``.
 
-    A departure from the rule; what leaves the family counts as a fall. Where even the whole step
-    changes the ELBO by rounding only, ``state`` is the fixed point and is returned.
+    The halving is a departure from the rule. A step that leaves the family counts as a fall. Where
+    the whole step changes the ELBO by no more than rounding, ``state`` is a fixed point and is
+    returned.
 
     Raises:
         InputError: no step improves the ELBO: log p(y|f) or its derivatives are not finite.
@@ -110,39 +125,40 @@ def halved(attempt: Callable[[float], State[Q]], state: State[Q], rho: float) ->
 
 
 def near_the_mode(problem: Problem[Q]) -> Natural:
-    """Sites of examples near the mode of log p(y|f) + log p(θ), seen through f no wider than 1.
+    """Sites near the mode of log p(y|f) + log p(θ), computed with Var(f_i) of at most 1.
 
-    Where a prior leaves f wide, E_q[e^f] and its like are so large that from the prior itself the
-    first step gives precisions from which there is no way back in floating point. So: Newton's
-    method with the smoothed derivatives that the sites are made of, its steps halved until the
-    mode is nearer; the last of them gains less than a nat.
+    A wide prior makes expectations such as E_q[e^f] so large that a first step from the prior gives
+    precisions from which floating point does not recover. This is Newton's method with the same
+    expected derivatives that sites are made of. Its steps are halved until log p rises, and it ends
+    with a step that gains less than a nat.
     """
 
-    def height(theta: Tensor) -> float:
-        fit = problem.likelihood.log_prob(problem.targets, problem.design @ theta).sum()
-        return float(fit + problem.prior.log_prob(theta))
+    def log_joint(theta: Tensor) -> float:
+        log_likelihood = problem.likelihood.log_prob(problem.targets, problem.design @ theta)
+        return float(log_likelihood.sum() + problem.prior.log_prob(theta))
 
     q = problem.prior
     theta = problem.prior.mean
     sites: Natural = {}
-    highest = height(theta)
+    highest = log_joint(theta)
     for _ in range(NEWTON_STEPS):
-        widths = latent(q, problem.design).precision.clamp_min(1.0)
-        narrow = DiagonalGaussian(problem.design @ theta, widths)
-        of_f, _ = aims(narrow, problem.targets, problem.likelihood)
+        precision = latent(q, problem.design).precision.clamp_min(1.0)
+        narrow = DiagonalGaussian(problem.design @ theta, precision)
+        of_f, _ = expectation_gradients(narrow, problem.targets, problem.likelihood)
         sites = problem.sites_at(theta, of_f)
         q = problem.posterior(sites)
-        candidates = (theta + 0.5**k * (q.mean - theta) for k in range(HALVINGS))
-        theta = next((t for t in candidates if height(t) > highest), theta)
+        newton_step = q.mean - theta
+        candidates = (theta + 0.5**k * newton_step for k in range(HALVINGS))
+        theta = next((t for t in candidates if log_joint(t) > highest), theta)
         before = highest
-        highest = height(theta)
-        if highest - before < 1:
+        highest = log_joint(theta)
+        if highest - before < ENOUGH_GAIN:
             break
     return sites
 
 
 def start(problem: Problem[Q]) -> State[Q]:
-    """The state near the mode, or where there is none the prior, with sites of zero."""
+    """The state near the mode; where its numbers are out of range, the prior with sites of 0."""
     try:
         state = look(problem, near_the_mode(problem))
         if math.isfinite(state.elbo):
@@ -155,7 +171,8 @@ def start(problem: Problem[Q]) -> State[Q]:
 
 
 def swept(problem: Problem[Q], state: State[Q], rho: float) -> State[Q]:
-    """One step for each node."""
+    """The state after one step for each node, in turn."""
     for node in problem.nodes:
-        state = halved(partial(step, problem, state, node=node), state, rho)
+        step_of_node = partial(step, problem, state, node=node)
+        state = halved(step_of_node, state, rho)
     return state

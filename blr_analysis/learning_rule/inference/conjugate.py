@@ -1,15 +1,15 @@
 """Conjugate Bayes: one step of the rule with ρ = 1 (Khan & Rue, section 5.1).
 
-A likelihood is conjugate to a family where it is linear in the family's statistics,
+A likelihood is conjugate to a family if it is linear in the family's statistics,
 
-    log p(y|θ) = ⟨λ̃(y), T(θ)⟩ + c(y),
+    log p(y|θ) = ⟨λ̃(y), T(θ)⟩ + c(y).
 
-so that ∇_μ E_q[log p(y|θ)] = λ̃(y) whatever q is, and the rule lands on the posterior at once
-(Eq. 54). A model is its λ̃ and c; posterior, predictive and evidence are the same for all models:
+Then ∇_μ E_q[log p(y|θ)] = λ̃(y) for every q, and one step of the rule reaches the posterior
+(Eq. 54). A model defines λ̃ and c. All models share the formulas of posterior and predictive:
 
     λ = λ_0 + Σ_i λ̃(y_i),      log p(y|D) = A(λ + λ̃(y)) − A(λ) + c(y).
 
-The likelihoods that are conjugate to a family here:
+These are the likelihoods:
 
 | factor | θ | prior | λ̃(y) |
 |---|---|---|---|
@@ -50,12 +50,12 @@ class Factor:
 
     Attributes:
         family: the class of the prior.
-        check: (data, prior) → the data in the prior's dtype; raises what is wrong with them.
+        check: (data, prior) → the data in the prior's dtype; it raises for data that do not fit.
         site: data → λ̃, with a leading dimension for the examples.
         constant: data → c ``[N]``.
 
     Example:
-        Waiting times y > 0 of unknown rate θ, log p(y|θ) = log θ − θ y:
+        Waiting times y > 0 with an unknown rate θ, log p(y|θ) = log θ − θ y:
 
         >>> from blr_analysis.learning_rule.inference import Conjugate, Factor
         >>> exponential = Factor(
@@ -117,7 +117,7 @@ def categorical(n_classes: int) -> Factor:
     λ̃(y) is the indicator of y, c(y) = 0.
 
     Raises:
-        InputError: fewer than two classes.
+        InputError: there are fewer than two classes.
 
     Example:
         >>> categorical(3).site(torch.tensor([2, 0]))
@@ -125,17 +125,16 @@ def categorical(n_classes: int) -> Factor:
                 [1, 0, 0]])}
     """
     at_least(2, "n_classes", n_classes)
-    numbers = _numbers(
+    check_classes = _numbers(
         lambda y: (y >= 0) & (y < n_classes) & (y == y.round()),
         f"a class: an integer from 0 to {n_classes - 1}",
     )
 
     def check(y: Any, prior: Dirichlet) -> Tensor:
-        if prior.concentration.shape[-1] != n_classes:
-            raise InputError(
-                f"the prior has {prior.concentration.shape[-1]} classes, not {n_classes}"
-            )
-        return numbers(y, prior)
+        classes_of_prior = prior.concentration.shape[-1]
+        if classes_of_prior != n_classes:
+            raise InputError(f"the prior has {classes_of_prior} classes, not {n_classes}")
+        return check_classes(y, prior)
 
     return Factor(
         family=Dirichlet,
@@ -148,8 +147,8 @@ def categorical(n_classes: int) -> Factor:
 def gaussian() -> Factor:
     """Vectors y ``[N, D]`` of unknown mean and precision; conjugate to :class:`NormalWishart`.
 
-    Second moments are counted from 0: with data whose mean is many standard deviations away from
-    it, take the prior in double precision. λ̃(y) = (y, −½, −½ y yᵀ, ½), c(y) = −½ D log 2π.
+    λ̃(y) = (y, −½, −½ y yᵀ, ½), c(y) = −½ D log 2π. The second moments y yᵀ are taken about 0: if
+    the mean of the data is many standard deviations away from 0, give a prior in double precision.
 
     Example:
         >>> sorted(gaussian().site(torch.ones(4, 2)))
@@ -157,9 +156,10 @@ def gaussian() -> Factor:
     """
 
     def check(y: Any, prior: NormalWishart) -> Tensor:
-        y = real("y", y, prior.mean, 2)
-        if y.shape[1] != prior.mean.shape[-1]:
-            raise DataError(f"y must be [N, {prior.mean.shape[-1]}], got {tuple(y.shape)}")
+        n_columns = prior.mean.shape[-1]
+        y = real("y", y, prior.mean, ndim=2)
+        if y.shape[1] != n_columns:
+            raise DataError(f"y must be [N, {n_columns}], got {tuple(y.shape)}")
         return y
 
     def site(y: Tensor) -> Natural:
@@ -176,13 +176,13 @@ def gaussian() -> Factor:
 
 
 def linear(noise_variance: float) -> Factor:
-    """Linear regression y ~ N(xᵀθ, σ²) with known noise; data (x ``[N, P]``, y ``[N]``).
+    """Linear regression y ~ N(xᵀθ, σ²) with known σ²; the data are (x ``[N, P]``, y ``[N]``).
 
     Conjugate to :class:`FullGaussian` (K&R, section 5.1): λ̃ = (x y, −½ x xᵀ) / σ² and
     c = −½ (y²/σ² + log 2πσ²).
 
     Raises:
-        InputError: a variance that is not positive.
+        InputError: the variance is not positive.
 
     Example:
         >>> linear(2.0).site((torch.tensor([[2.0]]), torch.tensor([3.0])))
@@ -199,7 +199,8 @@ def linear(noise_variance: float) -> Factor:
         }
 
     def constant(data: tuple[Tensor, Tensor]) -> Tensor:
-        return -0.5 * (data[1].square() / noise_variance + math.log(noise_variance) + LOG_2PI)
+        _, y = data
+        return -0.5 * (y.square() / noise_variance + math.log(noise_variance) + LOG_2PI)
 
     def check(data: Any, prior: FullGaussian) -> tuple[Tensor, Tensor]:
         x, y = pairs(data, prior.mean)
@@ -209,25 +210,32 @@ def linear(noise_variance: float) -> Factor:
 
 
 def real(name: str, values: Any, like: Tensor, ndim: int) -> Tensor:
-    """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or what is wrong."""
+    """``values`` as a finite, non-empty tensor of ``ndim`` dimensions, or a DataError."""
     if not isinstance(values, Tensor) or values.is_complex():
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise DataError(f"{name} must be a real tensor, got {kind}")
-    if values.ndim != ndim or not values.numel():
-        shape = "[" + ", ".join(("N", "D")[:ndim]) + "]"
+    if values.ndim != ndim or values.numel() == 0:
+        shape = "[N]" if ndim == 1 else "[N, D]"
         raise DataError(f"{name} must be a non-empty tensor {shape}, got {tuple(values.shape)}")
     values = values.to(like)
-    bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
-    if bool(bad.any()):
-        raise DataError(f"{name} is not finite at example {int(bad.nonzero()[0])}")
+    is_finite = torch.isfinite(values.reshape(len(values), -1)).all(1)
+    if not bool(is_finite.all()):
+        first = int((~is_finite).nonzero()[0])
+        raise DataError(f"{name} is not finite at example {first}")
     return values
 
 
 def _numbers(inside: Callable[[Tensor], Tensor], support: str) -> Callable[[Any, Any], Tensor]:
-    """The check of numbers y ``[N]`` that must lie in the ``support``, in words."""
+    """The check (y, prior) → y ``[N]`` of numbers that must lie in a support.
+
+    Args:
+        inside: y → whether each number lies in the support ``[N]``.
+        support: the same in words, for the message.
+    """
 
     def check(y: Any, prior: ExponentialFamily) -> Tensor:
-        y = real("y", y, next(iter(prior.natural.values())), 1)
+        some_parameter = next(iter(prior.natural.values()))
+        y = real("y", y, some_parameter, ndim=1)
         is_inside = inside(y)
         if not bool(is_inside.all()):
             first = int((~is_inside).nonzero()[0])
@@ -238,19 +246,19 @@ def _numbers(inside: Callable[[Tensor], Tensor], support: str) -> Callable[[Any,
 
 
 def pairs(data: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(x ``[N, P]``, y ``[N]``), or what is wrong with them."""
+    """The data of a regression, (x ``[N, P]``, y ``[N]``), or a DataError."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise DataError("the data of a regression are a pair (x [N, P], y [N])")
-    x = real("x", data[0], like, 2)
-    y = real("y", data[1], like, 1)
+    x = real("x", data[0], like, ndim=2)
+    y = real("y", data[1], like, ndim=1)
     if len(x) != len(y):
         raise DataError(f"x and y must have the same length, got {len(x)} and {len(y)}")
     return x, y
 
 
 def columns(x: Any, like: Tensor, size: int) -> Tensor:
-    """Inputs ``[M, D]``, or what is wrong with them."""
-    x = real("x", x, like, 2)
+    """Inputs ``[M, D]`` with D = ``size`` columns, or a DataError."""
+    x = real("x", x, like, ndim=2)
     if x.shape[1] != size:
         raise DataError(f"x has {x.shape[1]} columns; the model takes {size}")
     return x
@@ -261,16 +269,18 @@ Q = TypeVar("Q", bound=ExponentialFamily)
 
 @dataclass(frozen=True)
 class Conjugate(Model):
-    """A conjugate model: a prior, and the factor of one example; in double precision.
+    """A conjugate model: a prior, and the likelihood of one example; in double precision.
 
-    The posterior of one fit may be the prior of the next: sequential and batch agree.
+    The posterior of one fit may be the prior of the next one; two such fits give what a single fit
+    on all their data gives.
 
     Attributes:
-        prior: a member of the family.
-        factor: one of :mod:`blr_analysis.learning_rule.inference.conjugate`.
+        prior: a member of the factor's family.
+        factor: the likelihood, such as :func:`bernoulli` or another :class:`Factor`.
 
     Raises:
-        InputError: a factor that is none, a prior of another family than its, or with copies.
+        InputError: the factor is no :class:`Factor`, or the prior is of another family or more
+            than one distribution.
 
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
@@ -287,24 +297,26 @@ class Conjugate(Model):
     def __post_init__(self) -> None:
         if not isinstance(self.factor, Factor):
             raise InputError(f"factor must be one such as bernoulli(), got {self.factor!r}")
-        if not isinstance(self.prior, self.factor.family) or self.prior.log_partition().ndim:
+        is_of_family = isinstance(self.prior, self.factor.family)
+        if not is_of_family or self.prior.log_partition().ndim > 0:
             raise InputError(
                 f"the prior of this factor is one {self.factor.family.__name__} without copies, "
                 f"got {type(self.prior).__name__}"
             )
 
     def fit(self, data: Any) -> Fitted[Any]:
-        """The posterior, by one step of the rule; its history is the log evidence.
+        """The posterior, by one step of the rule.
 
         Args:
-            data: what the factor asks for: a tensor ``[N, …]`` or a tuple of them.
+            data: a tensor ``[N, …]`` or a tuple of them, as the factor takes them.
 
         Returns:
-            The posterior with sites, predictive and left-out densities, all of them exact.
+            The posterior, with exact sites, predictive and left-out densities. Its ``history`` is
+            one number, the log evidence.
 
         Raises:
-            DataError: examples that are missing, misshapen, not finite or out of range.
-            InputError: data so large that the posterior is lost in rounding.
+            DataError: there are no examples, or they are misshapen, not finite or out of range.
+            InputError: the data are so large that rounding leaves no posterior.
         """
         data = self.check(data)
         prior = wide(self.prior)
@@ -320,11 +332,16 @@ class Conjugate(Model):
         return self.factor.site(data)
 
     def step(self, q: Any, data: Any) -> Any:
-        sites = total(lambda chosen: self.sites(q, rows(data, chosen)), torch.arange(count(data)))
+        """The posterior of these examples: the prior plus all their sites."""
+
+        def site_of(chosen: Tensor) -> Natural:
+            return self.factor.site(rows(data, chosen))
+
+        sites = total(site_of, torch.arange(count(data)))
         return bayes(wide(self.prior), sites)
 
     def log_predictive(self, q: Any, data: Any) -> Tensor:
-        """A(λ + λ̃(y)) − A(λ) + c(y)."""
+        """log p(y|D) = A(λ + λ̃(y)) − A(λ) + c(y) of M examples, in nats ``[M]``."""
         after = moved(q, self.sites(q, data), 1.0)
         return after.log_partition() - q.log_partition() + self.factor.constant(data)
 
@@ -344,11 +361,12 @@ def bayes(prior: Q, site: Natural) -> Q:
 
 
 def toward(q: Q, prior: Q, sites: Natural, rho: float) -> Q:
-    """One step of the rule for the loss −log prior − ⟨λ̃, T(θ)⟩.
+    """q after one step of the rule, of size ρ, for the loss −log prior − ⟨λ̃, T(θ)⟩.
 
-    The prior has a base measure, too: ∇_μ E_q[−log prior] = −λ_0 − ∇_μ E_q[log h].
+    The prior has a base measure h: ∇_μ E_q[−log prior] = −λ_0 − ∇_μ E_q[log h].
     """
-    return blr_step(q, scale(add(prior.natural, sites, q.base_gradient()), -1.0), rho)
+    loss_gradient = scale(add(prior.natural, sites, q.base_gradient()), -1.0)
+    return blr_step(q, loss_gradient, rho)
 
 
 def wide(q: Q) -> Q:

@@ -4,14 +4,15 @@
     λ̃_i ← (1 − ρ) λ̃_i + ρ ∇_μ E_q[log p(y_i|θ)]              (K&R 60; Khan & Lin, 2017)
 
 for a Gaussian q(θ) and likelihoods that see one number of θ each, f_i = φ_iᵀθ: regression with a
-link, and Gaussian processes (:mod:`~blr_analysis.learning_rule.inference.gp`). It is told in four
-parts: the integrals over one number (:mod:`.scalar_likelihoods`), what examples tell θ
-(:mod:`.latent_problem`), how their sites move (:mod:`.ascent`), and here the fit and its answers.
+link, and Gaussian processes (:mod:`~blr_analysis.learning_rule.inference.gp`). Four modules do it:
+the integrals over one number (:mod:`.scalar_likelihoods`), the examples and their sites
+(:mod:`.latent_problem`), the steps (:mod:`.ascent`), and here the fit and its answers.
 
-Every question about an example is one about a Gaussian number: leaving it out subtracts a pair of
-numbers from the natural parameters of f_i (the cavity), and predicting is an integral over f.
+Every question about an example is a question about one Gaussian number f_i. To leave the example
+out, two numbers are subtracted from the natural parameters of f_i; the result is called the cavity.
+To predict, p(y|f) is integrated over f.
 
-*Non-conjugate message passing* has a factor of its own for every coefficient
+*Non-conjugate message passing* has one factor for every coefficient
 (:mod:`.mean_field`; Knowles & Minka, 2011; K&R 5.3).
 """
 
@@ -71,8 +72,8 @@ class LatentFitted(Fitted[FullGaussian]):
 
     Attributes:
         model: the :class:`Problem`: prior, design Φ ``[N, P]``, targets and likelihood.
-        messages: the sites as Gaussian messages to the f_i, natural parameters ``[N]`` each; in
-            the family of ``q`` they are :attr:`sites`.
+        messages: the sites as Gaussian messages to the f_i, natural parameters ``[N]`` each.
+            :attr:`sites` are the same in the family of ``q``.
 
     Example:
         >>> from blr_analysis.learning_rule.inference import GaussianProcess
@@ -85,30 +86,39 @@ class LatentFitted(Fitted[FullGaussian]):
     """
 
     def site_of(self, chosen: Tensor) -> Natural:
-        design, sites = rows((self.model.design, self.messages), chosen)
-        square = torch.einsum("n,np,nq->npq", sites["square"], design, design)
-        return {"linear": sites["linear"].unsqueeze(1) * design, "square": square}
+        """λ̃_i of these examples in the family of ``q``: ``[M, P]`` and ``[M, P, P]``."""
+        design = self.model.design[chosen]
+        messages = rows(self.messages, chosen)
+        square = torch.einsum("n,np,nq->npq", messages["square"], design, design)
+        return {"linear": messages["linear"].unsqueeze(1) * design, "square": square}
 
     def _total(self, chosen: Tensor) -> Natural:
-        """Σ_{i∈M} λ̃_i, in one matrix, whatever M is."""
-        return summed(*rows((self.model.design, self.messages), chosen))
+        """Σ_{i∈M} λ̃_i, without any matrix for a single example."""
+        return summed(self.model.design[chosen], rows(self.messages, chosen))
 
     def latent(self, x: Tensor) -> DiagonalGaussian:
         """The marginals of f at inputs ``[M, D]`` under q."""
-        return latent(self.q, *self.model.features(x))
+        design, residual = self.model.features(x)
+        return latent(self.q, design, residual)
 
     def predict(self, x: Tensor) -> Tensor:
         """E_q[E[y|f]] at inputs ``[M, D]``: the probability of y = 1, or the expected count.
 
         Raises:
-            InputError: a likelihood given as a function, which says nothing of E[y|f].
+            InputError: the likelihood is a function log p(y|f), from which E[y|f] is not known.
         """
         return expected_mean(self.model.likelihood, self.latent(x))
 
     def perturbation(self) -> tuple[Tensor, Tensor, Tensor]:
-        """e_i, Λ_i and V_i, ``[N]`` each: −∂/∂m_i and −∂²/∂m_i² of the site of f_i at its mean m_i
-        under q, and Var_q[f_i]. At a fixed point e_i = E_q[∂ℓ_i/∂f_i] and Λ_i = E_q[∂²ℓ_i/∂f_i²]
-        (K&R 60)."""
+        """The errors e_i, curvatures Λ_i and variances V_i of the memory-perturbation equation.
+
+        e_i and Λ_i are the first and second derivatives of minus the logarithm of the site, at the
+        mean of f_i; V_i = Var_q[f_i]. At a fixed point e_i = E_q[∂ℓ_i/∂f_i] and
+        Λ_i = E_q[∂²ℓ_i/∂f_i²] (K&R 60).
+
+        Returns:
+            e, Λ and V, ``[N]`` each.
+        """
         marginals = latent(self.q, self.model.design)
         curvature = -2 * self.messages["square"]
         error = curvature * marginals.mean - self.messages["linear"]
@@ -117,9 +127,9 @@ class LatentFitted(Fitted[FullGaussian]):
     def cavities(self) -> DiagonalGaussian:
         """f_i under the posterior without example i, λ − λ̃_i: ``[N]`` Gaussian numbers."""
         marginals = latent(self.q, self.model.design)
-        without = marginals.with_natural(subtract(marginals.natural, self.messages))
-        widened = 1 + self.model.residual * without.precision
-        return DiagonalGaussian(without.mean, without.precision / widened)
+        cavity = marginals.with_natural(subtract(marginals.natural, self.messages))
+        variance_ratio = 1 + self.model.residual * cavity.precision  # Var(φ_iᵀθ + e_i) / Var(φ_iᵀθ)
+        return DiagonalGaussian(cavity.mean, cavity.precision / variance_ratio)
 
     def left_out(self) -> Tensor:
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`."""
@@ -127,11 +137,11 @@ class LatentFitted(Fitted[FullGaussian]):
 
 
 class LatentModel:
-    """A Gaussian θ, and a likelihood that sees one number f_i = φ_iᵀθ + e_i of it.
+    """A Gaussian θ, and a likelihood that depends on it through one number f_i = φ_iᵀθ + e_i.
 
     Attributes:
-        problem: data → the prior, the likelihood and the features.
-        kind: of the fit.
+        problem: data → a :class:`Problem`: the prior, the likelihood and the features.
+        kind: the class of what :meth:`fit` returns.
     """
 
     problem: Any
@@ -151,24 +161,24 @@ class LatentModel:
 
         Args:
             data: (x ``[N, D]``, y ``[N]``). For regression put a column of ones for an intercept.
-            rho: ρ in (0, 1], or t → ρ_t from t = 1. Over all examples it is the first that is
-                tried in each step, and halved until the ELBO does not fall.
-            batch: B examples at each step, drawn with ``generator``: ``max_iter`` steps of
-                stochastic variational inference, with ρ_t = (t + 10)^(−0.7) for example; None: all
-                of them.
-            generator: of the minibatches.
+            rho: ρ in (0, 1], or t → ρ_t from t = 1. A step over all examples tries this ρ first
+                and halves it until the ELBO does not fall.
+            batch: B, the size of a minibatch; None takes all examples in each step. Minibatches
+                are stochastic variational inference: ``max_iter`` steps, with a falling ρ_t such
+                as (t + 10)^(−0.7).
+            generator: draws the minibatches.
             stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to
-                show a bar; None: on a terminal after a second).
+                show a bar; None shows it on a terminal after a second).
 
         Returns:
-            The posterior: ``history`` is the ELBO in nats, ``sites`` are those of the rule. Of
-            minibatches ``history`` is a noisy estimate of it before each step, ``converged`` is
-            False, and the sites are those at the last q.
+            The posterior: ``history`` is the ELBO in nats, ``sites`` are those of the rule. With
+            minibatches ``history`` is a noisy estimate of the ELBO before each step,
+            ``converged`` is False, and the sites are computed at the last q.
 
         Raises:
-            DataError: examples that are misshapen, not finite, or outside the support.
-            InputError: no step improves the ELBO, settings out of range, a likelihood that does
-                not work element by element, or a kernel that is none.
+            DataError: examples are misshapen, not finite, or outside the support.
+            InputError: no step improves the ELBO, a setting is out of range, the likelihood does
+                not work element by element, or the kernel is no kernel.
         """
         problem = self.problem(data)
         data = problem.check(data)
@@ -187,7 +197,7 @@ def _over_all(
     problem: Problem[Any], rho: Rate, stopping: dict[str, Any]
 ) -> tuple[Any, Natural, dict[str, Any]]:
     """q, its sites, and how the fit went, by steps over all examples."""
-    rate_at(rho, 1)
+    rate_at(rho, 1)  # refuses a wrong rho before the first computation
     state = start(problem)
 
     def sweep(t: int) -> float:
@@ -206,23 +216,30 @@ def _over_minibatches(
     generator: torch.Generator | None,
     stopping: dict[str, Any],
 ) -> tuple[Any, Natural, dict[str, Any]]:
-    """The same by steps over minibatches, from the posterior of a first one alone."""
+    """q, its sites, and how the fit went, by minibatches, from near the mode of the first one."""
     n_data = len(problem.targets)
-    q = start(problem.of(minibatch(n_data, batch, generator))).q
+    first_batch = minibatch(n_data, batch, generator)
+    q = start(problem.of(first_batch)).q
 
-    def step_on_some(t: int) -> float:
+    def step_on_batch(t: int) -> float:
         nonlocal q
         chosen = minibatch(n_data, batch, generator)
-        q, elbo = minibatch_step(problem.of(chosen), q, rate_at(rho, t + 1), n_data / len(chosen))
+        factor = n_data / len(chosen)
+        q, elbo = minibatch_step(problem.of(chosen), q, rate_at(rho, t + 1), factor)
         return elbo
 
-    run = until_flat(step_on_some, "ELBO", noisy=True, **stopping)
-    sites, _ = problem.aims(q)
+    run = until_flat(step_on_batch, "ELBO", noisy=True, **stopping)
+    sites, _ = problem.fresh_sites(q)
     return q, sites, run
 
 
 class Regression(LatentModel):
-    """p(y_i | x_iᵀθ) and a Gaussian prior p(θ)."""
+    """A regression p(y_i | x_iᵀθ) with a Gaussian prior p(θ).
+
+    Attributes:
+        family: the class of the prior.
+        problems: the class of the :class:`Problem`.
+    """
 
     family: ClassVar[type]
     problems: ClassVar[type[Problem[Any]]] = Problem
@@ -256,7 +273,7 @@ class GeneralizedLinear(Regression):
             (y, f) → log p(y|f), element by element.
 
     Raises:
-        InputError: a prior that is no FullGaussian, or an unknown likelihood.
+        InputError: the prior is no FullGaussian, or the likelihood is unknown.
 
     Example:
         >>> import torch

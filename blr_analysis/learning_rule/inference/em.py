@@ -1,17 +1,17 @@
 """Expectation maximisation: q(z) q(θ) with the delta method on θ (Khan & Rue, section 5.2).
 
-Coordinate-wise steps of the rule at ρ = 1 for the loss −log p(y, z | θ):
+EM makes steps of the rule at ρ = 1 for the loss −log p(y, z | θ), one coordinate after the other:
 
-    E-step   λ_i = λ̃_1(y_i, θ) + λ_0(θ)                 a step for q(z_i), at the mean of q(θ)
-    M-step   θ = ∇A*( E_q[T(y, z)] )                     where the step for q(θ) comes to rest
+    E-step   λ_i = λ̃_1(y_i, θ) + λ_0(θ)                 one step for q(z_i), at the mean of q(θ)
+    M-step   θ = ∇A*( E_q[T(y, z)] )                     the fixed point of the step for q(θ)
 
-The M-step is the Legendre map of the component's family, `with_expectation`; what an example
-tells it, its site, are its expected statistics (r_ik, r_ik T(y_i)). Steps of ρ < 1 for q(θ), over
-all examples or B of them, are generalised and online EM:
+The M-step is the Legendre map of the component's family, `with_expectation`. The site of an example
+is its expected statistics (r_ik, r_ik T(y_i)). Steps of ρ < 1 for q(θ) are generalised EM where
+they are made on all N examples, and online EM where they are made on B of them:
 
     T̄ ← (1 − ρ) T̄ + ρ N/B Σ_i E_q[T(y_i, z_i)],     θ = ∇A*(T̄)
 
-Taking examples out is an M-step without what they tell. All is in double precision.
+To remove examples is an M-step without their sites. Everything is computed in double precision.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ from blr_analysis.learning_rule.inference.fitted import (
 )
 
 
-def paired(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
-    """⟨left_i, right_k⟩ of N examples and K components, ``[N, K]``."""
-    products = [
-        left[name].reshape(len(left[name]), -1) @ right[name].reshape(len(right[name]), -1).mT
-        for name in left
-    ]
+def paired(of_examples: Mapping[str, Tensor], of_components: Mapping[str, Tensor]) -> Tensor:
+    """The inner products of N examples with K components, summed over names, ``[N, K]``.
+
+    For example ⟨T(y_i), λ_k⟩, from statistics ``[N, …]`` and natural parameters ``[K, …]``.
+    """
+    products = []
+    for name, example_values in of_examples.items():
+        component_values = of_components[name]
+        example_rows = example_values.reshape(len(example_values), -1)
+        component_rows = component_values.reshape(len(component_values), -1)
+        products.append(example_rows @ component_rows.mT)
     return torch.stack(products).sum(0)
 
 
@@ -59,18 +64,18 @@ def pooled(weights: Tensor, statistics: Mapping[str, Tensor]) -> Natural:
 
 
 def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor:
-    """The data ``[N, D]`` in double precision, or what is wrong with them.
+    """The data ``[N, D]`` in double precision.
 
     Args:
-        data: examples of the user's.
+        data: the user's examples.
         fewest: the smallest number of examples.
-        columns: D, where a fit has fixed it.
+        columns: D; None where any number of columns will do.
 
     Raises:
-        DataError: data that are misshapen, not finite or too few.
+        DataError: data are misshapen, not finite or too few.
     """
     like = torch.empty((), dtype=torch.float64, device=getattr(data, "device", None))
-    data = real("data", data, like, 2)
+    data = real("data", data, like, ndim=2)
     if len(data) < fewest:
         raise DataError(f"{fewest} components need as many examples, got {len(data)}")
     if columns is not None and data.shape[1] != columns:
@@ -81,14 +86,15 @@ def check_data(data: Any, fewest: int = 1, columns: int | None = None) -> Tensor
 def first_responsibilities(
     data: Tensor, n_components: int, start: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
-    """Where to begin: r ``[N, K]`` of the user's, or each example to the nearest of K seeds.
+    """The responsibilities r ``[N, K]`` that a fit starts from: the user's, or by k-means++.
 
-    The seeds are examples: the first uniformly, each further one with a probability in
-    proportion to its squared distance from those before it (Arthur & Vassilvitskii, 2007).
+    k-means++ draws K of the examples as seeds: the first uniformly, every further one with a
+    probability in proportion to its squared distance from the nearest seed so far. Each example
+    then belongs to its nearest seed (Arthur & Vassilvitskii, 2007).
 
     Raises:
-        InputError: responsibilities of another shape, negative, not summing to 1, or the same for
-            two components.
+        InputError: the user's responsibilities have another shape, are negative, do not sum to 1,
+            or are the same for two components.
     """
     if start is None:
         return _seeded(data, n_components, generator)
@@ -106,7 +112,7 @@ def first_responsibilities(
 
 
 def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
-    """Each example to the nearest of K examples that lie apart (k-means++)."""
+    """Responsibilities 0 and 1: each example belongs to the nearest of K seeds (k-means++)."""
     device = device_of(data, generator)
     spread = data.std(0)
     centred = data - data.mean(0)
@@ -121,7 +127,7 @@ def _seeded(data: Tensor, n_components: int, generator: torch.Generator | None) 
 
 
 class FittedEM(Fitted[Any]):
-    """Parameters that an M-step finds from the sum of the sites, expected statistics."""
+    """Parameters that an M-step computes from the sum of the sites (expected statistics)."""
 
     @cached_property
     def totals(self) -> Natural:
@@ -137,16 +143,18 @@ class FittedEM(Fitted[Any]):
 
 @dataclass(frozen=True)
 class GaussianMixtureEM(Model):
-    """A mixture of Gaussians whose parameters EM finds.
+    """A mixture of Gaussians whose parameters are found by EM.
 
     Attributes:
         n_components: K, two or more.
         covariance: ``"full"``, ``"diag"`` or ``"spherical"``.
-        floor: above 0, added to every variance in each M-step, in squared units of the data. A
-            component whose variance is little more has collapsed: take fewer, or scale the data.
+        floor: a positive number that each M-step adds to every variance, in squared units of the
+            data. A component whose variance is little above it has collapsed onto few examples:
+            take fewer components, or scale the data.
 
     Raises:
-        InputError: another covariance, fewer than two components, or no positive floor.
+        InputError: the covariance has another name, there are fewer than two components, or the
+            floor is not positive.
 
     Example:
         >>> data = torch.tensor([[-5.0], [-4.0], [-3.0], [2.0], [4.0]])
@@ -176,35 +184,35 @@ class GaussianMixtureEM(Model):
         generator: torch.Generator | None = None,
         **stopping: Any,
     ) -> FittedMixture:
-        """Alternate E- and M-steps until the log-likelihood rests.
+        """Alternate E- and M-steps until the log-likelihood stands still.
 
-        With full covariances it holds the second moments of all examples, N·D² numbers, counted
-        from 0: centre data whose mean is many standard deviations away from it.
+        With full covariances the second moments y yᵀ of all examples take N·D² numbers of memory.
+        They are taken about 0: centre data whose mean is many standard deviations away from 0.
 
         Args:
             data: ``[N, D]``.
-            start: responsibilities ``[N, K]``, or a mixture, or None to start from K examples
-                that lie apart (k-means++).
-            rho: ρ in (0, 1], or t → ρ_t from t = 1. Below 1 over all examples is generalised EM,
-                which goes less far and also raises the likelihood.
-            batch: B examples at each step, drawn with ``generator``, online EM: ``max_iter``
-                steps, with ρ_t = t^(−0.6) for example; None: all of them.
-            generator: for the start, and minibatches.
+            start: responsibilities ``[N, K]``, or a mixture; None starts from K examples that lie
+                apart (k-means++).
+            rho: ρ in (0, 1], or t → ρ_t from t = 1. ρ < 1 over all examples is generalised EM,
+                which makes shorter steps and also raises the likelihood.
+            batch: B, the size of a minibatch; None takes all examples in each step. Minibatches
+                are online EM: ``max_iter`` steps, with a falling ρ_t such as t^(−0.6).
+            generator: draws the start and the minibatches.
             stopping: ``max_iter``, ``tol`` (of the log-likelihood per example) and ``progress``
-                (whether to show a bar; None: on a terminal after a second).
+                (whether to show a bar; None shows it on a terminal after a second).
 
         Returns:
-            The mixture (its ``q`` is the model at the point where the delta method looks) and
-            log p(y|θ) at each E-step, before the M-step that follows; of minibatches N/B times
-            theirs, and ``converged`` is False.
+            The mixture as ``q``, and log p(y|θ) at each E-step, before the M-step that follows,
+            as ``history``. With minibatches ``history`` is N/B times the log-likelihood of the
+            minibatch, and ``converged`` is False.
 
         Raises:
-            DataError: data that are not finite, misshapen, or fewer than K; a component onto
-                which no example, or only one point, falls.
-            InputError: a start that does not fit, or whose components are not apart; settings
-                out of range.
+            DataError: data are not finite, misshapen, or fewer than K; or a component has no
+                example, or only one point.
+            InputError: the start has another shape or two equal components, or a setting is out
+                of range.
         """
-        data = check_data(data, self.n_components)
+        data = check_data(data, fewest=self.n_components)
         n_data = len(data)
         statistics = self._statistics(data)
         q = self._first(data, statistics, start, generator)
@@ -215,12 +223,14 @@ class GaussianMixtureEM(Model):
             chosen = minibatch(n_data, batch, generator)
             factor = n_data / len(chosen)
             step_size = rate_at(rho, t + 1)
-            of_batch = rows(statistics, chosen)
-            log_joint = _log_joint(q, of_batch)
-            fresh = scale(_expected(log_joint.softmax(1), of_batch), factor)
-            totals = add(scale(totals, 1 - step_size), scale(fresh, step_size))
+            batch_statistics = rows(statistics, chosen)
+            log_joint = _log_joint(q, batch_statistics)
+            log_likelihood = float(log_joint.logsumexp(1).sum())
+            batch_totals = _expected(log_joint.softmax(1), batch_statistics)
+            new_totals = scale(batch_totals, factor)
+            totals = add(scale(totals, 1 - step_size), scale(new_totals, step_size))
             q = self.maximise(totals)
-            return factor * float(log_joint.logsumexp(1).sum())
+            return factor * log_likelihood
 
         run = until_flat(step, "log-likelihood", n_data, noisy=batch is not None, **stopping)
         return FittedMixture(q=q, **run, model=self, data=data)
@@ -229,27 +239,30 @@ class GaussianMixtureEM(Model):
         return check_data(data)
 
     def sites(self, q: GaussianMixture, data: Tensor) -> Natural:
-        weights = q.marginal.responsibilities(data)
+        """The expected statistics (r_ik, r_ik T(y_i)) of every example and component."""
+        responsibilities = q.marginal.responsibilities(data)
         statistics = {"count": torch.ones_like(data[:, 0]), **self._statistics(data)}
         return {
-            name: torch.einsum("nk,n...->nk...", weights, value)
+            name: torch.einsum("nk,n...->nk...", responsibilities, value)
             for name, value in statistics.items()
         }
 
     def step(self, q: GaussianMixture, data: Tensor) -> GaussianMixture:
-        """E- and M-step."""
-        weights = q.marginal.responsibilities(data)
-        return self.maximise(_expected(weights, self._statistics(data)))
+        """The mixture after one E-step and one M-step."""
+        responsibilities = q.marginal.responsibilities(data)
+        return self.maximise(_expected(responsibilities, self._statistics(data)))
 
     def log_predictive(self, q: GaussianMixture, data: Tensor) -> Tensor:
-        """log Σ_k π_k N(y_j | m_k, S_k⁻¹)."""
+        """log Σ_k π_k N(y_j | m_k, S_k⁻¹) of M examples, in nats ``[M]``."""
         return q.marginal.log_prob(data)
 
     def maximise(self, totals: Natural) -> GaussianMixture:
-        """The M-step, from Σ_i (r_ik, r_ik T(y_i)); leading dimensions are copies.
+        """The M-step: a mixture from Σ_i (r_ik, r_ik T(y_i)).
+
+        Totals with leading dimensions give one mixture for each of their entries.
 
         Raises:
-            DataError: a component that no example falls onto.
+            DataError: a component has no example.
         """
         counts = totals["count"]
         if not bool((counts > 0).all()):
@@ -262,35 +275,38 @@ class GaussianMixtureEM(Model):
         return GaussianMixture(counts / counts.sum(-1, keepdim=True), components)
 
     def _full(self, mean: Tensor, second_moment: Tensor) -> FullGaussian:
+        """Components of these means ``[…, K, D]`` and second moments ``[…, K, D, D]``."""
         covariance = symmetric(second_moment - outer(mean, mean))
         floor = self.floor * torch.eye(mean.shape[-1]).to(mean)
         return FullGaussian(mean, torch.linalg.inv(covariance + floor))
 
     def _diagonal(self, mean: Tensor, second_moment: Tensor) -> DiagonalGaussian:
+        """Components of these means and second moments, ``[…, K, D]`` each."""
         variance = second_moment - mean.square()
         if self.covariance == "spherical":
             variance = variance.mean(-1, keepdim=True).expand_as(mean)
         return DiagonalGaussian(mean, 1 / (variance.clamp(min=0) + self.floor))
 
     def _statistics(self, y: Tensor) -> Natural:
-        """T(y_i) of the components' family."""
+        """T(y_i) of the components' family: y_i and y_i y_iᵀ, or of a diagonal its diagonal."""
         square = outer(y, y) if self.covariance == "full" else y.square()
         return {"linear": y, "square": square}
 
     def _first(
         self, data: Tensor, statistics: Natural, start: Any, generator: torch.Generator | None
     ) -> GaussianMixture:
+        """The mixture before the first step."""
         if isinstance(start, GaussianMixture):
             return start
-        weights = first_responsibilities(data, self.n_components, start, generator)
-        return self.maximise(_expected(weights, statistics))
+        responsibilities = first_responsibilities(data, self.n_components, start, generator)
+        return self.maximise(_expected(responsibilities, statistics))
 
 
 class FittedMixture(FittedEM):
     """A mixture found by EM; its sites are expected statistics (r_ik, r_ik T(y_i)).
 
-    Taking examples out is an M-step without them, their neighbours' responsibilities held; a
-    component that rests on them alone is a :class:`DataError`.
+    :meth:`without` is an M-step without these examples, at the other examples' present
+    responsibilities. Where a component has no other example it raises a :class:`DataError`.
 
     Example:
         >>> data = torch.tensor([[-5.0], [-4.0], [-3.0], [2.0], [4.0]])
@@ -305,9 +321,9 @@ class FittedMixture(FittedEM):
         """r_k(y_j) = p(z = k | y_j) of M examples, ``[M, K]``.
 
         Raises:
-            DataError: data that are misshapen or not finite.
+            DataError: data are misshapen or not finite.
         """
-        data = check_data(data, 1, self.q.components.mean.shape[-1])
+        data = check_data(data, columns=self.q.components.mean.shape[-1])
         return self.q.marginal.responsibilities(data)
 
 
@@ -317,6 +333,6 @@ def _log_joint(q: GaussianMixture, statistics: Natural) -> Tensor:
     return q.weights.log() + log_densities
 
 
-def _expected(weights: Tensor, statistics: Natural) -> Natural:
-    """Σ_i (r_ik, r_ik T(y_i))."""
-    return {"count": weights.sum(0), **pooled(weights, statistics)}
+def _expected(responsibilities: Tensor, statistics: Natural) -> Natural:
+    """Σ_i (r_ik, r_ik T(y_i)) of every component."""
+    return {"count": responsibilities.sum(0), **pooled(responsibilities, statistics)}

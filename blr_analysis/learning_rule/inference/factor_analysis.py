@@ -8,7 +8,8 @@ with Ψ diagonal, or σ² I (probabilistic PCA; Tipping & Bishop, 1999), and θ 
     E-step   q(z_i) = N(G Wᵀ Ψ⁻¹ (y_i − m), G),   G⁻¹ = I + Wᵀ Ψ⁻¹ W      conjugate Bayes
     M-step   [W, m] = E[y z̃ᵀ] E[z̃ z̃ᵀ]⁻¹,   Ψ = diag(E[y yᵀ] − [W, m] E[z̃ yᵀ]),     z̃ = (z, 1)
 
-What an example tells θ are its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y). All is in double precision.
+The site of an example is its expected statistics (y z̃ᵀ, z̃ z̃ᵀ, y∘y). Everything is computed in
+double precision.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import DataError
@@ -27,12 +29,15 @@ from blr_analysis.learning_rule.families.special import outer
 from blr_analysis.learning_rule.inference.em import FittedEM, check_data
 from blr_analysis.learning_rule.inference.fitted import Model, until_flat
 
-NO_NOISE = 1e-10  # of a column's variance: rounding alone
+NO_NOISE = 1e-10  # share of a column's variance; noise below it is rounding error
+SMALLEST_FIRST_NOISE = 1e-3  # variance in squared units of the data, so that EM can start
 
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """y = m + W z + e; a Gaussian whose covariance is W Wᵀ + Ψ. Leading dimensions are copies.
+    """The parameters of y = m + W z + e, a Gaussian whose covariance is W Wᵀ + Ψ.
+
+    Tensors may have leading dimensions: one factor model for each of their entries.
 
     Attributes:
         loadings: W ``[D, factors]``, up to a rotation.
@@ -51,11 +56,13 @@ class Factors:
         return FullGaussian(self.mean, torch.linalg.inv(covariance))
 
     def hidden(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """E[z_i] of every example, and the covariance of z, which is that of all."""
+        """E[z_i] of every example, ``[N, factors]``, and the covariance that all z_i share."""
         weighted = self.loadings / self.noise.unsqueeze(-1)
-        inverse = torch.eye(weighted.shape[1]).to(y) + self.loadings.mT @ weighted
-        covariance = torch.linalg.inv(inverse)
-        return (y - self.mean) @ weighted @ covariance, covariance
+        identity = torch.eye(weighted.shape[1]).to(y)
+        precision = identity + self.loadings.mT @ weighted
+        covariance = torch.linalg.inv(precision)
+        means = (y - self.mean) @ weighted @ covariance
+        return means, covariance
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,11 @@ class FactorAnalysis(Model):
 
     Attributes:
         n_factors: columns of W.
-        noise: ``"diagonal"``, Ψ of factor analysis, or ``"spherical"``, σ² I of probabilistic PCA.
+        noise: ``"diagonal"`` for Ψ of factor analysis, ``"spherical"`` for σ² I of probabilistic
+            PCA.
 
     Raises:
-        InputError: no positive number of factors, or another noise.
+        InputError: the number of factors is not positive, or the noise has another name.
 
     Example:
         >>> x = torch.tensor([[-2.0, -2.1], [-1.0, -0.8], [1.0, 1.2], [2.0, 1.7]])
@@ -88,40 +96,42 @@ class FactorAnalysis(Model):
         """EM from the leading principal directions.
 
         Args:
-            data: ``[N, D]``, D above the number of factors.
-            stopping: as of :meth:`GaussianMixtureEM.fit`.
+            data: ``[N, D]``, with more columns D than factors.
+            stopping: ``max_iter``, ``tol`` and ``progress`` of :meth:`GaussianMixtureEM.fit`.
 
         Returns:
-            W, m and Ψ (``q``), and log p(y) at each E-step.
+            W, m and Ψ as ``q``, and log p(y) at each E-step as ``history``.
 
         Raises:
-            DataError: data that are misshapen or not finite, too few columns or examples, or
-                a column that the factors explain wholly (no noise is left).
+            DataError: data are misshapen or not finite, have too few columns or examples, or
+                have a column that the factors explain without noise.
         """
-        data = check_data(data, 2)
+        data = check_data(data, fewest=2)
         if data.shape[1] <= self.n_factors:
             raise DataError(f"{self.n_factors} factors need more columns, got {data.shape[1]}")
-        variance = data.var(0, correction=0)
-        q = self._principal(data)
+        smallest_noise = NO_NOISE * data.var(0, correction=0)
+        q = self._principal_directions(data)
 
         def step(t: int) -> float:
             nonlocal q
             log_likelihood = float(q.marginal.log_prob(data).sum())
             q = self.step(q, data)
-            if bool((q.noise <= NO_NOISE * variance).any()):
+            if bool((q.noise <= smallest_noise).any()):
                 raise DataError("the factors explain a column wholly: leave it out")
             return log_likelihood
 
         run = until_flat(step, "log-likelihood", len(data), **stopping)
         return FittedFactors(q=q, **run, model=self, data=data)
 
-    def _principal(self, data: Tensor) -> Factors:
-        """Half of the variance along the leading principal directions, the rest as noise."""
-        eigenvalues, directions = torch.linalg.eigh(torch.cov(data.mT, correction=0))
-        lengths = (eigenvalues[-self.n_factors :] / 2).clamp(min=0).sqrt()
-        loadings = directions[:, -self.n_factors :] * lengths
-        noise = data.var(0, correction=0) - loadings.square().sum(1)
-        return Factors(loadings, data.mean(0), noise.clamp(min=1e-3))
+    def _principal_directions(self, data: Tensor) -> Factors:
+        """Factors that explain half of the variance along the leading principal directions."""
+        covariance = torch.cov(data.mT, correction=0)
+        eigenvalues, directions = torch.linalg.eigh(covariance)  # in ascending order
+        variances = eigenvalues[-self.n_factors :] / 2
+        loadings = directions[:, -self.n_factors :] * variances.clamp(min=0).sqrt()
+        explained = loadings.square().sum(1)
+        noise = data.var(0, correction=0) - explained
+        return Factors(loadings, data.mean(0), noise.clamp(min=SMALLEST_FIRST_NOISE))
 
     def check(self, data: Any) -> Tensor:
         return check_data(data)
@@ -130,7 +140,7 @@ class FactorAnalysis(Model):
         return _expected_statistics(q, data)
 
     def step(self, q: Factors, data: Tensor) -> Factors:
-        """E- and M-step."""
+        """The factors after one E-step and one M-step."""
         return self.maximise(_expected_totals(q, data))
 
     def log_predictive(self, q: Factors, data: Tensor) -> Tensor:
@@ -138,43 +148,56 @@ class FactorAnalysis(Model):
         return q.marginal.log_prob(data)
 
     def maximise(self, totals: Natural) -> Factors:
-        """The M-step: W, m, Ψ from summed statistics; leading dimensions are copies."""
-        coefficients = torch.linalg.solve(totals["zz"], totals["yz"].mT).mT  # [W, m]
+        """The M-step: W, m and Ψ from summed statistics, one model for each leading entry."""
+        solution = torch.linalg.solve(totals["zz"], totals["yz"].mT)
+        coefficients = solution.mT  # the matrix [W, m]
         explained = (coefficients * totals["yz"]).sum(-1)
-        n_data = totals["zz"][..., -1, -1:]
+        n_data = totals["zz"][..., -1, -1:]  # the last entry of z̃ is 1, so its square sums to N
         noise = (totals["yy"] - explained) / n_data
         if self.noise == "spherical":
             noise = noise.mean(-1, keepdim=True).expand_as(noise)
-        return Factors(coefficients[..., :-1], coefficients[..., -1], noise)
+        loadings = coefficients[..., :-1]
+        mean = coefficients[..., -1]
+        return Factors(loadings, mean, noise)
 
 
 class FittedFactors(FittedEM):
-    """A factor model; it answers as :class:`Factors` do."""
+    """A fitted factor model: it has the attributes of its ``q``, a :class:`Factors`."""
 
     def factors(self, data: Tensor) -> Tensor:
         """E[z | y] of M examples, ``[M, factors]``.
 
         Raises:
-            DataError: data that are misshapen or not finite.
+            DataError: data are misshapen or not finite.
         """
-        means, _ = self.q.hidden(check_data(data, 1, len(self.q.mean)))
+        data = check_data(data, columns=len(self.q.mean))
+        means, _ = self.q.hidden(data)
         return means
 
 
 def _expected_statistics(q: Factors, y: Tensor) -> Natural:
     """E[(y z̃ᵀ, z̃ z̃ᵀ, y∘y)] of every example."""
     z, covariance = _hidden_with_one(q, y)
-    return {"yz": outer(y, z), "zz": outer(z, z) + covariance, "yy": y.square()}
+    return {
+        "yz": outer(y, z),
+        "zz": outer(z, z) + covariance,
+        "yy": y.square(),
+    }
 
 
 def _expected_totals(q: Factors, y: Tensor) -> Natural:
     """The sums of :func:`_expected_statistics` over all examples."""
     z, covariance = _hidden_with_one(q, y)
-    return {"yz": y.mT @ z, "zz": z.mT @ z + len(y) * covariance, "yy": y.square().sum(0)}
+    return {
+        "yz": y.mT @ z,
+        "zz": z.mT @ z + len(y) * covariance,
+        "yy": y.square().sum(0),
+    }
 
 
 def _hidden_with_one(q: Factors, y: Tensor) -> tuple[Tensor, Tensor]:
-    """E[z̃_i] of every example, z̃ = (z, 1), and the covariance of z̃."""
+    """E[z̃_i] of every example, with z̃ = (z, 1), and the covariance of z̃."""
     z, covariance = q.hidden(y)
-    with_one = torch.cat([z, torch.ones_like(z[:, :1])], 1)
-    return with_one, torch.nn.functional.pad(covariance, (0, 1, 0, 1))
+    ones = torch.ones_like(z[:, :1])
+    with_one = torch.cat([z, ones], 1)
+    return with_one, pad(covariance, (0, 1, 0, 1))

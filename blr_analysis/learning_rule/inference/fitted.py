@@ -1,12 +1,12 @@
-"""What a fitted probabilistic model answers: its posterior, and what each example did to it.
+"""A fitted probabilistic model: its posterior, and what each example contributed to it.
 
 At a fixed point of the rule the natural parameters are a sum with one term for each example,
 
     λ = λ_prior + Σ_i λ̃_i,      λ^{\\M} = λ − Σ_{i∈M} λ̃_i          (Khan & Rue, Eqs. 5 and 54)
 
-so that taking examples M out of a posterior is a subtraction: exactly the posterior without them
-for conjugate models, whose sites λ̃_i do not depend on the other examples, and the first step of
-fitting again for the rest.
+so that a subtraction removes the examples M from a posterior. It is exact for conjugate models,
+whose sites λ̃_i do not depend on the other examples. For other models it is the first step of
+fitting again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Q = TypeVar("Q", bound=ExponentialFamily | Mapping[str, ExponentialFamily])
 # Natural parameters of one family, or of the factors of a mean field by name; each tensor has a
 # leading dimension for the examples.
 Sites = Natural | Mapping[str, Natural]
-CHUNK = 1024
+CHUNK = 1024  # examples whose sites are held at a time
+ROUNDING = 1e-15  # relative error of an objective
+BAD_DATA = "data must be N examples, a tensor [N, …] or a tuple of them"
 ONE_STEP = "left out by one step of fitting again: single examples may be off by half"
 
 
@@ -42,24 +44,24 @@ class NotConverged(UserWarning):
 
 
 class Model:
-    """What a model says of a posterior of its own; a :class:`Fitted` keeps it and asks.
+    """What a :class:`Fitted` asks of the model that was fitted.
 
-    ``data`` are those that :meth:`check` gave back. With M copies along the first dimension of
-    ``q``, each goes with its own example.
+    ``data`` are those that :meth:`check` returned. ``q`` is one distribution for all M examples,
+    or has a leading dimension M: one distribution for each example.
     """
 
     def check(self, data: Any) -> Any:
         """The examples as the model computes with them.
 
         Raises:
-            DataError: what is wrong with them.
+            DataError: they are no tensors of N examples, empty, or not finite.
         """
         parts = tree_leaves(data)
-        if not all(isinstance(part, Tensor) and part.ndim for part in parts):
-            raise DataError("data must be N examples, a tensor [N, …] or a tuple of them")
+        if not all(isinstance(part, Tensor) and part.ndim > 0 for part in parts):
+            raise DataError(BAD_DATA)
         n_data = count(data)
         if any(len(part) != n_data for part in parts):
-            raise DataError("data must be N examples, a tensor [N, …] or a tuple of them")
+            raise DataError(BAD_DATA)
         is_finite = all(bool(part.isfinite().all()) for part in parts)
         if n_data == 0 or not is_finite:
             raise DataError("data are empty, or contain NaN or inf; drop those examples")
@@ -78,16 +80,17 @@ class Model:
         raise InputError("this model has no step to repeat: fit it again")
 
 
-NO_MODEL = Model()
+NO_MODEL = Model()  # raises for every question
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fitted(Tabular, Plottable, Generic[Q]):
     """A posterior, how it was found, and its sites.
 
-    It answers as the posterior does: ``fitted.mean``, ``fitted.natural``, ``fitted.sample()`` are
-    those of ``fitted.q``, and ``fitted["name"]`` is a factor of a mean field. ``fitted.table``
-    says what each example did to it, ``fitted.plot()`` draws the history.
+    It has the attributes of the posterior: ``fitted.mean``, ``fitted.natural`` and
+    ``fitted.sample()`` are those of ``fitted.q``, and ``fitted["name"]`` is a factor of a mean
+    field. ``fitted.table`` has a row for each example and its effect on the posterior;
+    ``fitted.plot()`` draws the history.
 
     Attributes:
         q: the posterior: a member of a family, or the factors of a mean field by name.
@@ -95,10 +98,10 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         objective: what ``history`` holds: ``"ELBO"``, ``"log-likelihood"``, ``"log evidence"``.
         prior: the prior, with the structure of ``q``; None where there is none.
         model: what was fitted.
-        data: the examples, as the model computes with them; None: nothing to take out.
-        messages: the sites that the fit left; None: the model's at ``q``.
+        data: the examples, as the model computes with them; None where no example can be removed.
+        messages: the sites at the end of the fit; None where the model computes them at ``q``.
         converged: whether the fit stopped by its tolerance (True for fits in one step).
-        note: what to know of :meth:`without` and :meth:`left_out`, in a line; empty: nothing.
+        note: one line on what :meth:`without` and :meth:`left_out` approximate; may be empty.
 
     Example:
         >>> from blr_analysis.learning_rule.families import FullGaussian
@@ -124,7 +127,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
 
     def __repr__(self) -> str:
         facts = []
-        if len(self.history):
+        if len(self.history) > 0:
             facts.append(f"{self.objective} {self.history[-1]:.6g} nats")
         facts.append(f"N={self.n_data}")
         facts.append(f"iterations={len(self.history)}")
@@ -174,16 +177,16 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         return self.model.sites(self.q, rows(self.data, chosen))
 
     def without(self, indices: Any) -> Q:
-        """The posterior with these examples taken out, λ − Σ_{i∈M} λ̃_i.
+        """The posterior without these examples, λ − Σ_{i∈M} λ̃_i.
 
-        Equal to fitting without them for conjugate models; elsewhere the first step of fitting
-        again, because the sites of the others stay where they are.
+        For conjugate models it is what a fit without them finds. For other models it is the first
+        step of fitting again, because the sites of the other examples stay as they are.
 
         Args:
-            indices: examples, as indices (one named twice counts once) or as a mask ``[N]``.
+            indices: examples, as indices (a repeated index counts once) or as a mask ``[N]``.
 
         Raises:
-            InputError: an example that does not exist, or a model without sites.
+            InputError: there is no such example, or the model has no sites.
         """
         chosen = self._chosen(indices)
         if len(chosen) == 0:
@@ -191,16 +194,18 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         return self._less(self._total(chosen))
 
     def refitted(self, remove: Any = (), *, add: Any = None, steps: int = 1) -> Iterator[Q]:
-        """Posteriors on other data: first λ − Σ_{i∈M} λ̃_i, then after each of ``steps`` further
-        steps of the rule on what is kept and added, toward fitting again.
+        """Posteriors on the way to a new fit on other data.
+
+        The first is λ − Σ_{i∈M} λ̃_i. Each further one comes after one more step of the rule on the
+        remaining and the added examples.
 
         Args:
-            remove: examples to take out, as indices or as a mask ``[N]``.
-            add: further examples, as the model takes them.
-            steps: at most so many.
+            remove: examples to remove, as indices or as a mask ``[N]``.
+            add: further examples, in the form that the model takes.
+            steps: the number of steps.
 
         Raises:
-            InputError: examples that do not exist, or a model without steps.
+            InputError: there is no such example, or the model has no steps.
         """
         q = self.without(remove)
         yield q
@@ -217,7 +222,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         """log ∫ p(y_j|θ) q(θ) dθ of M further examples, in nats, ``[M]``.
 
         Raises:
-            InputError: the model's predictive has no form.
+            InputError: the model's predictive distribution has no closed form.
         """
         return self.predictive(self.q, data)
 
@@ -227,7 +232,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         Its sum is the leave-one-out estimate of predictive fit: exact for conjugate models.
 
         Raises:
-            InputError: no sites, or no form of the predictive.
+            InputError: the model has no sites, or its predictive has no closed form.
         """
         scores = []
         for chosen in torch.arange(self.n_data).split(CHUNK):
@@ -236,7 +241,7 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         return torch.cat(scores)
 
     def _chosen(self, indices: Any) -> Tensor:
-        """The examples that are named, each once."""
+        """The indices of these examples, sorted and without repetition."""
         different = set(chosen_indices(indices, self.n_data))
         return torch.tensor(sorted(different), dtype=torch.long)
 
@@ -245,29 +250,32 @@ class Fitted(Tabular, Plottable, Generic[Q]):
         return total(self.site_of, chosen)
 
     def _changed(self, removed: Tensor, add: Any) -> Any:
-        """The data that stay, and further ones behind them."""
-        stays = torch.ones(self.n_data, dtype=torch.bool)
-        stays[removed] = False
-        data = rows(self.data, stays.nonzero().flatten())
+        """The remaining examples, followed by the added ones."""
+        remains = torch.ones(self.n_data, dtype=torch.bool)
+        remains[removed] = False
+        data = rows(self.data, remains.nonzero().flatten())
         if add is None:
             return data
         return joined(data, self.model.check(add))
 
     def _less(self, sites: Sites) -> Q:
-        """The posterior with these sites subtracted; a leading dimension of theirs makes copies."""
+        """The posterior without these sites; see :func:`moved`."""
         return moved(self.q, sites, -1.0)
 
 
 def moved(q: Q, sites: Sites, sign: float) -> Q:
-    """The posterior with λ + sign·λ̃, node by node; a leading dimension of λ̃ makes copies."""
+    """The posterior λ + sign·λ̃, node by node.
+
+    Where λ̃ has a leading dimension M, so has the result: one posterior for each site.
+    """
     if not isinstance(q, Mapping):
         return q.with_natural(add(q.natural, scale(sites, sign)))  # type: ignore[arg-type,return-value]
-    corrected = {name: moved(q[name], site, sign) for name, site in sites.items()}  # type: ignore[index]
-    return {**q, **corrected}  # type: ignore[dict-item,return-value]
+    changed = {name: moved(q[name], site, sign) for name, site in sites.items()}  # type: ignore[index]
+    return {**q, **changed}  # type: ignore[dict-item,return-value]
 
 
 def rows(data: Any, chosen: Any) -> Any:
-    """These examples of every tensor in tuples or dictionaries, or of a sparse matrix."""
+    """These examples (rows) of every tensor in tuples or dictionaries, or of a sparse matrix."""
 
     def rows_of(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -278,8 +286,10 @@ def rows(data: Any, chosen: Any) -> Any:
 
 
 def total(site_of: Callable[[Tensor], Sites], indices: Tensor) -> Any:
-    """Σ_{i∈M} λ̃_i, without holding the sites of more than a chunk of examples at a time."""
-    sums = [tree_map(lambda leaf: leaf.sum(0), site_of(part)) for part in indices.split(CHUNK)]
+    """Σ_{i∈M} λ̃_i, holding the sites of at most a chunk of examples at a time."""
+    sums = []
+    for chunk in indices.split(CHUNK):
+        sums.append(tree_map(lambda leaf: leaf.sum(0), site_of(chunk)))
     return tree_map(lambda *parts: sum(parts[1:], start=parts[0]), *sums)
 
 
@@ -289,23 +299,23 @@ def count(data: Any) -> int:
 
 
 def stacked(parts: Sequence[Any]) -> Any:
-    """Dictionaries of tensors as one, with a leading dimension for them."""
+    """One dictionary of tensors from many: each tensor has a leading dimension for the many."""
     return tree_map(lambda *leaves: torch.stack(leaves), *parts)
 
 
 def joined(data: Any, further: Any) -> Any:
-    """Examples, and further ones behind them."""
+    """Examples, followed by further ones."""
 
-    def stacked_rows(first: Any, second: Any) -> Any:
+    def joined_rows(first: Any, second: Any) -> Any:
         if isinstance(first, Tensor):
             return torch.cat([first, second])
         return vstack([first, second], format="csr")
 
-    return tree_map(stacked_rows, data, further)
+    return tree_map(joined_rows, data, further)
 
 
 def minibatch(n_data: int, size: int | None, generator: torch.Generator | None) -> Tensor:
-    """Examples of one step: all of them where ``size`` is None."""
+    """The indices of the examples of one step, ``[B]``; all of them where ``size`` is None."""
     if size is None:
         return torch.arange(n_data)
     if positive_int("batch", size) > n_data:
@@ -332,12 +342,22 @@ def until_flat(
     tol: float = 1e-9,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Call ``step(t)``, t = 0, 1, …, until the objective that it returns changes by at most ``tol``
-    for each of ``n_data`` examples, or by rounding, or ``max_iter`` times; then warn. What is
-    ``noisy`` never stands still, and all steps are made.
+    """Call ``step(t)`` for t = 0, 1, … until the objective that it returns stands still.
+
+    Args:
+        step: makes one iteration and returns the objective.
+        objective: its name.
+        n_data: N.
+        noisy: the objective is random: all ``max_iter`` steps are made, without a warning.
+        max_iter: the largest number of steps; a warning says that they were not enough.
+        tol: the objective stands still where it changes by at most ``tol`` times N, or by rounding.
+        progress: whether to show a bar.
 
     Returns:
         ``history``, ``objective`` and ``converged`` of a :class:`Fitted`.
+
+    Raises:
+        InputError: the objective became infinite or NaN.
     """
     positive_int("max_iter", max_iter)
     tolerance("tol", tol)
@@ -350,7 +370,7 @@ def until_flat(
         history.append(value)
         if t == 0 or noisy:
             continue
-        rounding = 1e-15 * (1 + abs(value))
+        rounding = ROUNDING * (1 + abs(value))
         change = abs(value - history[-2])
         converged = change <= max(tol * n_data, rounding)
         if converged:
@@ -364,7 +384,10 @@ def until_flat(
 def answer(
     contract: str, shape: torch.Size, function: Callable[..., Any], *arguments: Any
 ) -> Tensor:
-    """``function(*arguments)`` of the user's, a tensor of this shape; else the contract is raised.
+    """The tensor of this shape that the user's ``function(*arguments)`` has to return.
+
+    Raises:
+        InputError: the function failed or returned another thing; the message is the ``contract``.
 
     >>> answer("f must be a function x -> y [N]", torch.Size([2]), torch.sum, torch.ones(2))
     Traceback (most recent call last):

@@ -1,19 +1,20 @@
-"""The rule on a function: a Gaussian, or a mixture of them, over the arguments of a loss.
+"""The rule as an optimiser: q is a Gaussian, or a mixture of them, over the arguments of a loss.
 
     m ← m − ρ S⁻¹ E_q[∇ℓ],      S ← (1 − ρ) S + ρ E_q[∇²ℓ]          (Khan & Rue, Eq. 12)
 
-minimises E_q[ℓ] − T·H(q) for the loss ℓ/T. Where ℓ curves downwards S could leave the positive
-matrices; the step ρ G, G = E_q[∇²ℓ] − S, is then taken on their manifold (Lin et al., ICML 2020):
+minimises E_q[ℓ] − T·H(q) if it is applied to the loss ℓ/T. Where ℓ curves downwards, S could cease
+to be positive definite. The step ρ G, G = E_q[∇²ℓ] − S, is therefore taken along the manifold of
+positive definite matrices (Lin et al., ICML 2020):
 
     S ← S + ρ G + ½ ρ² G S⁻¹ G
 
-*Several minima in one run.* For every component k of a mixture q(θ) = Σ_k π_k N(θ | m_k, S_k⁻¹),
-with fixed π (Khan & Rue, Eqs. 29, 30; Lin et al., ICML 2019),
+*Several minima in one run.* q is a mixture Σ_k π_k N(θ | m_k, S_k⁻¹) with fixed π. Every component
+k takes the step (Khan & Rue, Eqs. 29, 30; Lin et al., ICML 2019)
 
     m_k ← m_k − ρ S_k⁻¹ E_{q_k}[∇ℓ/T + ∇ log q],      S_k ← S_k + ρ E_{q_k}[∇²ℓ/T + ∇² log q]
 
-∇ log q pushes components away from where others are. Without it each would be a Newton method of
-its own.
+The term ∇ log q pushes a component away from the others. Without it every component would follow
+Newton's method by itself.
 """
 
 from __future__ import annotations
@@ -42,24 +43,27 @@ from blr_analysis.progress import track
 
 Loss = Callable[[Tensor], Tensor]
 OBJECTIVE = "E_q[loss]/T − entropy"
-AT_REST = 1e-10  # a Newton step below which a descent stops
+AT_REST = 1e-10  # a descent ends when no coordinate of its Newton step is larger
+SHORTEST = 1e-8  # share of a Newton step, below which it is not halved again
+SMALLEST_CURVATURE = 1e-6  # of a Newton step, as a share of the Hessian's largest eigenvalue
 
 
 @dataclass(frozen=True)
 class VariationalNewton:
     """Variational online Newton on a loss of few variables.
 
-    With ``look="mean"`` (the delta method) and ρ = 1 it is Newton's method; with an expectation
-    it prefers minima that stay low all around (K&R, Fig. 1).
+    With ``look="mean"`` (the delta method) and ρ = 1 it is Newton's method. With an expectation it
+    prefers minima in wide valleys (K&R, Fig. 1).
 
     Args:
-        look: "quadrature" (Gauss–Hermite, one variable only), "samples" or "mean".
-        samples: draws per step, taken in pairs m ± ε; or the nodes of the quadrature.
+        look: how E_q is computed: "quadrature" (Gauss–Hermite, for one variable only), "samples",
+            or "mean" (the value at the mean of q).
+        samples: the number of draws per step, in pairs m ± ε, or of nodes of the quadrature.
         rho: ρ in (0, 1].
-        temperature: T; smaller ones give narrower posteriors.
+        temperature: T; a smaller one gives a narrower q.
 
     Raises:
-        InputError: settings out of range.
+        InputError: a setting is out of range.
 
     Example:
         >>> start = FullGaussian(torch.zeros(1), torch.eye(1))
@@ -92,13 +96,13 @@ class VariationalNewton:
         Args:
             loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
             start: q before the first step.
-            generator: of the draws, for "samples".
-            stopping: ``max_iter`` and ``tol`` (what is random never stands still, and all steps are
-                made), and ``progress`` (whether to show a bar).
+            generator: draws the samples, for "samples".
+            stopping: ``max_iter``, ``tol`` (which "samples" ignore: they make all steps), and
+                ``progress`` (whether to show a bar).
 
         Raises:
-            InputError: a loss that is no such number, or not finite where it is looked at; a start
-                with copies, or of several variables for a quadrature.
+            InputError: the loss is no number, or not finite; the start is more than one Gaussian,
+                or has several variables with "quadrature".
         """
         instance("start", start, FullGaussian, "a FullGaussian")
         if start.mean.ndim != 1:
@@ -125,7 +129,7 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ℓ, ∇ℓ and ∇²ℓ at points ``[S, P]``: ``[S]``, ``[S, P]``, ``[S, P, P]``.
 
     Raises:
-        InputError: ℓ is no number, not finite there, or taken out of torch.
+        InputError: ℓ is no number, not finite at a point, or not differentiable by torch.
 
     Example:
         >>> derivatives(lambda t: t[0] ** 3, torch.tensor([[1.0], [2.0]]))
@@ -135,27 +139,38 @@ def derivatives(loss: Loss, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 [[12.]]]))
     """
     contract = "loss must be a function (vector [P]) -> a number, differentiable by torch.func"
-    number = partial(answer, contract, torch.Size([]), loss)
+    checked_loss = partial(answer, contract, torch.Size([]), loss)
     with told_as(InputError, contract):
-        gradients, values = vmap(grad_and_value(number))(points)
-        hessians = vmap(hessian(number))(points)
-    results = [result.detach().to(points) for result in (values, gradients, hessians)]
-    if not all(bool(result.isfinite().all()) for result in results):
+        gradients, values = vmap(grad_and_value(checked_loss))(points)
+        hessians = vmap(hessian(checked_loss))(points)
+    values = values.detach().to(points)
+    gradients = gradients.detach().to(points)
+    hessians = hessians.detach().to(points)
+    if not all(bool(result.isfinite().all()) for result in (values, gradients, hessians)):
         raise InputError("the loss or its slopes are not finite: begin elsewhere, or lower rho")
-    return results[0], results[1], results[2]
+    return values, gradients, hessians
 
 
 def newton_step(q: FullGaussian, gradient: Tensor, change: Tensor, rho: float) -> FullGaussian:
-    """S ← S + ρ G + ½ ρ² G S⁻¹ G, m ← m − ρ S⁻¹ g; leading dimensions are copies.
+    """q after S ← S + ρ G + ½ ρ² G S⁻¹ G and m ← m − ρ S⁻¹ g.
 
-    It is a step of the rule for the Hessian S + G + ½ ρ G S⁻¹ G, whose last term keeps S positive.
-    That term is left out at ρ = 1, where the rule forgets S, unless S would not be positive.
+    It is a step of the rule for the Hessian S + G + ½ ρ G S⁻¹ G, whose last term keeps S positive
+    definite. At ρ = 1 the rule replaces S by the Hessian; there the term is left out, unless the
+    Hessian is not positive definite.
+
+    Args:
+        q: one Gaussian, or several with a leading dimension.
+        gradient: g ``[…, P]``.
+        change: G ``[…, P, P]``.
+        rho: ρ in (0, 1].
     """
     hessian = q.precision + change
     _, failures = torch.linalg.cholesky_ex(q.precision + rho * change)
-    if rho < 1 or bool((failures != 0).any()):
+    is_positive_definite = bool((failures == 0).all())
+    if rho < 1 or not is_positive_definite:
         hessian = hessian + 0.5 * rho * change @ torch.linalg.solve(q.precision, change)
-    return blr_step(q, q.pull_back(gradient, symmetric(hessian)), rho)
+    loss_gradient = q.pull_back(gradient, symmetric(hessian))
+    return blr_step(q, loss_gradient, rho)
 
 
 @dataclass(frozen=True)
@@ -164,17 +179,18 @@ class MultimodalOptimisation:
 
     Args:
         rho: ρ in (0, 1].
-        temperature: T at first and at last: high ones spread the components, low ones settle them.
-        look: "samples", or "mean", the delta method of Table 1: ∇ log q and ∇² log q are then those
-            at each component's mean.
-        samples: draws of each component per step, taken in pairs m ± ε.
-        n_iter: steps.
+        temperature: T at the first and at the last step, with geometric steps between. A high T
+            spreads the components, a low T moves them to minima.
+        look: "samples", or "mean", the delta method of Table 1, which takes derivatives of ℓ and
+            log q at each component's mean.
+        samples: the number of draws of each component per step, in pairs m ± ε.
+        n_iter: the number of steps.
 
     Raises:
-        InputError: settings out of range.
+        InputError: a setting is out of range.
 
     Example:
-        Two wells, from two components that start nearly on one another between them.
+        Two components start close together between two wells, and each finds one:
 
         >>> starts = torch.tensor([[-0.1], [0.1]])
         >>> rule = MultimodalOptimisation(temperature=(0.5, 0.5))
@@ -209,18 +225,18 @@ class MultimodalOptimisation:
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> Fitted[GaussianMixture]:
-        """Run the rule; ``history`` is E_q[ℓ]/T − H(q) before each step, in nats, by the draws.
+        """Run the rule; ``history`` estimates E_q[ℓ]/T − H(q) before each step, in nats.
 
         Args:
             loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
-            starts: the components' first means, ``[K, P]``; no two of them the same.
-            precision: of every component before the first step; low, so that they overlap.
-            generator: of the draws.
-            progress: a progress bar.
+            starts: the first means of K components, ``[K, P]``, all different.
+            precision: the first precision of every component; a low one makes them overlap.
+            generator: draws the samples.
+            progress: whether to show a bar.
 
         Raises:
-            InputError: starts that are no matrix or coincide, a precision that is not positive,
-                or a loss that is not finite.
+            InputError: starts are no matrix or coincide, the precision is not positive, or the
+                loss is not finite.
         """
         q = _components_at(_checked(starts), positive_number("precision", precision))
         history = []
@@ -240,47 +256,53 @@ class MultimodalOptimisation:
         """q after one step, and the objective before it."""
         components = q.components
         assert isinstance(components, FullGaussian)
-        count, size = components.mean.shape
+        n_components, n_variables = components.mean.shape
         points, weights = places(components, self.look, self.samples, generator=generator)
-        points = points.flatten(0, 1)  # of every draw and component
+        points = points.flatten(0, 1)  # [S·K, P], of S draws and K components
         values, gradients, hessians = derivatives(loss, points)
         values = values / temperature + q.marginal.log_prob(points)
         gradients = gradients / temperature + q.marginal.score(points)
         hessians = hessians / temperature + q.marginal.hessian(points)
-        objectives = weights @ values.view(-1, count)
-        gradient = torch.tensordot(weights, gradients.view(-1, count, size), 1)
-        change = torch.tensordot(weights, hessians.view(-1, count, size, size), 1)
+        objectives = weights @ values.view(-1, n_components)
+        gradient = torch.tensordot(weights, gradients.view(-1, n_components, n_variables), 1)
+        hessians = hessians.view(-1, n_components, n_variables, n_variables)
+        change = torch.tensordot(weights, hessians, 1)
         after = newton_step(components, gradient, change, self.rho)
-        return GaussianMixture(q.weights, after), float((q.weights * objectives).sum())
+        objective = float((q.weights * objectives).sum())
+        return GaussianMixture(q.weights, after), objective
 
 
 def _components_at(starts: Tensor, precision: float) -> GaussianMixture:
-    """Round components of equal weight at these means ``[K, P]``."""
+    """A mixture of K components of equal weight at these means ``[K, P]``.
+
+    The precision of each is ``precision`` times the identity.
+    """
     if len(torch.unique(starts, dim=0)) < len(starts):
         raise InputError("two components start at the same place: move one a little")
-    count, size = starts.shape
-    matrix = precision * torch.eye(size).to(starts)
-    components = FullGaussian(starts, matrix.expand(count, size, size).contiguous())
-    return GaussianMixture(starts.new_full((count,), 1 / count), components)
+    n_components, n_variables = starts.shape
+    matrix = precision * torch.eye(n_variables).to(starts)
+    precisions = matrix.expand(n_components, n_variables, n_variables).contiguous()
+    weights = starts.new_full((n_components,), 1 / n_components)
+    return GaussianMixture(weights, FullGaussian(starts, precisions))
 
 
 def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int = 100) -> Tensor:
     """The different minima that descents from ``starts`` lead to, ``[M, P]``.
 
-    Newton's method with the absolute values of the Hessian's eigenvalues and halved steps; what
-    is no strict minimum, has not come to rest, or is found already within ``tolerance``, is left
-    out.
+    A descent is Newton's method with the absolute values of the Hessian's eigenvalues; a step is
+    halved until the loss does not rise. The end of a descent is left out if it is no strict
+    minimum, if the descent is still moving, or if another descent ended at the same minimum.
 
     Args:
         loss: ℓ, from a vector ``[P]`` to a number, by torch operations.
-        starts: where to begin, ``[K, P]``.
-        tolerance: two minima are the same that are no farther apart; a descent has come to rest
-            when its Newton step is no longer.
-        max_iter: the most steps of each descent.
+        starts: where the descents begin, ``[K, P]``.
+        tolerance: two ends at most this far apart are the same minimum, and a descent whose last
+            Newton step is at most this long has ended.
+        max_iter: the largest number of steps of each descent.
 
     Raises:
-        InputError: starts that are no matrix of numbers, or a loss that is no number or not
-            finite along the way.
+        InputError: starts are no matrix of numbers, or the loss is no number or not finite along
+            the way.
 
     Example:
         >>> minima(lambda t: (t[0] ** 2 - 1) ** 2, torch.tensor([[-0.5], [0.4], [0.0]]))
@@ -299,29 +321,31 @@ def minima(loss: Loss, starts: Tensor, *, tolerance: float = 1e-3, max_iter: int
 
 
 def _descent(loss: Loss, point: Tensor, tolerance: float, max_iter: int) -> tuple[Tensor, bool]:
-    """Where it ends, and whether it has come to rest at a strict minimum."""
+    """Where the descent from ``point`` ends, and whether it ended at a strict minimum."""
     step_size = math.inf
     for _ in range(max_iter):
         value, gradient, curvature = _derivatives_at(loss, point)
-        step = _newton_direction(gradient, curvature)
-        length = 1.0
-        while not loss(point - length * step) <= value and length > 1e-8:
-            length /= 2
-        point = point - length * step
-        step_size = float(step.abs().amax())
+        newton_step = _newton_direction(gradient, curvature)
+        fraction = 1.0
+        while not loss(point - fraction * newton_step) <= value and fraction > SHORTEST:
+            fraction /= 2
+        point = point - fraction * newton_step
+        step_size = float(newton_step.abs().amax())
         if step_size < AT_REST:
             break
     _, _, curvature = _derivatives_at(loss, point)
-    is_strict = bool(torch.linalg.eigvalsh(curvature)[0] > 0)
-    return point, is_strict and step_size <= tolerance
+    smallest_eigenvalue = torch.linalg.eigvalsh(curvature)[0]
+    is_strict_minimum = bool(smallest_eigenvalue > 0)
+    return point, is_strict_minimum and step_size <= tolerance
 
 
 def _newton_direction(gradient: Tensor, curvature: Tensor) -> Tensor:
-    """The gradient divided by the absolute values of the Hessian's eigenvalues."""
+    """|H|⁻¹ g, with the absolute values of the Hessian's eigenvalues, bounded away from 0."""
     eigenvalues, axes = torch.linalg.eigh(curvature)
-    largest = eigenvalues.abs().amax()
-    floor = (1e-6 * largest).clamp(min=torch.finfo(eigenvalues.dtype).tiny)
-    return axes @ ((axes.mT @ gradient) / eigenvalues.abs().maximum(floor))
+    sizes = eigenvalues.abs()
+    floor = (SMALLEST_CURVATURE * sizes.amax()).clamp(min=torch.finfo(sizes.dtype).tiny)
+    along_axes = axes.mT @ gradient
+    return axes @ (along_axes / sizes.maximum(floor))
 
 
 def _derivatives_at(loss: Loss, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,7 +355,7 @@ def _derivatives_at(loss: Loss, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _checked(starts: Tensor) -> Tensor:
-    """The starts ``[K, P]`` without their history, or what is wrong with them."""
+    """The starts ``[K, P]``, detached from autograd; an InputError for anything but a matrix."""
     finite("starts", starts)
     if starts.ndim != 2 or not starts.numel():
         raise InputError(f"starts must be a matrix of rows, got {tuple(starts.shape)}")

@@ -1,17 +1,17 @@
 """Gaussian processes with any likelihood of one number, f ~ GP(0, k) (K&R, section 5.4).
 
-The process at the examples is written in whitened coordinates,
+The process at the examples is written in whitened coordinates v,
 
-    f = Φ v,   Φ = U Λ^½,   K = U Λ Uᵀ,   v ~ N(0, I),
+    f = Φ v,   Φ = U Λ^½,   K = U Λ Uᵀ,   v ~ N(0, I).
 
-so that it is regression on Φ under a standard Gaussian prior, for any kernel, of full rank or not
-and with no jitter. The rule's sites stay in the space of functions: one Gaussian message to each
-f_i, and q(f) = N(f | 0, K) Π_i exp(a_i f_i − ½ b_i f_i²) up to a constant.
+It is then a regression on Φ with a standard Gaussian prior. The kernel's matrix K may have any
+rank; nothing is added to its diagonal. The rule's sites are Gaussian messages to the f_i, so that
+q(f) = N(f | 0, K) Π_i exp(a_i f_i − ½ b_i f_i²) up to a constant.
 
-With inducing inputs z the process is known at these alone: f = Φ v + e, Φ from k(z, z), and e what
-they leave unexplained, whose variance enters E_q[log p(y_i|f_i)] (Titsias, 2009; Hensman et al.,
-2015). The rule is the same; a step costs N M² for N examples and M inducing inputs, and B M² on a
-minibatch of B (Hensman et al., 2013).
+A sparse process has M inducing inputs z. It is f = Φ v + e, with Φ from k(z, z) and a residual e
+that z does not explain; the variance of e enters E_q[log p(y_i|f_i)] (Titsias, 2009; Hensman et
+al., 2015). The rule is the same. A step takes of the order of N M² operations, and B M² on a
+minibatch of B examples (Hensman et al., 2013).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import (
     scalar_likelihood,
 )
 
-CHUNK = 256
+CHUNK = 256  # inputs whose covariances with each other are computed at a time
 Kernel = Callable[[Tensor, Tensor], Tensor]
 """(x ``[N, D]``, z ``[M, D]``) → the covariances of f(x) and f(z) ``[N, M]``."""
 
@@ -59,7 +59,7 @@ def rbf(
 
 
 def covariances(kernel: Kernel, x: Tensor, z: Tensor) -> Tensor:
-    """k(x, z), or what is wrong with it."""
+    """k(x, z) ``[N, M]``; an InputError where the user's kernel gives no finite matrix."""
     contract = "the kernel must give a finite matrix [N, M] from x [N, D] and z [M, D]"
     shape = torch.Size([len(x), len(z)])
     matrix = answer(contract, shape, kernel, x, z).to(x)
@@ -73,15 +73,15 @@ class GaussianProcess(LatentModel):
     """Gaussian-process classification (or counts), q(f) a full Gaussian over the N examples.
 
     Attributes:
-        kernel: (x, z) → covariances ``[N, M]``: :func:`rbf` or another, its parameters
-            bound by ``functools.partial``.
+        kernel: (x, z) → covariances ``[N, M]``: :func:`rbf` or another function;
+            ``functools.partial`` sets its parameters.
         likelihood: ``"bernoulli"`` (logistic link), ``"probit"``, ``"poisson"``, ``"gaussian"``,
             a likelihood object, or a function (y, f) → log p(y|f).
-        inducing: z ``[M, D]``, for a sparse process; None: the examples themselves.
+        inducing: the inducing inputs z ``[M, D]`` of a sparse process; None takes the examples.
 
     Raises:
-        InputError: an unknown likelihood, a kernel that is no function, or no matrix of inducing
-            inputs.
+        InputError: the likelihood is unknown, the kernel is no function, or the inducing inputs
+            are no tensor.
 
     Example:
         >>> from functools import partial
@@ -91,7 +91,7 @@ class GaussianProcess(LatentModel):
         >>> fitted.predict(x)
         tensor([0.2864, 0.7603, 0.8560], dtype=torch.float64)
 
-        A sparse process over minibatches, ρ_t falling:
+        A sparse process, fitted on minibatches with a falling ρ_t:
 
         >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).unsqueeze(1)
         >>> sparse = GaussianProcess(inducing=x[::20])
@@ -121,42 +121,45 @@ class GaussianProcess(LatentModel):
     def problem(self, data: Any) -> Problem[FullGaussian]:
         inputs = data[0] if isinstance(data, tuple | list) and data else None
         like = torch.zeros((), dtype=torch.float64, device=getattr(inputs, "device", None))
-        x = real("x", inputs, like, 2)
+        x = real("x", inputs, like, ndim=2)
         if self.inducing is None:
             centres = x
         else:
             centres = columns(self.inducing, x, x.shape[-1])
         features = whitened(self.kernel, centres)
         first_row, _ = features(x[:1])
-        size = first_row.shape[-1]
-        prior = FullGaussian(x.new_zeros(size), torch.eye(size).to(x))
+        rank = first_row.shape[-1]
+        prior = FullGaussian(x.new_zeros(rank), torch.eye(rank).to(x))
         return Problem(prior, scalar_likelihood(self.likelihood), features)
 
 
 def whitened(kernel: Kernel, x: Tensor) -> Features:
-    """Φ(z) = k(z, x) U Λ^{−½} with k(x, x) = U Λ Uᵀ, and k(z, z) − Φ(z) Φ(z)ᵀ's diagonal.
+    """The function z → Φ(z) and the variance that Φ(z) does not explain, from centres x.
+
+        Φ(z) = k(z, x) U Λ^{−½}   ``[M, rank]``,      k(x, x) = U Λ Uᵀ
+        diag(k(z, z) − Φ(z) Φ(z)ᵀ)   ``[M]``
 
     Directions whose eigenvalue is 0 to rounding are left out: f does not vary along them.
 
     Raises:
-        InputError: the matrix has another shape, or is not finite, symmetric and positive
+        InputError: the matrix k(x, x) has another shape, or is not finite, symmetric and positive
             semi-definite.
     """
     matrix = covariances(kernel, x, x)
-    values, vectors = torch.linalg.eigh(matrix)
-    rounding = len(x) * torch.finfo(x.dtype).eps * values.abs().max()
+    eigenvalues, eigenvectors = torch.linalg.eigh(matrix)  # in ascending order
+    rounding = len(x) * torch.finfo(x.dtype).eps * eigenvalues.abs().max()
     asymmetry = (matrix - matrix.mT).abs().max()
-    is_semi_definite = bool(values[-1] > 0) and bool(values[0] >= -rounding)
+    is_semi_definite = bool(eigenvalues[-1] > 0) and bool(eigenvalues[0] >= -rounding)
     if bool(asymmetry > rounding) or not is_semi_definite:
         raise InputError("the kernel's matrix is not symmetric and positive semi-definite")
-    varies = values > rounding
-    root = vectors[:, varies] / values[varies].sqrt()
+    varies = eigenvalues > rounding
+    whitening = eigenvectors[:, varies] / eigenvalues[varies].sqrt()
 
     def features(z: Tensor) -> tuple[Tensor, Tensor]:
         z = columns(z, x, x.shape[-1])
-        design = covariances(kernel, z, x) @ root
-        parts = z.split(CHUNK)
-        variance = torch.cat([covariances(kernel, part, part).diagonal() for part in parts])
+        design = covariances(kernel, z, x) @ whitening
+        chunks = z.split(CHUNK)
+        variance = torch.cat([covariances(kernel, chunk, chunk).diagonal() for chunk in chunks])
         unexplained = variance - design.square().sum(-1)
         return design, unexplained.clamp(min=0)
 

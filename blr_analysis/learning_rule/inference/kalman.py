@@ -6,13 +6,14 @@ The filter predicts the next state and takes one step of the rule with the obser
 
     λ̃_t = (Hᵀ R⁻¹ y_t, −½ Hᵀ R⁻¹ H).
 
-The smoother adds a message from the future to x_t, a natural parameter as well: with J and h the
-precision and the linear part of site and message at t+1, the message at t has
+The smoother adds a message from the future, which is a natural parameter as well. Let J and h be
+the precision and the linear part of everything that is known of x_{t+1} from times t+1 and later.
+Then the message to x_t has the precision and the linear part
 
     Fᵀ (I + J Q)⁻¹ J F      and      Fᵀ (I + J Q)⁻¹ h,
 
-and the marginal of x_t is the sum past + present + future. That is Rauch, Tung and Striebel's
-smoother in information form; Q may be singular, and the prior as vague as one likes.
+and the natural parameters of x_t are the sum of past, present and future. This is the smoother of
+Rauch, Tung and Striebel in information form. Q may be singular, and the prior arbitrarily vague.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from blr_analysis.learning_rule.inference.conjugate import bayes, wide
 from blr_analysis.learning_rule.inference.fitted import Fitted, Model, joined, rows, stacked
 from blr_analysis.progress import track
 
+# All three are shares of the largest entry of a covariance.
+ASYMMETRY = 1e-8  # which rounding may leave
+NEGATIVE_BY_ROUNDING = -1e-6  # smallest eigenvalue of Q, which may be singular
+POSITIVE = 1e-15  # smallest eigenvalue of R, which is inverted
+
 
 @dataclass(frozen=True, eq=False)
 class StateSpace(Model):
@@ -42,14 +48,14 @@ class StateSpace(Model):
         transition_noise: the covariance Q ``[D, D]``; may be singular.
         observation: H ``[E, D]``.
         observation_noise: the covariance R ``[E, E]``, positive definite.
-        prior: the distribution of the first state; a precision near 0 leaves it to the data.
+        prior: the distribution of the first state; with a precision near 0 the data alone decide.
 
     Raises:
-        InputError: shapes that do not fit each other, values that are not finite, or noise
-            whose covariance is no covariance.
+        InputError: shapes do not fit each other, values are not finite, or a covariance is not
+            symmetric and positive.
 
     Example:
-        A random walk, seen with noise, and the second observation missing:
+        A random walk with noisy observations, of which the second is missing:
 
         >>> one = torch.eye(1, dtype=torch.float64)
         >>> prior = FullGaussian(torch.zeros(1, dtype=torch.float64), 1e-9 * one)
@@ -78,10 +84,11 @@ class StateSpace(Model):
         self._check_matrix("transition_noise", (n_state, n_state))
         self._check_matrix("observation", (n_observed, n_state))
         self._check_matrix("observation_noise", (n_observed, n_observed))
-        self._check_covariance("transition_noise", least=-1e-6)
-        self._check_covariance("observation_noise", least=1e-15)
+        self._check_covariance("transition_noise", least=NEGATIVE_BY_ROUNDING)
+        self._check_covariance("observation_noise", least=POSITIVE)
 
     def _check_matrix(self, name: str, shape: tuple[int, int]) -> None:
+        """Refuse another shape or infinite entries; turn the field to the prior's precision."""
         value = getattr(self, name)
         if not isinstance(value, Tensor) or value.shape != shape or value.is_complex():
             raise InputError(f"{name} must be a real matrix {[*shape]}")
@@ -90,10 +97,10 @@ class StateSpace(Model):
         object.__setattr__(self, name, value.to(self.prior.mean))
 
     def _check_covariance(self, name: str, *, least: float) -> None:
-        """``least``: of the largest entry, a bound that every eigenvalue lies above."""
+        """Refuse a matrix with an eigenvalue of at most ``least`` times its largest entry."""
         value = getattr(self, name)
-        largest = value.abs().max().clamp(min=1e-300)
-        is_symmetric = (value - value.mT).abs().max() <= 1e-8 * largest
+        largest = value.abs().max().clamp(min=1e-300)  # a matrix of zeros is a covariance
+        is_symmetric = (value - value.mT).abs().max() <= ASYMMETRY * largest
         if not is_symmetric or torch.linalg.eigvalsh(value).min() <= least * largest:
             raise InputError(f"{name} is no covariance: not symmetric, or not positive")
 
@@ -101,18 +108,18 @@ class StateSpace(Model):
         """Filter and smooth a series.
 
         Args:
-            data: y ``[T, E]``; NaN where a component was not observed (if none was, the
-                states are the prior's predictions, and the log-likelihood is 0).
+            data: y ``[T, E]``; NaN where a component was not observed. Without any observation
+                the states are the prior's predictions, and the log-likelihood is 0.
             progress: whether to show a bar; None shows it on a terminal after a second.
 
         Returns:
-            The marginals of all states given all observations, as T copies of a Gaussian; the
-            history is Σ_{s≤t} log p(y_s | y_1 … y_{s−1}), one number for each t.
+            The marginals of all T states given all observations, as one Gaussian with a leading
+            dimension T. ``history`` is Σ_{s≤t} log p(y_s | y_1 … y_{s−1}), one number for each t.
 
         Raises:
-            DataError: a series that is misshapen, empty, infinite somewhere, or so far off that
-                its log-likelihood is.
-            InputError: a state without uncertainty in some direction.
+            DataError: the series is misshapen, empty, infinite somewhere, or so far from the
+                model that its log-likelihood is infinite.
+            InputError: a state has no uncertainty in some direction.
         """
         data = self.check(data)
         sites = self.sites(None, data)
@@ -139,21 +146,21 @@ class StateSpace(Model):
         return data.to(self.prior.mean)
 
     def sites(self, q: Any, data: Tensor) -> Natural:
-        """λ̃_t of the components of every y_t that were observed."""
-        return stacked([_site(*self._observed(y)) for y in data])
+        """λ̃_t of each time ``[T]``, from the components of y_t that were observed."""
+        return stacked([self._site(y) for y in data])
 
     def step(self, q: FullGaussian, data: Tensor) -> FullGaussian:
-        """The states of ``q`` by these observations; exact, so that it rests at once."""
+        """The first len(q) states given these observations: exact, so a further step moves none."""
         states = self.fit(data, progress=False).q
-        count = len(q.mean)
-        return FullGaussian(states.mean[:count], states.precision[:count])
+        n_states = len(q.mean)
+        return FullGaussian(states.mean[:n_states], states.precision[:n_states])
 
     def log_predictive(self, q: FullGaussian, data: Tensor) -> Tensor:
-        """log p(y_t) with x_t ~ the t-th copy of ``q``, ``[T]``; 0 where nothing was observed."""
+        """log p(y_t) in nats, with x_t ~ the t-th entry of ``q``, ``[T]``; 0 of no observation."""
         if len(data) != len(q.mean):
             raise DataError(f"{len(q.mean)} states need as many observations, got {len(data)}")
         states = zip(q.mean, q.covariance, data, strict=True)
-        return torch.stack([_score(m, v, *self._observed(y)) for m, v, y in states])
+        return torch.stack([self._score(mean, covariance, y) for mean, covariance, y in states])
 
     def _observed(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """H, R and y of the components that were observed."""
@@ -164,60 +171,83 @@ class StateSpace(Model):
             y[is_observed],
         )
 
+    def _site(self, y: Tensor) -> Natural:
+        """λ̃ = (Hᵀ R⁻¹ y, −½ Hᵀ R⁻¹ H) of one observation."""
+        matrix, noise, y = self._observed(y)
+        weighted = torch.linalg.solve(noise, matrix).mT
+        return {"linear": weighted @ y, "square": -0.5 * weighted @ matrix}
+
+    def _score(self, mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
+        """log N(y | H m, H V Hᵀ + R) of one observation, for a state N(m, V); in nats."""
+        matrix, noise, y = self._observed(y)
+        predicted_covariance = matrix @ covariance @ matrix.mT + noise
+        residual = y - matrix @ mean
+        square = residual @ torch.linalg.solve(predicted_covariance, residual)
+        return -0.5 * (square + torch.logdet(2 * math.pi * predicted_covariance))
+
     def _filter(
         self, data: Tensor, sites: Natural, progress: bool | None
     ) -> tuple[FullGaussian, FullGaussian, list[float]]:
+        """x_t given y_1 … y_{t−1}, x_t given y_1 … y_t, and the log-likelihood up to each t."""
         predicted: list[FullGaussian] = []
         filtered: list[FullGaussian] = []
         history: list[float] = []
-        total = 0.0
+        log_likelihood = 0.0
         for t in track(range(len(data)), label="filtering", show=progress):
-            ahead = self._predicted(filtered[-1]) if t else self.prior
-            score = _score(ahead.mean, ahead.covariance, *self._observed(data[t]))
-            total += float(score.detach())
-            if not math.isfinite(total):
-                raise DataError(f"the log-likelihood is {total} from time {t} on: scale the series")
-            predicted.append(ahead)
-            filtered.append(bayes(ahead, rows(sites, torch.tensor(t))))
-            history.append(total)
-        return _copies(predicted), _copies(filtered), history
+            prediction = self._predicted(filtered[-1]) if t > 0 else self.prior
+            score = self._score(prediction.mean, prediction.covariance, data[t])
+            log_likelihood += float(score.detach())
+            if not math.isfinite(log_likelihood):
+                raise DataError(
+                    f"the log-likelihood is {log_likelihood} from time {t} on: scale the series"
+                )
+            predicted.append(prediction)
+            filtered.append(bayes(prediction, _at(sites, t)))
+            history.append(log_likelihood)
+        return _as_one(predicted), _as_one(filtered), history
 
     def _predicted(self, state: FullGaussian) -> FullGaussian:
-        move = self.transition
-        covariance = move @ state.covariance @ move.mT + self.transition_noise
-        factor, failed = torch.linalg.cholesky_ex(covariance)
-        if bool(failed):
+        """The next state, F x + w, from this one."""
+        transition = self.transition
+        covariance = transition @ state.covariance @ transition.mT + self.transition_noise
+        factor, failure = torch.linalg.cholesky_ex(covariance)
+        if int(failure) != 0:
             raise InputError("a predicted covariance is singular: raise transition_noise")
-        return FullGaussian(move @ state.mean, torch.cholesky_inverse(factor))
+        return FullGaussian(transition @ state.mean, torch.cholesky_inverse(factor))
 
     def _smooth(self, filtered: FullGaussian, sites: Natural) -> FullGaussian:
-        message = {k: torch.zeros_like(v[0]) for k, v in sites.items()}
+        """Every state given all observations: filtered, and multiplied by its future's message."""
+        message = {name: torch.zeros_like(site[0]) for name, site in sites.items()}
         messages = [message]
         for t in reversed(range(1, len(filtered.mean))):
-            message = self._backward(add(message, rows(sites, torch.tensor(t))))
+            message = self._backward(add(message, _at(sites, t)))
             messages.append(message)
-        return filtered.with_natural(add(filtered.natural, stacked(messages[::-1])))
+        from_future = stacked(messages[::-1])
+        return filtered.with_natural(add(filtered.natural, from_future))
 
     def _backward(self, ahead: Natural) -> Natural:
-        """The message to x_t from everything after it, by the one to x_{t+1} and its site."""
-        move = self.transition
-        precision = -2 * ahead["square"]
-        damping = torch.eye(len(move)).to(move) + self.transition_noise @ precision
-        damped = torch.linalg.solve(damping, move).mT
-        folded = damped @ precision @ move
-        return {"linear": damped @ ahead["linear"], "square": -0.25 * (folded + folded.mT)}
+        """The message to x_t from its future; ``ahead`` is the sum of message and site at t+1."""
+        transition = self.transition
+        precision = -2 * ahead["square"]  # J
+        identity = torch.eye(len(transition)).to(transition)
+        damping = identity + self.transition_noise @ precision
+        damped = torch.linalg.solve(damping, transition).mT  # Fᵀ (I + J Q)⁻¹
+        message_precision = damped @ precision @ transition
+        symmetric_precision = 0.5 * (message_precision + message_precision.mT)
+        return {"linear": damped @ ahead["linear"], "square": -0.5 * symmetric_precision}
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class FittedStates(Fitted[FullGaussian]):
-    """Smoothed states; ``q`` has a copy for each time, and examples are observations.
+    """Smoothed states: ``q`` has a leading dimension T, and the examples are the observations.
 
     Attributes:
-        predicted: x_t given y_1 … y_{t−1}, a copy for each t.
-        filtered: x_t given y_1 … y_t.
+        predicted: x_t given y_1 … y_{t−1}, with a leading dimension T.
+        filtered: x_t given y_1 … y_t, with a leading dimension T.
 
     Example:
-        A random walk from N(0, 1): filtered states have seen the present, smoothed ones all.
+        A random walk from N(0, 1). A filtered state depends on the past and the present, a
+        smoothed state on the future as well.
 
         >>> one = torch.eye(1, dtype=torch.float64)
         >>> prior = FullGaussian(torch.zeros(1, dtype=torch.float64), one)
@@ -234,42 +264,40 @@ class FittedStates(Fitted[FullGaussian]):
     filtered: FullGaussian
 
     def without(self, indices: Any) -> FullGaussian:
-        """The states without these observations: their sites leave the chain, exactly.
+        """The states given all but these observations; exact, by filtering and smoothing again.
 
         Raises:
-            InputError: a time that does not exist.
+            InputError: there is no observation of this index.
         """
-        return self.model.fit(self._changed(self._chosen(indices), None), progress=False).q
+        remaining = self._changed(self._chosen(indices), None)
+        return self.model.fit(remaining, progress=False).q
 
     def left_out(self) -> Tensor:
         """log p(y_t | all other observations), in nats ``[T]``; exact, in one pass.
 
-        A site touches only its own state, so that the marginal without it is λ_t − λ̃_t. Where the
-        noise of observations is below that of the states by 1e10, nearly nothing is left of that
-        difference but rounding.
+        The site of y_t is part of λ_t only, so that the marginal of x_t without it is λ_t − λ̃_t.
+        If the noise of the observations is 1e10 times smaller than that of the states, this
+        difference is little more than rounding error.
         """
         cavities = self.q.with_natural(subtract(self.q.natural, self.sites))  # type: ignore[arg-type]
         return self.model.log_predictive(cavities, self.data)
 
     def _changed(self, removed: Tensor, add: Any) -> Tensor:
+        """The series with NaN in the place of removed observations, and further ones behind it."""
         data = self.data.clone()
         data[removed] = math.nan
-        return data if add is None else joined(data, self.model.check(add))
+        if add is None:
+            return data
+        return joined(data, self.model.check(add))
 
 
-def _copies(states: list[FullGaussian]) -> FullGaussian:
-    """One distribution with a copy for each of these."""
-    return FullGaussian(**stacked([vars(state) for state in states]))
+def _at(sites: Natural, t: int) -> Natural:
+    """The site of time t."""
+    return rows(sites, torch.tensor(t))
 
 
-def _site(matrix: Tensor, noise: Tensor, y: Tensor) -> Natural:
-    weighted = torch.linalg.solve(noise, matrix).mT
-    return {"linear": weighted @ y, "square": -0.5 * weighted @ matrix}
-
-
-def _score(mean: Tensor, covariance: Tensor, matrix: Tensor, noise: Tensor, y: Tensor) -> Tensor:
-    """log N(y | H m, H V Hᵀ + R)."""
-    spread = matrix @ covariance @ matrix.mT + noise
-    residual = y - matrix @ mean
-    square = residual @ torch.linalg.solve(spread, residual)
-    return -0.5 * (square + torch.logdet(2 * math.pi * spread))
+def _as_one(states: list[FullGaussian]) -> FullGaussian:
+    """One FullGaussian with a leading dimension for these states."""
+    means = torch.stack([state.mean for state in states])
+    precisions = torch.stack([state.precision for state in states])
+    return FullGaussian(means, precisions)

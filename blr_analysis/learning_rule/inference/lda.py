@@ -1,25 +1,27 @@
 """Online latent Dirichlet allocation: stochastic variational inference as the rule.
 
-Topics β_k ~ Dir(η) over a vocabulary, proportions θ_d ~ Dir(α) of each document, a topic for each
-word. The local factors take steps with ρ = 1 until they stand still (Hoffman, Blei and Bach, 2010,
-Algorithm 1),
+The model has K topics β_k ~ Dir(η) over a vocabulary. Each document d has proportions θ_d ~ Dir(α)
+of the topics, and each of its words has one topic. n_dw counts word w in document d. The factors of
+a document, q(θ_d) = Dir(γ_d) and responsibilities φ, take steps with ρ = 1 until they stand still
+(Hoffman, Blei and Bach, 2010, Algorithm 1):
 
     φ_dwk ∝ exp( E[log θ_dk] + E[log β_kw] ),      γ_dk = α + Σ_w n_dw φ_dwk
 
-and the topics q(β_k) = Dir(λ_k) one step with ρ_t < 1 after every minibatch of B documents (Hoffman
-et al., 2013; Khan & Rue, section 5.3):
+The topics q(β_k) = Dir(λ_k) take one step with ρ_t < 1 after every minibatch of B documents
+(Hoffman et al., 2013; Khan & Rue, section 5.3):
 
     λ ← (1 − ρ_t) λ + ρ_t ( η + N/B Σ_{d∈batch} n_dw φ_dwk ),      ρ_t = (t + τ_0)^−κ
 
-With B = N and ρ = 1 that is variational Bayes by coordinate ascent.
+With B = N and ρ = 1 this is variational Bayes by coordinate ascent.
 
-Given its responsibilities, the words of a document are conjugate to the topics, so that β can be
+Given the responsibilities, the words of a document are conjugate to the topics. Then β can be
 integrated out exactly, as in every conjugate model:
 
     log ∫ p(w_d | β) q(β) dβ  ≥  L_d(λ) + Σ_k KL( Dir(λ_k) ‖ Dir(λ_k + n_d φ_dk) )
 
-with L_d the bound of the local step, whose E_q[log β] is far below log E_q[β] for words that the
-topics have hardly seen. Leave-one-out asks for it at λ^{\\d} = λ − n_d φ_d.
+L_d is the bound of the local step. It uses E_q[log β], which is far below log E_q[β] for words that
+are rare in the topics; the second term makes up for that. Leave-one-out takes this bound at the
+topics without the document, λ^{\\d} = λ − n_d φ_d.
 """
 
 from __future__ import annotations
@@ -49,47 +51,51 @@ from blr_analysis.learning_rule.inference.fitted import (
 )
 from blr_analysis.views import Tabular
 
-BLOCK = 64  # documents
+BLOCK = 64  # documents that are computed at a time
+START_SHAPE = 100.0  # of the Gamma distribution of random topics; scikit-learn's and Hoffman's
 
 
 @dataclass(frozen=True)
 class Documents:
-    """D documents of a similar length, padded to L words; where padded, counts are 0.
+    """D documents of a similar length, padded to L different words with counts of 0.
 
     Attributes:
         counts: n_dw ``[D, L]``.
-        table: exp(E[log β_kw] − s_dw) ``[D, L, K]``.
-        shift: s_dw, the largest of E[log β_kw], ``[D, L]``: φ does not see a word's own factor.
+        topic_factors: t_dwk = exp(E[log β_kw] − s_dw) ``[D, L, K]``.
+        shift: s_dw, the largest E[log β_kw] over topics, ``[D, L]``. It avoids underflow and does
+            not change φ, which is normalised for each word.
     """
 
     counts: Tensor
-    table: Tensor
+    topic_factors: Tensor
     shift: Tensor
 
     @classmethod
-    def of(cls, counts: Tensor, logs: Tensor) -> Documents:
-        """From E[log β_kw] ``[D, L, K]``."""
-        shift = logs.amax(2)
-        return cls(counts, (logs - shift.unsqueeze(2)).exp_(), shift)
+    def of(cls, counts: Tensor, expected_logs: Tensor) -> Documents:
+        """Documents from n_dw ``[D, L]`` and E[log β_kw] ``[D, L, K]``."""
+        shift = expected_logs.amax(2)
+        topic_factors = (expected_logs - shift.unsqueeze(2)).exp_()
+        return cls(counts, topic_factors, shift)
 
     def only(self, chosen: Tensor) -> Documents:
-        """Those of ``chosen``."""
-        return Documents(self.counts[chosen], self.table[chosen], self.shift[chosen])
+        """The documents that are chosen, by index or mask."""
+        return Documents(self.counts[chosen], self.topic_factors[chosen], self.shift[chosen])
 
     def norm(self, theta: Tensor) -> Tensor:
-        """Σ_k θ_dk t_dwk ``[D, L]``, above 0; θ = exp ψ(γ) ``[D, K]``."""
-        norm = torch.bmm(theta.unsqueeze(1), self.table.mT).squeeze(1)
+        """The normaliser of φ, Σ_k θ_dk t_dwk ``[D, L]``, above 0; θ = exp ψ(γ) ``[D, K]``."""
+        norm = torch.bmm(theta.unsqueeze(1), self.topic_factors.mT).squeeze(1)
         return norm.clamp_(min=torch.finfo(theta.dtype).tiny)
 
     def sites(self, gamma: Tensor) -> Tensor:
-        """n_dw φ_dwk ``[D, L, K]``."""
+        """n_dw φ_dwk ``[D, L, K]``, from γ ``[D, K]``."""
         theta = gamma.digamma().exp_()
-        shares = (self.counts / self.norm(theta)).unsqueeze(2)
-        return shares * self.table * theta.unsqueeze(1)
+        count_by_norm = (self.counts / self.norm(theta)).unsqueeze(2)
+        return count_by_norm * self.topic_factors * theta.unsqueeze(1)
 
     def bound(self, gamma: Tensor, prior: Dirichlet) -> Tensor:
-        """E[log p(w_d, z_d, θ_d | β)] + H(q(θ_d, z_d)) at φ's optimum, in nats ``[D]``."""
-        log_words = self.norm(gamma.digamma().exp_()).log() + self.shift
+        """E[log p(w_d, z_d, θ_d | β)] + H(q(θ_d, z_d)) at the best φ for γ, in nats ``[D]``."""
+        theta = gamma.digamma().exp_()
+        log_words = self.norm(theta).log() + self.shift
         log_words = log_words - gamma.sum(1, keepdim=True).digamma()
         return (self.counts * log_words).sum(1) - Dirichlet(gamma).kl(prior)
 
@@ -98,8 +104,8 @@ class Documents:
 class LDA(Model):
     """Latent Dirichlet allocation, by stochastic variational inference; in double precision.
 
-    Priors, schedule and stopping of the local step are those of scikit-learn's
-    ``LatentDirichletAllocation``, by its names and defaults.
+    Priors, schedule and the end of the local step have the names and defaults of scikit-learn's
+    ``LatentDirichletAllocation``.
 
     Attributes:
         n_topics: K.
@@ -107,11 +113,12 @@ class LDA(Model):
         topic_word_prior: η; 1/K if None.
         learning_decay: κ of the schedule.
         learning_offset: τ_0 of the schedule.
-        max_local_iter: the most turns of the local step.
-        local_tol: it stops for a document when γ_d changes by less than this, on average.
+        max_local_iter: the largest number of local iterations.
+        local_tol: the local iterations of a document end when the mean change of γ_d over topics
+            is smaller.
 
     Raises:
-        InputError: a setting out of its range.
+        InputError: a setting is out of range.
 
     Example:
         >>> counts = torch.tensor([[3, 2, 0, 0], [2, 3, 0, 0], [0, 0, 4, 1], [0, 0, 1, 5]])
@@ -140,7 +147,7 @@ class LDA(Model):
         share("learning_decay", self.learning_decay)
 
     def prior(self, n_words: int) -> Dirichlet:
-        """Dir(η), a copy for each topic."""
+        """Dir(η) of all K topics, ``[K, V]`` with V = ``n_words``."""
         eta = self.topic_word_prior or 1 / self.n_topics
         return Dirichlet(torch.full((self.n_topics, n_words), eta, dtype=torch.float64))
 
@@ -166,46 +173,46 @@ class LDA(Model):
     ) -> FittedTopics:
         """q(β) from the counts of words in documents.
 
-        Documents come in a new random order in each pass, and their factors start afresh: where
-        early topics led them is a poor place to go on from. Memory is bounded by the counts and
-        λ ``[K, V]``.
+        Each pass takes the documents in a new random order. The factors of a document start
+        afresh in each pass, because those found under early topics are a poor start. Memory is
+        bounded by the counts and λ ``[K, V]``.
 
         Args:
             counts: whole numbers ``[N, V]``: a SciPy sparse matrix, a tensor or an array.
-            passes: how often each document is seen, at most.
-            batch_size: B. None for all documents at once with ρ = 1, where the ELBO rises as far
-                as the local step goes to its end, and documents do not come to rest elsewhere.
-            start: q(β) to begin from, such as that of another fit; random if None.
+            passes: the largest number of passes over the documents.
+            batch_size: B. None takes all documents at once with ρ = 1. Then the ELBO rises, as long
+                as the local iterations converge, and to the same factors as before.
+            start: q(β) before the first step, such as the ``q`` of another fit; None draws it.
             tol: without minibatches, stop when the ELBO per word changes by at most this.
             seed: of the random start and of the order of documents.
-            progress: show a bar (None: on a terminal).
+            progress: whether to show a bar; None shows it on a terminal after a second.
 
         Returns:
-            The topics. ``history`` is the ELBO per word after each pass, in nats, with every
-            document scored when it was met and the topics as they were last.
+            The topics. ``history`` is the ELBO per word after each pass, in nats. Every document
+            is scored by the topics of its step, and the KL divergence is that of the last step.
 
         Raises:
-            DataError: counts that are negative, not whole, not finite, or a document without
-                words.
-            InputError: an argument out of range, or a start of another shape.
+            DataError: counts are negative, not whole or not finite, or a document has no words.
+            InputError: an argument is out of range, or the start has another shape.
         """
         data = self.check(counts)
+        n_documents = data.shape[0]
         prior = self.prior(data.shape[1])
         generator = torch.Generator().manual_seed(at_least(0, "seed", seed))
-        if start is None:
-            start = _random_topics(prior, generator)
-        q = self._alike("start", start, prior)
+        q = _random_topics(prior, generator) if start is None else start
+        q = self._in_vocabulary("start", q, prior)
         if batch_size is not None:
             positive_int("batch_size", batch_size)
         n_words = float(data.sum())
 
         def one_pass(t: int) -> float:
             nonlocal q
-            order = torch.randperm(data.shape[0], generator=generator)
-            batches = order.split(batch_size or len(order))
-            first = t * len(batches) + 1
-            numbers = range(first, first + len(batches))
-            rates = [1.0 if batch_size is None else self.rho(number) for number in numbers]
+            order = torch.randperm(n_documents, generator=generator)
+            batches = order.split(batch_size or n_documents)
+            rates = [1.0]
+            if batch_size is not None:
+                steps_before = t * len(batches)
+                rates = [self.rho(steps_before + step) for step in range(1, len(batches) + 1)]
             q, elbo = self._pass(q, data, batches, rates)
             return elbo / n_words
 
@@ -216,17 +223,22 @@ class LDA(Model):
     def _pass(
         self, q: Dirichlet, data: Any, batches: Sequence[Tensor], rates: Sequence[float]
     ) -> tuple[Dirichlet, float]:
-        """q(β) after a step on every minibatch, and the ELBO, with the topics as they were last."""
+        """q(β) after one step on every minibatch, and the ELBO.
+
+        A document's share of the ELBO is computed before the step of its minibatch; the divergence
+        from the prior before the last step.
+        """
         prior = self.prior(data.shape[1])
         n_documents = data.shape[0]
         bound = 0.0
-        scored_by = q
+        before = q
         for batch, rho in zip(batches, rates, strict=True):
-            scored_by = q
+            before = q
             site, bound_of_batch = self._summed(q, rows(data, batch))
             bound += bound_of_batch
-            q = toward(q, prior, {"log": n_documents / len(batch) * site}, rho)
-        return q, bound - float(scored_by.kl(prior).sum())
+            factor = n_documents / len(batch)
+            q = toward(q, prior, {"log": factor * site}, rho)
+        return q, bound - float(before.kl(prior).sum())
 
     def check(self, data: Any) -> Any:
         """The counts as a sparse matrix, a copy; see :meth:`fit`."""
@@ -239,36 +251,38 @@ class LDA(Model):
         counts.sum_duplicates()
         counts.eliminate_zeros()
         _refuse_numbers_that_are_no_counts(counts)
-        empty = np.flatnonzero(np.diff(counts.indptr) == 0)
-        if len(empty):
+        words_in_document = np.diff(counts.indptr)
+        empty = np.flatnonzero(words_in_document == 0)
+        if len(empty) > 0:
             raise DataError(f"document {empty[0]} (of {len(empty)}) has no words: leave it out")
         return counts
 
     def step(
         self, q: Dirichlet, data: Any, *, n_documents: int | None = None, rho: float = 1.0
     ) -> Dirichlet:
-        """One step on one minibatch of a stream: q(β) after it.
+        """q(β) after one step on one minibatch of a stream.
 
         Args:
-            q: q(β) so far, ``[K, V]``.
+            q: q(β) before the step, ``[K, V]``.
             data: the minibatch, ``[B, V]``.
-            n_documents: N, documents in the whole stream; None: these are all.
-            rho: the learning rate; :meth:`rho` is the schedule.
+            n_documents: N, the number of documents in the whole stream; None: ``data`` are all.
+            rho: the learning rate ρ; :meth:`rho` computes that of the schedule.
 
         Raises:
-            DataError: as :meth:`fit`, or another vocabulary.
+            DataError: the errors of :meth:`fit`.
+            InputError: q has another vocabulary, or an argument is out of range.
         """
         data = self.check(data)
         prior = self.prior(data.shape[1])
-        ratio = 1.0
+        factor = 1.0
         if n_documents is not None:
-            ratio = positive_int("n_documents", n_documents) / data.shape[0]
-        q = self._alike("q", q, prior)
+            factor = positive_int("n_documents", n_documents) / data.shape[0]
+        q = self._in_vocabulary("q", q, prior)
         site, _ = self._summed(q, data)
-        return toward(q, prior, {"log": ratio * site}, rho)
+        return toward(q, prior, {"log": factor * site}, rho)
 
     def sites(self, q: Dirichlet, data: Any) -> Natural:
-        """n_dw φ_dwk of every document, ``[M, K, V]``: dense."""
+        """n_dw φ_dwk of every document, a dense tensor ``[M, K, V]``."""
         sites = []
         for i in range(data.shape[0]):
             site, _ = self._summed(q, data[i : i + 1])
@@ -276,54 +290,76 @@ class LDA(Model):
         return {"log": torch.stack(sites)}
 
     def log_predictive(self, q: Dirichlet, data: Any) -> Tensor:
-        """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, with β integrated out given
-        the responsibilities: tighter than that behind scikit-learn's perplexity."""
-        return self.foretold(q, data, without=False)
+        """A lower bound on log ∫ p(w_d | β) q(β) dβ of each document, in nats ``[M]``.
 
-    def foretold(self, q: Dirichlet, data: Any, *, without: bool) -> Tensor:
-        """The bound for each document under q(β), or under λ − n_d φ_d.
-
-        λ_kw − n_dw φ_dwk stays at or above the prior's η, to which the other documents only add.
+        β is integrated out given the responsibilities, which makes the bound tighter than the one
+        in scikit-learn's perplexity.
         """
-        smallest = self.prior(2).concentration[0, 0]
+        return self.predictive_bounds(q, data, without_itself=False)
+
+    def predictive_bounds(self, q: Dirichlet, data: Any, *, without_itself: bool) -> Tensor:
+        """The bound for each document, in nats ``[M]``.
+
+        Args:
+            q: q(β), ``[K, V]``.
+            data: M documents.
+            without_itself: each document is scored by λ − n_d φ_d, the topics without it.
+        """
         bounds = q.concentration.new_zeros(data.shape[0])
         for places, words, documents in _blocks(q, data):
-            of_words = q.concentration.mT[words]  # λ_kw, [D, L, K]
-            totals = q.concentration.sum(1)
-            gamma = self._settled(documents)
-            if without:
-                reduced = of_words - documents.sites(gamma)
-                reduced = torch.maximum(reduced, of_words.clamp(max=smallest))
-                totals = totals - (of_words - reduced).sum(1)
-                of_words = reduced
-                logs = of_words.digamma() - totals.digamma().unsqueeze(1)
-                documents = Documents.of(documents.counts, logs)
-                gamma = self._settled(documents)
+            word_parameters = q.concentration.mT[words]  # λ_kw, [D, L, K]
+            totals = q.concentration.sum(1)  # Σ_w λ_kw, [K]
+            gamma = self._local_fixed_point(documents)
+            if without_itself:
+                sites = documents.sites(gamma)
+                word_parameters, totals = self._without_sites(word_parameters, totals, sites)
+                expected_logs = word_parameters.digamma() - totals.digamma().unsqueeze(1)
+                documents = Documents.of(documents.counts, expected_logs)
+                gamma = self._local_fixed_point(documents)
             sites = documents.sites(gamma)
-            gain = _gain(of_words, sites).sum((1, 2)) - _gain(totals, sites.sum(1)).sum(1)
-            bounds[places] = documents.bound(gamma, self.document_prior()) + gain
+            gain_of_words = _gain(word_parameters, sites).sum((1, 2))
+            gain_of_totals = _gain(totals, sites.sum(1)).sum(1)
+            bound = documents.bound(gamma, self.document_prior())
+            bounds[places] = bound + gain_of_words - gain_of_totals
         return bounds
 
+    def _without_sites(
+        self, word_parameters: Tensor, totals: Tensor, sites: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """λ_kw − n_dw φ_dwk ``[D, L, K]``, and their sums over the vocabulary ``[D, K]``.
+
+        The difference is bounded from below by the prior's η, to which documents can only add.
+        """
+        eta = self.prior(2).concentration[0, 0]
+        reduced = torch.maximum(word_parameters - sites, word_parameters.clamp(max=eta))
+        removed = word_parameters - reduced
+        return reduced, totals - removed.sum(1)
+
     def _summed(self, q: Dirichlet, data: Any) -> tuple[Tensor, float]:
-        """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds."""
+        """Σ_d n_dw φ_dwk ``[K, V]`` of these documents, and the sum of their bounds, in nats."""
         site = torch.zeros_like(q.concentration.mT)
         bound = 0.0
         for _, words, documents in _blocks(q, data):
-            gamma = self._settled(documents)
+            gamma = self._local_fixed_point(documents)
             site.index_add_(0, words.flatten(), documents.sites(gamma).flatten(0, 1))
             bound += float(documents.bound(gamma, self.document_prior()).sum())
         return site.mT, bound
 
-    def _settled(self, documents: Documents) -> Tensor:
-        """γ ``[D, K]`` at its fixed point, from ones; each document stops by itself."""
+    def _local_fixed_point(self, documents: Documents) -> Tensor:
+        """γ ``[D, K]`` after the local iterations, which start from ones.
+
+        The iterations of each document end by themselves, so that its γ does not depend on the
+        others.
+        """
         alpha = self.document_prior().concentration
         moving = torch.arange(len(documents.counts))
         gamma = alpha.new_ones(len(moving), self.n_topics)
         for _ in range(self.max_local_iter):
             before = gamma[moving]
             theta = before.digamma().exp_()
-            weights = (documents.counts / documents.norm(theta)).unsqueeze(1)
-            gamma[moving] = alpha + theta * torch.bmm(weights, documents.table).squeeze(1)
+            count_by_norm = (documents.counts / documents.norm(theta)).unsqueeze(1)
+            expected_counts = theta * torch.bmm(count_by_norm, documents.topic_factors).squeeze(1)
+            gamma[moving] = alpha + expected_counts
             still_moves = (gamma[moving] - before).abs().mean(1) >= self.local_tol
             if not bool(still_moves.any()):
                 break
@@ -332,8 +368,8 @@ class LDA(Model):
                 documents = documents.only(still_moves)
         return gamma
 
-    def _alike(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
-        """q(β) in double precision; :class:`InputError` where it is another vocabulary's."""
+    def _in_vocabulary(self, name: str, q: Any, prior: Dirichlet) -> Dirichlet:
+        """q(β) in double precision; an InputError where its shape is not that of the prior."""
         sizes = [*prior.concentration.shape]
         instance(name, q, Dirichlet, f"a Dirichlet [K, V] = {sizes}, such as the q of a fit")
         if [*q.concentration.shape] != sizes:
@@ -342,25 +378,30 @@ class LDA(Model):
 
 
 def _refuse_numbers_that_are_no_counts(counts: Any) -> None:
-    """Raise :class:`DataError` for the first entry that is no whole number."""
+    """Raise :class:`DataError` for the first stored entry that is no positive whole number."""
+    numbers = counts.data
     with np.errstate(invalid="ignore"):
-        is_count = np.isfinite(counts.data) & (counts.data > 0) & (counts.data % 1 == 0)
+        is_count = np.isfinite(numbers) & (numbers > 0) & (numbers % 1 == 0)
     if is_count.all():
         return
-    document = counts.tocoo().coords[0][~is_count][0]
-    number = counts.data[~is_count][0]
+    documents, _ = counts.tocoo().coords
+    document = documents[~is_count][0]
+    number = numbers[~is_count][0]
     raise DataError(f"a count of document {document} is no whole number from 0 up: {number}")
 
 
 def _random_topics(prior: Dirichlet, generator: torch.Generator) -> Dirichlet:
-    """Every λ_kw from Gamma(100, 1/100), as scikit-learn and Hoffman draw them."""
-    hundreds = torch.full_like(prior.concentration, 100.0)
-    return Dirichlet(log_gamma_draw(hundreds, generator).exp() / 100)
+    """Topics whose λ_kw are draws from Gamma(100, 1/100)."""
+    shape = torch.full_like(prior.concentration, START_SHAPE)
+    return Dirichlet(log_gamma_draw(shape, generator).exp() / START_SHAPE)
 
 
 def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents]]:
-    """Documents of similar length together: their places ``[D]``, their words ``[D, L]``, and the
-    documents."""
+    """The documents in blocks of similar length.
+
+    Yields:
+        Which documents a block has ``[D]``, the columns of their words ``[D, L]``, and the block.
+    """
     if data.shape[1] != q.concentration.shape[-1]:
         raise DataError(
             f"counts have {data.shape[1]} words, the topics a vocabulary of "
@@ -381,15 +422,16 @@ def _blocks(q: Dirichlet, data: Any) -> Iterator[tuple[Tensor, Tensor, Documents
 
 
 def _gain(x: Tensor, n: Tensor) -> Tensor:
-    """log Γ(x + n) − log Γ(x) − n ψ(x)."""
+    """log Γ(x + n) − log Γ(x) − n ψ(x), entry by entry: one term of KL(Dir(λ) ‖ Dir(λ + n φ))."""
     return torch.lgamma(x + n) - torch.lgamma(x) - n * x.digamma()
 
 
 class FittedTopics(Fitted[Dirichlet]):
-    """Topics: ``q`` has a copy for each, ``[K, V]``; examples are documents.
+    """Fitted topics: ``q`` has one Dirichlet for each topic, ``[K, V]``; examples are documents.
 
-    A document's site is n_dw φ_dwk ``[K, V]``, with φ found anew under the topics as they are. It
-    is dense: ask ``site_of`` for few documents where ``sites`` of all would not fit in memory.
+    The site of a document is n_dw φ_dwk ``[K, V]``, with φ computed under the present topics. It
+    is a dense tensor: where ``sites`` of all documents do not fit in memory, call ``site_of`` with
+    a few documents.
     """
 
     note: ClassVar[str] = ONE_STEP
@@ -398,23 +440,23 @@ class FittedTopics(Fitted[Dirichlet]):
         """E[θ_d] of further documents: their proportions of topics, ``[M, K]``.
 
         Raises:
-            DataError: as :meth:`LDA.fit`, or another vocabulary than the one fitted.
+            DataError: the errors of :meth:`LDA.fit`, or the counts have another vocabulary.
         """
         data = self.model.check(counts)
         gamma = self.q.concentration.new_ones(data.shape[0], self.model.n_topics)
         for places, _, documents in _blocks(self.q, data):
-            gamma[places] = self.model._settled(documents)
+            gamma[places] = self.model._local_fixed_point(documents)
         return Dirichlet(gamma).mean
 
     def perplexity(self, counts: Any) -> float:
-        """exp(−ELBO per word) of documents, scikit-learn's ``perplexity``; lower is better.
+        """exp(−ELBO per word) of documents; lower is better. It equals scikit-learn's.
 
-        The ELBO is that of these documents alone: the sum of their bounds, less KL(q(β) ‖ p(β))
-        of all topics. That last term does not depend on the documents: few of them make it weigh
-        more, so that perplexities can be compared on the same documents only.
+        The ELBO is the sum of the documents' bounds, less KL(q(β) ‖ p(β)) of all topics. The KL
+        divergence does not grow with the number of documents, so that only perplexities of the
+        same documents can be compared.
 
         Raises:
-            DataError: as :meth:`transform`.
+            DataError: the errors of :meth:`transform`.
         """
         data = self.model.check(counts)
         _, bound = self.model._summed(self.q, data)
@@ -425,11 +467,11 @@ class FittedTopics(Fitted[Dirichlet]):
         """The most probable words of each topic.
 
         Args:
-            vocabulary: the words of the columns, V of them.
-            top: how many words.
+            vocabulary: the V words of the columns.
+            top: the number of words for each topic.
 
         Raises:
-            InputError: a vocabulary of another length.
+            InputError: the vocabulary has another length.
         """
         names = [*map(str, vocabulary)]
         n_words = self.q.concentration.shape[-1]
@@ -445,24 +487,25 @@ class FittedTopics(Fitted[Dirichlet]):
     def left_out(self) -> Tensor:
         """A lower bound on log p(w_d | λ − λ̃_d) of every document, in nats ``[N]``.
 
-        The documents' factors are found afresh under the topics without them; the bound is that
-        of :meth:`LDA.log_predictive`. Where topics hold less of a word than a document accounts
-        for, which happens far from a fixed point, the prior stays.
+        The factors of a document are computed afresh under the topics without it; the bound is
+        that of :meth:`LDA.log_predictive`. Far from a fixed point λ − λ̃_d can be below the prior;
+        then the prior is taken.
         """
-        return self.model.foretold(self.q, self.data, without=True)
+        return self.model.predictive_bounds(self.q, self.data, without_itself=True)
 
     def _total(self, chosen: Tensor) -> Natural:
+        """Σ_{d∈M} λ̃_d of these documents."""
         site, _ = self.model._summed(self.q, rows(self.data, chosen))
         return {"log": site}
 
 
 @dataclass(frozen=True)
 class TopicWords(Tabular):
-    """Words of topics, the most probable first; ``table`` has a row for each topic and word.
+    """The most probable words of topics; ``table`` has a row for each topic and word.
 
     Attributes:
-        words: for each topic.
-        probabilities: E[β_kw] of the same.
+        words: the words of each topic, the most probable first.
+        probabilities: E[β_kw] of these words.
     """
 
     words: list[tuple[str, ...]]

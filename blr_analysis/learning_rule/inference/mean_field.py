@@ -26,30 +26,40 @@ from blr_analysis.learning_rule.inference.scalar_likelihoods import AnyLikelihoo
 
 
 class MeanField(Problem[DiagonalGaussian]):
-    """Sites λ̃_ij of every example and node, ``[N, P]`` each; the nodes move in turn."""
+    """A mean field: one node for each coefficient θ_j, and the nodes move in turn.
+
+    The sites are λ̃_ij of every example i and node j, ``{"linear", "square"}``, ``[N, P]`` each.
+    """
 
     @property
     def nodes(self) -> Sequence[Tensor]:
-        return [*torch.eye(self.design.shape[1]).to(self.design)]
+        """The P unit vectors: each selects the coefficient that moves."""
+        n_coefficients = self.design.shape[1]
+        return list(torch.eye(n_coefficients).to(self.design))
 
     def total(self, sites: Natural) -> Natural:
+        """Σ_i λ̃_ij, natural parameters of a diagonal Gaussian, ``[P]`` each."""
         return {name: site.sum(0) for name, site in sites.items()}
 
     def sites_at(self, theta: Tensor, of_f: Natural) -> Natural:
-        bend = 2 * of_f["square"]
-        slope = of_f["linear"] + bend * (self.design @ theta)
-        gradient = slope.unsqueeze(1) * self.design
-        hessian_diagonal = bend.unsqueeze(1) * self.design.square()
+        """λ̃_ij ``[N, P]`` by the chain rule, ∂f_i/∂θ_j = φ_ij, at a q whose mean is ``theta``."""
+        second_derivative = 2 * of_f["square"]
+        derivative = of_f["linear"] + second_derivative * (self.design @ theta)
+        gradient = derivative.unsqueeze(1) * self.design
+        hessian_diagonal = second_derivative.unsqueeze(1) * self.design.square()
         q = DiagonalGaussian(theta, torch.ones_like(theta))
         return q.pull_back(gradient, hessian_diagonal)
 
     def step(self, q: DiagonalGaussian, data: Any) -> DiagonalGaussian:
-        """A sweep through the nodes, each to the messages of these examples."""
+        """q after every node moved once, to the sum of its messages from these examples."""
         problem = self.on(data)
         n_data = len(problem.targets)
-        gap = subtract(q.natural, self.prior.natural)
-        evenly = {name: (value / n_data).expand(n_data, -1) for name, value in gap.items()}
-        return swept(problem, look(problem, evenly), 1.0).q
+        likelihood_part = subtract(q.natural, self.prior.natural)
+        equal_sites = {
+            name: (value / n_data).expand(n_data, -1) for name, value in likelihood_part.items()
+        }
+        state = look(problem, equal_sites)
+        return swept(problem, state, rho=1.0).q
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class MeanFieldRegression(Regression):
             ``"poisson"`` (log-rates), a likelihood object, or a function (y, f) → log p(y|f).
 
     Raises:
-        InputError: a prior that is no DiagonalGaussian, or an unknown likelihood.
+        InputError: the prior is no DiagonalGaussian, or the likelihood is unknown.
 
     Example:
         >>> prior = DiagonalGaussian(torch.zeros(2).double(), torch.ones(2).double())

@@ -2,27 +2,28 @@
 
     p(y, z, θ) = Π_g p(θ_g) Π_i p(y_i, z_i | θ),     log p(y_i, z_i | θ) linear in the T_g(θ_g)
 
-The global nodes send what they expect, μ_g = E_q[T_g(θ_g)]. An example takes its local step at
-ρ = 1, q(z_i) ∝ exp E_q[log p(y_i, z_i | θ)], whose log-normaliser A_i(μ) is all that has to be
-written down of it. What the example answers is its gradient, and the global step is the rule's:
+Each global node sends the expectation of its statistics, μ_g = E_q[T_g(θ_g)], to every example. The
+example takes a local step at ρ = 1, q(z_i) ∝ exp E_q[log p(y_i, z_i | θ)]. Its log-normaliser
+A_i(μ) is all that a model has to define: the example's message back to the nodes is the gradient of
+A_i, and the global step is a step of the rule.
 
     λ̃_i = ∇_μ A_i(μ),      λ ← (1 − ρ) λ + ρ (λ_0 + N/B Σ_i λ̃_i),     ELBO = Σ_i A_i − Σ_g KL_g
 
-ρ = 1 over all examples is variational message passing, ρ_t < 1 over minibatches is SVI. Mixtures
-and chains differ in A_i alone.
+ρ = 1 over all examples is variational message passing; ρ_t < 1 over minibatches is stochastic
+variational inference. Mixtures and chains differ in A_i only.
 
-*Hidden Markov models*, with emissions of any conjugate factor. The chain z_1 → … → z_T is an
-exponential family, and forward recursion is its log-normaliser:
+*Hidden Markov models* have emissions of any conjugate factor. The chain z_1 → … → z_T is an
+exponential family, and the forward recursion computes its log-normaliser A:
 
     α_1 = E log π + e_1,     α_t = log Σ_i exp(α_{t−1,i} + E log P_i) + e_t,     A = log Σ exp α_T
 
-with e_tk = E_q[log p(y_t | θ_k)]. Its gradients are what the backward pass would give, expected
-starts, transitions and classes: messages to Dirichlet nodes, and to the emissions' own family
-(Beal, 2003; Khan & Rue, 5.3 and 5.4). A series of length 1 is a mixture.
+with e_tk = E_q[log p(y_t | θ_k)]. The gradients of A are the expected starts, transitions and
+classes, which a backward pass would compute: messages to the Dirichlet nodes and to the emission's
+family (Beal, 2003; Khan & Rue, 5.3 and 5.4). A series of length 1 is a mixture.
 
-*Mixtures of Gaussians* with priors on weights and components: the mean field
-q(π) Π_k q(m_k, Λ_k) Π_i q(z_i) moves node by node at ρ = 1 (Winn & Bishop, 2005). As in EM, but
-θ is averaged over where EM looks at its mean (K&R 5.2).
+*Mixtures of Gaussians* have priors on weights and components. The mean field
+q(π) Π_k q(m_k, Λ_k) Π_i q(z_i) moves node by node at ρ = 1 (Winn & Bishop, 2005). EM takes θ at its
+mean; here θ is averaged over q (K&R 5.2).
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ class Messages(Model):
     """Global nodes, and examples that pass messages to them.
 
     Attributes:
-        nodes: the priors of the global nodes by name, with copies or without.
+        nodes: the priors of the global nodes by name; a prior may have leading dimensions, such
+            as one for the components of a mixture.
         local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
+        kind: the class of what :meth:`fit` returns.
     """
 
     kind: ClassVar[type[Fitted[Any]]] = Fitted
@@ -89,67 +92,70 @@ class Messages(Model):
         generator: torch.Generator | None = None,
         **stopping: Any,
     ) -> Fitted[Nodes]:
-        """Pass messages until the lower bound rests; over minibatches, ``max_iter`` times.
+        """Pass messages until the ELBO stands still; with minibatches, ``max_iter`` times.
 
         Args:
             data: a tensor ``[N, …]`` or a tuple of them.
-            start: the nodes at first; None: the prior, which has to tell its copies apart.
+            start: the nodes before the first step. None: the priors; if these have copies, such as
+                the components of a mixture, no two copies may be the same.
             rho: ρ in (0, 1], or t → ρ_t from t = 1.
-            batch: B examples at each step, drawn with ``generator``; None: all of them.
-            generator: of the minibatches.
+            batch: B, the size of a minibatch; None takes all examples in each step.
+            generator: draws the minibatches.
             stopping: ``max_iter``, ``tol`` (of the ELBO per example) and ``progress`` (whether to
-                show a bar; None: on a terminal after a second).
+                show a bar; None shows it on a terminal after a second).
 
         Returns:
-            The nodes by name; of minibatches ``history`` is the scaled, noisy ELBO, and
-            ``converged`` is False. The sites are those at the last nodes.
+            The nodes by name, with sites that are computed at these nodes. With minibatches
+            ``history`` is a noisy estimate of the ELBO, and ``converged`` is False.
 
         Raises:
-            InputError: settings out of range, or an A_i that is not finite.
+            InputError: a setting is out of range, or some A_i is not finite.
         """
         data = self.check(data)
         n_data = count(data)
-        q = start or self.nodes
-        after = q
+        before = start or self.nodes  # the nodes whose ELBO was computed last
+        after = before
 
         def step(t: int) -> float:
-            nonlocal q, after
-            q = after
+            nonlocal before, after
+            before = after
             chosen = minibatch(n_data, batch, generator)
             factor = n_data / len(chosen)
-            messages, local = self._messages(q, rows(data, chosen))
+            messages, log_normalisers = self._messages(before, rows(data, chosen))
             scaled = {name: scale(message, factor) for name, message in messages.items()}
-            after = self._toward(q, scaled, rate_at(rho, t + 1))
-            return factor * float(local) - self._divergence(q)
+            after = self._toward(before, scaled, rate_at(rho, t + 1))
+            return factor * float(log_normalisers) - self._divergence(before)
 
         run = until_flat(step, "ELBO", n_data, noisy=batch is not None, **stopping)
-        last = q if run["converged"] else after
-        return self.kind(q=last, **run, prior=self.nodes, model=self, data=data)
+        q = before if run["converged"] else after
+        return self.kind(q=q, **run, prior=self.nodes, model=self, data=data)
 
     def sites(self, q: Nodes, data: Any) -> Sites:
         sites, _ = self._of_examples(q, data)
         return sites
 
     def step(self, q: Nodes, data: Any) -> Nodes:
+        """The nodes after one round of messages from these examples, ρ = 1."""
         messages, _ = self._messages(q, data)
-        return self._toward(q, messages, 1.0)
+        return self._toward(q, messages, rho=1.0)
 
     def log_predictive(self, q: Nodes, data: Any) -> Tensor:
         """A lower bound on log ∫ p(y_i | θ) q(θ) dθ, in nats, ``[M]``.
 
-            A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) ),
+            A_i(μ) + Σ_g KL( q_g(λ) ‖ q_g(λ + λ̃_i) )
 
-        θ averaged over for the q(z_i) that answers μ; equal to it where the hidden parts are
-        certain.
+        It integrates over θ with q(z_i) held at its local step, and is exact where the hidden
+        parts z_i are certain.
         """
-        sites, local = self._of_examples(q, data)
+        sites, bounds = self._of_examples(q, data)
         after = moved(q, sites, 1.0)
         for name, node in q.items():
             gain = node.kl(after[name])
-            local = local + gain.reshape(len(local), -1).sum(1)
-        return local
+            bounds = bounds + gain.reshape(len(bounds), -1).sum(1)
+        return bounds
 
     def _toward(self, q: Nodes, messages: Mapping[str, Natural], rho: float) -> Nodes:
+        """Every node after a step of size ρ toward its prior plus its message."""
         return {
             name: toward(q[name], prior, messages[name], rho) for name, prior in self.nodes.items()
         }
@@ -166,22 +172,26 @@ class Messages(Model):
         def total_of(mu: Mapping[str, Natural]) -> Tensor:
             return answer(contract, shape, self.local, mu, data).sum()
 
-        messages, local = grad_and_value(total_of)(_expectations(q))
+        messages, log_normalisers = grad_and_value(total_of)(_expectations(q))
         depends_on_mu = any(bool(leaf.any()) for leaf in tree_leaves(messages))
-        if not bool(local.isfinite()) or not depends_on_mu:
+        if not bool(log_normalisers.isfinite()) or not depends_on_mu:
             raise InputError(contract)
-        return messages, local
+        return messages, log_normalisers
 
     def _of_examples(self, q: Nodes, data: Any) -> tuple[Sites, Tensor]:
-        """λ̃_i and A_i of every example, with a leading dimension M."""
+        """λ̃_i and A_i of every example, with a leading dimension M.
+
+        ``q`` is one set of nodes for all examples, or has a leading dimension M: one set for each.
+        """
         name, prior = next(iter(self.nodes.items()))
-        has_copies = q[name].log_partition().ndim > prior.log_partition().ndim
+        is_for_each_example = q[name].log_partition().ndim > prior.log_partition().ndim
+        mu_dimension = 0 if is_for_each_example else None
 
         def local_of(mu: Mapping[str, Natural], example: Any) -> Tensor:
-            alone = rows(example, None)
-            return self.local(mu, alone).sum()
+            data_of_one = rows(example, None)  # [1, …]
+            return self.local(mu, data_of_one).sum()
 
-        of_each = vmap(grad_and_value(local_of), in_dims=(0 if has_copies else None, 0))
+        of_each = vmap(grad_and_value(local_of), in_dims=(mu_dimension, 0))
         return of_each(_expectations(q), data)
 
 
@@ -192,17 +202,18 @@ def _expectations(q: Nodes) -> dict[str, Natural]:
 
 @dataclass(frozen=True)
 class MessagePassing(Messages):
-    """A conjugate-exponential model with hidden parts, by its local log-normaliser.
+    """A conjugate-exponential model with hidden parts, defined by its local log-normaliser.
 
     Attributes:
-        prior: the global nodes by name, with copies or without.
+        prior: the priors of the global nodes by name; they may have leading dimensions.
         local: (μ, data) → A_i ``[M]``: log Σ_z exp ⟨μ, T(y_i, z)⟩.
 
     Raises:
-        InputError: a node that is no exponential family.
+        InputError: a node is no exponential family.
 
     Example:
-        Which of two coins was thrown ten times? Sums over the coin, weights (½, ½) held fixed.
+        One of two coins, each with probability ½, was thrown ten times. ``local`` sums over the
+        coin.
 
         >>> from blr_analysis.learning_rule.families import Beta
         >>> def local(mu, heads):
@@ -220,7 +231,8 @@ class MessagePassing(Messages):
 
     def __post_init__(self) -> None:
         is_named = isinstance(self.prior, Mapping) and len(self.prior) > 0
-        if not is_named or not all(isinstance(q, ExponentialFamily) for q in self.prior.values()):
+        nodes = self.prior.values() if is_named else ()
+        if not is_named or not all(isinstance(node, ExponentialFamily) for node in nodes):
             raise InputError("prior must be exponential families by name")
 
     @property
@@ -230,16 +242,17 @@ class MessagePassing(Messages):
 
 @dataclass(frozen=True)
 class HiddenMarkov(Messages):
-    """A chain of K hidden classes, seen through a conjugate factor.
+    """A chain of K hidden classes whose observations come from a conjugate factor.
 
     Attributes:
         n_states: K, two or more.
         emission: a factor such as ``gaussian()``, ``poisson()``, ``bernoulli()``.
-        prior: of one class's emission, a member of the factor's family.
-        concentration: of the Dirichlet priors of the first class and of every row of P.
+        prior: the prior of one class's emission, a member of the factor's family.
+        concentration: the concentration of the Dirichlet priors, of the first class and of every
+            row of the transition matrix P.
 
     Raises:
-        InputError: settings out of range.
+        InputError: a setting is out of range.
 
     Example:
         >>> from blr_analysis.learning_rule.families import Gamma
@@ -269,32 +282,33 @@ class HiddenMarkov(Messages):
 
         Args:
             data: S series of T observations, ``[S, T]`` or ``[S, T, D]``; a series is an example.
-            start: responsibilities ``[S·T, K]``; None: from K observations that lie apart.
-            generator: for the start, and minibatches of series.
-            settings: those of :meth:`MessagePassing.fit`.
+            start: responsibilities ``[S·T, K]``; None starts from K observations that lie apart.
+            settings: those of :meth:`MessagePassing.fit`; ``generator`` draws the start too.
 
         Returns:
-            The nodes ``initial`` (Dirichlet), ``transition`` (Dirichlet, K copies), ``emission``
-            (K copies).
+            The nodes ``initial`` (Dirichlet over K classes), ``transition`` (Dirichlet, one for
+            each row of P) and ``emission`` (one for each class).
 
         Raises:
-            DataError: observations that the factor does not take.
-            InputError: a start or settings that do not fit.
+            DataError: the factor does not take these observations.
+            InputError: the start has another shape, or a setting is out of range.
         """
         data = self.check(data)
-        flat = _flat(data)
-        values = flat.reshape(len(flat), -1).double()
+        observations = _flat(data)
+        values = observations.reshape(len(observations), -1).double()
         generator = settings.get("generator")
         weights = first_responsibilities(values, self.n_states, start, generator)
-        emission = bayes(self.nodes["emission"], pooled(weights, self.emission.site(flat)))
-        first = {**self.nodes, "emission": emission}
-        return super().fit(data, start=first, **settings)  # type: ignore[return-value]
+        first_message = pooled(weights, self.emission.site(observations))
+        first_nodes = dict(self.nodes)
+        first_nodes["emission"] = bayes(self.nodes["emission"], first_message)
+        return super().fit(data, start=first_nodes, **settings)  # type: ignore[return-value]
 
     @cached_property
     def nodes(self) -> Nodes:
+        """The priors: of the first class, of the K rows of P, and of the K emissions."""
         emission = wide(self.prior)
-        like = next(iter(emission.natural.values()))
-        concentration = like.new_full((self.n_states, self.n_states), self.concentration)
+        some_parameter = next(iter(emission.natural.values()))  # has the prior's device
+        concentration = some_parameter.new_full((self.n_states, self.n_states), self.concentration)
         return {
             "initial": Dirichlet(concentration[0]),
             "transition": Dirichlet(concentration),
@@ -307,23 +321,24 @@ class HiddenMarkov(Messages):
         return self.emission.check(_flat(data), wide(self.prior)).reshape(data.shape)
 
     def local(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
-        """A of every series ``[S]``."""
+        """The log-normaliser A of every series ``[S]``."""
         return self.forward(mu, self.scores(mu, data))
 
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
         """E_q[log p(y_t | θ_k)], ``[S, T, K]``."""
-        flat = _flat(data)
-        scores = paired(self.emission.site(flat), mu["emission"])
-        scores = scores + self.emission.constant(flat).unsqueeze(1)
-        return scores.reshape(*data.shape[:2], -1)
+        observations = _flat(data)
+        scores = paired(self.emission.site(observations), mu["emission"])
+        scores = scores + self.emission.constant(observations).unsqueeze(1)
+        n_series, n_times = data.shape[:2]
+        return scores.reshape(n_series, n_times, -1)
 
     @staticmethod
     def forward(mu: Mapping[str, Natural], scores: Tensor) -> Tensor:
-        """The recursion, ``[S]``."""
+        """The forward recursion: A of every series ``[S]`` from its scores ``[S, T, K]``."""
         alpha = mu["initial"]["log"] + scores[:, 0]
         for t in range(1, scores.shape[1]):
-            ahead = torch.logsumexp(alpha.unsqueeze(2) + mu["transition"]["log"], 1)
-            alpha = ahead + scores[:, t]
+            from_each_class = alpha.unsqueeze(2) + mu["transition"]["log"]
+            alpha = torch.logsumexp(from_each_class, 1) + scores[:, t]
         return torch.logsumexp(alpha, 1)
 
 
@@ -333,19 +348,23 @@ class FittedMarkov(Fitted[Nodes]):
     note: ClassVar[str] = "log p of a series is a lower bound, so that losses are upper ones"
 
     def states(self, data: Tensor) -> Tensor:
-        """q(z_t = k) of series ``[S, T, …]``, smoothed, ``[S, T, K]``.
+        """q(z_t = k) given the whole series, ``[S, T, K]``, of series ``[S, T, …]``.
 
         Raises:
-            DataError: observations that the factor does not take.
+            DataError: the factor does not take these observations.
         """
         mu = _expectations(self.q)
         scores = self.model.scores(mu, self.model.check(data))
-        return grad(lambda s: self.model.forward(mu, s).sum())(scores)
+
+        def log_normaliser(scores: Tensor) -> Tensor:
+            return self.model.forward(mu, scores).sum()
+
+        return grad(log_normaliser)(scores)
 
 
-def _copied(natural: Natural, n: int) -> Natural:
-    """The same λ n times, along a new leading dimension."""
-    return {name: value.expand(n, *value.shape).clone() for name, value in natural.items()}
+def _copied(natural: Natural, n_copies: int) -> Natural:
+    """Copies of λ along a new leading dimension."""
+    return {name: value.expand(n_copies, *value.shape).clone() for name, value in natural.items()}
 
 
 def _flat(data: Tensor) -> Tensor:
@@ -356,7 +375,7 @@ def _flat(data: Tensor) -> Tensor:
 HiddenMarkov.kind = FittedMarkov
 
 
-FACTOR = gaussian()
+FACTOR = gaussian()  # the likelihood of a component
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +387,7 @@ class BayesianGaussianMixture(Messages):
         component: the prior of the mean and precision of each component.
 
     Raises:
-        InputError: a prior of another family, or with copies.
+        InputError: a prior is of another family, or is more than one distribution.
 
     Example:
         >>> parts = torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)
@@ -390,47 +409,50 @@ class BayesianGaussianMixture(Messages):
 
     @classmethod
     def for_data(cls, data: Tensor, n_components: int) -> Self:
-        """Weak priors on the scale of the data: α = 1/K, m = ȳ, κ = 1, ν = D, V⁻¹ = cov(y).
+        """A model with weak priors on the scale of the data.
+
+        They are α = 1/K for the weights, and m = ȳ, κ = 1, ν = D, V⁻¹ = cov(y) for a component.
 
         Raises:
-            DataError: data that are misshapen or not finite, or whose covariance is singular.
-            InputError: fewer than two components.
+            DataError: data are misshapen or not finite, or their covariance is singular.
+            InputError: there are fewer than two components.
         """
         at_least(2, "n_components", n_components)
         data = check_data(data, n_components)
-        size = data.shape[1]
-        covariance = torch.cov(data.mT, correction=min(1, len(data) - 1)).reshape(size, size)
+        n_columns = data.shape[1]
+        covariance = torch.cov(data.mT).reshape(n_columns, n_columns)
         _, failure = torch.linalg.cholesky_ex(covariance)
         if int(failure) != 0:
             raise DataError(
                 f"the covariance of {len(data)} examples is singular: drop dependent columns"
             )
         kappa = torch.ones(()).to(data)
-        component = NormalWishart(data.mean(0), kappa, size * kappa, covariance)
+        nu = n_columns * kappa
+        component = NormalWishart(data.mean(0), kappa, nu, covariance)
         concentration = torch.full((n_components,), 1 / n_components).to(data)
         return cls(Dirichlet(concentration), component)
 
     def fit(self, data: Tensor, *, start: Tensor | None = None, **settings: Any) -> FittedMeanField:  # type: ignore[override]
-        """Pass messages until the lower bound rests; in double precision.
+        """Pass messages until the ELBO stands still; in double precision.
 
-        It holds the second moments of all examples, N·D² numbers, counted from 0: centre data
-        whose mean is thousands of standard deviations away from it.
+        The second moments y yᵀ of all examples take N·D² numbers of memory. They are taken about
+        0: centre data whose mean is thousands of standard deviations away from 0.
 
         Args:
             data: ``[N, D]``.
-            start: responsibilities ``[N, K]``, or None to start from K examples that lie apart
+            start: responsibilities ``[N, K]``; None starts from K examples that lie apart
                 (k-means++).
-            settings: those of :meth:`MessagePassing.fit`.
+            settings: those of :meth:`MessagePassing.fit`; ``generator`` draws the start too.
 
         Returns:
             The mean field of the global nodes, ``q["weights"]`` (Dirichlet) and
-            ``q["components"]`` (Normal–Wishart, K copies), its sites, and the ELBO after each
-            iteration (z, then π and the components).
+            ``q["components"]`` (Normal–Wishart, one for each component), its sites, and the ELBO
+            after each iteration (first all z_i, then π and the components).
 
         Raises:
-            DataError: data that are not finite, misshapen, or fewer than K.
-            InputError: a start that does not fit, or whose components are not apart; settings
-                out of range.
+            DataError: data are not finite, misshapen, or fewer than K.
+            InputError: the start has another shape or two equal components, or a setting is out
+                of range.
         """
         data = self.check(data)
         n_components = len(self.weights.concentration)
@@ -458,12 +480,12 @@ class BayesianGaussianMixture(Messages):
         return self.scores(mu, data).logsumexp(1)
 
     def scores(self, mu: Mapping[str, Natural], data: Tensor) -> Tensor:
-        """The message to z_i, ``[N, K]``."""
+        """The message to z_i, E_q[log π_k + log p(y_i | m_k, Λ_k)], ``[N, K]``."""
         scores = paired(FACTOR.site(data), mu["components"])
         return scores + FACTOR.constant(data).unsqueeze(1) + mu["weights"]["log"]
 
     def log_predictive(self, q: Nodes, data: Tensor) -> Tensor:
-        """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t."""
+        """log Σ_k E[π_k] p_k(y_j), a mixture of Student's t, in nats ``[M]``."""
         components = q["components"]
         weights = q["weights"].expected_point()
         site = {name: value.unsqueeze(1) for name, value in FACTOR.site(data).items()}
@@ -473,10 +495,10 @@ class BayesianGaussianMixture(Messages):
 
 
 class FittedMeanField(Fitted[Nodes]):
-    """The global nodes of a mixture; taking examples out is one message-passing step.
+    """The global nodes of a mixture; examples are removed by one message-passing step.
 
-    :meth:`without` subtracts the messages of these examples to the global nodes; those of the other
-    examples stay as they were, although each would now be assigned a little differently.
+    :meth:`without` subtracts the messages of these examples from the global nodes. The messages of
+    the other examples stay as they were, although a new fit would change them a little.
 
     Example:
         >>> data = torch.cat([torch.linspace(-6, -5, 10), torch.linspace(4, 6, 20)]).unsqueeze(1)
@@ -492,7 +514,7 @@ class FittedMeanField(Fitted[Nodes]):
         """E-step: q(z_j = k) of M examples under the fitted nodes, ``[M, K]``.
 
         Raises:
-            DataError: data that are misshapen or not finite.
+            DataError: data are misshapen or not finite.
         """
         scores = self.model.scores(_expectations(self.q), self.model.check(data))
         return scores.softmax(1)

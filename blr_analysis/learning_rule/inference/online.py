@@ -1,14 +1,17 @@
 """Online learning as the rule, one example after another (Khan & Rue, section 5.4).
 
-With one loss at a time, ρ = η and the entropy counted relative to the last posterior, the rule is
+Each round takes one loss ℓ_t and the step size ρ = η, and counts the entropy relative to the last
+posterior q_t. Then the rule is
 
-    λ ← λ − η ∇_μ E_q[ℓ_t]          ⇔   q ← argmin  E_q[ℓ_t] + KL(q ‖ q_t) / η   (K&R 22),
+    λ ← λ − η ∇_μ E_q[ℓ_t]          ⇔   q ← argmin  E_q[ℓ_t] + KL(q ‖ q_t) / η   (K&R 22).
 
-Bayes' rule with e^(−η ℓ_t) in the place of a likelihood: exponential weights. :func:`experts` makes
-Hedge of it, with no approximation; with the loss's tangent and the square of its gradient at the
-mean (the delta method) it is :class:`OnlineNewton`. A mirror descent in μ is a natural gradient
-step in λ; a mirror descent in λ is one in μ, which :func:`likelihood_step` has beside K&R's
-Eq. 19.
+It is Bayes' rule with e^(−η ℓ_t) in the place of the likelihood: exponential weights.
+
+* :func:`experts` are exponential weights over K experts (Hedge), without any approximation.
+* :class:`OnlineNewton` are exponential weights over Gaussians. It replaces the loss by its tangent
+  and the square of its gradient, both at the mean (the delta method).
+* :func:`likelihood_step` is one step of maximum likelihood: a gradient step (K&R 18), a natural
+  gradient step (K&R 19), or a mirror descent.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ from blr_analysis.learning_rule.rule import blr_step
 def experts(n_experts: int, rate: float) -> Factor:
     """Losses L ``[N, K]`` of K experts in N rounds; conjugate to :class:`CategoricalFamily`.
 
-    Each round has the site λ̃ = −η (L_k − L_K) and the constant c = −η L_K. The posterior's weights
-    are then proportional to π_k e^(−η Σ_t L_tk), as in Hedge, and −1/η times the log evidence is
-    the mix loss, at most log(K)/η above the best expert's loss. ``without(rounds)`` forgets rounds,
-    exactly.
+    A round is a likelihood −η L_k of expert k: its site is λ̃ = −η (L_k − L_K), and its constant
+    term is c = −η L_K. The posterior's weights are proportional to π_k e^(−η Σ_t L_tk), as in
+    Hedge. The log evidence times −1/η is the mix loss, which is at most log(K)/η above the loss of
+    the best expert. ``without(rounds)`` is exact: it forgets these rounds.
 
     Raises:
-        InputError: fewer than two experts, or a rate that is not positive.
+        InputError: there are fewer than two experts, or the rate is not positive.
 
     Example:
         >>> from blr_analysis.learning_rule.inference import Conjugate
@@ -56,9 +59,9 @@ def experts(n_experts: int, rate: float) -> Factor:
 
     def check(losses: Any, prior: CategoricalFamily) -> Tensor:
         losses = real("losses", losses, like=prior.log_odds, ndim=2)
-        has_all_losses = losses.shape[1] == n_experts
-        has_all_odds = prior.log_odds.shape[-1] == n_experts - 1
-        if not (has_all_losses and has_all_odds):
+        experts_of_losses = losses.shape[1]
+        experts_of_prior = prior.log_odds.shape[-1] + 1
+        if not experts_of_losses == experts_of_prior == n_experts:
             raise DataError(f"losses and prior must be of {n_experts} experts")
         return losses
 
@@ -76,10 +79,10 @@ class OnlineNewton(Model):
 
         S ← S + γ g gᵀ,      m ← m − S⁻¹ g,      g = ∇ℓ_t(m)
 
-    for the surrogate ⟨g, θ − m⟩ + γ/2 ⟨g, θ − m⟩² of the loss, with S = γ A in the paper's words.
-    A fit is one pass over the data. The site of a round is what the round added to λ:
-    :meth:`Fitted.without` subtracts it, and the other rounds keep their gradients. A further step
-    is a new pass over the remaining rounds. The log predictive of an example is −ℓ at the mean.
+    The loss is approximated by ⟨g, θ − m⟩ + γ/2 ⟨g, θ − m⟩². The paper's A is S/γ. A fit is one
+    pass over the data. The site of a round is what the round added to λ: :meth:`Fitted.without`
+    subtracts it and leaves the gradients of the other rounds as they were; :meth:`Fitted.refitted`
+    makes a new pass over the remaining rounds. The log predictive of an example is −ℓ at the mean.
 
     Args:
         prior: N(m, S⁻¹) before the first round.
@@ -87,7 +90,7 @@ class OnlineNewton(Model):
         rate: γ; at most ½ min(1/(4GD), α) for the regret's guarantee.
 
     Raises:
-        InputError: another prior, or a rate that is not positive.
+        InputError: the prior is no FullGaussian, or the rate is not positive.
 
     Example:
         >>> prior = FullGaussian(torch.zeros(1), torch.eye(1))
@@ -109,15 +112,16 @@ class OnlineNewton(Model):
     def fit(self, data: Any) -> Fitted[FullGaussian]:
         """One pass over the data.
 
-        ``history`` holds the loss of every round before its step; the regret counts their sum.
+        ``history`` holds the loss of every round before its step. The sum of these losses, less
+        that of the best fixed θ, is the regret.
 
         Args:
-            data: a tensor ``[N, …]`` or a tuple of them, in their order.
+            data: a tensor ``[N, …]`` or a tuple of them, one example for each round, in order.
 
         Raises:
-            DataError: no examples.
-            InputError: a loss that is no number, a gradient that is not finite, or a precision
-                that rounding makes singular.
+            DataError: there are no examples.
+            InputError: the loss is no number, its gradient is not finite, or rounding makes the
+                precision singular.
         """
         data = self.check(data)
         q = self.prior
@@ -142,19 +146,21 @@ class OnlineNewton(Model):
         )
 
     def step(self, q: FullGaussian, data: Any) -> FullGaussian:
-        """The posterior of these examples alone: one pass from the prior, whatever ``q`` is."""
+        """The posterior after one pass over these examples from the prior; ``q`` has no effect."""
         if count(data) == 0:
             return self.prior
         return self.fit(data).q
 
     def log_predictive(self, q: FullGaussian, data: Any) -> Tensor:
-        """−ℓ at the mean of q."""
+        """−ℓ of each example at the mean of q ``[M]``; q is one Gaussian, or one per example."""
         n_data = count(data)
-        means = q.mean.expand(n_data, q.mean.shape[-1])  # q is for all examples, or one for each
+        n_parameters = q.mean.shape[-1]
+        means = q.mean.expand(n_data, n_parameters)
         losses = [self.loss(means[t], rows(data, t)) for t in torch.arange(n_data)]
         return -torch.stack(losses)
 
     def _loss(self, theta: Tensor, example: Any) -> Tensor:
+        """ℓ of one example, a number; InputError where the user's function gives no number."""
         contract = "loss must be a function (theta, example) -> a number"
         return answer(contract, torch.Size([]), self.loss, theta, example)
 
@@ -162,25 +168,29 @@ class OnlineNewton(Model):
 def likelihood_step(
     q: ExponentialFamily, theta: Any, rho: float, *, along: str = "natural"
 ) -> ExponentialFamily:
-    """One step of maximum likelihood, q being the model of the data.
+    """One step of maximum likelihood for data that are modelled by the family of q.
 
         gradient:     λ ← λ + ρ (T̄ − μ)              (steepest ascent, K&R 18)
         natural:      λ ← λ + ρ F(λ)⁻¹ (T̄ − μ)       (K&R 19; F = ∇²A)
         mirror:       λ ← argmax ⟨T̄ − μ, λ'⟩ − KL(q ‖ q_λ') / ρ
         expectation:  μ ← μ + ρ (T̄ − μ)              (the mirror descent, written in μ)
 
-    T̄ is the mean of T(θ) over the data and T̄ − μ the gradient of the mean log-likelihood with
-    respect to λ. The first two are the rule without its entropy. With ρ = 1 the mirror descent
-    reaches the maximum in one step from anywhere, and the natural gradient is Newton's method.
+    T̄ is the mean of T(θ) over the data, and T̄ − μ is the gradient of the mean log-likelihood with
+    respect to λ. The first two are the rule without its entropy. At ρ = 1 the mirror descent
+    reaches the maximum in one step from any λ, and the natural gradient step is Newton's method.
 
     Args:
         q: p(·; λ) before the step.
-        theta: data, as ``q.statistics`` takes them, with a leading dimension.
+        theta: the data, with a leading dimension, in the form that ``q.statistics`` takes.
         rho: ρ in (0, 1].
         along: ``"gradient"``, ``"natural"``, ``"mirror"`` or ``"expectation"``.
 
+    Returns:
+        p(·; λ) after the step.
+
     Raises:
-        InputError: a ρ outside of (0, 1], unknown coordinates, or a step out of the family.
+        InputError: ρ is outside of (0, 1], ``along`` has another name, or the step leaves the
+            family.
 
     Example:
         >>> from blr_analysis.learning_rule.families import Gamma
@@ -198,6 +208,8 @@ def likelihood_step(
         return q.with_expectation(add(q.expectation, scale(gradient, rho)))
     if along == "natural":
         gradient = natural_gradient(q, gradient)
-    # The rule subtracts ρ (λ + ∇ E[log h]), the entropy's share: added here, it cancels there.
-    loss_gradient = scale(add(gradient, q.natural, q.base_gradient()), -1.0)
+    # blr_step adds the gradient of the entropy, −λ − ∇_μ E[log h]. Maximum likelihood has no
+    # entropy, so the loss contains what cancels it.
+    without_entropy = add(gradient, q.natural, q.base_gradient())
+    loss_gradient = scale(without_entropy, -1.0)
     return blr_step(q, loss_gradient, rho)

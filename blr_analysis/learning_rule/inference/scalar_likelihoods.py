@@ -1,14 +1,14 @@
-"""Likelihoods that see one number f of the parameters, and their integrals over a Gaussian f.
+"""Likelihoods of one number f, log p(y|f), and their integrals over a Gaussian f ~ N(m, v).
 
-A likelihood is asked for nothing but log p(y|f). Its derivatives are those of an expectation, which
-a closed form, or Gauss–Hermite quadrature and autograd, provides:
+A likelihood has to define log p(y|f) only. Expectations of it have a closed form, or are computed
+by Gauss–Hermite quadrature; their derivatives come from autograd:
 
     E_q[g(f)] ≈ Σ_k w_k g(m + √v z_k)
 
-The nodes are a third of √v apart where q has its mass. That is good for functions of f that bend no
-faster, as log p(y|f) of the likelihoods here does for √v up to 3. The density p(y|f) itself, of a
-large count for example, may be far narrower than q and far from its mean: its integral is a sum
-over a grid of √v / 50.
+The nodes are √v / 3 apart where q has most of its mass. That is enough for functions which vary on
+no shorter scale, such as log p(y|f) of the likelihoods here for √v up to 3. The density p(y|f),
+for example of a large count, may be much narrower than q and far from its mean. Its integral is
+therefore a sum over a grid whose spacing is √v / 50.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian
 from blr_analysis.learning_rule.inference.fitted import answer
 from blr_analysis.likelihoods import Bernoulli, Gaussian, Likelihood, Poisson
 
-NODES = 100
+NODES = 100  # of the quadrature
 GRID_POINTS = 1601
 GRID_REACH = 16  # standard deviations on either side of the mean
 Function = Callable[[Tensor], Tensor]
-"""Places ``[K, N]`` → as many values, element by element."""
+"""Points ``[K, N]`` → values ``[K, N]``, element by element."""
 Integral = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(y, m, v) → an integral over f ~ N(m, v), element by element."""
 
@@ -69,13 +69,14 @@ class ScalarLikelihood:
     """p(y_i | f_i) with one number f_i for each example.
 
     Attributes:
-        name: for messages.
+        name: the likelihood's name in messages.
         log_prob: (y ``[N]``, f ``[N]`` or ``[K, N]``) → log p(y|f), element by element and
             broadcast, in nats; differentiable.
-        mean: f → E[y|f], the probability of y = 1 for labels; None where nobody asks for it.
-        targets: the likelihood of the package whose targets these are, for checks; None: any.
+        mean: f → E[y|f], for labels the probability of y = 1; None: it is not known.
+        targets: a likelihood of :mod:`blr_analysis.likelihoods`, which checks the targets; None:
+            any finite number is a target.
         expected: E_q[log p(y|f)] in closed form; None: by quadrature.
-        predictive: log E_q[p(y|f)] in closed form; None: by quadrature.
+        predictive: log E_q[p(y|f)] in closed form; None: by a sum over the grid.
 
     Example:
         >>> logistic = scalar_likelihood("bernoulli")
@@ -95,7 +96,10 @@ AnyLikelihood = str | Likelihood | ScalarLikelihood | Callable[[Tensor, Tensor],
 
 
 def from_package(likelihood: Likelihood) -> ScalarLikelihood:
-    """A likelihood of :mod:`blr_analysis.likelihoods` with one output, its constant included."""
+    """A likelihood of :mod:`blr_analysis.likelihoods` with one output.
+
+    log p(y|f) includes the terms that do not depend on f, whatever the options of ``likelihood``.
+    """
     if isinstance(likelihood, Poisson):
         likelihood = Poisson()
     elif isinstance(likelihood, Gaussian):
@@ -138,16 +142,19 @@ def _expected_poisson(y: Tensor, m: Tensor, v: Tensor) -> Tensor:
     return y * m - (m + 0.5 * v).exp() - torch.lgamma(y + 1)
 
 
-def _log_normal(gap: Tensor, variance: Tensor) -> Tensor:
-    return -0.5 * (gap.square() / variance + (2 * math.pi * variance).log())
+def _log_normal(residual: Tensor, variance: Tensor) -> Tensor:
+    """The log density of a Gaussian at these distances from its mean."""
+    return -0.5 * (residual.square() / variance + (2 * math.pi * variance).log())
 
 
 def _probit(y: Tensor, f: Tensor) -> Tensor:
+    """log Φ(±f), with + for y = 1 and − for y = 0."""
     sign = 2 * y - 1
     return torch.special.log_ndtr(sign * f)
 
 
 def _predictive_probit(y: Tensor, m: Tensor, v: Tensor) -> Tensor:
+    """log Φ(±m / √(1 + v)), the log predictive of the probit likelihood for f ~ N(m, v)."""
     return _probit(y, m * (1 + v).rsqrt())
 
 
@@ -166,10 +173,10 @@ NAMED = {
 
 
 def scalar_likelihood(likelihood: AnyLikelihood) -> ScalarLikelihood:
-    """The likelihood of this name, of this object, or of a function log p(y|f).
+    """The :class:`ScalarLikelihood` for a name, a likelihood object, or a function log p(y|f).
 
     Raises:
-        InputError: none of these, or a likelihood of many outputs.
+        InputError: the name is unknown, or the likelihood has many outputs.
     """
     if isinstance(likelihood, ScalarLikelihood):
         return likelihood
@@ -184,11 +191,11 @@ def scalar_likelihood(likelihood: AnyLikelihood) -> ScalarLikelihood:
 
 
 def checked_targets(likelihood: ScalarLikelihood, y: Tensor) -> Tensor:
-    """Targets ``[N]`` as the likelihood takes them; its log p(y|f) is tried on them.
+    """Targets ``[N]`` in the form that the likelihood takes, after a trial of log p(y|f) on them.
 
     Raises:
-        DataError: targets outside the support, or not finite.
-        InputError: log p(y|f) is no number for each example that torch can differentiate in f.
+        DataError: a target is outside the support, or not finite.
+        InputError: log p(y|f) is not one number for each example, or not differentiable in f.
     """
     if likelihood.targets is not None:
         outputs = y.new_zeros(y.shape).unsqueeze(-1)
@@ -223,7 +230,7 @@ def expected_mean(likelihood: ScalarLikelihood, f: DiagonalGaussian) -> Tensor:
     """E_q[E[y_i|f_i]], ``[N]``.
 
     Raises:
-        InputError: a likelihood without a mean.
+        InputError: the likelihood has no mean.
 
     >>> f = DiagonalGaussian(torch.ones(1), torch.ones(1))
     >>> expected_mean(scalar_likelihood("probit"), f)

@@ -1,20 +1,20 @@
-"""A mixture of exponential families: the skew normal, for posteriors of one number that lean.
+"""The skew normal, for asymmetric posteriors of one number; a mixture of exponential families.
 
     q(θ) = ∫ N(θ | m + |w| a, 1/s) N(w | 0, 1) dw
 
-is a Gaussian whose mean is moved along a by a half-normal w: not an exponential family, but one
-given w, in the statistics (θ, |w| θ, θ²). With λ = (s m, s a, −s/2) and μ the expectations of these
-statistics under the joint of w and θ, natural gradients are again derivatives in μ, and the rule
-reads (Lin, Khan & Schmidt, 2019; Khan & Rue, sections 3.2 and 5.4)
+The half-normal |w| moves the mean of a Gaussian along a. q is no exponential family, but given w it
+is one, with the statistics (θ, |w| θ, θ²) and λ = (s m, s a, −s/2). Let μ be the expectations of
+these statistics under the joint distribution of w and θ. Natural gradients are then derivatives
+with respect to μ, and the rule is (Lin, Khan & Schmidt, 2019; Khan & Rue, sections 3.2 and 5.4)
 
     λ ← λ − ρ ∇_μ E_q[ ℓ̄(θ) + log q(θ) ]
 
-with the entropy of the mixture itself in the place of −λ. Expectations are sums over a fine grid,
-whose error falls faster than any power of its spacing for smooth, decaying functions.
+with the gradient of the mixture's entropy in the place of −λ. Expectations are sums over a fine
+grid; for smooth, decaying functions their error falls faster than any power of its spacing.
 
 At a fixed point of the rule λ is a sum with one term for each example, λ̃_i = ∇_μ E_q[log p(y_i|θ)],
-and one for prior and entropy, so that λ − λ̃_i is the first step, at ρ = 1, of fitting again without
-that example.
+and one term for prior and entropy. λ − λ̃_i is the first step, at ρ = 1, of fitting again without
+example i.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class SkewNormal:
 
     Attributes:
         location: m, a number.
-        lean: a; the sign is that of the skewness, 0 gives a Gaussian.
+        lean: a; its sign is that of the skewness, and a = 0 gives a Gaussian.
         precision: s > 0.
 
     Raises:
-        InputError: parameters that are not finite, or a precision that is not positive.
+        InputError: a parameter is not finite, or the precision is not positive.
 
     Example:
         >>> q = SkewNormal(*torch.tensor([0.0, 3.0, 1.0], dtype=torch.float64))
@@ -79,9 +79,12 @@ class SkewNormal:
 
     @property
     def natural(self) -> Natural:
-        """λ of (θ, ``|w|`` θ, θ²), given w."""
-        s = self.precision
-        return {"linear": s * self.location, "lean": s * self.lean, "square": -0.5 * s}
+        """λ = (s m, s a, −s/2) of the statistics (θ, ``|w|`` θ, θ²)."""
+        return {
+            "linear": self.precision * self.location,
+            "lean": self.precision * self.lean,
+            "square": -0.5 * self.precision,
+        }
 
     @property
     def expectation(self) -> Natural:
@@ -129,7 +132,7 @@ class SkewNormal:
         return math.log(2) + side - 0.5 * z.square() - width.log() - 0.5 * math.log(2 * math.pi)
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """Places of the sums over θ, and the logarithm of their spacing."""
+        """The points of sums over θ ``[G]``, and the logarithm of their spacing."""
         reach = GRID_REACH * self.variance.detach().sqrt()
         steps = torch.linspace(-1, 1, GRID_POINTS, dtype=reach.dtype, device=reach.device)
         spacing = reach * 2 / (GRID_POINTS - 1)
@@ -148,25 +151,27 @@ def _square_of_mean(location: Tensor, lean: Tensor) -> Tensor:
 
 
 def skew_step(q: SkewNormal, log_joint: Callable[[Tensor], Tensor], rho: float) -> SkewNormal:
-    """λ ← λ + ρ ∇_μ E_q[log p(y, θ) − log q(θ)] (Lin et al., 2019).
+    """q after λ ← λ + ρ ∇_μ E_q[log p(y, θ) − log q(θ)] (Lin et al., 2019).
 
-    The entropy is that of the mixture, in the gradient; so the −λ of the rule's own is taken back.
+    The gradient contains the entropy of the mixture. :func:`blr_step` adds that of an exponential
+    family, −λ, so that λ is added here to cancel it.
     """
     expectation = {name: mu.detach().requires_grad_() for name, mu in q.expectation.items()}
     with torch.enable_grad():
         elbo = SkewNormal.from_expectation(expectation).elbo(log_joint)
-        slopes = torch.autograd.grad(elbo, list(expectation.values()))
-    gradient = dict(zip(expectation, slopes, strict=True))
-    return blr_step(q, scale(add(gradient, q.natural), -1.0), rho)
+        derivatives = torch.autograd.grad(elbo, list(expectation.values()))
+    gradient = dict(zip(expectation, derivatives, strict=True))
+    loss_gradient = scale(add(gradient, q.natural), -1.0)
+    return blr_step(q, loss_gradient, rho)
 
 
 @dataclass(frozen=True)
 class LogJoint(Model):
-    """log p(y, θ): the examples that are named, and everything else.
+    """log p(y, θ): a sum over examples, and the logarithm of everything else.
 
     Attributes:
-        rest: θ ``[G]`` → log p of everything else ``[G]``.
-        log_likelihood: of the named examples.
+        rest: θ ``[G]`` → log p of everything but the examples ``[G]``.
+        log_likelihood: (examples, θ) → log p(y_i|θ); unused where there are no examples.
         rho: ρ of the rule's steps.
     """
 
@@ -181,6 +186,7 @@ class LogJoint(Model):
         return answer(contract, shape, self.log_likelihood, data, theta)
 
     def __call__(self, theta: Tensor, data: Any) -> Tensor:
+        """log p(y, θ) ``[G]``; without examples where ``data`` is None."""
         if data is None:
             return self.rest(theta)
         return self.rest(theta) + self.of_examples(data, theta).sum(0)
@@ -191,20 +197,24 @@ class LogJoint(Model):
         names = list(q.expectation)
 
         def weights(*mu: Tensor) -> Tensor:
+            """q(θ) times the spacing, at the grid's points ``[G]``."""
             member = SkewNormal.from_expectation(dict(zip(names, mu, strict=True)))
             return (member.log_prob(grid) + log_spacing).exp()
 
-        slopes = torch.autograd.functional.jacobian(
+        derivatives = torch.autograd.functional.jacobian(
             weights,
             tuple(mu.detach() for mu in q.expectation.values()),
             strategy="forward-mode",
             vectorize=True,
         )
-        values = self.of_examples(data, grid)
-        return {name: values @ slope for name, slope in zip(names, slopes, strict=True)}
+        log_likelihoods = self.of_examples(data, grid)
+        return {
+            name: log_likelihoods @ derivative
+            for name, derivative in zip(names, derivatives, strict=True)
+        }
 
     def log_predictive(self, q: SkewNormal, data: Any) -> Tensor:
-        """log ∫ p(y_i|θ) q(θ) dθ on the grid."""
+        """log ∫ p(y_i|θ) q(θ) dθ by a sum over the grid, in nats ``[M]``."""
         grid, log_spacing = q.grid()
         log_joint = self.of_examples(data, grid) + q.log_prob(grid)
         return (log_joint + log_spacing).logsumexp(1)
@@ -214,7 +224,7 @@ class LogJoint(Model):
 
 
 class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
-    """A skew normal; where it was fitted with ``log_likelihood`` and ``data``, with sites."""
+    """A fitted skew normal; it has sites if it was fitted with ``log_likelihood`` and ``data``."""
 
     note: ClassVar[str] = ONE_STEP
 
@@ -222,12 +232,13 @@ class FittedSkewNormal(Fitted[SkewNormal]):  # type: ignore[type-var]
         """log p(y_i | λ − λ̃_i) of every example, in nats ``[N]``; see :meth:`Fitted.left_out`.
 
         Raises:
-            InputError: no skew normal is left without some example.
+            InputError: for some example, λ − λ̃_i is no skew normal.
         """
         log_probs = []
-        for example in torch.arange(max(1, self.n_data)).split(1):
-            without = self._less(self._total(example))
-            log_probs.append(self.model.log_predictive(without, rows(self.data, example)))
+        for i in range(max(1, self.n_data)):  # without any example, _total raises
+            example = torch.tensor([i])
+            q_without = self._less(self._total(example))
+            log_probs.append(self.model.log_predictive(q_without, rows(self.data, example)))
         return torch.cat(log_probs)
 
 
@@ -242,29 +253,31 @@ def fit_skew_normal(
 ) -> FittedSkewNormal:
     """The skew normal nearest to the posterior of one number, by the rule for mixtures.
 
-    The best Gaussian is a stationary point here as well (at a = 0 the derivatives in a and in m
-    are in proportion), so the start must lean, to either side.
+    The best Gaussian is a stationary point of the rule: at a = 0 the derivatives with respect to a
+    and m are proportional. So the start must have a lean a ≠ 0.
 
     Args:
-        log_joint: θ ``[G]`` → log p(y, θ) ``[G]``, up to a constant; twice differentiable. Of all
-            that is not in ``data``: with them, the log prior.
-        start: where to begin; a ≠ 0, with the sign of the skewness.
-        log_likelihood: (data of M examples, θ ``[G]``) → log p(y_i|θ) ``[M, G]``, in nats, for
-            posteriors from which examples can be taken out.
+        log_joint: θ ``[G]`` → log p(y, θ) ``[G]``, up to a constant; twice differentiable. With
+            ``data`` it is the log prior, without them it includes the likelihood.
+        start: q before the first step, with a ≠ 0 of the sign of the skewness.
+        log_likelihood: (M examples, θ ``[G]``) → log p(y_i|θ) ``[M, G]``, in nats. It makes a
+            posterior from which examples can be removed.
         data: N examples, a tensor ``[N, …]`` or a tuple of them, as ``log_likelihood`` takes them.
         rho: ρ in (0, 1].
         stopping: ``max_iter``, ``tol`` (of the ELBO, in nats) and ``progress`` (whether to show a
-            bar; None: on a terminal after a second).
+            bar; None shows it on a terminal after a second).
 
     Returns:
-        The posterior, with the ELBO after each step, and sites where the examples are named.
+        The posterior, with the ELBO after each step as ``history``, and with sites if there are
+        ``data``.
 
     Raises:
-        InputError: a start that does not lean, a step that leaves the family, one of
-            ``log_likelihood`` and ``data`` without the other, or log-likelihoods of another shape.
+        InputError: the start has no lean, a step leaves the family, only one of
+            ``log_likelihood`` and ``data`` is there, or log-likelihoods have another shape.
 
     Example:
-        Rates of two intervals, with one event and with three, on the log scale, under a wide prior.
+        The logarithm of a rate, from two intervals with one and with three events, and a wide
+        prior:
 
         >>> def log_prior(theta): return -theta.square() / 20
         >>> def log_likelihood(y, theta): return y[:, None] * theta - theta.exp()
