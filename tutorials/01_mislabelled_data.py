@@ -163,8 +163,7 @@ def our_rankings(task: blr.Task, posterior: blr.Posterior) -> tuple[Rankings, Sc
 
 start = time.perf_counter()
 task = blr.Task(model, (images, labels), likelihood="categorical")
-# As weights were drawn: with what is left of the start, which this network was trained with.
-posterior = blr.Posterior.from_optimizer(optimizer, model).as_drawn
+posterior = blr.Posterior.from_optimizer(optimizer, model)
 capture_seconds = time.perf_counter() - start
 ours, scores = our_rankings(task, posterior)
 

@@ -61,6 +61,11 @@ class Visit:
     def key(self) -> tuple[str, int]:
         return self.unit.path, self.occurrence
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one tensor goes in, as of most layers."""
+        return is_plain(self.args, self.kwargs)
+
     def note_stale(self) -> None:
         """Note whether an input was overwritten after the layer read it."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
@@ -222,6 +227,11 @@ def hooked(unit: Unit, visit: Callable[..., Any]) -> Any:
         return visit(unit, args, kwargs, output) if module is unit.module else None
 
     return unit.module.register_forward_hook(hook, with_kwargs=True)
+
+
+def is_plain(args: Any, kwargs: Any) -> bool:
+    """Whether a layer is called with one tensor, as most are."""
+    return len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
 
 
 def is_floating(leaf: Any) -> TypeGuard[Tensor]:

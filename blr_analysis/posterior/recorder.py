@@ -138,15 +138,14 @@ class KroneckerRecorder(Reader):
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this one is
         self._collected: list[Pass] = []  # that are not averaged in yet
+        self._layout: list[Any] = []  # of the collected passes
+        self._has_other_labels = False  # whether labels of some recorded pass could not be drawn
         self._gradients: dict[str, Tensor] = {}  # sums over recorded passes of an example's
         self._is_drawing = False  # whether a backward pass of drawn labels goes on
         self._gradient_scale: float | None = None  # of the backward pass that goes on, if recorded
         self._tape = Tape(model, self)
         self._tape.start(self._units)
-        self._handles: list[Any] = []
-        if labels == "drawn":
-            for name, parameter in self._parameters.items():
-                self._handles.append(parameter.register_hook(partial(self._take_gradient, name)))
+        self._gradient_handles: list[Any] = []  # of hooks that are there in recorded passes alone
 
     def __repr__(self) -> str:
         return f"KroneckerRecorder({self._recorded} of {self.passes} passes, every={self.every})"
@@ -156,8 +155,7 @@ class KroneckerRecorder(Reader):
         self._settle()
         self._multiply()
         self._tape.stop()
-        while self._handles:
-            self._handles.pop().remove()
+        self._watch_gradients(False)
 
     # Of a tape -------------------------------------------------------------------------------
 
@@ -171,6 +169,7 @@ class KroneckerRecorder(Reader):
         self._follows_recorded = self._is_recorded
         self._is_recorded = self.passes % self.every == 0 and batch > 0
         self.passes += 1
+        self._watch_gradients(self._is_recorded and self.labels == "drawn")
         if self._is_recorded:
             self._tape.passes.clear()  # of some no gradient came back
         is_watching = self.labels == "given" and not self.accumulates
@@ -215,15 +214,19 @@ class KroneckerRecorder(Reader):
             return
         outputs = forward.outputs
         assert outputs is not None
-        is_usable = bool(gradient.isfinite().all())  # a gradient scaler skips other steps
-        drawn = drawn_errors(outputs.detach(), gradient, self.passes) if is_usable else None
+        drawn = drawn_errors(outputs.detach(), gradient, self.passes)
         gradients = None if drawn is None else self._of_drawn(forward, outputs, drawn.errors)
         if drawn is not None and gradients is not None:
-            counts = gradient.reshape(forward.batch, -1).any(1)
-            self._collect(forward.with_gradients(gradients), counts)
-            self._gradient_scale = 1 / (drawn.weight * int(counts.sum()))
-        if gradients is not None or not is_usable:
+            examples = gradient.reshape(forward.batch, -1).any(1).nonzero().flatten()
+            self._collect(forward.with_gradients(gradients), examples)
+            self._gradient_scale = 1 / (drawn.weight * len(examples))
+            self.needs_gradients = self._has_other_labels
             self._tape.passes.remove(forward)
+        elif not bool(gradient.isfinite().all()):  # a gradient scaler skips the step
+            self._tape.passes.remove(forward)
+        else:
+            self._has_other_labels = True
+            self.needs_gradients = True
         forward.outputs = None
         for call in forward.calls:
             call.edges = []
@@ -233,7 +236,10 @@ class KroneckerRecorder(Reader):
         backward pass, as through reentrant checkpoints."""
         self._is_drawing = True
         try:
-            return forward.gradients([outputs], [errors])
+            gradients = forward.gradients([outputs], [errors])
+            for call in forward.calls:
+                call.check_inputs()
+            return gradients
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -244,13 +250,12 @@ class KroneckerRecorder(Reader):
         finally:
             self._is_drawing = False
 
-    def _collect(self, forward: Pass, counts: Tensor) -> None:
+    def _collect(self, forward: Pass, examples: Tensor) -> None:
         """Take in a pass; its products are made with those of others, which is faster.
 
         At an output that all examples share, the gradient is the sum of theirs. Labels are drawn
         independently, so that the mean of its square is the sum of theirs.
         """
-        examples = counts.nonzero().flatten()
         for call in forward.calls:
             if len(call.visit.outputs[0]) == 1 < forward.batch:
                 call.gradients = _scaled(call.gradients, len(examples) ** -0.5)
@@ -258,8 +263,10 @@ class KroneckerRecorder(Reader):
         if n_used < forward.batch:
             spread = torch.arange(n_used) * len(examples) // n_used
             forward = forward.of_examples(examples[spread.to(examples.device)])
-        if self._collected and self._collected[0].layout != forward.layout:
+        layout = forward.layout
+        if self._collected and self._layout != layout:
             self._multiply()
+        self._layout = layout
         self._collected.append(forward)
         rows = [len(call.visit.outputs[0]) * positions_of(call.visit) for call in forward.calls]
         if len(self._collected) * max(rows) >= TOGETHER:
@@ -304,6 +311,15 @@ class KroneckerRecorder(Reader):
             counts = torch.ones(batch, dtype=torch.bool)
             terms += self._terms(Pass(batch, calls), counts, factor=1.0)
         return terms
+
+    def _watch_gradients(self, is_watched: bool) -> None:
+        """Have hooks on the parameters, or none, which would cost time in other passes."""
+        if is_watched and not self._gradient_handles:
+            for name, parameter in self._parameters.items():
+                take = partial(self._take_gradient, name)
+                self._gradient_handles.append(parameter.register_hook(take))
+        while self._gradient_handles and not is_watched:
+            self._gradient_handles.pop().remove()
 
     @torch.no_grad()
     def _take_gradient(self, name: str, gradient: Tensor) -> None:

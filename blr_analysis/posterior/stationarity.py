@@ -69,7 +69,7 @@ def stationarity(task: Task, posterior: Posterior) -> Stationarity:
         >>> stationarity(task, q).at_minimum
         False
     """
-    on_task = posterior.on(task)
+    on_task = posterior.on(task).as_drawn
     if on_task.stationarity is not None and _is_fitted_to(on_task, task):
         return on_task.stationarity
     return _measured_once(task, posterior, on_task).stationarity

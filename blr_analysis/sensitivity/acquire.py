@@ -80,7 +80,7 @@ def acquire(
     if positive_int("draws", draws) < 2:
         raise InputError("a single draw has nothing to disagree with; take draws=128")
     at_least(0, "seed", seed)
-    q = posterior.on(task, same_data=False)
+    q = posterior.on(task, same_data=False).as_drawn
     generator = torch.Generator().manual_seed(seed)
     if task.likelihood.is_sequence:
         return _by_themselves(task, posterior, k, by, draws, generator)

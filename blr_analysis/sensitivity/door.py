@@ -21,6 +21,10 @@ Run = tuple[Task, Posterior]  # a posterior, and the task with its buffers
 def checked_posterior(task: Task, posterior: Posterior, *, own_weights: bool = True) -> Posterior:
     """The posterior on the task's device, which knows whether it is at a minimum.
 
+    Of one that an optimizer of the rule learned it is the distribution that the network was trained
+    under, :attr:`~blr_analysis.Posterior.as_drawn`: without its start, V is far wider than any
+    weights that training saw (``python -m benchmarks.start_of_ivon``).
+
     What its fit did not measure is measured here, once, and kept beside the user's posterior.
 
     Args:
@@ -39,7 +43,8 @@ def checked_posterior(task: Task, posterior: Posterior, *, own_weights: bool = T
         raise InputError(f"give a Task and its Posterior; got {got} and no posterior")
     wanted = "a blr_analysis.Posterior (from_optimizer, from_checkpoint, load, or fit_laplace)"
     instance("posterior", posterior, Posterior, wanted)
-    on_task = recognised(task, posterior, posterior.on(task), own_weights=own_weights)
+    on_task = posterior.on(task).as_drawn
+    on_task = recognised(task, posterior, on_task, own_weights=own_weights)
     if on_task.stationarity is None and not task.likelihood.is_sequence:
         on_task = with_stationarity(task, posterior, on_task)
     met(task, on_task)

@@ -120,3 +120,52 @@ def test_what_the_fit_did_not_measure_is_measured_once() -> None:
     other = blr.Task(task.model, data(1), progress=False)
     assert stationarity(other, q) != checked.stationarity
     assert stationarity(task, q) == checked.stationarity
+
+
+def learned_by_vogn() -> tuple[blr.Task, blr.Posterior, dict[str, torch.Tensor]]:
+    """A task, what was learned, and the precision that weights were drawn with, read off h."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x, y = data()
+    x = x.double()
+    optimizer = blr.VOGN(
+        model.parameters(), lr=0.1, ess=N, model=model, beta2=0.9, weight_decay=0.05, hess_init=2.0
+    )
+    for _ in range(5):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    task = blr.Task(model, (x, y), progress=False)
+    drawn_with = {
+        name: N * (optimizer.state[p]["hess"] + 0.05) for name, p in model.named_parameters()
+    }
+    return task, blr.Posterior.from_optimizer(optimizer, model), drawn_with
+
+
+ANSWERS: dict[str, Callable[[blr.Task, blr.Posterior], torch.Tensor]] = {
+    "sensitivity": lambda task, q: blr.sensitivity(task, q).variance,
+    "leave_one_out": lambda task, q: blr.leave_one_out(task, q).losses,
+    "influence": lambda task, q: blr.influence(task, q, task),
+    "what_if": lambda task, q: torch.tensor(
+        blr.what_if(task, q, remove=[1, 4], evaluate=task, solver="posterior").nll
+    ),
+    "suspicious": lambda task, q: torch.tensor(
+        blr.suspicious(task, q).table["left_out_loss"].to_numpy().copy()
+    ),
+    "monitor": lambda task, q: torch.tensor(blr.Monitor(task)(q, 1)["loo_nll"]),
+    "acquire": lambda task, q: blr.acquire(task, q, 5),
+    "predict": lambda task, q: q.predict(task, generator=torch.Generator().manual_seed(0)).mean,
+}
+
+
+@pytest.mark.parametrize("analysis", ANSWERS)
+def test_what_an_optimizer_learned_is_asked_as_weights_were_drawn_from_it(analysis: str) -> None:
+    task, q, drawn_with = learned_by_vogn()
+    drawn = blr.Posterior(q.mean, drawn_with, prior_precision=1.0, n_data=N)
+    answer = ANSWERS[analysis]
+    torch.testing.assert_close(answer(task, q), answer(task, drawn))
+    torch.testing.assert_close(answer(task, q.as_drawn), answer(task, drawn))
+    ranked = {name: q.precision(name) for name in q.mean}
+    assert all(bool((ranked[name] < drawn_with[name]).all()) for name in ranked)
+    assert "its start" in q.as_drawn.note and q.as_drawn.as_drawn.start is None
