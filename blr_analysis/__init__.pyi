@@ -55,6 +55,7 @@ from .sensitivity import (
     sensitivity as sensitivity,
     suspicious as suspicious,
     rerun as rerun,
+    validate as validate,
     what_if as what_if,
     what_if_each as what_if_each,
 )

@@ -5,6 +5,7 @@ second, lines in a log after half a minute. ``progress=True`` shows bars anywher
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -70,6 +71,25 @@ def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any
     disable = None if show is None else not show
     delay = 0.0 if show else GLANCE
     return tqdm(total=total, desc=label, leave=False, disable=disable, delay=delay, **options)
+
+
+def announce(text: str) -> None:
+    """A line on standard error, beside the bars."""
+    text_bar.write(text, file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> duration(0.02), duration(0.42), duration(93), duration(9000)
+    ('below 0.1 s', '0.4 s', '2 minutes', '2.5 hours')
+    """
+    if seconds < 0.1:
+        return "below 0.1 s"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} minutes" if minutes <= 90 else f"{seconds / 3600:.1f} hours"
 
 
 def _is_terminal() -> bool:

@@ -317,6 +317,17 @@ def _rows(result: Any) -> pd.DataFrame:
     ===================== ==================================================== =============
 
     Of :func:`blr_analysis.select_prior_precision`, one per δ, rising.
+
+    Of :func:`blr_analysis.validate`, one per method, the best first, and one for the ceiling:
+
+    ========== =============================================================== ============
+    column     what                                                            more is
+    ========== =============================================================== ============
+    method     its name; "ceiling" is what the noise of retraining allows
+    score      linear datamodeling score: rank correlation with retraining     better
+    low, high  a range that is meant to hold it in four of five cases
+    of_ceiling score / ceiling; NaN of a single seed
+    ========== =============================================================== ============
     """
     return pd.DataFrame(list(result.rows))
 
@@ -417,6 +428,7 @@ TABLES = {
     "PriorSelection": _rows,
     "GradientMismatch": _rows,
     "MergeCurve": _merge_curve,
+    "Validation": _rows,
     "Table1": rule_table,
     "TopicWords": _topics,
 }

@@ -17,6 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -194,6 +195,37 @@ class TestWhatIf(CommandContract):
             assert "2 relabelled" in out and truth.note in words and said in words
 
 
+class TestValidate(CommandContract):
+    name = "validate"
+    argv = (TASK, *Q, "--test", "make_test", "--halves", "5", "--scores", "ones=ones.npy")
+
+    @pytest.fixture(autouse=True)
+    def scores(self, here: Path) -> None:
+        np.save(here / "ones.npy", np.ones((60, 30)))
+
+    def check(self, out: Path, said: str) -> None:
+        task, test, q = inputs()
+        result = blr.validate(task, q, test, halves=5)
+        ours, ceiling = result.score("influence"), result.ceiling
+        shown = [f"{ours.value:.3f}", f"{ours.low:.2f} to {ours.high:.2f}"]
+        assert cells(said, "influence")[1:] == [*shown, f"{ours.value / ceiling:.2f}"]
+        assert cells(said, "ones")[1] == "0.000" and cells(said, "ceiling")[1] == f"{ceiling:.3f}"
+        written = pd.read_parquet(out / "validation.parquet")
+        assert set(written["method"]) == {"influence", "ones", "ceiling"}
+        assert (out / "validation.png").is_file()
+
+    def test_the_cost_comes_first_and_json_is_what_the_function_says(
+        self, here: Path, capsys: Any
+    ) -> None:
+        code, out, err = run(capsys, "validate", *self.argv, "--keep", "h.safetensors", "--json")
+        facts = json.loads(out)
+        assert code == 0 and (facts["halves"], facts["seeds"], facts["epochs"]) == (5, 2, 2)
+        assert [row["method"] for row in facts["methods"]][-1] == "ceiling"
+        assert 0 < err.index("10 retrainings on half of the data") < len(err)
+        _, _, err = run(capsys, "validate", *self.argv, "--keep", "h.safetensors", "--dry-run")
+        assert "none is made" in err
+
+
 def test_json_is_what_the_functions_say(here: Path, capsys: Any) -> None:
     task, test, q = inputs()
     result = blr.what_if(task, q, remove="target == 1", evaluate=test, solver="posterior")
@@ -345,6 +377,7 @@ DEFAULTS_OF = {  # where a command takes the options of a function
     "demo": ("demo:run", ["seed"]),
     "audit": ("audit:investigate", ["by", "passes"]),
     "what-if": ("sensitivity:what_if", ["solver", "seeds", "passes"]),
+    "validate": ("sensitivity:validate", ["halves", "seeds", "passes", "keep"]),
     "index": ("sensitivity:Index.build", ["rank"]),
     "query": ("sensitivity:Index.top", ["refine"]),
     "fisher": (
@@ -415,6 +448,9 @@ def test_every_example_of_the_help_is_a_command_line() -> None:
         ("what-if T -p gone --remove 'nobody == 3'", "no query of"),
         ("what-if T -p gone --remove 'index == 99'", "selects none"),
         ("what-if T -p gone --relabel 'loss = 3: 2'", "compare with =="),
+        ("validate T Q", "--test NAME"),
+        ("validate T Q --test make_test --scores gone.npy", "'gone.npy' cannot be read as npy"),
+        ("validate T Q --test make_test --scores a=1.npy --scores a=2.npy", "write NAME=FILE"),
         ("index T --fit full --out i", "not full"),
         ("index T --out i --text words", "MODEL DATA"),
         ("query index script.py:regression", "another model"),

@@ -149,6 +149,11 @@ def test_links_lead_to_files(page: Path) -> None:
 # Results, as the last line of a notebook's cell
 
 
+def retrainable(task: blr.Task) -> blr.Task:
+    recipe = blr.Recipe("sgd", lr=0.1, epochs=1, batch_size=60)
+    return blr.Task(task.model, task.dataset, recipe=recipe, progress=False)
+
+
 PICTURE = b"\x89PNG"
 SHOWN = {
     "scores": ("<td", lambda t, v, q: blr.sensitivity(t, q)),
@@ -161,6 +166,7 @@ SHOWN = {
     "predictions": ("<td", lambda t, v, q: q.predict(v, draws=2)),
     "mismatch": ("<td", lambda t, v, q: blr.gradient_mismatch(t, q.mean, models=[q.mean])),
     "what-if": (PICTURE, lambda t, v, q: blr.what_if(t, q, remove=[1, 2], evaluate=v)),
+    "validation": ("<td", lambda t, v, q: blr.validate(retrainable(t), q, v, halves=4, seeds=1)),
     "Table 1": ("<td", lambda *_: blr.table1()),
 }
 

@@ -17,6 +17,7 @@ from blr_analysis.cli.inputs import Source
 from blr_analysis.cli.merging import merge
 from blr_analysis.cli.options import Json, Out, Shared, flattened, show_forecast
 from blr_analysis.cli.queries import check_queries, labels_of
+from blr_analysis.cli.validate import validate
 from blr_analysis.cli.verify import verify
 from blr_analysis.errors import InputError
 from blr_analysis.terminal import Teller, as_text, grid, pairs, print_json, show
@@ -391,6 +392,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "what-if": what_if_command,
     "index": index,
     "query": query,
+    "validate": validate,
     "fisher": fisher,
     "merge": merge,
     "verify": verify,

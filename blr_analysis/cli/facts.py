@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is loaded by the commands that compute
     from blr_analysis.audit import Findings
-    from blr_analysis.sensitivity import WhatIf
+    from blr_analysis.sensitivity import Validation, WhatIf
 
 
 def facts_of_audit(findings: Findings) -> dict[str, Any]:
@@ -37,5 +37,17 @@ def facts_of_what_if(result: WhatIf) -> dict[str, Any]:
         "interval": result.interval,
         "solver": result.solver,
         "passes": result.passes,
+        "note": result.note,
+    }
+
+
+def facts_of_validation(result: Validation) -> dict[str, Any]:
+    """The score of each method, the ceiling, and how they were measured."""
+    return {
+        "halves": len(result.halves),
+        "seeds": result.seeds,
+        "epochs": result.epochs,
+        "seeds_agree": None if result.seeds_agree is None else result.seeds_agree.value,
+        "methods": result.rows,
         "note": result.note,
     }

@@ -21,6 +21,7 @@ from blr_analysis.plots.training import (
     plot_monitor,
     plot_prior_selection,
 )
+from blr_analysis.plots.validation import plot_validation
 from blr_analysis.plots.what_if import plot_what_if
 
 PICTURES = {  # by the class of the result
@@ -37,6 +38,7 @@ PICTURES = {  # by the class of the result
     "GradientMismatch": plot_mismatch,
     "MergeCurve": plot_merge_curve,
     "Fitted": plot_history,
+    "Validation": plot_validation,
 }
 
 __all__ = ["extremes", "image_of", "plot_examples", "plot_leave_one_out"]

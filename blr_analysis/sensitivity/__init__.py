@@ -18,6 +18,8 @@ from blr_analysis.sensitivity.scores import sensitivity
 from blr_analysis.sensitivity.suspicious import suspicious
 from blr_analysis.sensitivity.token_scores import TokenScores, token_sensitivity
 from blr_analysis.sensitivity.training import rerun
+from blr_analysis.sensitivity.validate import validate
+from blr_analysis.sensitivity.validation import Validation
 from blr_analysis.sensitivity.what_if import what_if, what_if_each
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Suspicions",
     "TokenScores",
     "TopInfluence",
+    "Validation",
     "WhatIf",
     "acquire",
     "calibrate",
@@ -42,6 +45,7 @@ __all__ = [
     "sensitivity",
     "suspicious",
     "token_sensitivity",
+    "validate",
     "what_if",
     "what_if_each",
 ]

@@ -10,9 +10,10 @@ that two trainings see the same minibatches but for the change.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ DIVERGES = "a training by the recipe diverges: lower the recipe's lr="
 ONE_VALUE = "Expected more than 1 value per channel"  # as torch's BatchNorm says it
 EPOCHS = 8  # of a training of unknown recipe
 BATCH = 32
+TIMED = 4  # steps that say how long a training takes
 
 
 def whole_data(task: Task) -> list[Part]:
@@ -101,6 +103,22 @@ def trained(
     if states is not None:
         states.extend(trail.until(training.steps if best is None else best.step))
     return copied(model) if best is None else best.state
+
+
+def seconds_of(task: Task, parts: Sequence[Part], recipe: Recipe, seed: int) -> float:
+    """How long a training by a recipe takes, as its second step and those after it tell; no
+    ``train=``."""
+    training = Training.of(task.quiet, parts, recipe, seed, task.n_data)
+    begin_training(training.under.model, task.modes, recipe.mode)
+    batches = islice(training.minibatches(seed, "timing"), TIMED + 1)
+    times = [time.perf_counter()]
+    with torch.enable_grad(), torch.random.fork_rng(_generators_of(task)):
+        for done, batch in enumerate(batches, start=1):
+            training.step(done, batch)
+            times.append(time.perf_counter())
+    durations = [end - start for start, end in pairwise(times)]
+    usual = durations[1:] or durations  # the first step allocates
+    return training.steps * sum(usual) / len(usual)
 
 
 @dataclass(frozen=True)
