@@ -18,8 +18,7 @@ from tiny_transformers import build
 from torch import Tensor, nn
 
 import blr_analysis as blr
-from blr_analysis import adapters
-from blr_analysis.adapters import is_adapter, open_adapter
+from blr_analysis.adapters import is_adapter, open_adapter, sources
 from blr_analysis.errors import BLRError
 from blr_analysis.files import Folder, Scratch, Source, Spec
 
@@ -181,7 +180,7 @@ def test_the_bits_do_not_depend_on_the_pieces(
 ) -> None:
     kind, settings = CASES[case]
     pair = folders(kind, dtype, **settings)
-    monkeypatch.setattr(adapters, "BLOCK", 50)  # six rows of 8
+    monkeypatch.setattr(sources, "ELEMENTS_PER_BLOCK", 50)  # six rows of 8
     source, scratch = open_adapter(pair.adapter, Folder.open(pair.base)), Scratch()
     for name in source.changes:
         whole, size = source.tensor(name).view(-1), source.specs[name].numel
