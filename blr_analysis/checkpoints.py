@@ -28,12 +28,12 @@ from blr_analysis.errors import (
 )
 from blr_analysis.files import drafted
 from blr_analysis.files.shards import save_file
+from blr_analysis.models import unwrapped
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior.capture.readers import is_flat
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recordings import Recordings, checkpoint_steps
 from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
-from blr_analysis.task import unwrapped
 
 LOOKS = 8  # so many numbers of a tensor identify the weights of a step
 USUAL_STEPS = 1000  # of a training whose length is not known, to say what it takes

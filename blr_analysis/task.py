@@ -24,17 +24,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from blr_analysis import data as reading
-from blr_analysis.checks import bare_name as bare_name
 from blr_analysis.checks import instance, positive_int
-from blr_analysis.errors import DeviceError, InputError, ModelError, told_as
+from blr_analysis.data.batches import (
+    describe,
+    has_labels,
+    mask_and_labels,
+    padded_behind,
+    refuse_unlabelled,
+    to_device,
+    write_counts,
+)
+from blr_analysis.data.examples import Examples
+from blr_analysis.data.frames import open_data
+from blr_analysis.data.outputs import (
+    Forward,
+    check_inputs,
+    checked,
+    checked_outputs,
+    default_forward,
+    forward_of_inputs,
+)
+from blr_analysis.data.reading import read_data
+from blr_analysis.data.row_labels import (
+    chosen_indices,
+    labels_beside,
+    read_metadata,
+    row_labels,
+)
+from blr_analysis.errors import InputError, ModelError, told_as
 from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.frozen import FrozenOutputs
-from blr_analysis.half import narrow, shared, stored, widened, working
+from blr_analysis.half import narrow, shared, widened, working
 from blr_analysis.likelihoods import (
     SEVERAL,
     Categorical,
@@ -47,66 +69,66 @@ from blr_analysis.likelihoods import (
     resolve,
 )
 from blr_analysis.likelihoods.modules import is_mean_over_outputs
+from blr_analysis.models import checked_model, device_for, dtype_of, running_at
 from blr_analysis.modes import training_modes
-from blr_analysis.padding import padding_of
-from blr_analysis.ranks import divided, is_sharded
+from blr_analysis.padding import IGNORED, padding_of
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import recipe_of_weights
 from blr_analysis.snapshots import Snapshots
 
-BATCH = 256  # examples in a forward pass where the user names no number
-ANOTHER = {"checkpoints": (), "prior_precision": None}  # which other data, or weights, have not
+DEFAULT_BATCH = 256  # examples in a forward pass where the user names no number
+# A task on other data, or with another model, has lost these: they belong to the training.
+WITHOUT_TRAINING = {"checkpoints": (), "prior_precision": None}
 
 
 class Task:
     """A model, the data it was trained on, and its likelihood.
 
     Args:
-        model: any ``torch.nn.Module``; of a compiled or data-parallel one, what it wraps. It is
+        model: any ``torch.nn.Module``. A compiled or data-parallel model is unwrapped. The model is
             never changed: weights are swapped functionally, and mode, hooks, ``requires_grad`` and
             gradients are left as they are.
         data: a map-style ``Dataset``, a ``DataLoader`` (its dataset and ``collate_fn`` are used
-            in dataset order, whatever its shuffling), or a pair ``(X, y)`` of tensors. The same
-            index must give the same example on every visit; what training drew (crops, flips,
-            noise) is said by ``Recipe(augment=)``. Also a pandas
-            DataFrame or one split of a ``datasets.Dataset``, see ``target``. Inputs without labels
-            (X alone, or a data set of such) serve ``posterior.predict`` and
-            :func:`blr_analysis.acquire`.
-        likelihood: "categorical" (of images with a class per pixel, outputs ``[B, C, H, W]``, too),
-            "bernoulli", "gaussian", "poisson", for sequences "tokens" (one class per token) and
-            "causal_lm"; the loss of ``torch.nn`` that the model was trained
-            with, whose settings are read (:mod:`blr_analysis.likelihoods.modules` says how δ
-            follows from its reduction); any function (outputs, targets) -> loss of each example
-            ``[B]``; or a :class:`~blr_analysis.likelihoods.Likelihood`.
-        weights: w_i ≥ 0 of every example, ``[N]``: its loss counts w_i times. Losses and their
-            means, of a test set too, hold the weights of their own task; accuracies do not.
+            in dataset order, whatever its shuffling), a pair ``(X, y)`` of tensors, a pandas
+            DataFrame or one split of a ``datasets.Dataset`` (see ``target``). The same index must
+            give the same example on every visit; ``Recipe(augment=)`` names what training drew
+            (crops, flips, noise). Inputs without labels (X alone, or a data set of inputs) serve
+            ``posterior.predict`` and :func:`blr_analysis.acquire`.
+        likelihood: "categorical" (also of images with a class per pixel, outputs ``[B, C, H, W]``),
+            "bernoulli", "gaussian", "poisson"; for sequences "tokens" (one class per token) and
+            "causal_lm"; the loss of ``torch.nn`` that the model was trained with, whose settings
+            are read (:mod:`blr_analysis.likelihoods.modules` says how δ follows from its
+            reduction); any function (outputs, targets) -> loss of each example ``[B]``; or a
+            :class:`~blr_analysis.likelihoods.Likelihood`.
+        weights: w_i ≥ 0 of every example, ``[N]``: its loss counts w_i times. The losses of a task,
+            and their means, hold its weights, on test data too; accuracies do not.
         forward: ``(model, batch) -> (outputs, targets)``; the default takes ``(x, y)`` pairs and
             Hugging Face dict batches with a ``labels`` entry.
-        batch_size: examples in one forward pass, and in a chunk of an analysis; None: 256, and as
-            many as ``memory_budget`` holds.
-        memory_budget: bytes of working memory above model and data; at least one example's need is
-            taken. None: 56 MiB, or 8 examples' need, up to 1 GiB or four times what the parameters
-            take; at least 1 GiB on a GPU. What frozen layers give for each example is kept beside
-            it, in as many bytes again (None: what the model's weights take, 64 MiB or more).
+        batch_size: examples in one forward pass, and in a chunk of an analysis; None: 256 in a
+            pass, and in a chunk as many as ``memory_budget`` allows.
+        memory_budget: bytes of working memory above model and data; an analysis takes at least
+            what one example needs. None: 56 MiB, or 8 examples' need up to 1 GiB or four times the
+            parameters' bytes; at least 1 GiB on a GPU. The outputs of frozen layers are kept beside
+            it, in as many bytes again (None: the bytes of the model's weights, 64 MiB or more).
         progress: None shows a bar on a terminal when the work is long; True always, False never.
         device: where batches are sent; default: the model's own device.
         metadata: columns that describe the examples (``{"source": [...]}`` or a DataFrame), one
-            value per example; they come back in every table and can be selected by. Pandas data
-            bring an index, which metadata and ``weights`` of pandas must share: a mask that is a
-            Series is read by it, and a pandas Index selects by it. Beside tensors, whose rows are
-            0 … N − 1, any other index is refused: ``reset_index(drop=True)`` where the order is
-            that of the data. An index of y beside a tensor X is warned of.
+            value for each example; they stand in every table and examples can be selected by them.
+            Pandas data bring an index, which pandas ``metadata`` and ``weights`` must share: a mask
+            that is a Series is read by it, and a pandas Index selects by it. The rows of tensors
+            are 0 … N − 1, and any other index beside them is refused: ``reset_index(drop=True)``
+            where the order is that of the data. An index of y beside a tensor X gives a warning.
         checkpoints: weights along the training, oldest first: state dicts, safetensors files, a
             trainer's folders, one folder of ``checkpoint-*``, or a
             :class:`blr_analysis.Checkpoints`. The model's own weights are the last.
-        recipe: how the model was trained, a :class:`blr_analysis.Recipe`; None: the one that
-            callbacks kept in the folder of the checkpoints, where they did.
-        target: of a DataFrame, the column to predict: its columns of numbers are the inputs, in
-            their order and the model's dtype, its columns of words the metadata, and labels that
-            are words count from 0 in the order of their ``pd.Categorical``, else of the alphabet.
-            Of a ``datasets.Dataset``, the column that the model calls ``labels``, where it is
-            called neither so nor ``label``; words are metadata there too, and columns that a model
-            of transformers does not take. Rows of unequal length are filled up as its Trainer does.
+        recipe: how the model was trained, a :class:`blr_analysis.Recipe`; None: the recipe that
+            callbacks stored in the folder of the checkpoints, if they did.
+        target: the column to predict. Of a DataFrame, the columns of numbers are the inputs, in
+            their order and in the model's dtype, and the columns of words are metadata; labels that
+            are words are numbered from 0 in the order of their ``pd.Categorical``, or else of the
+            alphabet. Of a ``datasets.Dataset``, name the column that the model calls ``labels``,
+            unless it has that name or ``label``; columns of words, and columns that a transformers
+            model does not take, are metadata. Rows of unequal length are padded as in its Trainer.
 
     Raises:
         DataError: empty or iterable-style data, samplers that subset or reweight, a dataset that
@@ -123,7 +145,7 @@ class Task:
         *,
         likelihood: Loss = "categorical",
         weights: Tensor | Sequence[float] | None = None,
-        forward: reading.Forward | None = None,
+        forward: Forward | None = None,
         batch_size: int | None = None,
         memory_budget: int | None = None,
         progress: bool | None = None,
@@ -136,49 +158,47 @@ class Task:
         self.model = checked_model(model)
         if forward is not None and not callable(forward):
             raise InputError("forward must be a function (model, batch) -> (outputs, targets)")
-        self.forward: reading.Forward = forward or reading.default_forward
-        self.device = _device(device, self.model)
+        self.forward: Forward = forward or default_forward
+        self.device = device_for(self.model, device)
         self.chunk_size = None if batch_size is None else positive_int("batch_size", batch_size)
-        self.batch_size = self.chunk_size or BATCH
+        self.batch_size = self.chunk_size or DEFAULT_BATCH
         if memory_budget is not None:
             positive_int("memory_budget", memory_budget)
         self.memory_budget = memory_budget
         self.progress = progress
         self._read(data, target, likelihood, weights, metadata)
         self._learn_of_training(likelihood, checkpoints, recipe)
-        self.prior_precision: Any = None  # δ, where what was read names it
+        self.prior_precision: Any = None  # δ, where the data's reader knows it
         self.frozen = FrozenOutputs(self.dataset, self.examples.collate)
-        self.plans: dict[Any, Any] = {}  # how the engine reads this model; filled by backprop
-        self._looked_at = False  # whether some outputs were: are they logits?
-        self._overwrites = True  # whether the model works in place on its inputs; a run will tell
+        self.plans: dict[Any, Any] = {}  # how the engine reads this model; backprop fills it
+        self._has_checked_logits = False  # whether outputs were compared with probabilities
+        self._writes_to_inputs = True  # whether the model works in place; the first run tells
 
     def _read(
         self, data: Any, target: str | None, likelihood: Loss, weights: Any, metadata: Any
     ) -> None:
-        """The examples, what describes them, and the likelihood of their targets."""
+        """Read the examples, their metadata, and the likelihood of their targets."""
         kind = resolve(likelihood)
-        has_own_forward = self.forward is not reading.default_forward
+        has_own_forward = self.forward is not default_forward
         padding = padding_of(self.model, kind)
         model_that_takes_columns = None if has_own_forward else self.model
-        opened, described = reading.opened(
-            data, target, _dtype_of(self.model), model_that_takes_columns, padding
-        )
-        examples = reading.read_data(opened, padding)
+        opened = open_data(data, target, dtype_of(self.model), model_that_takes_columns, padding)
+        examples = read_data(opened.data, padding)
         self.n_data = len(examples)
         if not has_own_forward:
             kind = per_pixel(kind, examples)
         self.likelihood = kind if weights is None else _weighted(kind, weights, self.n_data)
-        table = described if metadata is None else metadata
-        self.metadata = reading.read_metadata(table, self.n_data)
+        table = opened.metadata if metadata is None else metadata
+        self.metadata = read_metadata(table, self.n_data)
         columns: dict[str, Any] = {"weights": weights}
         if table is not None:
             for name in table:
                 columns[f"metadata {name!r}"] = table[name]
-        labels = reading.labels_beside(columns, self.n_data, examples.labels)
+        labels = labels_beside(columns, self.n_data, examples.labels)
         self.examples = replace(examples, labels=labels)
 
     def _learn_of_training(self, loss: Loss, checkpoints: Any, recipe: Recipe | None) -> None:
-        """How the model was trained: its loss's reduction, modes, checkpoints and recipe."""
+        """Read how the model was trained: its loss's reduction, modes, checkpoints and recipe."""
         self.reduction = reduction_of(loss)
         self.mean_over_outputs = is_mean_over_outputs(loss)
         self.modes = getattr(checkpoints, "modes", None) or training_modes(self.model)
@@ -200,11 +220,11 @@ class Task:
         :mod:`blr_analysis.estimators` for the formulas.
 
         Args:
-            likelihood: in place of what is read. Beside a task of the training data, or a posterior
-                of it, test data are judged with its noise, of a regression, and its weights, of
-                "balanced" classes.
-            metadata: as for :class:`Task`; labels that are words come along as ``label``,
-                unless there is one.
+            likelihood: replaces the one that is read from the estimator. Test data that are judged
+                beside a training task, or by its posterior, take over the noise of its regression
+                and the weights of its "balanced" classes.
+            metadata: as for :class:`Task`; labels that are words become the column ``label``,
+                unless it has one.
 
         Raises:
             InputError: not fitted, no likelihood known for it here, other features or labels.
@@ -219,11 +239,11 @@ class Task:
             ('categorical', 2.0)
         """
         fitted, fitted_to = read_estimator(estimator, X, y, likelihood)
-        examples = reading.read_data((fitted_to.inputs, fitted_to.targets))
-        row_labels = reading.row_labels({"X": X, "y": y}, len(examples))
+        examples = read_data((fitted_to.inputs, fitted_to.targets))
+        labels = row_labels({"X": X, "y": y}, len(examples))
         task = cls(
             fitted.model,
-            replace(examples, labels=row_labels, classes=fitted_to.classes),
+            replace(examples, labels=labels, classes=fitted_to.classes),
             likelihood=likelihood or fitted.likelihood,
             forward=centred if fitted.likelihood.name == "categorical" else None,
             metadata=metadata,
@@ -237,8 +257,13 @@ class Task:
         return self.n_data
 
     def __repr__(self) -> str:
-        about = f"{self.n_data} examples, {self.likelihood.name}, device={self.device}"
-        return f"Task({type(self.model).__name__}, {about})"
+        facts = [
+            type(self.model).__name__,
+            f"{self.n_data} examples",
+            self.likelihood.name,
+            f"device={self.device}",
+        ]
+        return f"Task({', '.join(facts)})"
 
     @property
     def dataset(self) -> Any:
@@ -256,31 +281,39 @@ class Task:
         Raises:
             InputError: a mask of another length, or an index out of range.
         """
-        chosen = reading.chosen_indices(indices, self.n_data, labels=self.examples.labels)
+        chosen = chosen_indices(indices, self.n_data, labels=self.examples.labels)
         if not chosen:
             raise InputError(f"indices select none of the {self.n_data} examples")
         return self._changed(
             examples=self.examples.subset(chosen),
             n_data=len(chosen),
             likelihood=self.likelihood.at(torch.tensor(chosen)),
-            metadata={k: [v[i] for i in chosen] for k, v in self.metadata.items()},
+            metadata=self._metadata_of(chosen),
             recipe=self.recipe and self.recipe.of_examples(chosen),
-            **ANOTHER,
+            **WITHOUT_TRAINING,
         )
 
+    def _metadata_of(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """The metadata of the examples at these indices."""
+        return {
+            name: [values[index] for index in indices] for name, values in self.metadata.items()
+        }
+
     def _changed(self, **attributes: Any) -> Task:
-        """The same task, but for these attributes."""
+        """A copy of the task with these attributes."""
         task = copy.copy(self)
         vars(task).update(attributes)
         return task
 
-    def reading(self, examples: reading.Examples) -> Task:
-        """The same task, its examples read in another way."""
+    def reading(self, examples: Examples) -> Task:
+        """The same task with these examples, the same data read in another way."""
         return self._changed(examples=examples)
 
     def with_model(self, task: Task) -> Task:
-        """These examples, read as they are here, under another task's model and device; a noise,
-        or weights of classes, that were estimated from them are the other's.
+        """These examples, read as they are here, under the model and on the device of ``task``.
+
+        A noise, or weights of classes, that this task estimated from its data are replaced by
+        those that ``task`` estimated from the training data.
 
         Raises:
             InputError: DataFrames with other columns, or with other words for their classes.
@@ -291,8 +324,8 @@ class Task:
             joined = self.under(task.model, task.device)
             if self.likelihood.estimated and task.likelihood.estimated:
                 joined.likelihood = task.likelihood
-        are_both_sequences = joined.likelihood.is_sequence == task.likelihood.is_sequence
-        if joined.forward is task.forward and are_both_sequences:
+        same_kind = joined.likelihood.is_sequence == task.likelihood.is_sequence
+        if same_kind and joined.forward is task.forward:
             first = torch.zeros(1, dtype=torch.long)
             are_read_alike = _form(joined.fetch(first)) == _form(task.fetch(first))
             if are_read_alike:
@@ -300,10 +333,13 @@ class Task:
         return joined
 
     def holding(self, buffers: Mapping[str, Tensor]) -> Task:
-        """The same task under a model with these buffers: a copy, where its own differ."""
-        present = dict(self.model.named_buffers())
-        shared_names = buffers.keys() & present.keys()
-        if all(torch.equal(present[n], buffers[n].to(present[n])) for n in shared_names):
+        """The same task under a model with these buffers: a copy, if the model's own differ."""
+        model_buffers = dict(self.model.named_buffers())
+        are_equal = all(
+            torch.equal(model_buffers[name], buffers[name].to(model_buffers[name]))
+            for name in buffers.keys() & model_buffers.keys()
+        )
+        if are_equal:
             return self
         model = copy.deepcopy(self.model)
         model.load_state_dict(dict(buffers), strict=False)
@@ -312,23 +348,26 @@ class Task:
     def under(self, model: nn.Module, device: torch.device) -> Task:
         """These examples, read as they are here, under another model on that device."""
         frozen = self.frozen.of_other_model()
-        return self._changed(model=model, device=device, plans={}, frozen=frozen, **ANOTHER)
+        return self._changed(
+            model=model, device=device, plans={}, frozen=frozen, **WITHOUT_TRAINING
+        )
 
     def fetch(self, indices: Tensor) -> Any:
-        """The collated batch of these examples, on the task's device, as tensors that autograd
-        takes, also inside of ``torch.inference_mode``. Of a causal language model, padding before a
-        sequence is moved behind it.
+        """The collated batch of these examples, on the task's device.
+
+        Autograd can take its tensors, also inside of ``torch.inference_mode``. For a causal
+        language model, the padding before a sequence is moved behind it.
 
         Raises:
             DataError: the dataset fails on an index, or its collate function on a batch.
         """
         with torch.inference_mode(False):
-            batch = reading.moved(self.examples.batch(indices), self.device)
+            batch = to_device(self.examples.batch(indices), self.device)
             if isinstance(self.likelihood.kind, CausalLM):
-                batch = reading.padded_behind(batch, self.likelihood.kind.ignore_index)
+                batch = padded_behind(batch, self.likelihood.kind.ignore_index)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             # Autograd does not take tensors of inference mode.
-            if self._overwrites or any(tensor.is_inference() for tensor in tensors):
+            if self._writes_to_inputs or any(tensor.is_inference() for tensor in tensors):
                 return tree_map(_copied, batch)
             return batch
 
@@ -341,39 +380,62 @@ class Task:
             yield chosen, self.fetch(chosen)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The model's trainable parameters by name, detached; tied tensors once, half precision
-        as float32."""
-        return widened({n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad})
+        """The model's trainable parameters by name, detached.
+
+        Tied tensors stand once; half precision is read in float32.
+        """
+        trainable = {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        return widened(trainable)
 
     def cast(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These values, those of parameters in half precision as the model has them: its own
-        tensors where they are equal."""
+        """These values in half precision where the model's parameters are.
+
+        A value that equals the model's own is the model's own tensor, so that it is stored once.
+        """
         weights = dict(self.model.named_parameters())
-        return {n: shared(v, weights[n]) if n in weights else v for n, v in narrow(params).items()}
+        values = dict(narrow(params))
+        for name in values.keys() & weights.keys():
+            values[name] = shared(values[name], weights[name])
+        return values
 
     def check_parameters(self, names: Collection[str]) -> torch.dtype:
-        """The one dtype of the sums over these parameters: theirs, or float32 for half precision.
+        """The dtype of the sums over these parameters: their own, or float32 for half precision.
 
         Raises:
             ModelError: several dtypes, complex or whole numbers, no values.
         """
         weights = dict(self.model.named_parameters())
-        kinds = {working(weights[name].dtype): name for name in names}
-        if away := [name for name in names if weights[name].is_meta]:
-            raise ModelError(f"parameter {away[0]!r} is on the meta device; load the weights")
-        if len(kinds) > 1 or not kinds.keys() <= {torch.float32, torch.float64}:
-            each = ", ".join(f"{str(k).removeprefix('torch.')}: {n}" for k, n in kinds.items())
-            raise ModelError(f"parameters must be real, of one dtype ({each}): use model.float()")
-        return next(iter(kinds))
+        without_values = [name for name in names if weights[name].is_meta]
+        if without_values:
+            raise ModelError(
+                f"parameter {without_values[0]!r} is on the meta device; load the weights"
+            )
+        name_of_dtype = {working(weights[name].dtype): name for name in names}
+        if len(name_of_dtype) > 1 or not name_of_dtype.keys() <= {torch.float32, torch.float64}:
+            examples = ", ".join(
+                f"{str(dtype).removeprefix('torch.')}: {name}"
+                for dtype, name in name_of_dtype.items()
+            )
+            raise ModelError(
+                f"parameters must be real, of one dtype ({examples}): use model.float()"
+            )
+        return next(iter(name_of_dtype))
 
     def run(
         self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Outputs ``[B, C]`` and checked targets at these parameters (others: the model's own).
+        """Outputs ``[B, C]`` and targets of a batch at these parameters, checked.
 
-        Of sequences, ``[B, T, C]``: what the likelihood scores, 0 where the target is ignored.
+        Parameters that are not named are the model's own. For sequences the outputs are
+        ``[B, T, C]``, as the likelihood scores them: 0 where the target is ignored. The model runs
+        in its own dtype; outputs in half precision come back as float32.
 
-        The model runs in its own dtype; half precision outputs come back as float32.
+        Args:
+            indices: of the examples in the batch, ``[B]``, for messages and for frozen layers.
 
         Raises:
             ModelError: the model fails on the batch, does not return one row of finite numbers
@@ -381,17 +443,17 @@ class Task:
             DataError: NaN or inf in the inputs, targets out of the likelihood's range, shape or
                 dtype.
         """
-        if self.forward is reading.default_forward and not reading.has_labels(batch):
-            reading.refuse_unlabelled(batch)
+        if self.forward is default_forward and not has_labels(batch):
+            refuse_unlabelled(batch)
         returned, labels = self._forward_pass(batch, params, indices)
-        outputs, targets = reading.checked(returned, labels, self.likelihood, indices)
+        outputs, targets = checked(returned, labels, self.likelihood, indices)
         self._warn_of_probabilities(outputs)
         return outputs, targets
 
     def predicted(
         self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, also of inputs without labels, whose targets are None.
+        """As :meth:`run`, for inputs without labels too: their targets are None.
 
         Raises:
             ModelError, DataError: as :meth:`run`.
@@ -399,37 +461,38 @@ class Task:
         returned, labels = self._forward_pass(batch, params, indices)
         targets = None
         if labels is None:
-            outputs = reading.checked_outputs(returned, self.likelihood, indices)
+            outputs = checked_outputs(returned, self.likelihood, indices)
         else:
-            outputs, targets = reading.checked(returned, labels, self.likelihood, indices)
+            outputs, targets = checked(returned, labels, self.likelihood, indices)
         self._warn_of_probabilities(outputs)
         return outputs, targets
 
     def _forward_pass(
         self, batch: Any, params: Mapping[str, Tensor], indices: Tensor | None
     ) -> tuple[Any, Any]:
-        """What the model returns, and the labels; None where the batch has none."""
-        if self.forward is reading.default_forward:
-            reading.check_inputs(batch, indices)
-        before = reading.versions(batch)
-        failed = f"the model failed on a batch of {reading.describe(batch)}"
+        """The model's outputs and the labels of the batch, or None for labels that it lacks."""
+        if self.forward is default_forward:
+            check_inputs(batch, indices)
+        counts_before = write_counts(batch)
+        fault = f"the model failed on a batch of {describe(batch)}"
         remedy = "give inputs of the shape and dtype of the training"
         frozen = self.frozen.reused(self, batch, params, indices)
-        with told_as(ModelError, failed, remedy), frozen as is_whole:
+        with told_as(ModelError, fault, remedy), frozen as whole_model_runs:
             result = self.run_model(batch, params)
         if not (isinstance(result, tuple) and len(result) == 2):
-            got = reading.describe(result)
-            raise InputError(f"forward must return a tuple (outputs, targets), got {got}")
-        if is_whole:
-            self._overwrites = reading.versions(batch) != before
+            raise InputError(
+                f"forward must return a tuple (outputs, targets), got {describe(result)}"
+            )
+        if whole_model_runs:
+            self._writes_to_inputs = write_counts(batch) != counts_before
         return result
 
     def _warn_of_probabilities(self, outputs: Tensor) -> None:
-        """Say once where outputs look like probabilities and are read as logits."""
-        if self._looked_at:
+        """Warn once where outputs look like probabilities and are read as logits."""
+        if self._has_checked_logits:
             return
         are_normalised = self.likelihood.looks_normalised(outputs.detach())
-        self._looked_at = are_normalised or len(outputs) >= SEVERAL
+        self._has_checked_logits = are_normalised or len(outputs) >= SEVERAL
         if are_normalised:
             warnings.warn(
                 "the model's outputs look like probabilities, and are read as logits; leave "
@@ -438,18 +501,23 @@ class Task:
             )
 
     def run_model(self, batch: Any, params: Mapping[str, Tensor]) -> Any:
-        """What the model makes of a batch at these parameters, unchecked."""
-        is_default = self.forward is reading.default_forward
-        is_unlabelled = is_default and not reading.has_labels(batch)
-        with _running(self.model, narrow(params)):
+        """What :attr:`forward` returns for a batch at these parameters, unchecked.
+
+        By the default forward function, inputs without labels give the outputs and None.
+        """
+        is_default = self.forward is default_forward
+        is_unlabelled = is_default and not has_labels(batch)
+        with running_at(self.model, narrow(params)):
             if is_unlabelled:
-                return reading.forward_of_inputs(self.model, batch), None
+                return forward_of_inputs(self.model, batch), None
             return self.forward(self.model, batch)
 
     def at(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
     ) -> ModelAt:
-        """The model at these parameters and buffers (others: its own), in evaluation mode.
+        """The model at these parameters and buffers, in evaluation mode.
+
+        Parameters and buffers that are not named are the model's own.
 
         >>> task = Task(torch.nn.Linear(3, 2), (torch.randn(6, 3), torch.arange(6) % 2))
         >>> outputs, targets = task.at(task.parameters()).run(torch.tensor([0, 5]))
@@ -461,7 +529,7 @@ class Task:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Run the model in eval mode inside; give every module its own mode back after.
+        """Inside, the model is in eval mode; every module has its own mode again after.
 
         Raises:
             ModelError: a BatchNorm layer is in training mode or keeps no running statistics.
@@ -498,169 +566,54 @@ class ModelAt:
         return self.run_batch(self.task.fetch(indices), indices)
 
     def run_batch(self, batch: Any, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same for a batch that :meth:`Task.fetch` gave."""
+        """Outputs and targets of a batch that :meth:`Task.fetch` returned."""
         with self.task.evaluation():
             return self.task.run(batch, self.params, indices)
 
 
-Entry = tuple[Any, str, Any]  # a dictionary, a key, and the value while a model runs
+def per_pixel(likelihood: Likelihood, examples: Examples) -> Likelihood:
+    """The likelihood of every pixel, where the targets are images of classes.
 
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return unwrapped(model.module)
-    inside = getattr(model, "_orig_mod", None)
-    return unwrapped(inside) if isinstance(inside, nn.Module) else model
-
-
-@contextmanager
-def _running(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model at these parameters and buffers, detached from its own others, and as it can be
-    differentiated: what is inside of non-reentrant checkpoints runs once (they would run it again
-    in the backward pass, when those weights are gone), recurrent layers by torch's own kernels
-    (cuDNN's have no backward in eval mode), and the gradients of embeddings are dense."""
-
-    def once(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
-
-    layers = list(model.modules())
-    of_checkpoints: dict[str, Any] = checkpoint.__dict__
-    entries: list[Entry] = [(of_checkpoints, "_checkpoint_without_reentrant_generator", once)]
-    for layer in layers:
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            entries.append((vars(layer), "sparse", False))
-    entries += _values_at(model, params)
-    values_before = [place[key] for place, key, _ in entries]
-    cudnn: Any = torch.backends.cudnn
-    enabled_before = cudnn.enabled
-    is_recurrent = any(isinstance(layer, nn.RNNBase) for layer in layers)
-    try:
-        cudnn.enabled = enabled_before and not is_recurrent
-        for place, key, value in entries:
-            place[key] = value
-        yield
-    finally:
-        cudnn.enabled = enabled_before
-        for (place, key, _), value in zip(entries, values_before, strict=True):
-            place[key] = value
-
-
-def _values_at(model: nn.Module, params: Mapping[str, Tensor]) -> list[Entry]:
-    """What stands at every place of a tensor; a tied one has the same at all of its places."""
-    entries: list[Entry] = []
-    values: dict[int, Tensor] = {}
-    for place, key, tensor, name in _places(model):
-        if id(tensor) not in values:  # the first place of a tied tensor is its name
-            values[id(tensor)] = tensor.detach()
-            if name in params:
-                values[id(tensor)] = stored(params[name], tensor).to(tensor.device)
-        entries.append((place, key, values[id(tensor)]))
-    return entries
-
-
-def per_pixel(likelihood: Likelihood, examples: reading.Examples) -> Likelihood:
-    """The likelihood of every pixel, where that of classes has images of classes as targets, as
-    ``torch.nn.CrossEntropyLoss`` takes them."""
+    ``torch.nn.CrossEntropyLoss`` takes these targets too. Any other likelihood comes back as it is.
+    """
     if type(likelihood) is not Categorical:
         return likelihood
     batch = examples.batch(torch.zeros(1, dtype=torch.long))
-    if not reading.has_labels(batch):
+    if not has_labels(batch):
         return likelihood
-    _, labels = reading.padding(batch)
+    _, labels = mask_and_labels(batch)
     are_images = isinstance(labels, Tensor) and labels.ndim >= 3 and not labels.is_floating_point()
     if not are_images:
         return likelihood
-    ignored = -100 if likelihood.ignore_index is None else likelihood.ignore_index
+    ignored = IGNORED if likelihood.ignore_index is None else likelihood.ignore_index
     return TokenCategorical(ignored, likelihood.weight, likelihood.label_smoothing)
 
 
-def checked_model(model: Any) -> nn.Module:
-    """The model, or what a compiled or data-parallel one wraps.
+def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
+    """The likelihood with a weight for each example, ``[N]``.
 
     Raises:
-        InputError: no module.
-        ModelError: lazy parameters, or a model that is divided among processes.
+        InputError: sequences, another number of weights, or weights below 0.
     """
-    instance("model", model, nn.Module, "a torch.nn.Module")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ModelError(f"parameter {lazy[0]!r} is lazy, without a shape; run a batch first")
-    inside = unwrapped(model)
-    if divided(inside) or any(map(is_sharded, inside.parameters())):
-        raise ModelError("the model is sharded; load its full state dict into a plain one")
-    return inside
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """Of the first parameter of real numbers."""
-    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
-    return next(dtypes, torch.float32)
-
-
-def _weighted(likelihood: Likelihood, weights: Any, n_data: int) -> Weighted:
     if likelihood.is_sequence:
         raise InputError("weights= are for one target per example, not for sequences")
     with told_as(InputError, "weights must be numbers, one per example"):
         is_pandas = hasattr(weights, "to_numpy")
         values = weights.to_numpy(copy=True) if is_pandas else weights
-        w = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    are_possible = bool((w.isfinite() & (w >= 0)).all()) and bool(w.any())
-    if w.shape != (n_data,) or not are_possible:
+        vector = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    are_in_range = bool((vector.isfinite() & (vector >= 0)).all())
+    if vector.shape != (n_data,) or not are_in_range or not vector.any():
         raise InputError(f"weights must be {n_data} finite numbers, 0 or more, and not all 0")
-    return Weighted(likelihood.plain, w)
-
-
-def parameter_places(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every place below a module that holds a parameter, by name, each place once.
-
-    What ``functional_call(..., tie_weights=False)`` must be given: tied tensors have several
-    places, and a module that is registered twice has its own only once, because
-    ``functional_call`` would swap those twice and give back the wrong ones.
-    """
-    return {name: p for *_, p, name in _places(module) if isinstance(p, nn.Parameter)}
-
-
-def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, str]]:
-    """Every place below a module that holds a parameter or a buffer: where, what, by which name."""
-    places = []
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        for tensors in (part._parameters, part._buffers):
-            for attribute, tensor in tensors.items():
-                if tensor is not None:
-                    places.append((tensors, attribute, tensor, prefix + attribute))
-    return places
+    return Weighted(likelihood.plain, vector)
 
 
 def _copied(leaf: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _form(batch: Any) -> Any:
     """What a batch is made of: its structure, and the dimensions and dtypes of its tensors."""
-    leaves, spec = tree_flatten(batch)
-    return spec, [(x.ndim, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
-
-
-def find_device(device: str | torch.device) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        DeviceError: an unknown name, or this machine, or this build of torch, does not have it.
-    """
-    if str(device).split(":")[0] in ("gpu", "nvidia"):
-        raise DeviceError(f'device {device!r} cannot be used here: write "cuda"; "cpu" can')
-    with told_as(DeviceError, f"device {device!r} cannot be used here", '"cpu" can'):
-        return torch.empty(0, device=device).device  # "cuda" → "cuda:0"
-
-
-def _device(device: str | torch.device | None, model: nn.Module) -> torch.device:
-    if device is None:
-        first = next(model.parameters(), None)
-        return first.device if first is not None else torch.device("cpu")
-    wanted = find_device(device)
-    elsewhere = next((n for n, p in model.named_parameters() if p.device.type != wanted.type), None)
-    if elsewhere is not None:
-        raise DeviceError(f"parameter {elsewhere!r} is on another device; use model.to({device!r})")
-    return wanted
+    leaves, structure = tree_flatten(batch)
+    kinds = [(leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    return structure, kinds

@@ -28,7 +28,7 @@ LAYERS = (
     {"errors"},
     {"progress", "views", "checks", "ranks", "regression"},
     {"likelihoods", "files", "half", "modes", "schedules", "frozen"},
-    {"adapters", "recipe", "snapshots", "padding"},
+    {"adapters", "models", "recipe", "snapshots", "padding"},
     {"runs"},
     {"terminal"},
     {"data", "estimators"},

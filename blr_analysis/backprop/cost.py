@@ -15,7 +15,8 @@ from blr_analysis.backprop.layout import probe_indices
 from blr_analysis.backprop.record import Recording, SavedBytes, Visit, leaves_of
 from blr_analysis.backprop.terms import TermCost
 from blr_analysis.half import working
-from blr_analysis.task import Task, parameter_places
+from blr_analysis.models import parameter_places
+from blr_analysis.task import Task
 
 SCORED = 3  # copies of a sequence's outputs in memory at once beside those of its last layer
 GRAMS = 3  # K × K products of an example's columns in memory: their sum, a layer's share, one more

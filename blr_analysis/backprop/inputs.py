@@ -29,7 +29,7 @@ from blr_analysis.backprop.layers import (
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.plan import units_of
 from blr_analysis.backprop.record import Unit, indices_of_rank, watched
-from blr_analysis.data import padding
+from blr_analysis.data.batches import mask_and_labels
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import CausalLM, Likelihood
 from blr_analysis.progress import track
@@ -304,7 +304,7 @@ def _matrix_rows(
 
 def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
     """Which positions ``[B, T]`` of a batch are no padding; None where nothing says that."""
-    mask, labels = padding(batch)
+    mask, labels = mask_and_labels(batch)
     if mask is not None:
         return mask
     has_labels = isinstance(labels, Tensor) and labels.ndim == 2

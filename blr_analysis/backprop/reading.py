@@ -23,7 +23,8 @@ from blr_analysis.backprop.layers import Axis, Call, linear
 from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import some
-from blr_analysis.task import Task, parameter_places
+from blr_analysis.models import parameter_places
+from blr_analysis.task import Task
 
 Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
 

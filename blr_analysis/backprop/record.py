@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from blr_analysis import ranks
 from blr_analysis.backprop.layers import Rule, lifted
-from blr_analysis.data import check_rows
+from blr_analysis.data.outputs import check_rows
 from blr_analysis.task import Task
 
 # Autograd's names of the operations that move rows to places that the data choose.

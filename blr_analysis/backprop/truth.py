@@ -22,7 +22,7 @@ from blr_analysis.backprop.record import (
     rounding,
     watched,
 )
-from blr_analysis.data import check_rows
+from blr_analysis.data.outputs import check_rows
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.task import ModelAt, Task
 

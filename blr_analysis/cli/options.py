@@ -96,7 +96,7 @@ class Shared:
 
     def of(self, task: Task) -> Task:
         """The task, with the device, memory and progress bars that were asked for."""
-        from blr_analysis.task import find_device
+        from blr_analysis.models import find_device
 
         if self.device is not None:
             device = find_device(self.device)

@@ -30,7 +30,7 @@ from blr_analysis.errors import InputError, ModelError, StorageError, told_as
 from blr_analysis.files import Folder, Spec
 from blr_analysis.files.headers import read_json
 from blr_analysis.huggingface.file_layout import file_layout
-from blr_analysis.task import find_device
+from blr_analysis.models import find_device
 
 AUTO = {"classification": "AutoModelForSequenceClassification", "causal_lm": "AutoModelForCausalLM"}
 ENDINGS = {

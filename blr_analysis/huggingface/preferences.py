@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from blr_analysis.data import moved
+from blr_analysis.data.batches import to_device
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.huggingface.chats import IGNORED, Ids, turns_of
 from blr_analysis.huggingface.data import places_of
@@ -245,5 +245,5 @@ def _margins(model: Any, model_before: Any, chosen: Tokens, rejected: Tokens) ->
                 "chosen": chosen.collate(chosen.rows[stretch]),
                 "rejected": rejected.collate(rejected.rows[stretch]),
             }
-            margins += margin_of(model, moved(batch, device)).tolist()
+            margins += margin_of(model, to_device(batch, device)).tolist()
     return margins

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.checks import at_least
-from blr_analysis.data import moved
+from blr_analysis.data.batches import to_device
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import drafted
 from blr_analysis.files.headers import record_text
@@ -31,6 +31,7 @@ from blr_analysis.huggingface.recording import (
     recipe_of,
 )
 from blr_analysis.learning_rule.optim import BSAM, IVON
+from blr_analysis.models import unwrapped
 from blr_analysis.modes import modes_of
 from blr_analysis.posterior import (
     KroneckerRecorder,
@@ -42,7 +43,7 @@ from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
 from blr_analysis.runs import RUN, TOLD
 from blr_analysis.sensitivity import Monitor
-from blr_analysis.task import Task, unwrapped
+from blr_analysis.task import Task
 
 SMALL = 1e-3  # a learning rate below is not meant for IVON
 BY_OUTPUT = {f"For{kind}Classification" for kind in ("Sequence", "Image", "Video", "Audio")}
@@ -622,7 +623,7 @@ def fault_of_recording(model: nn.Module, loader: Any) -> str:
     recorder = None
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            batch = moved(loader.collate_fn(rows), device)
+            batch = to_device(loader.collate_fn(rows), device)
             for module in model.modules():
                 module.training = not isinstance(module, _NormBase)  # whose statistics stay
             recorder = KroneckerRecorder(unwrapped(model), every=1)

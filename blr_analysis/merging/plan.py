@@ -42,7 +42,7 @@ from blr_analysis.merging.sources import (
 )
 from blr_analysis.merging.tensor_plans import plan_tensors
 from blr_analysis.merging.tokens import Tokens, tokens_of
-from blr_analysis.task import unwrapped
+from blr_analysis.models import unwrapped
 
 BUFFERED = 2**24  # bytes of buffers a thread, where no fewer are asked for
 ENTRIES_OF_ROWS = 2**18  # entries of a layer's rows that are merged together

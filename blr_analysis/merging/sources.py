@@ -19,7 +19,7 @@ from blr_analysis.checks import some
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.files import Folder, Loaded, Owned, Scratch, Source, Spec, same_bytes
 from blr_analysis.files.names import TOKEN_TABLES, module_word
-from blr_analysis.task import unwrapped
+from blr_analysis.models import unwrapped
 
 FIRST_LOOK = 4096  # entries of each tensor that are compared first
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

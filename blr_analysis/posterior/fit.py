@@ -15,7 +15,7 @@ from blr_analysis.backprop.engine import Chunk, chunks, n_outputs
 from blr_analysis.backprop.head import with_head
 from blr_analysis.backprop.record import indices_of_rank
 from blr_analysis.backprop.terms import Term, Tree
-from blr_analysis.data import padding
+from blr_analysis.data.batches import mask_and_labels
 from blr_analysis.files import Unfinished
 from blr_analysis.likelihoods import Likelihood
 from blr_analysis.likelihoods.tokens import CausalLM
@@ -214,7 +214,7 @@ def sampled_examples(task: Task) -> Tensor | None:
 def _tokens_of_each(task: Task, indices: Tensor) -> float | None:
     """How many tokens of a sequence count, on average over these; None: the labels are not where
     they usually are."""
-    _, labels = padding(task.fetch(indices))
+    _, labels = mask_and_labels(task.fetch(indices))
     if not isinstance(labels, Tensor) or labels.shape[:1] != indices.shape:
         return None
     counted = task.likelihood.counted(labels)

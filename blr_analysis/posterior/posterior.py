@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.checks import instance, path_of, positive_int, whole
+from blr_analysis.checks import bare_name, instance, path_of, positive_int, whole
 from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
 from blr_analysis.files import storage
 from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed, widened
+from blr_analysis.models import find_device, unwrapped
 from blr_analysis.posterior import capture
 from blr_analysis.posterior import precision_files as stored
 from blr_analysis.posterior.capture.learned import LARGE_SHARE
@@ -46,7 +47,7 @@ from blr_analysis.posterior.recorder import KroneckerRecorder
 from blr_analysis.posterior.structures import KINDS, Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.lowrank import ENOUGH_EXPLAINED
 from blr_analysis.snapshots import buffers_of
-from blr_analysis.task import Task, bare_name, find_device, unwrapped
+from blr_analysis.task import Task
 
 AS_PRIOR = ".as_prior"  # behind the names of the tensors of a prior with a structure
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors

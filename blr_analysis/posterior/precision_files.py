@@ -41,10 +41,10 @@ from blr_analysis.checks import one_of, path_of, some
 from blr_analysis.errors import InputError, PosteriorError, StorageError
 from blr_analysis.files import Folder, Loaded, Source, fingerprint, storage
 from blr_analysis.files.storage import FIELDS, SAMPLE, checked_record
+from blr_analysis.models import unwrapped
 from blr_analysis.posterior.prior import Given, Prior, Shapes, differences, n_data_of, real_tensors
 from blr_analysis.posterior.structures import KINDS as STRUCTURES
 from blr_analysis.posterior.structures import Diagonal, Structure
-from blr_analysis.task import unwrapped
 
 KINDS = ("ivon", "vogn", "adam_v", "rmsprop_v", "adagrad_v", "fisher_mc", "fisher_emp", "ggn")
 FACTORED = ("gram", "kron")  # the structures with factors that a merge takes

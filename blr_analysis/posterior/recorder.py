@@ -47,10 +47,10 @@ from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
 from blr_analysis.half import working
+from blr_analysis.models import unwrapped
 from blr_analysis.posterior.drawn import drawn_errors
 from blr_analysis.posterior.structures.kronecker import Kronecker, eigenbases, is_too_large
 from blr_analysis.ranks import is_sharded
-from blr_analysis.task import unwrapped
 
 EVERY = 100  # passes for each that is recorded
 TOGETHER = 2048  # rows of which products are made at once

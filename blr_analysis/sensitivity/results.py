@@ -21,10 +21,10 @@ from blr_analysis.backprop.loss import Evaluation
 from blr_analysis.checks import instance, one_of, positive_int
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.likelihoods import Gaussian, Likelihood
+from blr_analysis.models import unwrapped
 from blr_analysis.sensitivity.chance import agreement_beyond_chance
 from blr_analysis.sensitivity.corrections import CORRECTION_NAMES, leverage
 from blr_analysis.sensitivity.sizes import error_size, variance_size
-from blr_analysis.task import unwrapped
 from blr_analysis.views import Plottable, Tabular, make_table
 
 FAULTS = ("label", "unfamiliar", "duplicate")

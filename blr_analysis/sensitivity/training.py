@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from blr_analysis.backprop.loss import evaluated
 from blr_analysis.checks import positive_int
-from blr_analysis.data import checked
+from blr_analysis.data.outputs import checked
 from blr_analysis.errors import ModelError
 from blr_analysis.likelihoods import Reduction
 from blr_analysis.modes import begin_training

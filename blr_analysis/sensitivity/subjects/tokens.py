@@ -26,7 +26,7 @@ from torch import Tensor
 from blr_analysis import ranks
 from blr_analysis.backprop.engine import Chunk, chunks
 from blr_analysis.backprop.record import indices_of_rank
-from blr_analysis.data import padding
+from blr_analysis.data.batches import mask_and_labels
 from blr_analysis.errors import InputError
 from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.sensitivity.corrections import self_influence
@@ -142,7 +142,7 @@ def chance_per_token(task: Task) -> float | None:
     ignored = getattr(task.likelihood.kind, "ignore_index", None)
     counts = torch.zeros(0, dtype=torch.long)
     for _, batch in task.batches():
-        labels = padding(batch)[1]
+        labels = mask_and_labels(batch)[1]
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
         counted = labels[labels != ignored].flatten().cpu()
