@@ -1,7 +1,7 @@
 """Checkpoints of a training, kept while it runs: about 1/8, 1/4 and 1/2 of it, and the end.
 
-Snapshots are taken at steps that are powers of two apart, so that wherever training ends, or goes
-back to, some are near 1/8, 1/4 and 1/2 of the steps up to the weights that were kept.
+Each snapshot is taken at about twice the step of the one before. Wherever a training ends, or goes
+back to, some snapshots are near 1/8, 1/4 and 1/2 of the steps up to its final weights.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.recordings import Recordings, checkpoint_steps
 from blr_analysis.snapshots import State, checked_state, read, state_of, thinned
 
-LOOKS = 8  # so many numbers of a tensor identify the weights of a step
-USUAL_STEPS = 1000  # of a training whose length is not known, to say what it takes
+SAMPLED_NUMBERS = 8  # of a tensor; they identify the weights of a step
+USUAL_STEPS = 1000  # assumed for a forecast where the length of the training is not known
 OPTIMIZER = "optimizer/"  # prefix of the optimizer's numbers in a snapshot
 MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not need them
 
@@ -44,21 +44,22 @@ MOMENTA = ("exp_avg", "momentum", "momentum_buffer")  # a posterior does not nee
 class Checkpoints:
     """Keep a training's checkpoints: ``checkpoints.step()`` after every step of the optimizer.
 
-    Give it to :class:`blr_analysis.Task` as ``checkpoints=``. Where the weights of an earlier step
-    were put back (early stopping), the run ends there.
+    Give the object to :class:`blr_analysis.Task` as ``checkpoints=``. Where early stopping put back
+    the weights of an earlier step, the run ends at that step.
 
     Args:
-        model: what is trained.
-        steps: how many steps there will be at most; None: powers of two are kept.
-        folder: where snapshots are written, with what was learned until then (safetensors); None:
-            they stay in memory.
-        optimizer: one of the package's own, Adam or the like, which learns a posterior meanwhile.
-        structure: "kron": the Kronecker factors of about one pass in five are recorded while it
-            trains (:mod:`blr_analysis.recordings`), as large as its posterior: I² + O² numbers for
-            a layer of I inputs and O outputs, the gradient beside them, and the same once more for
-            each checkpoint (in the folder, if there is one). Labels are drawn from the predictions
-            where the loss is a cross-entropy of whatever scale; other losses must be means over the
-            examples of a pass.
+        model: the model that is trained.
+        steps: the largest number of steps of the training; None: powers of two are kept.
+        folder: the folder for the snapshots and the optimizer's numbers (safetensors); None: they
+            stay in memory.
+        optimizer: an optimizer of this package, Adam or the like, which learns a posterior while
+            it trains.
+        structure: "kron" records the Kronecker factors of about one pass in five of the training
+            (:mod:`blr_analysis.recordings`). They are as large as their posterior: I² + O² numbers
+            for a layer of I inputs and O outputs, the gradient beside them, and the same once more
+            for each checkpoint (in the folder, if there is one). Labels are drawn from the
+            predictions where the loss is a cross-entropy of any scale; any other loss must be a
+            mean over the examples of a pass.
 
     Raises:
         InputError: no module, no number of steps, no optimizer, an unknown structure.
@@ -99,10 +100,10 @@ class Checkpoints:
         if structure is not None:
             one_of("structure", structure, ("kron",))
             self.recordings = Recordings(self.model, self.steps, self.folder)
-        self.done = 0
+        self.done = 0  # steps so far
         self.snapshots: dict[int, State | Path] = {}  # by step
         self.modes: dict[str, bool] | None = None  # of the modules, while they train
-        self._steps_by_look: dict[tuple[float, ...], int] = {}
+        self._step_of_sample: dict[tuple[float, ...], int] = {}
 
     def __repr__(self) -> str:
         steps = ", ".join(str(step) for step in self._thinned(self.model))
@@ -121,30 +122,31 @@ class Checkpoints:
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ModelError("no parameter of the model trains: unfreeze some")
         self.done += 1
-        self._steps_by_look[_look(self.model)] = self.done
-        if self.modes is None or self._due():
+        self._step_of_sample[_sample_of(self.model)] = self.done
+        if self.modes is None or self._is_due():
             self.modes = modes_of(self.model)
-        if self._due():
+        if self._is_due():
             self._keep()
         if self.recordings is not None:
             self.recordings.step(self.done)
 
     @property
     def bytes_in_memory(self) -> int:
-        """What all snapshots take at most where there is no folder."""
+        """The bytes of memory that all snapshots take at most; 0 with a folder."""
         if self.folder is not None:
             return 0
         one_snapshot = sum(t.nbytes for t in state_of(self.model).values())
-        if self.optimizer is not None:  # learns a precision beside each weight
+        if self.optimizer is not None:  # it learns a precision beside each weight
             one_snapshot += sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         count = 1 + len(checkpoint_steps(self.steps or USUAL_STEPS, 0))
         return count * one_snapshot
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether a snapshot is taken at this step."""
         return self.done in checkpoint_steps(self.steps, self.done)
 
     def _keep(self) -> None:
+        """Keep a snapshot of this step, in memory or in the folder."""
         snapshot = self._present()
         if self.folder is None:
             self.snapshots[self.done] = snapshot
@@ -158,7 +160,7 @@ class Checkpoints:
         self.snapshots[self.done] = file
 
     def _learned(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Names of the numbers that the optimizer learned; of each its dict and its key there."""
+        """The numbers that the optimizer learned: for each a name, its dict and its key there."""
         if self.optimizer is None:
             return
         for name, parameter in self.model.named_parameters():
@@ -173,7 +175,7 @@ class Checkpoints:
             yield f"{OPTIMIZER}current_step", vars(self.optimizer), "current_step"
 
     def _present(self) -> State:
-        """Weights, buffers and what was learned, as they are now."""
+        """The present weights, buffers and numbers of the optimizer, copied."""
         tensors = dict(state_of(self.model))
         for name, state, key in self._learned():
             tensors[name] = torch.as_tensor(state[key])
@@ -199,11 +201,14 @@ class Checkpoints:
                     state[key] = snapshot[name].item()
 
     def begin(self, step: int = 0) -> None:
-        """Call this before the first step, whose weights are kept too; or, where a training is
-        resumed, after so many steps: the folder's snapshots of them stay."""
+        """Call this before the first step, or where a training is resumed after ``step`` steps.
+
+        The first weights become a snapshot too. Of a resumed training, the folder's snapshots up to
+        ``step`` stay.
+        """
         self.done = step
         self.snapshots = {}
-        self._steps_by_look = {}
+        self._step_of_sample = {}
         for file in self._files():
             file_step = int(file.stem.removeprefix("step-"))
             is_of_resumed_training = step > 0 and file_step <= step
@@ -217,20 +222,21 @@ class Checkpoints:
             self._keep()
 
     def _files(self) -> list[Path]:
+        """The snapshots in the folder."""
         if self.folder is None:
             return []
         return sorted(self.folder.glob("step-*.safetensors"))
 
     @property
     def first(self) -> State | None:
-        """The weights and buffers that training began with; None where they were not kept."""
+        """The weights and buffers at the first step; None where :meth:`begin` was not called."""
         if 0 not in self.snapshots:
             return None
         snapshot = read(self.snapshots[0])
         return {name: snapshot[name] for name in state_of(self.model)}
 
     def settle(self) -> None:
-        """At the end: keep the first weights and those near 1/8, 1/4 and 1/2 alone."""
+        """At the end: keep only the first weights and those near 1/8, 1/4 and 1/2."""
         useful_steps = {0, *self._thinned(self.model)}
         for step in self.snapshots.keys() - useful_steps:
             snapshot = self.snapshots.pop(step)
@@ -240,15 +246,16 @@ class Checkpoints:
             self.recordings.settle(self._thinned(self.model), self._end(self.model))
 
     def states(self, model: nn.Module) -> list[State | Path]:
-        """The snapshots nearest 1/8, 1/4 and 1/2 of the run of a model's weights."""
+        """The snapshots nearest 1/8, 1/4 and 1/2 of the steps up to a model's weights."""
         return [self.snapshots[step] for step in self._thinned(unwrapped(model))]
 
     def _thinned(self, model: nn.Module) -> list[int]:
+        """The steps of :meth:`states`."""
         return thinned(list(self.snapshots), self._end(model))
 
     def _end(self, model: nn.Module) -> int:
-        """The step of a model's weights."""
-        return self._steps_by_look.get(_look(model), self.done)
+        """The step of a model's weights; the last one if they are not recognised."""
+        return self._step_of_sample.get(_sample_of(model), self.done)
 
     def posterior(
         self, *, n_data: int, prior_precision: Any = None, initial: Any = None
@@ -257,9 +264,9 @@ class Checkpoints:
 
         Args:
             n_data: N, the number of training examples.
-            prior_precision: δ; None: as :meth:`blr_analysis.Posterior.from_optimizer` finds it, or
-                as a fit does, by the recorded factors and the mean of the recorded gradients; by
-                the factors' evidence where labels were not drawn.
+            prior_precision: δ; None: :meth:`blr_analysis.Posterior.from_optimizer` finds it. With
+                a structure it is found as in a fit, by the recorded factors and the mean of the
+                recorded gradients, or by the factors' evidence where labels were not drawn.
             initial: θ₀, the prior's mean; None: 0.
 
         Raises:
@@ -283,25 +290,28 @@ class Checkpoints:
         return self.before(None, now)
 
     def before(self, last: Posterior | None, now: Callable[[], Posterior]) -> Posterior:
-        """A posterior with the earlier ones: what ``now`` answers of model, optimizer and recorder
-        as they were at the snapshots.
+        """A posterior with the earlier ones.
+
+        Each earlier posterior is what ``now`` returns while model, optimizer and recorder are as
+        they were at a snapshot.
 
         Args:
-            last: the posterior; None: what ``now`` answers at the end.
-            now: makes a posterior of model, optimizer and recorder.
+            last: the posterior at the end; None: what ``now`` returns there.
+            now: makes a posterior of model, optimizer and recorder as they are when it is called.
         """
         present = self._present()
         end = self._end(self.model)
         earlier = []
         with self._narrowed() as narrow:
             try:
-                for k, step in enumerate(self._thinned(self.model)):
+                for number, step in enumerate(self._thinned(self.model), start=1):
                     self._write(read(self.snapshots[step]))
                     narrow(step, end)
                     with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", InitialPrecisionWarning)  # usual so early
+                        # Early in a training a precision is often still the initial one.
+                        warnings.simplefilter("ignore", InitialPrecisionWarning)
                         q = now()
-                    earlier.append(q.changed(record={**q.record, "checkpoint": k + 1}))
+                    earlier.append(q.changed(record={**q.record, "checkpoint": number}))
             finally:
                 self._write(present)
             if last is None:
@@ -310,13 +320,13 @@ class Checkpoints:
         return last.changed(earlier=tuple(earlier))
 
     def _narrowed(self) -> AbstractContextManager[Callable[[int, int], None]]:
-        """As :meth:`Recordings.narrowed`; nothing without recordings."""
+        """As :meth:`Recordings.narrowed`; without recordings its function does nothing."""
         if self.recordings is None:
             return nullcontext(lambda step, end: None)
         return self.recordings.narrowed()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a training that is resumed goes on from; what is in the folder stays there."""
+        """What a resumed training needs for :meth:`load_state_dict`, without the folder's files."""
         in_memory = {
             step: snapshot
             for step, snapshot in self.snapshots.items()
@@ -328,33 +338,34 @@ class Checkpoints:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Go on from what :meth:`state_dict` returned.
 
         Raises:
-            InputError: it is no such state.
-            ModelError: it is another model's.
+            InputError: something else.
+            ModelError: the state of another model.
         """
-        done = whole(state.get("done")) if isinstance(state, Mapping) else None
-        if done is None or not _are_snapshots(state.get("snapshots")):
+        last_step = whole(state.get("done")) if isinstance(state, Mapping) else None
+        if last_step is None or not _are_snapshots(state.get("snapshots")):
             raise InputError("this is no state of Checkpoints; pass its state_dict()")
         for step, snapshot in state["snapshots"].items():
             checked_state(snapshot, self.model, f"the state's snapshot of step {step}")
-        self.begin(done)
-        self.snapshots |= {int(step): dict(kept) for step, kept in state["snapshots"].items()}
+        self.begin(last_step)
+        for step, snapshot in state["snapshots"].items():
+            self.snapshots[int(step)] = dict(snapshot)
         if self.recordings is not None and "recordings" in state:
             self.recordings.load_state_dict(state["recordings"], self.done)
 
 
 def _are_snapshots(value: Any) -> bool:
-    """Whether it maps steps to tensors by name."""
+    """Whether a value maps steps to mappings of names to tensors."""
     if not isinstance(value, Mapping):
         return False
     steps_are_whole = all(whole(step) is not None for step in value)
     return steps_are_whole and all(isinstance(snapshot, Mapping) for snapshot in value.values())
 
 
-def _look(model: nn.Module) -> tuple[float, ...]:
-    """Some numbers of the first and the last weights, which identify a step."""
+def _sample_of(model: nn.Module) -> tuple[float, ...]:
+    """Some numbers of the first and the last trainable tensor, which identify a step."""
     trained = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
     if not trained:
         return ()
@@ -363,5 +374,6 @@ def _look(model: nn.Module) -> tuple[float, ...]:
 
 
 def _sample(weights: Tensor) -> Tensor:
-    stride = max(1, len(weights) // LOOKS)
-    return weights[::stride][:LOOKS]
+    """Some evenly spaced numbers of a flat tensor."""
+    stride = max(1, len(weights) // SAMPLED_NUMBERS)
+    return weights[::stride][:SAMPLED_NUMBERS]

@@ -29,8 +29,8 @@ def at_least(least: int, name: str, value: Any) -> int:
     """A whole number, ``least`` or more (NumPy's too, but no booleans)."""
     number = None if isinstance(value, float) else whole(value)
     if number is None or number < least:
-        wanted = "a positive integer" if least == 1 else f"a whole number, at least {least}"
-        raise InputError(f"{name} must be {wanted}, got {value!r}")
+        expected = "a positive integer" if least == 1 else f"a whole number, at least {least}"
+        raise InputError(f"{name} must be {expected}, got {value!r}")
     return number
 
 
@@ -49,13 +49,14 @@ def tolerance(name: str, value: Any) -> float:
     return _within(name, value, "0 or more", lambda number: number >= 0)
 
 
-def _within(name: str, value: Any, wanted: str, fits: Callable[[float], bool]) -> float:
-    number = math.nan  # what is no number
-    with suppress(TypeError, ValueError, RuntimeError):
-        plain = value.detach() if hasattr(value, "detach") else value
-        number = math.nan if isinstance(plain, bool | str | bytes) else float(plain)
+def _within(name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """The value as a float that ``fits``; NaN stands for anything that is no number."""
+    number = math.nan
+    if not isinstance(value, bool | str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError):
+            number = float(value.detach() if hasattr(value, "detach") else value)
     if not fits(number):
-        raise InputError(f"{name} must be {wanted}, got {value!r}")
+        raise InputError(f"{name} must be {expected}, got {value!r}")
     return number
 
 
@@ -79,10 +80,10 @@ def one_of(name: str, value: Any, words: Sequence[str]) -> str:
     )
 
 
-def instance(name: str, value: Any, kind: Any, wanted: str) -> None:
-    """Raise :class:`InputError` unless the value is of this type, ``wanted`` in words."""
+def instance(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise :class:`InputError` unless the value is of this type; ``expected`` is it in words."""
     if not isinstance(value, kind):
-        raise InputError(f"{name} must be {wanted}, got {type(value).__name__}")
+        raise InputError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
 def path_of(value: Any) -> str | os.PathLike[str]:
@@ -92,23 +93,29 @@ def path_of(value: Any) -> str | os.PathLike[str]:
     return value
 
 
-def some(names: Sequence[object], most: int = 5) -> str:
+def some(names: Sequence[object], limit: int = 5) -> str:
     """The first few names (quoted) or numbers, and how many more there are.
 
-    >>> some(["a", "b", "c"], most=2)
+    >>> some(["a", "b", "c"], limit=2)
     "'a', 'b' and 1 more"
     """
-    shown = ", ".join(repr(name) for name in names[:most]) or "none"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    shown = ", ".join(repr(name) for name in names[:limit]) or "none"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def printable(text: str) -> str:
-    """A text without characters that steer a terminal or cannot be seen: a question mark each.
+    """The text with a question mark for each character that steers a terminal or is invisible.
 
     >>> printable("to\\u202e be\\x1b[31m")
     'to? be?[31m'
     """
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    return "".join(map(_printable_character, text))
+
+
+def _printable_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else "?"
 
 
 def install(extra: str) -> str:
@@ -127,8 +134,9 @@ WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what ``torch.compile``, data parallel models and checkpoint
-    wrappers put into it.
+    """A parameter's name without the words that wrappers of its modules put into it.
+
+    These are ``torch.compile``, data parallel models and checkpoint wrappers.
 
     >>> bare_name("module._orig_mod.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'

@@ -9,11 +9,13 @@ out, so that the posterior's δ is known and nobody has to name it:
     PoissonRegressor     (1/N) Σ ℓ_i + ½ α ‖w‖²          δ = α N
     MLPClassifier        (1/B) (Σ_B ℓ_i + ½ α ‖W‖²)      δ = α N/B, B its batch size
 
-ℓ_i is the loss in nats; σ², the variance of the noise, is that of the likelihood given, else
-estimated from the residuals, as scikit-learn names none. Intercepts are not penalised; they, and
-δ = 0, get a millionth of the least curvature that the data have (of a network 1e-6), whatever the
-units, so that directions which change no prediction have one as well. The largest of those, one
-number added to all logits of a softmax, is taken out of the outputs.
+ℓ_i is the loss in nats. σ² is the variance of the noise: the user's likelihood names it, or it is
+estimated from the residuals, because scikit-learn names none.
+
+Intercepts have no penalty, and some fits have none at all. Directions that change no prediction
+still need a precision, so these parameters get δ = 1e-6 times the least curvature that the data
+have (1e-6 itself in a network), whatever the units. The one such direction that every softmax has,
+the same number added to all of its logits, is taken out of the outputs.
 """
 
 from __future__ import annotations
@@ -29,29 +31,33 @@ from torch import Tensor, nn
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods import BY_NAME, Bernoulli, Categorical, Gaussian, Likelihood
 
-FREE = 1e-6  # δ where there is no penalty, of the least curvature that the data have
-ROWS = 4096  # examples whose Λ are held at once
-RANK = 1e-7  # of the largest singular value: a smaller one is rounding
-LEAST = 1e-14  # of the largest curvature: a smaller δ is lost in rounding
+UNPENALISED = 1e-6  # δ without a penalty, in units of the least curvature that the data have
+ROWS_PER_BLOCK = 4096  # examples whose Λ are in memory at once
+MIN_SINGULAR_VALUE = 1e-7  # in units of the largest; a smaller one is rounding
+MIN_DELTA = 1e-14  # in units of the largest curvature; a smaller δ is lost in rounding
+SKLEARN_BATCH_SIZE = 200  # at most, of an MLPClassifier with batch_size="auto"
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "logistic": nn.Sigmoid, "identity": nn.Identity}
 
 
 def centred(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Logits with mean 0 over the classes, and the targets: the same probabilities, without the
-    variance of intercepts that all move together, which no data hold."""
+    """Logits ``[B, C]`` with mean 0 over the classes, and the targets of the batch.
+
+    The probabilities are the same. The logits lack the variance of a number that is added to all of
+    them, which no data measure.
+    """
     outputs = model(batch[0])
     return outputs - outputs.mean(-1, keepdim=True), batch[1]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fitted estimator says.
+    """A fitted estimator as model, likelihood and prior.
 
     Attributes:
-        model: the estimator as it predicts, in float64.
-        likelihood: what it was fitted to, with its ``class_weight``; "balanced" weights are read
-            from these labels, so that test data take those of the training data.
-        prior: δ by parameter name; None where it hangs on a noise that there is not.
+        model: the estimator's predictions, in float64.
+        likelihood: the loss of the fit, with its ``class_weight``; "balanced" weights are computed
+            from these labels and then fixed, so that test data get those of the training data.
+        prior: δ by parameter name; None where δ depends on a noise that the residuals do not show.
     """
 
     model: nn.Module
@@ -61,13 +67,13 @@ class Fitted:
 
 @dataclass(frozen=True)
 class FittedTo:
-    """The data of a fitted estimator, as it sees them.
+    """The data of a fitted estimator, as the estimator sees them.
 
     Attributes:
-        inputs: transformed, in float64.
-        targets: labels as 0 … C−1.
-        labels: each example's label by its own name; None where those are numbers.
-        classes: all of them in the order of their places; None as ``labels``.
+        inputs: the transformed features ``[N, D]``, in float64.
+        targets: numbers, or the places of the labels in ``classes``, ``[N]``.
+        labels: the label of each example as a word; None where labels are numbers.
+        classes: all labels in the order of their places; None as ``labels``.
     """
 
     inputs: Tensor
@@ -79,12 +85,14 @@ class FittedTo:
 def read_estimator(
     estimator: Any, X: Any, y: Any, likelihood: Likelihood | None
 ) -> tuple[Fitted, FittedTo]:
-    """A fitted estimator, or a Pipeline that ends in one, and the data that it was fitted to;
-    ``likelihood`` is taken in place of the one that would be read.
+    """A fitted estimator, or a Pipeline that ends in one, and the data that it was fitted to.
+
+    Args:
+        likelihood: replaces the likelihood of the fit; None: it is read from the estimator.
 
     Raises:
-        InputError: not fitted, no likelihood known for it here, a penalty that is no square, other
-            data than it was fitted to.
+        InputError: not fitted, an estimator whose likelihood is not known here, a penalty that is
+            not quadratic, other data than it was fitted to.
         DataError: NaN or inf in X or y.
     """
     from sklearn.pipeline import Pipeline
@@ -106,12 +114,13 @@ def read_estimator(
 
 
 def _data_of(estimator: Any, X: Any, y: Any) -> FittedTo:
-    """What the estimator was fitted to, checked; labels by their places among its classes."""
+    """The data of the fit, checked; labels are their places among the estimator's classes."""
     inputs, values = _checked(estimator, X, y)
     has_classes = values.ndim == 1 and hasattr(estimator, "classes_")
     if not has_classes:
-        is_whole = values.dtype == np.int64
-        return FittedTo(inputs, torch.from_numpy(values if is_whole else values.astype(np.float64)))
+        if values.dtype != np.int64:
+            values = values.astype(np.float64)
+        return FittedTo(inputs, torch.from_numpy(values))
     classes = estimator.classes_
     unknown = sorted(set(np.unique(values).tolist()) - set(classes.tolist()), key=str)
     if unknown:
@@ -125,7 +134,9 @@ def _data_of(estimator: Any, X: Any, y: Any) -> FittedTo:
 
 
 def _logistic(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
-    if estimator.penalty == "l1" or (estimator.l1_ratio and estimator.penalty != "l2"):
+    """A LogisticRegression; ``chosen`` replaces the likelihood of the fit."""
+    mixes_penalties = estimator.l1_ratio and estimator.penalty != "l2"
+    if estimator.penalty == "l1" or mixes_penalties:
         raise InputError("an l1 penalty has no δ; fit LogisticRegression with the l2 penalty")
     if estimator.solver == "liblinear":
         raise InputError("liblinear shrinks the intercept too; fit with solver='lbfgs'")
@@ -136,36 +147,44 @@ def _logistic(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -
 
 
 def _least_squares(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
+    """A LinearRegression, Ridge or RidgeCV; ``chosen`` replaces the likelihood of the fit."""
     if getattr(estimator, "positive", False):
         raise InputError("positive=True is a constraint, which has no δ; fit without it")
     model = _linear(estimator)
-    noise = chosen if isinstance(chosen, Gaussian) else _noise(estimator, model, x, y)
+    likelihood = chosen if isinstance(chosen, Gaussian) else _noise(estimator, model, x, y)
     alpha = getattr(estimator, "alpha_", getattr(estimator, "alpha", 0.0))
-    delta = np.unique(np.divide(alpha, noise.variance))
-    if len(delta) > 1:
+    deltas = np.unique(np.divide(alpha, likelihood.variance))
+    if len(deltas) > 1:
         raise InputError("one alpha per target has no single δ; fit the targets one by one")
-    if math.isnan(delta[0]):
-        return Fitted(model, noise, None)
-    return Fitted(model, noise, _linear_prior(model, x, y, noise, float(delta[0])))
+    delta = float(deltas[0])
+    if math.isnan(delta):
+        return Fitted(model, likelihood, None)
+    return Fitted(model, likelihood, _linear_prior(model, x, y, likelihood, delta))
 
 
 def _noise(estimator: Any, model: nn.Linear, x: Tensor, targets: Tensor) -> Gaussian:
-    """σ² of the residuals; NaN, which only a likelihood that knows it mends, where they are
-    rounding."""
+    """A Gaussian with the variance of the residuals.
+
+    The variance is NaN where the residuals are rounding errors. The user must then name σ².
+    """
     with torch.no_grad():
         residuals = targets.reshape(len(x), -1) - model(x)
     n_coefficients = x.shape[1] + (model.bias is not None)
-    freedom = len(x) - n_coefficients if len(x) > n_coefficients else len(x)
+    degrees_of_freedom = len(x)
+    if len(x) > n_coefficients:
+        degrees_of_freedom -= n_coefficients
     noise = Gaussian()
     noise.estimated = True
-    noise.variance = float(residuals.square().sum(0).mean()) / freedom
-    rounding = np.finfo(estimator.coef_.dtype).eps ** (4 / 3)
-    if noise.variance <= rounding * float(targets.square().mean()):
+    noise.variance = float(residuals.square().sum(0).mean()) / degrees_of_freedom
+    # Coefficients are solved for to about this relative error, in single or double precision.
+    relative_error = np.finfo(estimator.coef_.dtype).eps ** (2 / 3)
+    if noise.variance <= relative_error**2 * float(targets.square().mean()):
         noise.variance = math.nan
     return noise
 
 
 def _poisson(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
+    """A PoissonRegressor; ``chosen`` replaces the likelihood of the fit."""
     model = _linear(estimator)
     likelihood = chosen or BY_NAME["poisson"]()
     delta = float(estimator.alpha) * len(x)
@@ -173,22 +192,32 @@ def _poisson(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) ->
 
 
 def _perceptron(estimator: Any, x: Tensor, y: Tensor, chosen: Likelihood | None) -> Fitted:
+    """An MLPClassifier; ``chosen`` replaces the likelihood of the fit."""
     if estimator.early_stopping:
         raise InputError("early_stopping held back data that are not on record; fit without it")
-    batch_size = 200 if estimator.batch_size == "auto" else int(estimator.batch_size)
-    is_full_batch = estimator.solver == "lbfgs"
-    n_batches = 1.0 if is_full_batch else len(x) / min(len(x), batch_size)
-    delta = max(estimator.alpha * n_batches, FREE)
+    n_batches = len(x) / _batch_size(estimator, len(x))
+    delta = max(estimator.alpha * n_batches, UNPENALISED)
     layers: list[nn.Module] = []
     prior: dict[str, float] = {}
     for coef, intercept in zip(estimator.coefs_, estimator.intercepts_, strict=True):
         place = len(layers)
         prior[f"{place}.weight"] = delta
-        prior[f"{place}.bias"] = FREE
+        prior[f"{place}.bias"] = UNPENALISED
         layers.append(_layer(coef.T, intercept))
         layers.append(ACTIVATIONS[estimator.activation]())
+    logits = nn.Sequential(*layers[:-1])  # the last activation belongs to the likelihood
     name = "bernoulli" if estimator.out_activation_ == "logistic" else "categorical"
-    return Fitted(nn.Sequential(*layers[:-1]), chosen or BY_NAME[name](), prior)
+    return Fitted(logits, chosen or BY_NAME[name](), prior)
+
+
+def _batch_size(estimator: Any, n_data: int) -> int:
+    """The number of examples in a batch of an MLPClassifier."""
+    if estimator.solver == "lbfgs":
+        return n_data
+    batch_size = estimator.batch_size
+    if batch_size == "auto":
+        batch_size = SKLEARN_BATCH_SIZE
+    return min(n_data, int(batch_size))
 
 
 _READERS = {
@@ -202,7 +231,12 @@ _READERS = {
 
 
 def _checked(estimator: Any, X: Any, y: Any) -> tuple[Tensor, np.ndarray]:
-    """What the estimator sees, dense, in float64, and y, without NaN, inf and None."""
+    """X as the estimator sees it, dense, ``[N, D]`` in float64, and y; both without NaN and inf.
+
+    Raises:
+        InputError: another number of columns.
+        DataError: NaN, inf or None, or data that cannot be read.
+    """
     from sklearn.utils import check_array
 
     dense = X.toarray() if hasattr(X, "toarray") else X
@@ -219,65 +253,85 @@ def _checked(estimator: Any, X: Any, y: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def _linear(estimator: Any) -> nn.Linear:
-    """A linear estimator; without an intercept where it was fitted without."""
+    """A linear estimator as a layer, with a bias if it was fitted with an intercept."""
     return _layer(estimator.coef_, estimator.intercept_ if estimator.fit_intercept else None)
 
 
 def _layer(coef: Any, intercept: Any) -> nn.Linear:
+    """A layer in float64 with weights ``coef`` ``[C, D]`` and, unless None, bias ``intercept``."""
     values = {"weight": torch.tensor(np.atleast_2d(coef), dtype=torch.float64)}
     outputs, inputs = values["weight"].shape
     if intercept is not None:
         bias = torch.tensor(np.ravel(intercept), dtype=torch.float64)
         values["bias"] = bias.expand(outputs)
-    shape = {"bias": intercept is not None, "dtype": torch.float64}
-    layer: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, **shape)
+    layer: Any = nn.utils.skip_init(
+        nn.Linear, inputs, outputs, bias=intercept is not None, dtype=torch.float64
+    )
     layer.load_state_dict(values)
     return layer
 
 
 def _linear_prior(
-    model: nn.Linear, x: Tensor, y: Tensor, likelihood: Likelihood, weight: float
+    model: nn.Linear, x: Tensor, y: Tensor, likelihood: Likelihood, delta: float
 ) -> dict[str, float]:
-    """δ by name: the penalties, and FREE of the data's least curvature where there is none."""
-    inputs = x if model.bias is None else torch.cat([x, x.new_ones(len(x), 1)], dim=1)
-    sizes = torch.linalg.svdvals(inputs)
-    above_rounding = sizes[sizes > RANK * sizes[0]]
-    free = FREE * float(above_rounding[-1:].square().sum())
-    has_flat_directions = len(above_rounding) < inputs.shape[1]
-    if has_flat_directions or isinstance(likelihood, Categorical):
-        free = max(free, LEAST * float(sizes[0] ** 2))
-    free = free * _mean_curvature(model, x, y, likelihood) or FREE
-    prior = {"weight": weight or free}
+    """δ by parameter name: the penalty's, or that of an unpenalised parameter."""
+    unpenalised = _unpenalised_delta(model, x, y, likelihood)
+    prior = {"weight": delta or unpenalised}
     if model.bias is not None:
-        prior["bias"] = free
+        prior["bias"] = unpenalised
     return prior
 
 
+def _unpenalised_delta(model: nn.Linear, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
+    """δ of a parameter without a penalty: 1e-6 of the least curvature that the data have.
+
+    The curvatures of a linear model are s² λ̄, s the singular values of the inputs and λ̄ the mean of
+    the diagonals of Λ. Where some direction has no curvature at all, δ alone is its precision, and
+    must not be lost in the rounding of the largest.
+    """
+    inputs = x if model.bias is None else torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+    sizes = torch.linalg.svdvals(inputs)
+    above_rounding = sizes[sizes > MIN_SINGULAR_VALUE * sizes[0]]
+    delta = UNPENALISED * float(above_rounding[-1:].square().sum())
+    has_flat_directions = len(above_rounding) < inputs.shape[1]
+    if has_flat_directions or isinstance(likelihood, Categorical):
+        delta = max(delta, MIN_DELTA * float(sizes[0] ** 2))
+    return delta * _mean_curvature(model, x, y, likelihood) or UNPENALISED
+
+
 def _mean_curvature(model: nn.Linear, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
-    """The mean of the diagonals of all Λ_i."""
+    """The mean of the diagonals of all Λ_i, the Hessians of the losses in the outputs."""
     with torch.no_grad():
         outputs = model(x)
     targets = likelihood.prepare_targets(y, outputs)
     total = 0.0
-    for f, labels in zip(outputs.split(ROWS), targets.split(ROWS), strict=True):
+    for f, labels in zip(outputs.split(ROWS_PER_BLOCK), targets.split(ROWS_PER_BLOCK), strict=True):
         total += float(likelihood.hessian(f, labels).diagonal(dim1=1, dim2=2).sum())
     return total / outputs.numel()
 
 
-def _by_class(weight: Any, classes: np.ndarray, places: Tensor) -> Likelihood:
-    """The likelihood of these classes, each with its weight; a balanced one has n / (C n_k)."""
-    kind = Bernoulli if len(classes) == 2 else Categorical
-    if weight is None:
-        return kind()
-    if weight == "balanced":
+def _by_class(class_weight: Any, classes: np.ndarray, places: Tensor) -> Likelihood:
+    """The likelihood of these classes, each with its weight.
+
+    Args:
+        class_weight: as scikit-learn takes it: None, weights by label, or "balanced", which is
+            N / (C N_k) for a class of N_k examples.
+        classes: the C labels.
+        places: of the examples' labels in ``classes``, ``[N]``.
+    """
+    is_binary = len(classes) == 2
+    if class_weight is None:
+        return Bernoulli() if is_binary else Categorical()
+    if class_weight == "balanced":
         counts = places.bincount(minlength=len(classes)).clamp(min=1).numpy()
-        w = len(places) / (len(classes) * counts)
+        weights = len(places) / (len(classes) * counts)
     else:
-        w = np.array([float(weight.get(c, 1.0)) for c in classes.tolist()])
-    if not (w > 0).all():
-        raise InputError(f"class_weight of {classes[w <= 0][0]!r} must be above 0; leave it out")
-    likelihood: Likelihood = Categorical(w)
-    if kind is Bernoulli:
-        likelihood = Bernoulli(w[1] / w[0], w[0])
-    likelihood.estimated = weight == "balanced"
+        weights = np.array([float(class_weight.get(name, 1.0)) for name in classes.tolist()])
+    if not (weights > 0).all():
+        excluded = classes[weights <= 0][0]
+        raise InputError(f"class_weight of {excluded!r} must be above 0; leave it out")
+    likelihood: Likelihood = Categorical(weights)
+    if is_binary:
+        likelihood = Bernoulli(weights[1] / weights[0], weights[0])
+    likelihood.estimated = class_weight == "balanced"
     return likelihood

@@ -51,35 +51,40 @@ register_pytree_node(  # for torch.func, to which it is a dict of float32
 
 
 def widened(tensors: Mapping[str, Tensor]) -> Any:
-    """These tensors, of which those in half precision are read in float32."""
+    """The tensors as a dict in which half precision is read as float32."""
     has_half = any(t.dtype in HALF for t in tensors.values())
     return Widened(tensors) if has_half else dict(tensors)
 
 
 def narrow(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """These tensors as they are stored."""
+    """The tensors in the dtypes in which they are stored; the reverse of :func:`widened`."""
     return tensors.data if isinstance(tensors, Widened) else tensors
 
 
 def placed(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Any:
-    """These tensors on a device, read in a dtype. For float32, half precision stays as it is stored
-    and is :func:`widened`."""
+    """The tensors on a device, read in a dtype.
+
+    For float32, half precision stays as it is stored and is :func:`widened`.
+    """
+    stored_tensors = narrow(tensors)
     if dtype != torch.float32:
-        return {name: t.to(device, dtype) for name, t in narrow(tensors).items()}
-    moved = {
-        name: t.to(device, t.dtype if t.dtype in HALF else dtype)
-        for name, t in narrow(tensors).items()
+        return {name: tensor.to(device, dtype) for name, tensor in stored_tensors.items()}
+    on_device = {
+        name: tensor.to(device, tensor.dtype if tensor.dtype in HALF else dtype)
+        for name, tensor in stored_tensors.items()
     }
-    return widened(moved)
+    return widened(on_device)
 
 
 def stored(value: Tensor, parameter: Tensor) -> Tensor:
-    """The value in half precision where the parameter is, and nowhere else."""
-    return value.to(parameter.dtype if parameter.dtype in HALF else working(value.dtype))
+    """The value in the parameter's dtype if that is half precision, else in a full one."""
+    if parameter.dtype in HALF:
+        return value.to(parameter.dtype)
+    return value.to(working(value.dtype))
 
 
 def shared(value: Tensor, parameter: Tensor) -> Tensor:
-    """The same, or the parameter itself where both are equal, so that nothing is stored twice."""
+    """The :func:`stored` value, or the parameter itself if both are equal: one tensor in memory."""
     converted = stored(value, parameter)
     if converted is value or converted.device != parameter.device:
         return converted

@@ -1,7 +1,7 @@
 """The modes, training or eval, in which a model's modules were while it trained.
 
-A model that arrives with some module in training mode tells them. One that arrives in eval mode
-does not: then all modules train, but for norms with frozen parameters.
+A model with some module in training mode shows these modes. A model that is in eval mode as a whole
+does not show them: then all modules are taken to have trained, except norms with frozen parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 Mode = str | Callable[[nn.Module], object]
-WORDS = ("train", "eval")
+WORDS = ("train", "eval")  # the modes that a recipe can name
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
@@ -21,7 +21,7 @@ def modes_of(model: nn.Module) -> dict[str, bool]:
 
 
 def training_modes(model: nn.Module) -> dict[str, bool] | None:
-    """:func:`modes_of` a model of which a part is in training mode; None of others.
+    """:func:`modes_of` a model with some module in training mode; None for any other model.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> _ = model[1].eval()
@@ -40,8 +40,8 @@ def begin_training(
     """Put every module into the mode in which it trains.
 
     Args:
-        modes: those of the training that is repeated; None: they are not known.
-        mode: in place of them, what a recipe says.
+        modes: the modes of the training that is repeated, by module name; None: unknown.
+        mode: the recipe's mode, which replaces ``modes``; None: the recipe names none.
     """
     model.train()
     if mode == "eval":
@@ -57,14 +57,17 @@ def begin_training(
 
 
 def frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers with running statistics whose parameters, or without any those of the module
-    around them, are all frozen."""
-    around = dict(model.named_modules())
-    for path, module in around.items():
-        if not (isinstance(module, _NormBase) or "running_mean" in dict(module.named_buffers())):
+    """The layers with running statistics whose parameters are all frozen.
+
+    A layer without parameters goes by those of the nearest module around it that has some.
+    """
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        is_norm = isinstance(module, _NormBase) or "running_mean" in dict(module.named_buffers())
+        if not is_norm:
             continue
-        while path and not any(True for _ in around[path].parameters()):
+        while path and not any(True for _ in modules[path].parameters()):
             path = path.rpartition(".")[0]
-        parameters = [*around[path].parameters()]
+        parameters = [*modules[path].parameters()]
         if parameters and not any(p.requires_grad for p in parameters):
             yield module

@@ -1,9 +1,9 @@
-"""Rows of texts as ids, of unequal length, as one batch: what transformers' collators make of them.
+"""A batch of tokenised texts of unequal length, as transformers' collators make it.
 
-A short row's ``input_ids`` are filled up with the model's padding token, its labels with the one
-that is ignored, everything else with 0; ``attention_mask`` says what is no padding. Rows that
-pack several texts, and bring ``position_ids``, have none: transformers tells these texts apart by
-their positions. A causal language model's labels, where a data set has none, are its ids.
+The ``input_ids`` of a short row are filled up with the model's padding token, its labels with the
+label that a loss ignores, everything else with 0. The ``attention_mask`` is 0 at padding. Rows that
+pack several texts and have ``position_ids`` get no mask: transformers separates these texts by
+their positions. A causal language model's ids are its labels too, where a data set has no labels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from torch.utils.data import default_collate
 from blr_analysis.errors import DataError
 from blr_analysis.likelihoods import CausalLM, Likelihood
 
-IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+IDS = "input_ids"
+MASK = "attention_mask"
+LABELS = "labels"
 POSITIONS = "position_ids"
-IGNORED = -100
+IGNORED = -100  # the label that losses of torch and transformers ignore
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Makes a batch of rows; of rows that are no mappings, as torch does.
+    """Makes a batch of rows by name; any other rows are collated as torch does.
 
     Attributes:
         token: fills up ``input_ids``.
         ignored: fills up labels.
         masked: whether the model takes an ``attention_mask``.
-        predicts_ids: whether labels that are missing are the ids.
+        predicts_ids: whether the ids are the labels of rows without labels.
 
     >>> Padding(token=9)([{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}])
     {'input_ids': tensor([[5, 6],
@@ -53,30 +55,37 @@ class Padding:
         if self.predicts_ids and LABELS not in columns and IDS in columns:
             columns[LABELS] = columns[IDS]
         ids = columns.get(IDS)
-        is_packed = POSITIONS in columns  # transformers then keeps texts apart, without a mask
-        if self.masked and MASK not in columns and ids is not None and not is_packed:
-            columns[MASK] = [torch.ones(len(x), dtype=torch.long) for x in ids]
+        is_packed = POSITIONS in columns  # transformers then separates texts without a mask
+        needs_mask = self.masked and MASK not in columns and not is_packed
+        if needs_mask and ids is not None:
+            columns[MASK] = [torch.ones(len(row), dtype=torch.long) for row in ids]
         return {name: self._column(name, values) for name, values in columns.items()}
 
     def _column(self, name: str, values: list[Any]) -> Any:
+        """The values of a column as one tensor, filled up where their lengths differ.
+
+        Raises:
+            DataError: values of different shapes beyond their lengths.
+        """
         if not all(_is_of_numbers(value) for value in values):
             return default_collate(values)
         tensors = [torch.as_tensor(value) for value in values]
         shapes = {tuple(x.shape[1:]) for x in tensors}
         if len({x.ndim for x in tensors}) > 1 or len(shapes) > 1:
-            found = sorted({str([*x.shape]) for x in tensors})
-            raise DataError(f"column {name!r} has rows of shapes {', '.join(found[:4])}; pad them")
-        if tensors[0].ndim == 0 or not _lengths_differ(tensors):
+            texts = sorted({str([*x.shape]) for x in tensors})
+            raise DataError(f"column {name!r} has rows of shapes {', '.join(texts[:4])}; pad them")
+        are_numbers = tensors[0].ndim == 0
+        if are_numbers or len({len(tensor) for tensor in tensors}) == 1:
             return torch.stack(tensors)
         fill = {IDS: self.token, LABELS: self.ignored}.get(name, 0)
         return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 
 def padding_of(model: nn.Module, likelihood: Likelihood) -> Padding:
-    """How the rows of a model's data are filled up."""
+    """The padding of a model's data, from its config and its likelihood."""
     config = getattr(model, "config", None)
-    named = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    token = next((i for i in named if isinstance(i, int) and i >= 0), 0)
+    candidates = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")]
+    token = next((i for i in candidates if isinstance(i, int) and i >= 0), 0)
     ignored = getattr(likelihood.kind, "ignore_index", None)
     return Padding(
         token=token,
@@ -87,7 +96,7 @@ def padding_of(model: nn.Module, likelihood: Likelihood) -> Padding:
 
 
 def arguments_of(model: nn.Module) -> set[str]:
-    """The names of what a model takes; of an adapter its base's."""
+    """The names of the arguments of a model's forward function; of an adapter, its base's."""
     base = getattr(model, "get_base_model", None)
     inner: Any = base() if callable(base) else model
     try:
@@ -97,21 +106,17 @@ def arguments_of(model: nn.Module) -> set[str]:
 
 
 def aside(model: nn.Module, columns: Sequence[str]) -> list[str]:
-    """The columns that a transformers' model has no argument for, which Trainer leaves out too."""
+    """The columns for which a transformers model has no argument; Trainer leaves them out too."""
     if not hasattr(model, "main_input_name"):
         return []
-    taken = arguments_of(model)
-    return [name for name in columns if name not in taken and name != LABELS]
+    arguments = arguments_of(model)
+    return [name for name in columns if name not in arguments and name != LABELS]
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Whether it is a tensor, an array or a list of numbers; of a single one torch knows best."""
+    """Whether a value is a tensor, an array of numbers, or a list of numbers, nested or not."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, list | tuple):
         return all(isinstance(x, bool | int | float) or _is_of_numbers(x) for x in value)
     return hasattr(value, "__array__") and value.dtype.kind in "biuf"
-
-
-def _lengths_differ(values: Sequence[Any]) -> bool:
-    return len({len(value) for value in values}) > 1

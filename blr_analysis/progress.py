@@ -1,6 +1,7 @@
-"""Progress on long work, with the time that remains: bars on a terminal that show up after a
-second, lines in a log after half a minute. ``progress=True`` shows bars anywhere,
-``progress=False`` shows nothing.
+"""Progress of long work, with the time that remains.
+
+On a terminal a bar appears after a second; in a log a line each half minute. ``progress=True``
+shows bars anywhere, ``progress=False`` shows nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
-GLANCE = 1.0  # seconds until a bar shows
-LINE_EVERY = 30.0  # seconds between two lines of a log
-_profiles: list[dict[str, float]] = []  # that are being taken
+BAR_DELAY = 1.0  # seconds until a bar shows
+LINE_INTERVAL = 30.0  # seconds between two lines of a log
+_profiles: list[dict[str, float]] = []  # one for each open :func:`profiled`
 
 
 def track(
@@ -47,8 +48,9 @@ def track(
 
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
-    """How long the loops of :func:`track` inside take: seconds by label, all loops of a label
-    together.
+    """The seconds that loops of :func:`track` inside take, by label.
+
+    Loops of one label are added up.
 
     >>> with profiled() as seconds:
     ...     numbers = list(track([1, 2], label="counting", show=False))
@@ -69,7 +71,7 @@ def bar(total: int | None, label: str, show: bool | None, **options: Any) -> Any
     if show is None and not is_notebook and not _is_terminal():
         return Lines(total, label, **options)
     disable = None if show is None else not show
-    delay = 0.0 if show else GLANCE
+    delay = 0.0 if show else BAR_DELAY
     return tqdm(total=total, desc=label, leave=False, disable=disable, delay=delay, **options)
 
 
@@ -112,24 +114,24 @@ class Lines:
         self.unit_scale = unit_scale
         self.done = 0
         self._begun = time.monotonic()
-        self._due = self._begun + LINE_EVERY
+        self._due = self._begun + LINE_INTERVAL
 
     def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left to say."""
+        """A bar of tqdm closes here; lines need no closing."""
 
     def update(self, n: int = 1) -> None:
-        """Count, and write a line where one is due."""
+        """Count n more, and print a line if half a minute has passed since the last one."""
         self.done += n
         now = time.monotonic()
         if now >= self._due:
-            self._due = now + LINE_EVERY
+            self._due = now + LINE_INTERVAL
             print(self.line(self.done, now - self._begun), file=sys.stderr, flush=True)
 
     def line(self, done: int, seconds: float) -> str:
-        """How much is done after these seconds, and how long the rest takes at this speed."""
+        """The amount that is done after these seconds, and the time that remains."""
         label = self.label or "progress"
         if not self.total:
             return f"{label}: {self._amount(done)} in {text_bar.format_interval(seconds)}"

@@ -1,10 +1,12 @@
 """Kronecker factors near each checkpoint of a training, recorded while it goes on.
 
-Curvature belongs to the weights at which it is taken, and these move. So every pass near a
-checkpoint is recorded, and one in :data:`EVERY` elsewhere: of a training of known length about one
-pass in five. The posterior at the checkpoint of step t has the mean of the passes from t/√2 to √2 t
-(of the last step, to the end), most of which are near t. What was recorded is added up from the
-beginning, and marked at the steps √2 t; a mean is the difference of two marks.
+Curvature belongs to the weights at which it is measured, and these move. The recorder therefore
+records every pass near a checkpoint and one pass in :data:`FAR_INTERVAL` elsewhere, which is about
+one pass in five if the length of the training is known.
+
+The posterior at the checkpoint of step t has the mean of the passes from t/√2 to √2 t, and most of
+these are near t; for the last step the passes go to the end. The recorder adds up all passes from
+the beginning. A mark is its sums at a step √2 t, and a mean is the difference of two marks.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from blr_analysis.files.shards import save_file
 from blr_analysis.posterior.recorder import COUNTS, KroneckerRecorder, between
 from blr_analysis.snapshots import State, read
 
-EVERY = 20  # passes for one that is recorded, far from a checkpoint
-NEAR = 0.055  # of the steps before a checkpoint: so far from it every pass is recorded
-FEW = 2  # steps, at the least
-FEWEST = 5  # passes of which a mean is taken, where there are so many
-HALVINGS = 6  # of the length of a training: checkpoints from 1/64 of it on
+FAR_INTERVAL = 20  # passes, of which one is recorded, far from a checkpoint
+NEAR_SHARE = 0.055  # of a checkpoint's step: within this distance every pass is recorded
+MIN_NEAR_STEPS = 2  # within this distance too, for the first checkpoints
+MIN_PASSES = 5  # in a mean, where so many were recorded
+HALVINGS = 6  # of the length of a training: the first checkpoint is at 1/64 of it
 FILE = "recorded-*.safetensors"
 LOST = (
-    "what was recorded before the training was resumed is not there: factors are of the later "
+    "the recordings from before the training was resumed are missing: factors are of the later "
     "steps alone"
 )
 
 
 def checkpoint_steps(steps: int | None, step: int) -> list[int]:
-    """The steps of checkpoints, of a training of so many steps; None: of those near this step.
+    """The steps at which a training of ``steps`` steps has its checkpoints.
+
+    Without the number of steps, checkpoints are at the powers of two, and those on both sides of
+    ``step`` are returned.
 
     >>> checkpoint_steps(64, 1), checkpoint_steps(None, 100)
     ([1, 2, 4, 8, 16, 32], [64, 128])
@@ -49,12 +54,12 @@ def checkpoint_steps(steps: int | None, step: int) -> list[int]:
 
 
 class Recordings:
-    """What a :class:`KroneckerRecorder` sees near each checkpoint.
+    """The Kronecker factors near each checkpoint, from one :class:`KroneckerRecorder`.
 
     Args:
-        model: what is trained.
-        steps: how many steps there will be; None: checkpoints are at powers of two.
-        folder: where marks are written; None: they stay in memory.
+        model: the model that is trained.
+        steps: the number of steps of the training; None: checkpoints are at powers of two.
+        folder: the folder for the files of marks; None: marks stay in memory.
 
     Raises:
         ModelError: nothing to train, parameters of a layer without a rule, or a sharded model.
@@ -64,42 +69,56 @@ class Recordings:
         self.steps = steps
         self.folder = folder
         self.recorder = KroneckerRecorder(model, every=1, labels="drawn")
-        self.marks: dict[int, State | Path] = {}  # what was recorded up to a step
-        self._lacks_sums = False  # those of the steps before a resumption
-        self._look_ahead(0)
+        self.marks: dict[int, State | Path] = {}  # the recorder's sums up to a step
+        self._lacks_earlier_sums = False  # of the steps before the training was resumed
+        self._choose_interval(0)
 
     def begin(self, step: int) -> None:
-        """Before the first step, or where a training goes on after so many: the marks of these
-        stay, and :meth:`resume` or :meth:`load_state_dict` gives back what was recorded."""
+        """Call this before the first step, or where a training is resumed after ``step`` steps.
+
+        The marks in the folder up to that step stay. :meth:`resume` or :meth:`load_state_dict`
+        restores the recorder's sums.
+        """
         self.marks = {}
-        self._lacks_sums = step > 0
-        for file in sorted(self.folder.glob(FILE)) if self.folder is not None else []:
+        self._lacks_earlier_sums = step > 0
+        for file in self._files():
             marked_step = int(file.stem.rpartition("-")[2])
             if marked_step <= step:
                 self.marks[marked_step] = file
             else:
                 file.unlink()
-        self._look_ahead(step)
+        self._choose_interval(step)
 
-    def step(self, done: int) -> None:
-        """After so many steps."""
-        if self._lacks_sums:
-            self._forget()
-        if any(done == round(math.sqrt(2) * t) for t in checkpoint_steps(self.steps, done)):
-            self._mark(done)
-        self._look_ahead(done)
+    def _files(self) -> list[Path]:
+        """The files of marks in the folder."""
+        if self.folder is None:
+            return []
+        return sorted(self.folder.glob(FILE))
 
-    def _look_ahead(self, done: int) -> None:
-        """Whether every pass of the next step is recorded."""
-        self.recorder.every = 1 if self._is_near(done + 1) else EVERY
+    def step(self, step: int) -> None:
+        """Call this after each step, with the number of steps so far."""
+        if self._lacks_earlier_sums:
+            self._drop_marks()
+        checkpoints = checkpoint_steps(self.steps, step)
+        if step in [round(math.sqrt(2) * checkpoint) for checkpoint in checkpoints]:
+            self._mark(step)
+        self._choose_interval(step)
 
-    def _is_near(self, step: int) -> bool:
+    def _choose_interval(self, step: int) -> None:
+        """Record every pass of the next step if it is near a checkpoint, and few passes if not."""
+        self.recorder.every = 1 if self._is_near_checkpoint(step + 1) else FAR_INTERVAL
+
+    def _is_near_checkpoint(self, step: int) -> bool:
+        """Whether a step is near a checkpoint, or near the last step."""
         targets = checkpoint_steps(self.steps, step)
         if self.steps is not None:
             targets.append(self.steps)
-        return any(abs(step - t) <= max(FEW, NEAR * t) for t in targets)
+        return any(
+            abs(step - target) <= max(MIN_NEAR_STEPS, NEAR_SHARE * target) for target in targets
+        )
 
     def _mark(self, step: int) -> None:
+        """Keep the recorder's sums up to this step, in memory or in the folder."""
         if self.folder is None:
             state = tensors_of(self.recorder.state_dict())
             self.marks[step] = {name: x.detach().cpu().clone() for name, x in state.items()}
@@ -110,33 +129,34 @@ class Recordings:
         self.marks[step] = file
 
     def save(self, file: Path) -> None:
-        """Write what was recorded so far, beside its place and renamed into it."""
-        tensors = {n: x.contiguous() for n, x in tensors_of(self.recorder.state_dict()).items()}
+        """Write the recorder's sums, beside the target and renamed into it."""
+        state = tensors_of(self.recorder.state_dict())
+        tensors = {name: tensor.contiguous() for name, tensor in state.items()}
         with drafted(file) as draft:
             save_file(tensors, draft, {"format": "pt"})
 
     def keep(self, file: Path) -> None:
-        """Write all that was recorded, for :meth:`resume`."""
+        """Write the recorder's whole state, for :meth:`resume`."""
         state = self.recorder.state_dict()
         record = {"joints": state["joints"], "positions": state["positions"]}
         storage.write(file, tensors_of(state), record)
 
-    def resume(self, file: Path, done: int) -> None:
-        """Go on, after so many steps, from what :meth:`keep` wrote.
+    def resume(self, file: Path, step: int) -> None:
+        """Go on after ``step`` steps from a file that :meth:`keep` wrote.
 
         Raises:
-            StorageError: the file is not there, or damaged.
+            StorageError: the file is missing or damaged.
             ModelError: it is of another model.
         """
         tensors, record = storage.read(file)
         parts = {"joints": record["joints"], "positions": record["positions"]}
         self.recorder.load_state_dict(state_of_tensors(self.recorder, tensors) | parts)
-        self._lacks_sums = False
-        self._look_ahead(done)
+        self._lacks_earlier_sums = False
+        self._choose_interval(step)
 
-    def _forget(self) -> None:
-        """Without the sums of the steps before a resumption, marks of them are of no use."""
-        self._lacks_sums = False
+    def _drop_marks(self) -> None:
+        """Drop the marks of the steps before a resumption, whose sums the recorder lacks."""
+        self._lacks_earlier_sums = False
         for mark in self.marks.values():
             if isinstance(mark, Path):
                 mark.unlink(missing_ok=True)
@@ -144,19 +164,24 @@ class Recordings:
         warnings.warn(LOST, stacklevel=3)
 
     def settle(self, steps: Sequence[int], end: int) -> None:
-        """Keep the marks that the checkpoints of these steps, and the end, are between."""
+        """Keep only the marks around the checkpoints of these steps and around the last step."""
         everything = self.recorder.state_dict()
-        useful = {mark for step in [*steps, end] for mark in self._bounds(step, end, everything)}
-        for mark in self.marks.keys() - useful:
+        useful_marks: set[int | None] = set()
+        for step in [*steps, end]:
+            useful_marks.update(self._bounds(step, end, everything))
+        for mark in self.marks.keys() - useful_marks:
             file = self.marks.pop(mark)
             if isinstance(file, Path):
                 file.unlink(missing_ok=True)
 
     @contextmanager
     def narrowed(self) -> Iterator[Callable[[int, int], None]]:
-        """Inside, the function that is returned lets the recorder have what it saw near a step
-        alone: of a checkpoint, or the last one; its second argument is the last one. After it, the
-        recorder has all that it saw."""
+        """Inside, the recorder can be narrowed to the passes near a step.
+
+        Yields:
+            A function ``narrow(step, end)``: the recorder then holds the passes near ``step``
+            alone, a checkpoint's or the last one, ``end``. Afterwards it holds all passes again.
+        """
         everything = self.recorder.state_dict()
 
         def narrow(step: int, end: int) -> None:
@@ -174,60 +199,69 @@ class Recordings:
     def _bounds(
         self, step: int, end: int, everything: dict[str, Any]
     ) -> tuple[int | None, int | None]:
-        """The marks around a step; None below: the beginning, and above: all that was seen.
+        """The marks below and above a step, at least :data:`MIN_PASSES` passes apart if possible.
 
-        They are moved apart until :data:`FEWEST` passes lie between them.
+        None below is the beginning of the training, None above its end.
         """
-        below: list[int | None] = [*sorted((m for m in self.marks if m < step), reverse=True), None]
-        above: list[int | None] = [*sorted(m for m in self.marks if m >= step), None]
+        marks_below = [mark for mark in self.marks if mark < step]
+        marks_above = [mark for mark in self.marks if mark >= step]
+        below: list[int | None] = [*sorted(marks_below, reverse=True), None]
+        above: list[int | None] = [*sorted(marks_above), None]
         if step >= end:
             above = [None]
         while len(below) + len(above) > 2:
             earlier = self._marked(below[0], None)
             later = self._marked(above[0], everything)
             assert later is not None
-            if later["recorded"] - (earlier["recorded"] if earlier else 0) >= FEWEST:
+            passes_before = earlier["recorded"] if earlier else 0
+            if later["recorded"] - passes_before >= MIN_PASSES:
                 break
-            widened = below if len(below) > 1 else above
-            widened.pop(0)
+            nearest_first = below if len(below) > 1 else above
+            nearest_first.pop(0)
         return below[0], above[0]
 
     def _marked(self, mark: int | None, default: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The recorder's state at a mark."""
+        """The recorder's state at a mark; without a mark the default."""
         if mark is None:
             return default
         return state_of_tensors(self.recorder, read(self.marks[mark]))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was recorded, to go on from."""
+        """The recorder's state and the marks in memory, for :meth:`load_state_dict`."""
         marks = {step: read(mark) for step, mark in self.marks.items() if isinstance(mark, dict)}
         return {"recorder": self.recorder.state_dict(), "marks": marks}
 
-    def load_state_dict(self, state: Mapping[str, Any], done: int) -> None:
-        """Go on from what :meth:`state_dict` gave, after so many steps."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on after ``step`` steps from what :meth:`state_dict` returned."""
         self.recorder.load_state_dict(state["recorder"])
-        self.marks |= {int(step): dict(mark) for step, mark in state["marks"].items()}
-        self._lacks_sums = False
-        self._look_ahead(done)
+        for marked_step, mark in state["marks"].items():
+            self.marks[int(marked_step)] = dict(mark)
+        self._lacks_earlier_sums = False
+        self._choose_interval(step)
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The counts and means of a recorder's state, as safetensors hold them."""
+    """The counts, means and gradients of a recorder's state as one dict of tensors."""
     counts = {f"count/{name}": torch.tensor(state[name]) for name in COUNTS}
     means = {f"mean/{name}": mean for name, mean in state["means"].items()}
-    return counts | means | {f"gradient/{name}": g for name, g in state["gradients"].items()}
+    gradients = {f"gradient/{name}": tensor for name, tensor in state["gradients"].items()}
+    return counts | means | gradients
 
 
 def state_of_tensors(recorder: KroneckerRecorder, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The reverse, for a recorder of the same model."""
-    counts = {name: int(tensors[f"count/{name}"]) for name in COUNTS}
-    of_kind: dict[str, dict[str, Tensor]] = {"count": {}, "mean": {}, "gradient": {}}
-    for name, tensor in tensors.items():
-        kind, _, key = name.partition("/")
-        of_kind[kind][key] = tensor
+    """The state whose :func:`tensors_of` these are, for a recorder of the same model."""
+    state = dict(recorder.state_dict())
+    for name in COUNTS:
+        state[name] = int(tensors[f"count/{name}"])
+    state["means"] = _with_prefix("mean/", tensors)
+    state["gradients"] = _with_prefix("gradient/", tensors)
+    return state
+
+
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the names behind it."""
     return {
-        **recorder.state_dict(),
-        **counts,
-        "means": of_kind["mean"],
-        "gradients": of_kind["gradient"],
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
     }

@@ -18,8 +18,9 @@ def rmse(predictions: Tensor, targets: Tensor) -> float:
 
 
 def r2(predictions: Tensor, targets: Tensor) -> float:
-    """The share of the targets' variance that is explained, 1 − Σ (ŷ − y)² / Σ (y − ȳ)²; of several
-    outputs the mean over them; NaN where the targets do not vary.
+    """The share of the targets' variance that is explained, 1 − Σ (ŷ − y)² / Σ (y − ȳ)².
+
+    For several outputs it is the mean over them. It is NaN where the targets do not vary.
 
     >>> import torch
     >>> r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))

@@ -1,9 +1,9 @@
-"""What a trainer left in its folder of a training: checkpoints along the way, and the recipe.
+"""The folder of a training, as a trainer leaves it: checkpoints along the way, and the recipe.
 
-    OUTPUT/checkpoint-500/recipe.json                      up to that step
-    OUTPUT/_run/recipe.json, step-00000000.safetensors …   up to the weights that were kept
+    OUTPUT/checkpoint-500/recipe.json                      the training up to that step
+    OUTPUT/_run/recipe.json, step-00000000.safetensors …   the training up to its final weights
 
-Nothing that is pickled is read.
+No pickle is read.
 """
 
 from __future__ import annotations
@@ -21,64 +21,72 @@ from blr_analysis.files.headers import read_record
 from blr_analysis.recipe import Recipe
 from blr_analysis.snapshots import checked_state, equal, read, state_of
 
-RUN = "_run"  # in the output folder, what callbacks keep; not pushed to a hub, by its first letter
-TOLD = "recipe.json"
-FIRST = "step-00000000.safetensors"  # the first weights
+RUN = "_run"  # the callbacks' folder in the output; hubs skip names that begin with "_"
+RECIPE = "recipe.json"
+FIRST_WEIGHTS = "step-00000000.safetensors"
 
 
 def home_of(folder: str | os.PathLike[str]) -> Path:
-    """A trainer's output folder, of itself, of a checkpoint in it, or of what callbacks keep."""
+    """A trainer's output folder: the folder itself, or the one around a checkpoint or ``_run``."""
     place = Path(folder).expanduser().absolute()
     is_inside = place.name.startswith("checkpoint-") or place.name == RUN
     return place.parent if is_inside else place
 
 
 def training_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """``checkpoints`` and ``recipe`` for the Task of a model that a trainer left in this folder:
-    its output, or one of the ``checkpoint-*`` there.
+    """Arguments for the Task of a model in a trainer's output folder, or in a ``checkpoint-*``.
 
-    The recipe is that of :class:`~blr_analysis.huggingface.CheckpointsCallback`, with the first
-    weights where these are beside it.
+    The recipe was written by :class:`~blr_analysis.huggingface.CheckpointsCallback`; it has the
+    first weights if they are beside it.
+
+    Returns:
+        ``checkpoints`` and ``recipe``; an entry is missing where the folder has none.
     """
     home = home_of(folder)
-    beside = [*home.glob("checkpoint-*")]
-    found: dict[str, Any] = {}
-    if [*(home / RUN).glob("step-*.safetensors")]:
-        found["checkpoints"] = home / RUN
-    elif beside and all([*one.glob("*.safetensors")] for one in beside):
-        found["checkpoints"] = home
-    if (recipe := recipe_in(folder)) is not None:
-        found["recipe"] = recipe
-    return found
+    arguments: dict[str, Any] = {}
+    folders = [*home.glob("checkpoint-*")]
+    have_weights = [any(path.glob("*.safetensors")) for path in folders]
+    if any((home / RUN).glob("step-*.safetensors")):
+        arguments["checkpoints"] = home / RUN
+    elif folders and all(have_weights):
+        arguments["checkpoints"] = home
+    recipe = recipe_in(folder)
+    if recipe is not None:
+        arguments["recipe"] = recipe
+    return arguments
 
 
 def recipe_of_weights(checkpoints: Any, model: nn.Module) -> Recipe | None:
-    """The recipe beside the checkpoints of a folder, up to a model's weights: of the checkpoint
-    that has them, else of the whole run. None of anything but a folder."""
+    """The recipe of the training up to a model's weights, from the folder of its checkpoints.
+
+    It is that of the checkpoint that has these weights, or else that of the whole run; None where
+    ``checkpoints`` is no folder.
+    """
     if not isinstance(checkpoints, str | os.PathLike):
         return None
     home = home_of(checkpoints)
-    own = state_of(model)
-    for place in home.glob(f"checkpoint-*/{TOLD}"):
-        with suppress(BLRError):  # of weights that are not kept as safetensors
-            state = checked_state(read(place.parent), model, place.parent.name)
-            if equal(state, own):
-                return recipe_in(place.parent)
+    final_state = state_of(model)
+    for file in home.glob(f"checkpoint-*/{RECIPE}"):
+        folder = file.parent
+        with suppress(BLRError):  # the weights are in another format than safetensors
+            state = checked_state(read(folder), model, folder.name)
+            if equal(state, final_state):
+                return recipe_in(folder)
     return recipe_in(home)
 
 
 def recipe_in(folder: str | os.PathLike[str]) -> Recipe | None:
-    """The recipe that callbacks kept in a checkpoint, or of the whole run; None where none is.
+    """The recipe in a checkpoint's folder, or that of the whole run; None without either.
 
     Raises:
         StorageError: a file that is no recipe.
     """
     home = home_of(folder)
-    places = (Path(folder).expanduser() / TOLD, home / RUN / TOLD)
-    place = next((place for place in places if place.is_file()), None)
-    if place is None:
+    candidates = (Path(folder).expanduser() / RECIPE, home / RUN / RECIPE)
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
         return None
-    first = home / RUN / FIRST
-    initial = Folder.open(first).tensors() if first.is_file() else None
-    with told_as(StorageError, f"{str(place)!r} holds no recipe"):
-        return Recipe(**read_record(place), initial=initial)
+    weights = home / RUN / FIRST_WEIGHTS
+    initial = Folder.open(weights).tensors() if weights.is_file() else None
+    with told_as(StorageError, f"{str(file)!r} holds no recipe"):
+        return Recipe(**read_record(file), initial=initial)

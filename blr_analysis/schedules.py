@@ -2,8 +2,8 @@
 
     rate(k) = lr · factor(k / steps)
 
-Points are pairs (part of the steps, factor), with straight lines between them: whatever schedule a
-trainer has can be written so, and be stretched to another number of steps.
+Points are pairs (part of the steps, factor), with straight lines between them. Any schedule of a
+trainer can be written as points, and stretched to another number of steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ FORMULAS: dict[str | None, Callable[[float], float]] = {
     "cosine": lambda part: 0.5 + 0.5 * math.cos(math.pi * part),
     "linear": lambda part: 1.0 - part,
 }
-CLOSE = 1e-5  # of the rate at the start: how far points may be from the schedule
+MAX_GAP = 1e-5  # between the points' lines and a schedule, in units of the rate at the start
 
 
 def checked(schedule: Any, warmup: Any) -> Schedule:
-    """The schedule, where it is one and goes with this warmup.
+    """The schedule, checked together with its warmup; points as pairs of floats.
 
     Raises:
-        InputError: an unknown name, points that are none, a warmup of points or out of range.
+        InputError: an unknown name, something else than points, points with a warmup, or a warmup
+            out of range.
 
     >>> checked([(0, 0), (0.1, 1), (1, 0)], 0.0)
     [[0.0, 0.0], [0.1, 1.0], [1.0, 0.0]]
@@ -44,22 +45,30 @@ def checked(schedule: Any, warmup: Any) -> Schedule:
     if schedule is None or (isinstance(schedule, str) and schedule in FORMULAS):
         return schedule
     if isinstance(schedule, str) or not isinstance(schedule, Sequence):
-        wanted = "None, 'cosine', 'linear' or points (part of the steps, factor)"
-        raise InputError(f"schedule must be {wanted}, got {schedule!r}")
+        raise InputError(
+            "schedule must be None, 'cosine', 'linear' or points (part of the steps, factor), got "
+            f"{schedule!r}"
+        )
     if warmup:
         raise InputError("warmup= goes with a schedule's name; write it as points of the schedule")
     return _checked_points(schedule)
 
 
 def _checked_points(points: Sequence[Any]) -> list[list[float]]:
+    """The points as pairs of floats.
+
+    Raises:
+        InputError: something else than pairs, parts that do not rise, or numbers out of range.
+    """
     try:
         pairs = [[float(part), float(factor)] for part, factor in points]
     except (TypeError, ValueError):
         pairs = []
     parts = [part for part, _ in pairs]
-    rising = all(before <= after for before, after in pairwise(parts))
-    inside = bool(parts) and parts[0] >= 0 and parts[-1] <= 1
-    if not (inside and rising and all(0 <= factor < math.inf for _, factor in pairs)):
+    are_rising = all(before <= after for before, after in pairwise(parts))
+    are_inside = bool(parts) and parts[0] >= 0 and parts[-1] <= 1
+    are_factors = all(0 <= factor < math.inf for _, factor in pairs)
+    if not (are_inside and are_rising and are_factors):
         raise InputError(
             "points of a schedule are pairs (part, factor), parts rising from 0 to 1, factors 0 or "
             "more"
@@ -68,7 +77,7 @@ def _checked_points(points: Sequence[Any]) -> list[list[float]]:
 
 
 def factor_at(schedule: Schedule, warmup: float, part: float) -> float:
-    """The factor of the rate when this part of the steps is made.
+    """The factor of the rate after this part of the steps.
 
     >>> [factor_at("linear", 0.2, part) for part in (0.0, 0.1, 0.2, 0.6)]
     [0.0, 0.5, 1.0, 0.5]
@@ -84,12 +93,16 @@ def factor_at(schedule: Schedule, warmup: float, part: float) -> float:
         return schedule[0][1]
     if after == len(schedule):
         return schedule[-1][1]
-    (start, low), (end, high) = schedule[after - 1], schedule[after]
-    return low + (high - low) * (part - start) / (end - start)
+    start, factor_at_start = schedule[after - 1]
+    end, factor_at_end = schedule[after]
+    rise = factor_at_end - factor_at_start
+    return factor_at_start + rise * (part - start) / (end - start)
 
 
 def described(factors: Sequence[float]) -> tuple[Schedule, float]:
-    """A schedule and its warmup, from the factor at every step; by name where one fits.
+    """The schedule and the warmup that have these factors, one for each step.
+
+    The schedule is a name where one fits, and otherwise points.
 
     >>> described([0.0, 0.5, 1.0, 0.75, 0.5, 0.25])
     ('linear', 0.3333333333333333)
@@ -99,25 +112,30 @@ def described(factors: Sequence[float]) -> tuple[Schedule, float]:
     steps = len(factors)
     warmup = factors.index(max(factors)) / steps
     for name in FORMULAS:
-        named = (factor_at(name, warmup, k / steps) for k in range(steps))
-        if all(abs(a - b) <= CLOSE for a, b in zip(named, factors, strict=True)):
+        factors_by_name = [factor_at(name, warmup, k / steps) for k in range(steps)]
+        gaps = [abs(a - b) for a, b in zip(factors_by_name, factors, strict=True)]
+        if max(gaps) <= MAX_GAP:
             return name, warmup
     values = torch.tensor(factors, dtype=torch.float64)
     return [[k / steps, factors[k]] for k in _corners(values)], 0.0
 
 
 def _corners(values: Tensor) -> list[int]:
-    """Places between which straight lines are close to all values (Douglas and Peucker, 1973)."""
+    """The places of corners whose straight lines are close to all values.
+
+    Source: Douglas and Peucker, 1973: the value farthest from a line becomes a corner.
+    """
     last = len(values) - 1
     corners = {0, last}
-    open_ends = [(0, last)]
-    while open_ends:
-        start, end = open_ends.pop()
+    unchecked_lines = [(0, last)]
+    while unchecked_lines:
+        start, end = unchecked_lines.pop()
         line = torch.linspace(0, 1, end - start + 1, dtype=values.dtype)
         line = values[start] + (values[end] - values[start]) * line
         gaps = (values[start : end + 1] - line).abs()
         farthest = int(gaps.argmax())
-        if float(gaps[farthest]) > CLOSE:
-            corners.add(start + farthest)
-            open_ends += [(start, start + farthest), (start + farthest, end)]
+        if float(gaps[farthest]) > MAX_GAP:
+            corner = start + farthest
+            corners.add(corner)
+            unchecked_lines += [(start, corner), (corner, end)]
     return sorted(corners)

@@ -1,4 +1,4 @@
-"""Weights and buffers along a training, read from wherever they were kept.
+"""Weights and buffers along a training, from memory, files or folders.
 
 A state is a model's trainable parameters and its persistent buffers, by the model's own names.
 """
@@ -41,7 +41,7 @@ def buffers_of(model: nn.Module) -> State:
 
 
 class Snapshots:
-    """Checkpoints of one training, oldest first, each read when it is asked for.
+    """Checkpoints of one training, oldest first; each is read when the iteration reaches it.
 
     Args:
         checkpoints: state dicts, safetensors files, folders that a trainer wrote, or one folder of
@@ -49,7 +49,9 @@ class Snapshots:
         model: the trained model, whose own weights are the last.
 
     Raises:
-        InputError: something else. ModelError: another model's, or NaN. StorageError: no file.
+        InputError: something else.
+        ModelError: checkpoints of another model, or NaN in them.
+        StorageError: no such file.
     """
 
     def __init__(self, checkpoints: Any, model: nn.Module) -> None:
@@ -64,12 +66,12 @@ class Snapshots:
         return len(self._sources)
 
     def __iter__(self) -> Iterator[State]:
-        for k, source in enumerate(self._sources):
-            yield checked_state(read(source), self._model, f"checkpoints[{k}]")
+        for place, source in enumerate(self._sources):
+            yield checked_state(read(source), self._model, f"checkpoints[{place}]")
 
 
 def thinned(steps: Sequence[int], end: int) -> list[int]:
-    """The steps nearest 1/8, 1/4 and 1/2 of the end, on a log scale; each once.
+    """The steps before ``end`` that are nearest 1/8, 1/4 and 1/2 of it, on a log scale; each once.
 
     >>> thinned([1, 2, 4, 8, 16, 32, 64, 100], 100)
     [16, 32, 64]
@@ -87,18 +89,23 @@ def _nearest(steps: Sequence[int], target: float) -> int:
 
 
 def _sources(checkpoints: Any, model: nn.Module) -> list[Any]:
+    """The checkpoints as a list of what :func:`read` takes.
+
+    Raises:
+        InputError: neither a list nor a folder.
+    """
     states = getattr(checkpoints, "states", None)
     if callable(states):
         checkpoints = states(model)
     if isinstance(checkpoints, str | os.PathLike):
-        return _folder(Path(checkpoints), model)
+        return _in_folder(Path(checkpoints), model)
     if isinstance(checkpoints, Mapping) or not isinstance(checkpoints, Iterable):
         raise InputError("checkpoints must be a list of state dicts or files, or a folder")
     return list(checkpoints)
 
 
 def read(checkpoint: Any) -> Any:
-    """A checkpoint's tensors by the names that it has for them."""
+    """A checkpoint's tensors by its own names: of a module, a state dict, a file or a folder."""
     if isinstance(checkpoint, nn.Module):
         return checkpoint.state_dict()
     if isinstance(checkpoint, Mapping):
@@ -109,14 +116,16 @@ def read(checkpoint: Any) -> Any:
     return Folder.open(checkpoint, stem=stem).tensors()
 
 
-def _folder(path: Path, model: nn.Module) -> list[Any]:
-    """The checkpoints nearest 1/8, 1/4 and 1/2 of the run: a trainer's ``checkpoint-*``, or files
-    that :class:`blr_analysis.Checkpoints` wrote."""
+def _in_folder(path: Path, model: nn.Module) -> list[Any]:
+    """The checkpoints in a folder nearest 1/8, 1/4 and 1/2 of the steps up to the model's weights.
+
+    They are a trainer's ``checkpoint-*``, or files that :class:`blr_analysis.Checkpoints` wrote.
+    """
     checkpoints = _numbered(path)
     if not checkpoints:
         written_by_callbacks = [*path.glob("_run/step-*.safetensors")]
         if written_by_callbacks:
-            return _folder(path / "_run", model)
+            return _in_folder(path / "_run", model)
         raise StorageError(f"{str(path)!r} holds no checkpoint-* folders")
     steps = sorted(checkpoints)
     last = state_of(model)
@@ -125,9 +134,10 @@ def _folder(path: Path, model: nn.Module) -> list[Any]:
         tensors = read(checkpoints[step])
         return equal(checked_state(tensors, model, f"checkpoint-{step}"), last)
 
-    is_of_powers_of_two = checkpoints[steps[-1]].is_file()
-    end_beyond = 2 * steps[-1] if is_of_powers_of_two else steps[-1] + 1
-    end = next((step for step in reversed(steps) if has_last_weights(step)), end_beyond)
+    end = next((step for step in reversed(steps) if has_last_weights(step)), None)
+    if end is None:  # the training went on after the last checkpoint
+        are_at_powers_of_two = checkpoints[steps[-1]].is_file()
+        end = 2 * steps[-1] if are_at_powers_of_two else steps[-1] + 1
     return [checkpoints[step] for step in thinned(steps, end)]
 
 
@@ -145,18 +155,21 @@ def _numbered(path: Path) -> dict[int, Path]:
 def checked_state(tensors: Mapping[str, Any], model: nn.Module, label: str) -> State:
     """A checkpoint's state by the model's own names.
 
+    Args:
+        label: the checkpoint's name in messages.
+
     Raises:
-        ModelError: tensors are missing or of another shape; NaN or inf. It names the ``label``.
+        ModelError: tensors are missing or of another shape; NaN or inf.
     """
     by_plain_name = {_plain(name): tensor for name, tensor in tensors.items()}
-    names = _plain_names(model)
+    plain_names = _plain_names(model)
     state = {}
     missing = []
-    for name, place in state_of(model).items():
-        present = [plain for plain in names[name] if plain in by_plain_name]
-        tensor = by_plain_name[present[0]] if present else None
-        if isinstance(tensor, Tensor) and tensor.shape == place.shape:
-            state[name] = tensor.detach().to(place.device)
+    for name, present in state_of(model).items():
+        candidates = [by_plain_name[p] for p in plain_names[name] if p in by_plain_name]
+        stored = candidates[0] if candidates else None
+        if isinstance(stored, Tensor) and stored.shape == present.shape:
+            state[name] = stored.detach().to(present.device)
         else:
             missing.append(name)
     if missing:
@@ -168,7 +181,7 @@ def checked_state(tensors: Mapping[str, Any], model: nn.Module, label: str) -> S
 
 
 def _plain(name: str) -> str:
-    """A tensor's name without what wrappers and adapters add."""
+    """A tensor's name without the parts that wrappers and adapters put into it."""
     return bare_name(name).replace(".default.", ".")
 
 
@@ -184,7 +197,7 @@ def _plain_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def equal(state: State, reference: State) -> bool:
-    """Whether a state has the reference's tensors, bit by bit."""
+    """Whether a state has the same tensors as the reference, bit for bit."""
     return all(
         torch.equal(tensor.to(state[name]), state[name]) for name, tensor in reference.items()
     )

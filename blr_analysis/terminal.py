@@ -1,4 +1,4 @@
-"""What is printed: progress to standard error, findings to standard output, plain in a pipe."""
+"""Printing: progress to standard error, findings to standard output, in a pipe as plain text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blr_analysis.checks import printable
 
 
 class Teller:
-    """Says on standard error what begins, and when; standard output is for what was found."""
+    """Prints on standard error which work begins, and after how many seconds."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -32,45 +32,49 @@ class Teller:
 
 
 def paper() -> Console:
-    """Standard output: as wide as the terminal, plain text where it is none."""
+    """Standard output, as wide as the terminal; in a pipe it takes plain text."""
     return Console(highlight=False, markup=False)
 
 
 def section(title: str, lead: str, *parts: RenderableType) -> RenderableType:
-    """A heading, a sentence, and what belongs to them."""
+    """A heading, a sentence below it, and the parts that belong to them."""
     head = Text(title, style="bold")
     return Padding(Group(head, Text(lead), *parts), (1, 0, 0, 0))
 
 
 def note(text: str) -> RenderableType:
+    """A remark, in italics."""
     return Text(text, style="italic")
 
 
 def grid(columns: Mapping[str, Iterable[Any]]) -> Table:
     """A table without frame; words to the left, numbers to the right."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
-    cells = {name: [printable(str(v)) for v in values] for name, values in columns.items()}
-    for name, values in cells.items():
-        words = any(v[:1].isalpha() for v in values)
-        table.add_column(name, justify="left" if words else "right", overflow="fold")
-    for row in zip(*cells.values(), strict=True):
+    texts_by_column = []
+    for name, values in columns.items():
+        texts = [printable(str(value)) for value in values]
+        has_words = any(text[:1].isalpha() for text in texts)
+        table.add_column(name, justify="left" if has_words else "right", overflow="fold")
+        texts_by_column.append(texts)
+    for row in zip(*texts_by_column, strict=True):
         table.add_row(*(Text(cell) for cell in row))
     return table
 
 
 def pairs(rows: Mapping[str, object]) -> None:
-    """Print a name and a value a line, whole, so that a path can be copied."""
+    """Print a line for each name and value, unbroken, so that a path can be copied."""
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         paper().print(f"{name:<{width}}{value}", soft_wrap=True)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Print facts as JSON; what is no finite number becomes null."""
+    """Print facts as JSON; numbers that are not finite become null."""
     print(json.dumps(_finite(facts), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:
+    """The value as JSON has it: names as text, numbers of NumPy plain, None for NaN and inf."""
     if isinstance(value, Mapping):
         return {str(name): _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -82,18 +86,24 @@ def _finite(value: Any) -> Any:
 
 
 def show(part: RenderableType, console: Console | None = None) -> None:
-    """Print a section, to :func:`paper` unless it is elsewhere; lines keep no trailing blanks, so
-    that a pipe gets plain text."""
+    """Print a section on a console, by default on :func:`paper`.
+
+    In a pipe it is plain text, without blanks at the ends of lines.
+    """
     console = console or paper()
-    text = as_text(part, console.width)
-    if console.is_terminal and console.encoding.startswith("utf"):
+    knows_unicode = console.encoding.startswith("utf")
+    if console.is_terminal and knows_unicode:
         console.print(part)
-    else:
-        console.file.write(text if console.encoding.startswith("utf") else text.replace("─", "-"))
+        return
+    text = as_text(part, console.width)
+    if not knows_unicode:
+        text = text.replace("─", "-")
+    console.file.write(text)
 
 
 def as_text(part: RenderableType, width: int = 100) -> str:
-    """The section as plain text."""
+    """The section as plain text, without blanks at the ends of lines."""
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False).print(part)
-    return "\n".join(printable(line.rstrip()) for line in file.getvalue().splitlines()) + "\n"
+    lines = [printable(line.rstrip()) for line in file.getvalue().splitlines()]
+    return "\n".join(lines) + "\n"

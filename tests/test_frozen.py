@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import blr_analysis as blr
 from blr_analysis.backprop.engine import predict
 from blr_analysis.backprop.plan import plan_for
-from blr_analysis.frozen import _fingerprints
+from blr_analysis.frozen.fingerprints import fingerprints
 from blr_analysis.task import Task
 
 N = 12
@@ -33,6 +33,12 @@ def frozen(model: nn.Module, *paths: str) -> nn.Module:
 
 def chain() -> nn.Module:
     return frozen(nn.Sequential(trunk(), nn.Linear(6, 3)), "0")
+
+
+def siblings() -> nn.Module:
+    """Frozen layers one after the other, of which the model looks at the last one's outputs."""
+    layers = (nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    return frozen(nn.Sequential(*layers), "0", "1", "3")
 
 
 def two_towers() -> nn.Module:
@@ -61,6 +67,14 @@ def unused_outputs() -> nn.Module:
     return frozen(Graph(call, trunk=WithFeatures(), head=nn.Linear(6, 3)), "trunk")
 
 
+def unused_outputs_of_two() -> nn.Module:
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.head(m.left(x)[1]["summary"] * m.right(x)[1]["summary"])
+
+    parts = {"left": WithFeatures(), "right": WithFeatures(), "head": nn.Linear(6, 3)}
+    return frozen(Graph(call, **parts), "left", "right")
+
+
 def in_place() -> nn.Module:
     """What comes after the frozen layers overwrites their outputs."""
 
@@ -72,8 +86,10 @@ def in_place() -> nn.Module:
 
 KEPT: dict[str, Callable[[], nn.Module]] = {
     "chain": chain,
+    "siblings": siblings,
     "two towers": two_towers,
     "unused outputs": unused_outputs,
+    "unused outputs of two": unused_outputs_of_two,
     "in place": in_place,
 }
 
@@ -347,8 +363,8 @@ def test_a_fingerprint_is_of_the_row_alone(dtype: torch.dtype) -> None:
     numbers = (50 * normal(5, 7)).to(dtype)
     for columns in range(8):
         rows = numbers[:, :columns]
-        alone = [_fingerprints(rows[k : k + 1])[0] for k in range(5)]
-        assert _fingerprints(rows) == alone == _fingerprints(rows.clone())
+        alone = [fingerprints(rows[k : k + 1])[0] for k in range(5)]
+        assert fingerprints(rows) == alone == fingerprints(rows.clone())
 
 
 @pytest.mark.parametrize("columns", [2, 3, 8])
@@ -357,7 +373,7 @@ def test_turned_signs_and_another_order_change_a_fingerprint(columns: int) -> No
     in_pairs = rows.clone()
     in_pairs[:, :2].neg_()
     for changed in (-rows, in_pairs, rows.flip(1)):
-        pairs = zip(_fingerprints(rows), _fingerprints(changed), strict=True)
+        pairs = zip(fingerprints(rows), fingerprints(changed), strict=True)
         assert all(before != after for before, after in pairs)
 
 

@@ -41,7 +41,7 @@ from blr_analysis.posterior import (
 )
 from blr_analysis.posterior.capture import from_optimizer, reader_of, unwrap
 from blr_analysis.recipe import Recipe
-from blr_analysis.runs import RUN, TOLD
+from blr_analysis.runs import RECIPE, RUN
 from blr_analysis.sensitivity import Monitor
 from blr_analysis.task import Task
 
@@ -180,7 +180,7 @@ def _checkpoint_folder(args: Any, state: Any) -> Path:
 def _write_recipe(recipe: Recipe | None, folder: Path) -> None:
     record = None if recipe is None else recipe.record
     if record is not None:
-        with drafted(folder / TOLD) as draft:
+        with drafted(folder / RECIPE) as draft:
             draft.write_text(record_text(record), encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blr_analysis as blr
 from blr_analysis.posterior import KroneckerRecorder
-from blr_analysis.recordings import EVERY
+from blr_analysis.recordings import FAR_INTERVAL
 
 N = 24
 X = normal(N, 4)
@@ -173,7 +173,7 @@ def test_most_recorded_passes_are_near_a_checkpoint() -> None:
     for step in range(1, 601):
         near.append(checkpoints.recordings.recorder.every == 1)
         checkpoints.recordings.step(step)
-    recorded = sum(near) + near.count(False) / EVERY
+    recorded = sum(near) + near.count(False) / FAR_INTERVAL
     assert 0.15 < recorded / 600 < 0.25
     for part in (75, 150, 300, 600):
         assert near[part - 1]
