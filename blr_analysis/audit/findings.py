@@ -1,4 +1,4 @@
-"""What an audit finds: scores, leave-one-out, memory map, suspects, and what groups are worth."""
+"""The findings of an audit: scores, leave-one-out, memory map, suspects, the worth of groups."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from blr_analysis.sensitivity.suspicious import suspicions_of
 from blr_analysis.task import Task
 from blr_analysis.views import Tabular
 
-MOST_GROUPS = 100  # that "auto" takes out; each group costs its trainings
+MAX_AUTO_GROUPS = 100  # that "auto" takes out; each group costs its trainings
 AUTO = "auto"
-LEAST_FOR_TWINS = 3  # with fewer examples, nearness says nothing
+MIN_EXAMPLES_FOR_TWINS = 3  # with fewer examples, nearness says nothing
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Findings(Tabular):
     Attributes:
         task, posterior, test: the subject of the audit; ``test`` under the trained model, or None.
         scores, loo, memory, suspicions: the analyses of the training data.
-        on_test, test_targets: losses, hits and targets on ``test``; None without one.
-        unlike: how ``test`` differs from the training data, in one line; "".
-        by: the column whose groups were taken out; None if none was.
-        removals: DataFrame of :func:`blr_analysis.what_if_each`, measured on ``test`` (on the
-            training data without one); None if ``by`` is.
+        on_test, test_targets: losses, hits and targets on ``test``; None without test data.
+        unlike: how ``test`` differs from the training data, in one line; "" if it does not.
+        by: the column whose groups were taken out; None if no groups were.
+        removals: DataFrame of :func:`blr_analysis.what_if_each`, measured on ``test``, or on the
+            training data without test data; None without ``by``.
     """
 
     task: Task
@@ -65,9 +65,12 @@ class Findings(Tabular):
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """One row per training example: the memory map's table, and behind the region what the
-        model says without the example (``left_out_prediction``, ``left_out_loss``) and ``kind``,
-        the fault that is suspected."""
+        """One row per training example: the memory map's table, and three columns after the region.
+
+        These are the prediction and the loss without the example (``left_out_prediction``, several
+        where a prediction has several numbers, and ``left_out_loss``) and the suspected fault
+        (``kind``).
+        """
         columns = self._left_out_predictions()
         columns["left_out_loss"] = self.loo.losses.numpy()
         columns["kind"] = self.suspicions.kind
@@ -78,7 +81,7 @@ class Findings(Tabular):
         return table
 
     def _left_out_predictions(self) -> dict[str, Any]:
-        """A column for each number that the model predicts of an example."""
+        """A column for each number of a left-out prediction."""
         if self.loo.predictions is None:
             return {}
         predictions = self.loo.predictions.reshape(len(self.loo), -1).numpy()
@@ -94,15 +97,15 @@ class Findings(Tabular):
 
     @property
     def influence(self) -> str:
-        """The column that ranks: "deviation", or "self_influence" where there are too many outputs
-        for it."""
+        """The column that ranks examples: "deviation", or "self_influence" where the deviation is
+        missing because there are too many outputs."""
         if "deviation" in self.table and self.table["deviation"].notna().to_numpy().any():
             return "deviation"
         return "self_influence"
 
     @property
     def noun(self) -> str:
-        """What one group is called: "class", or the column that tells groups apart."""
+        """The word for one group: "class", or the column by which examples are grouped."""
         if self.task.likelihood.is_classification and self.by in (None, "target"):
             return "class"
         return str(self.by)
@@ -123,14 +126,13 @@ def investigate(
         task: the model and the data it was trained on.
         posterior: learned on those data.
         test: further examples, for comparison and to measure the removals on.
-        by: the column whose groups are taken out in turn: "target" or a metadata column; None
-            for none; "auto" for the classes of a classification with at most 100 of them.
+        by: the column whose groups are taken out in turn: "target" or a metadata column; "auto":
+            the classes of a classification with at most 100 of them; None: no groups.
         passes: of :func:`blr_analysis.what_if`, for each group.
-        say: told in a few words what begins.
+        say: is called with a few words before each part of the work.
 
     Raises:
-        InputError: a fitted probabilistic model in the place of a task, no task, no posterior, or
-            several.
+        InputError: no task (a fitted probabilistic model, say), no posterior, or several.
         BLRError: as the analyses themselves.
     """
     check_auditable(task, posterior)
@@ -138,20 +140,7 @@ def investigate(
     if test is not None:
         test = check_test(test, task)
     posterior = with_stationarity(task, posterior)  # the temperature depends on it
-    say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
-    subject = subject_of(task, posterior)
-    scores = subject.scores(variance=task.likelihood.is_sequence or None)
-    say("leave-one-out: every prediction without its own example")
-    loo = subject.left_out()
-    say("wrong labels, strangers and duplicates")
-    findings = Findings(
-        task=task,
-        posterior=posterior,
-        scores=scores,
-        loo=loo,
-        memory=memory_map(scores),
-        suspicions=suspicions_of(subject, loo, duplicates=task.n_data >= LEAST_FOR_TWINS),
-    )
+    findings = _on_training_data(task, posterior, say)
     if test is not None:
         say(f"test data: {test.n_data:,} examples")
         findings = with_test(findings, test)
@@ -163,9 +152,27 @@ def investigate(
     return replace(findings, by=column, removals=removals)
 
 
+def _on_training_data(task: Task, posterior: Posterior, say: Callable[[str], None]) -> Findings:
+    """The findings that need the training data alone."""
+    say(f"sensitivity: how each of {task.n_data:,} examples shapes the model")
+    subject = subject_of(task, posterior)
+    scores = subject.scores(variance=task.likelihood.is_sequence or None)
+    say("leave-one-out: every prediction without its own example")
+    loo = subject.left_out()
+    say("wrong labels, strangers and duplicates")
+    finds_twins = task.n_data >= MIN_EXAMPLES_FOR_TWINS
+    return Findings(
+        task=task,
+        posterior=posterior,
+        scores=scores,
+        loo=loo,
+        memory=memory_map(scores),
+        suspicions=suspicions_of(subject, loo, duplicates=finds_twins),
+    )
+
+
 def check_auditable(task: Any, posterior: Any) -> None:
-    """Raise :class:`InputError` where an audit has nothing to work on: it takes a task and one
-    posterior."""
+    """Raise :class:`InputError` for anything but a task and one posterior."""
     subject = subject_of(task, posterior)
     if isinstance(subject, Sites):
         remedy = "ask sensitivity, leave_one_out, suspicious and what_if of it"
@@ -187,14 +194,14 @@ def with_test(findings: Findings, test: Task) -> Findings:
 
 
 def column_to_remove_by(task: Task, by: str | None) -> str | None:
-    """The column whose groups are taken out; "auto" means the classes, where there are several."""
+    """The column whose groups are taken out; "auto" means the classes if there are several."""
     if by != AUTO:
         return by
     return "target" if len(groups_of(task, by)) > 1 else None
 
 
 def groups_of(task: Task, by: str | None) -> list[Any]:
-    """The groups that an audit takes out, as far as the data alone tell."""
+    """The groups that an audit takes out, by the data alone, before anything is computed."""
     if by is None:
         return []
     if by in task.metadata:
@@ -205,7 +212,7 @@ def groups_of(task: Task, by: str | None) -> list[Any]:
     targets = all_targets(task).reshape(task.n_data, -1)
     groups = targets.unique(dim=0).tolist()
     has_several_targets = targets.shape[1] > 1
-    if by == AUTO and (has_several_targets or len(groups) > MOST_GROUPS):
+    if by == AUTO and (has_several_targets or len(groups) > MAX_AUTO_GROUPS):
         return []
     return groups
 
@@ -219,7 +226,7 @@ def all_targets(task: Task) -> Tensor:
 
 
 def check_column(by: str | None, task: Task) -> None:
-    """Raise :class:`InputError` before the work where ``by`` can be no column."""
+    """Raise :class:`InputError` before the work if ``by`` is no column of the audit."""
     if by is None or by == AUTO:
         return
     columns = ["target", "prediction", *task.metadata]

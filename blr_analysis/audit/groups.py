@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from blr_analysis.audit.section import Section, percent, two_digits
@@ -19,7 +20,7 @@ FIGURES_ARE_ROUGH = (
     "These figures are rough: nothing says how the model was trained. Pass recipe= to the Task for "
     "better ones."
 )
-ORDER_ONLY = "order only"  # in the place of a figure that cannot be trusted
+ORDER_ONLY = "order only"  # replaces a figure that cannot be trusted
 
 
 def without_each(
@@ -32,6 +33,12 @@ def without_each(
     """What each group is worth: the table of ``what_if_each``, the group that helps most first.
 
     A group whose effect cannot be trusted in size keeps its place in the order, without a figure.
+
+    Args:
+        noun: what a group is called, such as "class".
+        measured_on: the data that losses are measured on, in words.
+        names: of the groups; None: the values in the table.
+        measure: what the loss is called.
     """
     table = in_order(removals)
     trusted = is_measured(table)
@@ -40,23 +47,10 @@ def without_each(
         "examples": [f"{n:,}" for n in table["n"]],
         "effect": verdicts(table),
     }
-    if trusted.any():
-        columns[f"{measure} without"] = _figures(table["nll_after"], trusted)
-        columns["change"] = _figures(table["nll_change"], trusted, sign="+")
+    columns |= _columns_of_figures(table, trusted, measure)
     notes = doubts(removals, names)
-    has_range = table["nll_low"].notna().to_numpy() & trusted
-    if has_range.any():
-        ranges = zip(table["nll_low"], table["nll_high"], has_range, strict=True)
-        columns["likely between"] = [
-            f"{two_digits(low)} and {two_digits(high)}" if is_known else ""
-            for low, high, is_known in ranges
-        ]
+    if _has_range(table, trusted).any():
         notes.append(RANGES_ARE_ROUGH)
-    if trusted.any() and not table["accuracy_after"].isna().to_numpy().any():
-        accuracies = zip(table["accuracy_after"], trusted, strict=True)
-        columns["accuracy without"] = [
-            percent(accuracy) if is_trusted else "" for accuracy, is_trusted in accuracies
-        ]
     loss_before = two_digits(removals["nll_before"].iloc[0])
     passes = float(removals["passes"].to_numpy().max())
     method = how(str(removals["solver"].iloc[0]), passes)
@@ -67,18 +61,51 @@ def without_each(
     return Section("Which groups help, which hurt", lead, columns, notes)
 
 
+def _columns_of_figures(
+    table: pd.DataFrame, trusted: np.ndarray, measure: str
+) -> dict[str, Sequence[Any]]:
+    """Loss, change, range and accuracy without each group; a column without figures is left out.
+
+    Args:
+        trusted: whether each group's figures are shown, ``[G]``.
+    """
+    columns: dict[str, Sequence[Any]] = {}
+    if not trusted.any():
+        return columns
+    columns[f"{measure} without"] = _figures(table["nll_after"], trusted)
+    columns["change"] = _figures(table["nll_change"], trusted, sign="+")
+    has_range = _has_range(table, trusted)
+    if has_range.any():
+        ranges = zip(table["nll_low"], table["nll_high"], has_range, strict=True)
+        columns["likely between"] = [
+            f"{two_digits(low)} and {two_digits(high)}" if is_known else ""
+            for low, high, is_known in ranges
+        ]
+    if not table["accuracy_after"].isna().to_numpy().any():
+        accuracies = zip(table["accuracy_after"], trusted, strict=True)
+        columns["accuracy without"] = [
+            percent(accuracy) if is_trusted else "" for accuracy, is_trusted in accuracies
+        ]
+    return columns
+
+
+def _has_range(table: pd.DataFrame, trusted: np.ndarray) -> np.ndarray:
+    """Whether each group's loss has a range that is shown, ``[G]``."""
+    return table["nll_low"].notna().to_numpy() & trusted
+
+
 def in_order(removals: pd.DataFrame) -> pd.DataFrame:
-    """The group that helps most first: without it the loss rises most."""
+    """The rows in order: first the group without which the loss rises most."""
     return removals.sort_values("nll_change", ascending=False, kind="stable", ignore_index=True)
 
 
-def is_measured(table: pd.DataFrame) -> Any:
-    """Whether the size of each group's effect can be trusted, at least roughly. [G] bool."""
+def is_measured(table: pd.DataFrame) -> np.ndarray:
+    """Whether the size of each group's effect can be trusted, at least roughly; ``[G]`` bool."""
     return table["note"].isin(["", UNKNOWN]).to_numpy()
 
 
 def verdicts(table: pd.DataFrame) -> list[str]:
-    """ "helps" or "hurts" for each group, "no clear effect" where its range holds both."""
+    """ "helps" or "hurts" for each group; "no clear effect" where its range allows both."""
     rows = zip(
         table["nll_change"],
         table["nll_before"],
@@ -111,7 +138,7 @@ def in_short(table: pd.DataFrame, noun: str, names: Names | None, measure: str) 
 
 
 def _effect(row: Any, verdict: str, noun: str, names: Names | None, measure: str) -> str:
-    """What the group of this row does, and the loss without it where that can be trusted."""
+    """A sentence on the group of this row, with the loss without it if that can be trusted."""
     subject = f"{noun[:1].upper()}{noun[1:]} {name_of(row['group'], names)}"
     if row["note"] not in ("", UNKNOWN):
         return f"{subject} {verdict} most."
@@ -126,7 +153,7 @@ def _effect(row: Any, verdict: str, noun: str, names: Names | None, measure: str
 
 
 def _figures(values: Any, trusted: Any, sign: str = "") -> list[str]:
-    """Figures to two digits, with :data:`ORDER_ONLY` in the place of those without trust."""
+    """Figures to two digits, or :data:`ORDER_ONLY` where they cannot be trusted."""
     pairs = zip(values, trusted, strict=True)
     return [two_digits(value, sign) if is_trusted else ORDER_ONLY for value, is_trusted in pairs]
 
@@ -151,11 +178,11 @@ def doubts(removals: pd.DataFrame, names: Names | None) -> list[str]:
 
 
 def how(solver: str, passes: float) -> str:
-    """How a group was taken out, in words."""
-    manners = {
+    """How a solver takes a group out, in words."""
+    words_of_solver = {
         "posterior": "in one step, without training",
         "cg": f"by a descent of {passes:.0f} passes over the data that stay",
         "replay": f"by short trainings with and without it, {passes:.0f} passes over the data",
         "retrain": f"by whole trainings without it, {passes:.0f} passes over the data",
     }
-    return manners.get(solver, solver)
+    return words_of_solver.get(solver, solver)

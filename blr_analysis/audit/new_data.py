@@ -1,5 +1,4 @@
-"""How the model will do on new data: the estimate from the training data, its range, and what came
-true on test data."""
+"""How the model will do on new data: an estimate from the training data, and the test data."""
 
 from __future__ import annotations
 
@@ -8,7 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from blr_analysis.audit.findings import Findings
-from blr_analysis.audit.section import STANDARD_ERRORS, Section, mean_and_error, percent, two_digits
+from blr_analysis.audit.section import (
+    STANDARD_ERRORS,
+    Section,
+    mean_and_error,
+    percent,
+    range_around,
+    two_digits,
+)
 from blr_analysis.audit.trust import is_scaled_by_a_guess
 from blr_analysis.backprop.loss import Evaluation, SequenceEvaluation
 from blr_analysis.posterior.predictive import measure_of
@@ -24,7 +30,7 @@ GUESS = (
 
 
 def generalisation(findings: Findings) -> Section:
-    """The estimate of the loss on new data, beside what it was made from and what came true."""
+    """The estimate of the loss on new data, beside the losses on training and test data."""
     loo = findings.loo
     on_test = findings.on_test
     has_estimate = not loo.is_below_chance and not ranks_only(findings)
@@ -33,19 +39,37 @@ def generalisation(findings: Findings) -> Section:
         evaluations[ESTIMATE] = loo
     if on_test is not None:
         evaluations["test data"] = on_test
+    best_known = loo if has_estimate and on_test is None else on_test
+    return Section(
+        title="How it will do on new data",
+        lead=expected(findings, best_known),
+        columns=_columns(findings, evaluations),
+        notes=_notes(findings, has_estimate),
+    )
+
+
+def _columns(findings: Findings, evaluations: dict[str, Any]) -> dict[str, Sequence[Any]]:
+    """The measures of each evaluation, and the range of all but the first, the training data."""
     columns: dict[str, Sequence[Any]] = {"": list(evaluations)}
-    rows = list(evaluations.values())
+    on_training, *on_new = evaluations.values()
+    rows = [on_training, *on_new]
     if findings.scores.tokens is not None:
         columns["loss of a token"] = [two_digits(row.nll_per_token) for row in rows]
-        columns["likely between"] = ["", *map(token_range, rows[1:])]
+        columns["likely between"] = ["", *map(token_range, on_new)]
         columns["perplexity"] = [two_digits(row.perplexity) for row in rows]
-    else:
-        columns[measured(findings)] = [two_digits(row.nll) for row in rows]
-        columns["likely between"] = ["", *map(loss_range, rows[1:])]
-        if is_of_one_number(findings):
-            columns["typical error"] = [two_digits(math.sqrt(row.nll)) for row in rows]
-        if loo.accuracy is not None:
-            columns["accuracy"] = [percent(row.accuracy) for row in rows]
+        return columns
+    columns[measured(findings)] = [two_digits(row.nll) for row in rows]
+    columns["likely between"] = ["", *map(loss_range, on_new)]
+    if is_of_one_number(findings):
+        columns["typical error"] = [two_digits(math.sqrt(row.nll)) for row in rows]
+    if findings.loo.accuracy is not None:
+        columns["accuracy"] = [percent(row.accuracy) for row in rows]
+    return columns
+
+
+def _notes(findings: Findings, has_estimate: bool) -> list[str]:
+    """Why there is no estimate, or why it is rough, and how far it is from the test data."""
+    loo = findings.loo
     notes = []
     if loo.is_below_chance:
         notes.append(f"There is no estimate for new data: {loo.note}.")
@@ -55,22 +79,24 @@ def generalisation(findings: Findings) -> Section:
         notes.append(GUESS)
     elif loo.note:
         notes.append(f"The estimate is rough: {loo.note}.")
-    if on_test is not None and has_estimate:
-        notes.append(agreement(loo, on_test, measured(findings)))
-    best_known = loo if has_estimate and on_test is None else on_test
-    lead = expected(findings, best_known)
-    return Section("How it will do on new data", lead, columns, notes)
+    if findings.on_test is not None and has_estimate:
+        notes.append(agreement(loo, findings.on_test, measured(findings)))
+    return notes
 
 
 def ranks_only(findings: Findings) -> bool:
-    """Whether its posterior knows the order of left-out losses, but not their size."""
+    """Whether the posterior gives the order of left-out losses, but not their size."""
     posterior = findings.posterior
     is_measured = posterior.calibration is not None or posterior.at_minimum
     return not is_measured and not is_scaled_by_a_guess(posterior)
 
 
 def expected(findings: Findings, evaluation: Any) -> str:
-    """What to expect of new data, with its range, in a sentence."""
+    """A sentence on what to expect of new data, with its range.
+
+    Args:
+        evaluation: the leave-one-out estimate or the losses on test data; None without either.
+    """
     if evaluation is None:
         return "The training data alone do not say."
     source = "the test data" if evaluation is findings.on_test else "the training data alone"
@@ -92,47 +118,43 @@ def expected(findings: Findings, evaluation: Any) -> str:
 
 
 def in_brackets(text: str) -> str:
-    """ " (text)", or nothing."""
+    """ " (text)"; "" for an empty text."""
     return f" ({text})" if text else ""
 
 
 def losses_of(evaluation: Any) -> Any:
-    """The losses that count, one per example."""
+    """The losses of the examples that count, ``[N]``."""
     return evaluation.counted if isinstance(evaluation, Evaluation) else evaluation.losses
 
 
 def loss_range(evaluation: Any) -> str:
-    """Two standard errors on either side of the mean loss; "" where one example is all."""
+    """Two standard errors on either side of the mean loss; "" for a single example."""
     losses = losses_of(evaluation).double()
     mean, error = mean_and_error(losses[losses.isfinite()])
-    if math.isnan(error):
-        return ""
-    half_width = STANDARD_ERRORS * error
-    return f"{two_digits(mean - half_width)} to {two_digits(mean + half_width)}"
+    return range_around(mean, STANDARD_ERRORS * error)
 
 
 def token_range(evaluation: Any) -> str:
-    """The same of the loss of a token, a ratio of sums over sequences."""
+    """Two standard errors on either side of the loss of a token, Σ losses / Σ tokens."""
     nll = evaluation.nll_per_token
     tokens = evaluation.tokens.double()
     residuals = (evaluation.losses.double() - nll * tokens) / tokens.mean()
     _, error = mean_and_error(residuals)
-    if math.isnan(error):
-        return ""
-    half_width = STANDARD_ERRORS * error
-    return f"{two_digits(nll - half_width)} to {two_digits(nll + half_width)}"
+    return range_around(nll, STANDARD_ERRORS * error)
 
 
 def accuracy_range(evaluation: Any) -> str:
-    """Where the accuracy on as many new examples probably lies (Wilson's interval)."""
+    """Wilson's interval of the accuracy on as many new examples; "" for a single example."""
     share = evaluation.accuracy
     n = len(losses_of(evaluation))
     if n < 2:
         return ""
     z = STANDARD_ERRORS**2 / n
     centre = (share + z / 2) / (1 + z)
-    width = math.sqrt(z * share * (1 - share) + z**2 / 4) / (1 + z)
-    return f"{percent(max(0.0, centre - width))} to {percent(min(1.0, centre + width))}"
+    half_width = math.sqrt(z * share * (1 - share) + z**2 / 4) / (1 + z)
+    low = max(0.0, centre - half_width)
+    high = min(1.0, centre + half_width)
+    return f"{percent(low)} to {percent(high)}"
 
 
 def on_training_data(findings: Findings) -> Any:
@@ -146,8 +168,10 @@ def on_training_data(findings: Findings) -> Any:
 
 
 def measured(findings: Findings) -> str:
-    """What the losses of an example are called: "loss", or another measure and of how many
-    outputs it is summed."""
+    """The name of an example's loss: "loss", or its measure, such as "squared error".
+
+    For several outputs the name says that the measure is summed over them.
+    """
     measure = measure_of(findings.task.likelihood.kind)
     if measure == "nll":
         return "loss"
@@ -158,12 +182,12 @@ def measured(findings: Findings) -> str:
 
 
 def is_of_one_number(findings: Findings) -> bool:
-    """Whether its loss is the squared error of one number, whose root has the target's units."""
+    """Whether the loss is the squared error of one number: its root has the target's units."""
     return measured(findings) == "squared error"
 
 
 def agreement(loo: Any, on_test: Evaluation, measure: str) -> str:
-    """How far the estimate is from the test data, against the latter's own uncertainty."""
+    """A sentence on how far the estimate is from the loss on test data, and how sure that is."""
     losses = on_test.counted.double()
     gap = loo.nll - on_test.nll
     if isinstance(on_test, SequenceEvaluation):  # Σ losses / Σ tokens, a ratio of sums

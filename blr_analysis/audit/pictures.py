@@ -17,23 +17,29 @@ from blr_analysis.plots._canvas import name_of, whole_figure
 from blr_analysis.tables import write_table
 from blr_analysis.task import Task
 
-MOST_CLASSES = 20  # beside one another in the leave-one-out picture
-GRID = 24
+MAX_CLASSES = 20  # beside one another in the leave-one-out picture
+MAX_IMAGES = 24  # in the picture of suspects
+MIN_SIDE = 4  # pixels of an image; smaller arrays of three dimensions are something else
 CHANNELS = (1, 3, 4)  # grey, colour, colour and transparency
 # Files that only some audits write.
-SOMETIMES = ["leave_one_out.png", "suspicious.png"]
-SOMETIMES += [f"removals.{suffix}" for suffix in ("csv", "parquet", "png")]
+OPTIONAL_FILES = {
+    "leave_one_out.png",
+    "suspicious.png",
+    "removals.csv",
+    "removals.parquet",
+    "removals.png",
+}
 
 
 def pictures(findings: Findings) -> Iterator[tuple[str, Axes]]:
-    """Each picture that the findings allow, as (file stem, its axes)."""
+    """Each picture that the findings allow, as the stem of its file and its axes."""
     images = images_of(findings.task)
     labels = verdicts(findings)
     yield "memory_map", plots.plot_memory_map(findings.memory, images=images, labels=labels)
     yield "deviations", plots.plot_deviations(findings.scores, labels=labels)
     if findings.on_test is not None:
         yield "leave_one_out", _against_test(findings)
-    worst = findings.suspects["index"].tolist()[:GRID]
+    worst = findings.suspects["index"].tolist()[:MAX_IMAGES]
     if images is not None and worst:
         kinds = findings.table["kind"]
         titles = [f"#{i} {kinds[i]}\n{labels[i]}" for i in worst]
@@ -46,7 +52,7 @@ def pictures(findings: Findings) -> Iterator[tuple[str, Axes]]:
 def verdicts(findings: Findings) -> Mapping[int, str]:
     """The text beside an example's index in a picture.
 
-    It is the label ("3"), or "3 or 8?" where the label looks wrong and 8 is the best other one.
+    It is the label ("3"), or "3 or 8?" where the label looks wrong and 8 fits best instead.
     """
     table = findings.suspicions.table.sort_values("index")
     if "target" not in table:
@@ -61,7 +67,7 @@ def verdicts(findings: Findings) -> Mapping[int, str]:
 
 
 def _against_test(findings: Findings) -> Axes:
-    """The leave-one-out loss beside the test loss, of all data and of each of a few classes."""
+    """The leave-one-out loss beside the test loss, of all data and of each class."""
     loo = findings.loo
     on_test = findings.on_test
     test_targets = findings.test_targets
@@ -69,24 +75,24 @@ def _against_test(findings: Findings) -> Axes:
     classes = _classes(findings)
     loo_nll = [loo.nll]
     test_nll = [on_test.nll]
-    for c in classes:
-        loo_nll.append(float(loo.losses[loo.targets == c].double().mean()))
-        test_nll.append(float(on_test.losses[test_targets == c].double().mean()))
+    for label in classes:
+        loo_nll.append(float(loo.losses[loo.targets == label].double().mean()))
+        test_nll.append(float(on_test.losses[test_targets == label].double().mean()))
     labels = ["all", *map(name_of, classes)]
     return plots.plot_leave_one_out(loo_nll, test_nll, labels=labels)
 
 
 def _classes(findings: Findings) -> list[Any]:
-    """The classes of the training targets; none where they are too many for one picture."""
+    """The classes of the training targets; an empty list if they are too many for a picture."""
     targets = findings.loo.targets
     if not findings.task.likelihood.is_classification or targets is None or targets.ndim != 1:
         return []
     classes = targets.unique().tolist()
-    return classes if len(classes) <= MOST_CLASSES else []
+    return classes if len(classes) <= MAX_CLASSES else []
 
 
 def images_of(task: Task) -> Any:
-    """The task's dataset where its inputs are images, [C, H, W] or [H, W, C]; else None."""
+    """The task's dataset if its inputs are images, ``[C, H, W]`` or ``[H, W, C]``; else None."""
     example = task.dataset[0]
     if not isinstance(example, tuple) or not example:
         return None
@@ -99,21 +105,25 @@ def images_of(task: Task) -> Any:
         sides = x.shape[:2]
     else:
         return None
-    return task.dataset if min(sides) >= 4 else None
+    return task.dataset if min(sides) >= MIN_SIDE else None
 
 
 def write(
     findings: Findings, folder: Path, *, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Write tables, posterior and pictures; the paths come back in the order of reading. Files of
-    an earlier audit that this one does not write are removed.
+    """Write tables, posterior and pictures into a folder.
+
+    Files of an earlier audit that this one does not write are removed.
+
+    Returns:
+        The paths, in the order of reading.
 
     Raises:
-        StorageError: a file cannot be written; what was there before stays.
+        StorageError: a file cannot be written; the earlier file stays.
     """
     if say is not None:
         say(f"writing tables and pictures to {folder}")
-    earlier = (folder / "table.parquet").is_file()
+    replaces_audit = (folder / "table.parquet").is_file()
     files = [*write_table(findings.table, folder, "table")]
     files += write_table(findings.suspicions.table, folder, "suspicious")
     files += write_table(findings.loo.table, folder, "leave_one_out")
@@ -123,8 +133,8 @@ def write(
     findings.posterior.save(posterior)
     files.append(posterior)
     files += [write_picture(ax, folder, stem) for stem, ax in pictures(findings)]
-    if earlier:
-        for name in set(SOMETIMES) - {file.name for file in files}:
+    if replaces_audit:
+        for name in OPTIONAL_FILES - {file.name for file in files}:
             (folder / name).unlink(missing_ok=True)
     return files
 

@@ -1,4 +1,4 @@
-"""A section of what an audit says, and how its figures are written."""
+"""A section of an audit, and how its figures are written."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def two_digits(value: float, sign: str = "") -> str:
     rounded = float(f"{size:.1e}")
     decimals = max(0, 1 - math.floor(math.log10(rounded)))
     return f"{value:{sign},.{decimals}f}"
+
+
+def range_around(centre: float, half_width: float) -> str:
+    """ "low to high", each to two digits; "" where the half width is unknown.
+
+    >>> range_around(1.0, 0.25)
+    '0.75 to 1.2'
+    """
+    if math.isnan(half_width):
+        return ""
+    return f"{two_digits(centre - half_width)} to {two_digits(centre + half_width)}"
 
 
 def percent(share: float) -> str:

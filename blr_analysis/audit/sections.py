@@ -1,7 +1,7 @@
-"""What an audit says: one list of sections, each in words and a small table, for any renderer.
+"""The sections of an audit, each in words and a small table, for any renderer.
 
-Whoever reads them asks what to do. First come the rows to look at, then groups, then what to expect
-of new data, then how far to trust all that.
+Their reader asks what to do. First come the rows to look at, then groups, then what to expect of
+new data, then how far to trust all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ REGION_MEANS = {
 
 
 def sections(findings: Findings, names: Names | None = None) -> dict[str, Section]:
-    """All that the findings allow, in the order of reading; ``names`` are those of groups."""
+    """Every section that the findings allow, in the order of reading.
+
+    Args:
+        names: of the groups that were taken out; None: their values.
+    """
     removals = findings.removals
     solver = "" if removals is None else str(removals["solver"].iloc[0])
     parts = {"suspicious": suspects(findings)}
@@ -52,7 +56,7 @@ def sections(findings: Findings, names: Names | None = None) -> dict[str, Sectio
 
 
 def regions(memory: MemoryMap) -> Section:
-    """How many examples each region of the memory map holds, and what that means."""
+    """The number of examples in each region of the memory map, and what the region means."""
     counts = memory.counts()
     n = len(memory.region)
     columns = {
@@ -76,7 +80,7 @@ def regions(memory: MemoryMap) -> Section:
 
 
 def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
-    """One what-if: before and after, on the whole and by class."""
+    """One what-if: losses before and after, of all data and of each class."""
     table = whole(result)
     columns: dict[str, Sequence[Any]] = {
         "class": table["class"].map(name_of).tolist(),
@@ -90,8 +94,8 @@ def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
     change = f"{result.removed:,} of {n_data:,} training examples taken out"
     if result.relabelled:
         change += f", {result.relabelled:,} relabelled"
-    manner = how(result.solver, result.passes)
-    lead = f"{change}; predicted {manner}, measured on {measured_on}."
+    method = how(result.solver, result.passes)
+    lead = f"{change}; predicted {method}, measured on {measured_on}."
     notes = []
     if result.interval is not None:
         low, high = result.interval
@@ -102,7 +106,13 @@ def what_if_section(result: WhatIf, measured_on: str, n_data: int) -> Section:
 
 
 def sources(table: pd.DataFrame, quantity: str, questions: Sequence[str] | None = None) -> Section:
-    """The training examples that each question rests on; ``questions`` are their words."""
+    """The training examples that each question rests on.
+
+    Args:
+        table: a row for each question and example.
+        quantity: the column of influences.
+        questions: their texts; None where they are no texts.
+    """
     titles = {
         "question": "question",
         "test_target": "its label",

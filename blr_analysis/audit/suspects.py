@@ -14,10 +14,10 @@ from blr_analysis.plots._canvas import name_of
 
 SHOWN = 8  # rows in a text
 EXCERPT = 48  # characters of a text
-MOST_SOURCES = 50  # values of a column that tells sources apart
-LEAST_SUSPECTS = 5  # of one source, to speak of it
-HIGHEST_PRECISION = 0.99  # no label is called wrong for certain
-CLEAR = 3.0  # standard deviations above what chance would give a source
+MAX_SOURCES = 50  # values in a column of sources; with more, it is some other column
+MIN_SUSPECTS = 5  # of one source, to speak of it
+MAX_PRECISION = 0.99  # that is written; no label is called wrong for certain
+CLEAR_EXCESS = 3.0  # standard deviations above the number that chance gives a source
 FAULTS = {
     "label": "probably labelled wrongly",
     "unfamiliar": "unlike the others",
@@ -27,51 +27,64 @@ FAULTS = {
 
 def suspects(findings: Findings) -> Section:
     """The first rows of :func:`blr_analysis.suspicious`, and the source that supplied most."""
+    title = "Rows to look at"
     table = findings.suspects
-    counts = table["kind"].value_counts().to_dict()
-    is_classification = findings.task.likelihood.is_classification
+    lead = _number_of_suspects(findings)
+    if not len(table):
+        return Section(title, lead)
+    supplier = main_supplier(findings)
+    return Section(
+        title,
+        lead=f"{lead} Suspicious is not wrong: look, then decide.",
+        columns=_worst(table.head(SHOWN)),
+        notes=[supplier] if supplier else [],
+    )
+
+
+def _number_of_suspects(findings: Findings) -> str:
+    """A sentence on how many examples are suspected of each fault, and one on the labels."""
     meanings = dict(FAULTS)
     if findings.task.likelihood.is_sequence:
         meanings["label"] = "probably wrong"
-    elif not is_classification:
+    elif not findings.task.likelihood.is_classification:
         meanings["label"] = "probably with a wrong target"
+    counts = findings.suspects["kind"].value_counts().to_dict()
     faults = [
         f"{counts[kind]:,} {meaning}" for kind, meaning in meanings.items() if counts.get(kind)
     ]
-    lead = f"Of {len(findings.table):,} examples: {', '.join(faults) or 'none looks wrong'}."
+    text = f"Of {len(findings.table):,} examples: {', '.join(faults) or 'none looks wrong'}."
     precision = findings.suspicions.precision
     if precision is not None:
-        share = percent(min(precision, HIGHEST_PRECISION))
-        lead += f" About {share} of these labels are expected to be wrong."
-    title = "Rows to look at"
-    if not len(table):
-        return Section(title, lead)
-    lead += " Suspicious is not wrong: look, then decide."
-    worst = table.head(SHOWN)
-    columns = {"index": worst["index"], "kind": worst["kind"], **answers(worst, "proposed")}
-    columns["loss"] = short(worst["loss"])
-    columns["at the end"] = short(worst["training_loss"])
-    columns["left-out loss"] = short(worst["left_out_loss"])
-    kinds = worst["kind"].tolist()
+        share = percent(min(precision, MAX_PRECISION))
+        text += f" About {share} of these labels are expected to be wrong."
+    return text
+
+
+def _worst(table: pd.DataFrame) -> dict[str, Any]:
+    """The columns that show these rows of suspects."""
+    columns = {"index": table["index"], "kind": table["kind"], **answers(table, "proposed")}
+    columns["loss"] = short(table["loss"])
+    columns["at the end"] = short(table["training_loss"])
+    columns["left-out loss"] = short(table["left_out_loss"])
+    kinds = table["kind"].tolist()
     if "duplicate" in kinds:
-        twins = zip(kinds, worst["twin"].tolist(), strict=True)
+        twins = zip(kinds, table["twin"].tolist(), strict=True)
         columns["twin"] = [twin if kind == "duplicate" else "" for kind, twin in twins]
-    supplier = main_supplier(findings)
-    return Section(title, lead, columns, [supplier] if supplier else [])
+    return columns
 
 
 def main_supplier(findings: Findings) -> str:
-    """The source that supplied more suspects than chance would give it; "" where none did.
+    """A sentence on the source whose suspects exceed chance most clearly; "" if none does.
 
-    Of a source with the share p of all rows, chance gives K suspects K p ± √(K p (1 − p)).
+    Of K suspects, chance gives a source with the share p of all rows K p ± √(K p (1 − p)).
     """
     n_suspects = len(findings.suspects)
     clearest = ""
-    clearest_excess = CLEAR
+    clearest_excess = CLEAR_EXCESS
     for column, source, count, share in _sources(findings):
         spread = math.sqrt(n_suspects * share * (1 - share))
         excess = (count - n_suspects * share) / spread
-        if count >= LEAST_SUSPECTS and excess > clearest_excess:
+        if count >= MIN_SUSPECTS and excess > clearest_excess:
             clearest_excess = excess
             subject = f"{column[:1].upper()}{column[1:]} {name_of(source)}"
             clearest = (
@@ -82,13 +95,18 @@ def main_supplier(findings: Findings) -> str:
 
 
 def _sources(findings: Findings) -> Iterator[tuple[str, Any, int, float]]:
-    """Of each column of few values, each value: the column, the value, its suspects, and its share
-    of all rows."""
+    """Each source that supplied suspects.
+
+    A source is a value of a metadata column with few values.
+
+    Yields:
+        The column, the value, the number of its suspects, and its share of all rows.
+    """
     suspected = findings.suspects["index"].to_numpy()
     for column, values in findings.task.metadata.items():
         series = pd.Series(list(values)).map(str)
         shares: dict[str, float] = series.value_counts(normalize=True).to_dict()
-        if not len(suspected) or not 2 <= len(shares) <= MOST_SOURCES:
+        if not len(suspected) or not 2 <= len(shares) <= MAX_SOURCES:
             continue
         counts: dict[str, int] = series.iloc[suspected].value_counts().to_dict()
         for source, count in counts.items():
@@ -111,12 +129,16 @@ def influential(findings: Findings) -> Section:
     return Section("Most influential examples", lead, columns)
 
 
-def answers(table: pd.DataFrame, other: str) -> dict[str, Any]:
-    """Columns of the label and of the column ``other``, where they are single values; of texts,
-    how they begin."""
+def answers(table: pd.DataFrame, answer: str) -> dict[str, Any]:
+    """The label and the column ``answer``, where they are single values.
+
+    Where neither is, the beginnings of the texts, if the table has texts.
+    """
     titles = {"target": "label", "left_out_prediction": "without it", "proposed": "proposed"}
     names = [
-        name for name in ("target", other) if name in table and table[name].notna().to_numpy().any()
+        name
+        for name in ("target", answer)
+        if name in table and table[name].notna().to_numpy().any()
     ]
     if not names and "text" in table:
         return {"text": [str(text)[:EXCERPT] for text in table["text"]]}

@@ -10,20 +10,20 @@ from rich.console import Group, RenderableType
 from blr_analysis.audit.sections import Section
 from blr_analysis.terminal import grid, note, section
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 
 
-def in_text(*sections: Section, most: int = MOST_ROWS) -> RenderableType:
-    """The sections, one below the other; of long tables the first ``most`` rows."""
-    return Group(*(section(part.title, part.lead, *_body(part, most)) for part in sections))
+def in_text(*sections: Section, max_rows: int = MAX_ROWS) -> RenderableType:
+    """The sections, one below the other, with the first ``max_rows`` rows of their tables."""
+    return Group(*(section(part.title, part.lead, *_body(part, max_rows)) for part in sections))
 
 
-def _body(part: Section, most: int) -> Iterable[RenderableType]:
+def _body(part: Section, max_rows: int) -> Iterable[RenderableType]:
     """The table of a section and its notes."""
     if part.columns:
-        yield grid({name: list(values)[:most] for name, values in part.columns.items()})
-        if len(part.rows) > most:
-            yield note(f"The {most} largest of {len(part.rows)}; the table has them all.")
+        yield grid({name: list(values)[:max_rows] for name, values in part.columns.items()})
+        if len(part.rows) > max_rows:
+            yield note(f"The {max_rows} largest of {len(part.rows)}; the table has them all.")
     yield from map(note, (*part.notes, *part.details))
 
 

@@ -1,4 +1,4 @@
-"""How far the answers hold: two sentences, what speaks against them, and the details."""
+"""How far to trust an audit: two sentences, warnings, and the details."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DIAGONAL = (
     "This posterior is diagonal, without correlations between weights: for a whole group one step "
     "can be far off in either direction; one of Kronecker factors (--fit kron) comes closer."
 )
-STARTING = (
-    "What the optimizer learned of the precision is mostly noise, or its starting value, not the "
-    "data's: the scale of every estimate rests on that."
+DOUBTFUL_PRECISION = (
+    "The optimizer's precision is mostly noise, or its starting value, and hardly the data's: the "
+    "scale of every estimate rests on that."
 )
 TRAINED = "Groups were taken out by training without them, so that their sizes hold as well."
-MOST_NAMED = 5  # classes in a sentence
-TRAINERS = ("replay", "retrain")
+MAX_NAMED = 5  # classes in a sentence
+TRAINERS = ("replay", "retrain")  # solvers that train
 
 
 def trust(
@@ -30,12 +30,12 @@ def trust(
     findings: Findings | None = None,
     solver: str = "",
 ) -> Section:
-    """How far the answers hold: what the reader must know.
+    """How far the answers hold.
 
     Args:
-        task, posterior: the subject.
-        findings: of a whole audit; None of a single question.
-        solver: by which groups were taken out; "" if none were.
+        task, posterior: the subject of the audit.
+        findings: of a whole audit; None for a single question.
+        solver: that took groups out; "" if no groups were.
     """
     posterior = with_stationarity(task, posterior)
     minimum = posterior.stationarity
@@ -51,7 +51,7 @@ def trust(
 
 
 def how_it_was_trained(minimum: Stationarity) -> str:
-    """Where the training ended, in a sentence."""
+    """A sentence on where the training ended."""
     if minimum.at_minimum:
         return "This model was trained until its loss was minimal."
     if minimum.near:
@@ -60,12 +60,12 @@ def how_it_was_trained(minimum: Stationarity) -> str:
 
 
 def what_holds(posterior: Posterior, minimum: Stationarity, solver: str) -> str:
-    """Whether rankings hold, and sizes, in a sentence."""
+    """A sentence on whether rankings and sizes hold."""
     if minimum.at_minimum:
         return "Rankings hold, and so do sizes."
     if minimum.near:
-        least = f"{minimum.least_group:,.0f}"
-        return f"Rankings hold; sizes hold for groups of {least} examples or more."
+        smallest = f"{minimum.least_group:,.0f}"
+        return f"Rankings hold; sizes hold for groups of {smallest} examples or more."
     error = posterior.temperature_error
     if error is not None:
         return f"Rankings hold; sizes are measured to within {percent(error)}."
@@ -76,12 +76,12 @@ def what_holds(posterior: Posterior, minimum: Stationarity, solver: str) -> str:
 
 
 def is_scaled_by_a_guess(posterior: Posterior) -> bool:
-    """Whether its variances are multiplied by a temperature that nobody measured."""
+    """Whether the posterior's variances are scaled by a temperature that was not measured."""
     return posterior.calibration is None and posterior.temperature != 1.0
 
 
 def sentence_of(minimum: Stationarity) -> str:
-    """How far the training's end is from the minimum."""
+    """A sentence, without its full stop, on how far the training ended from the minimum."""
     gain = two_digits(minimum.decrement)
     return f"One more step would lower the loss, summed over all examples, by about {gain}"
 
@@ -94,7 +94,7 @@ def groups_are_sizes(findings: Findings | None) -> bool:
 
 
 def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> list[str]:
-    """What can make every answer wrong."""
+    """Sentences on facts that can make every answer wrong."""
     sentences = []
     if findings is not None and findings.unlike:
         sentences.append(f"The test data are unlike the training data: {findings.unlike}")
@@ -111,25 +111,27 @@ def warnings(task: Task, posterior: Posterior, findings: Findings | None) -> lis
 
 
 def classes_without_examples(findings: Findings) -> list[str]:
-    """Classes of the test data that no training example has."""
-    targets = findings.loo.targets
-    of_test = findings.test_targets
-    if targets is None or of_test is None or not findings.task.likelihood.is_classification:
+    """A sentence on classes of the test data that no training example has; empty without any."""
+    training_targets = findings.loo.targets
+    test_targets = findings.test_targets
+    is_classification = findings.task.likelihood.is_classification
+    if training_targets is None or test_targets is None or not is_classification:
         return []
-    if targets.ndim > 1 or of_test.ndim > 1:
+    if training_targets.ndim > 1 or test_targets.ndim > 1:
         return []
-    counted = findings.on_test.losses.isfinite() if findings.on_test is not None else None
-    present = of_test if counted is None else of_test[counted]
-    absent = sorted(set(present.tolist()) - set(targets.tolist()))
+    if findings.on_test is not None:
+        test_targets = test_targets[findings.on_test.losses.isfinite()]
+    absent = sorted(set(test_targets.tolist()) - set(training_targets.tolist()))
     if not absent:
         return []
-    names = ", ".join(str(label) for label in absent[:MOST_NAMED])
-    more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-    return [f"The test data have classes that no training example has: {names}{more}."]
+    names = ", ".join(str(label) for label in absent[:MAX_NAMED])
+    if len(absent) > MAX_NAMED:
+        names += f" and {len(absent) - MAX_NAMED} more"
+    return [f"The test data have classes that no training example has: {names}."]
 
 
 def notes_on_posterior(posterior: Posterior) -> list[str]:
-    """What to know of its scale and of its structure."""
+    """Sentences on the posterior's scale and structure."""
     notes = []
     if posterior.note and not posterior.at_minimum:  # at a minimum the sentences say it
         notes.append(f"Single examples: {posterior.note}.")
@@ -140,12 +142,12 @@ def notes_on_posterior(posterior: Posterior) -> list[str]:
     if posterior.structure == "diag":
         notes.append(DIAGONAL)
     if posterior.record.get("is_doubtful"):
-        notes.append(STARTING)
+        notes.append(DOUBTFUL_PRECISION)
     return notes
 
 
 def notes_on_leverage(findings: Findings) -> list[str]:
-    """How many left-out estimates are rough, and what solves them."""
+    """A sentence on how many left-out estimates are rough, and the remedy; empty without any."""
     leverage = findings.loo.leverage
     if leverage is None:
         return []

@@ -319,7 +319,7 @@ def query(
             table = hybrid_table(opened, trained, asked, top=top, normalize=normalize)
             if out is not None:
                 write_table(table, folder, "sources")
-            show(in_text(sources(table, "influence", asked.metadata["text"]), most=len(table)))
+            show(in_text(sources(table, "influence", asked.metadata["text"]), max_rows=len(table)))
             return
         matches = matches_of(opened, trained, asked, top=top, refine=refine, normalize=normalize)
         table = table_of_sources(matches)
@@ -329,7 +329,7 @@ def query(
             shares = table_of_tokens(trained, opened, asked, matches.helpful)
             write_table(shares, folder, "tokens")
     words = asked.metadata.get("text") if asked.likelihood.is_sequence else None
-    show(in_text(sources(table, quantity_of(normalize), words), most=len(table)))
+    show(in_text(sources(table, quantity_of(normalize), words), max_rows=len(table)))
 
 
 def show_behaviour(

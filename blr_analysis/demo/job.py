@@ -1,6 +1,6 @@
 """The demo from beginning to end: plant wrong labels, train, find them, compare with retraining.
 
-Each step is told with the line that somebody would type for a model of their own.
+With each step it prints the line that does the same for a model of the user's own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def run(
     """Train on scikit-learn's digits, audit the training data, write ``out`` and print.
 
     Args:
-        out: the folder to write; made if need be, files of the same names are replaced.
+        out: the folder to write; it is made if need be, and files of the same names are replaced.
         seed: of the split, the initial weights, the noise and the shuffling.
-        console: where the findings are printed; standard output if None.
-        say: called with a few words when a step begins; silent if None.
+        console: where the findings are printed; None: standard output.
+        say: is called with a few words when a step begins; None: nothing is said.
 
     Returns:
         The findings, and the test NLL of networks retrained without two of the classes.
@@ -53,14 +53,7 @@ def run(
     console = console or Console(highlight=False)
     with folder_for(out) as folder, _one_thread():
         data = load(seed)
-        n = len(data.labels)
-        wrong = int(data.planted.sum())
-        say(f"training a small convolutional network on {n:,} digits, {wrong} of them mislabelled")
-        model, _ = train(data.images, data.labels, seed=seed, folder=folder / "checkpoints")
-        task, test = tasks(model, data, folder / "checkpoints")
-        say("fitting a posterior, and measuring its scale by a training without a tenth")
-        posterior = calibrate(task, fit_laplace(task))
-        findings = audit.investigate(task, posterior, test=test, say=say)
+        findings = _trained_and_audited(data, folder, seed, say)
         truth = retrained(findings, say)
         sections = audit.sections(findings)
         sections["removals"] = beside(sections["removals"], truth)
@@ -79,7 +72,22 @@ def run(
     return findings, truth
 
 
-TYPED = {  # what a step says first: the line that does the same for another model
+def _trained_and_audited(
+    data: Digits, folder: Path, seed: int, say: Callable[[str], None]
+) -> audit.Findings:
+    """Train a network, fit and calibrate its posterior, and audit the training data."""
+    n_wrong = int(data.planted.sum())
+    network = f"a small convolutional network on {len(data.labels):,} digits"
+    say(f"training {network}, {n_wrong} of them mislabelled")
+    model, _ = train(data.images, data.labels, seed=seed, folder=folder / "checkpoints")
+    task, test = tasks(model, data, folder / "checkpoints")
+    say("fitting a posterior, and measuring its scale by a training without a tenth")
+    posterior = calibrate(task, fit_laplace(task))
+    return audit.investigate(task, posterior, test=test, say=say)
+
+
+# The first words of a step, and the line that does the same for another model.
+TYPED = {
     "training": "checkpoints = blr.Checkpoints(model, steps=steps)  # in your own loop",
     "fitting": "posterior = blr.calibrate(task, blr.fit_laplace(task))",
     "sensitivity": "blr.sensitivity(task, posterior).table",
@@ -92,31 +100,32 @@ TYPED = {  # what a step says first: the line that does the same for another mod
 
 
 def with_typed_lines(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Say a step, and below it what to type for a model of one's own."""
+    """A function that says a step, and below it what to type for a model of one's own."""
 
-    def said(text: str) -> None:
-        typed = next((line for start, line in TYPED.items() if text.startswith(start)), "")
+    def say_with_line(text: str) -> None:
+        line = next((line for words, line in TYPED.items() if text.startswith(words)), "")
         named_class = re.search(r"class (\d+)", text)
         if named_class is not None:
-            typed = typed.replace("CLASS", named_class[1])
-        say(f"{text}\n            >>> {typed}" if typed else text)
+            line = line.replace("CLASS", named_class[1])
+        say(f"{text}\n            >>> {line}" if line else text)
 
-    return said
+    return say_with_line
 
 
 def planted(findings: audit.Findings, data: Digits) -> RenderableType:
-    """How many of the labels that were planted wrong stand at the top of the suspects."""
-    count = int(data.planted.sum())
-    first = findings.suspicions.order[:count]
-    found = int(data.planted[first].sum())
+    """The number of planted wrong labels, and how many of them lead the ranking of suspects."""
+    n_planted = int(data.planted.sum())
+    first_suspects = findings.suspicions.order[:n_planted]
+    n_right = int(data.planted[first_suspects].sum())
     lead = (
-        f"{count} labels were planted wrong, all of them by one annotator. Of the first {count} "
-        f"rows to look at, {found} are planted ones."
+        f"{n_planted} labels were planted wrong, all of them by one annotator. Of the first "
+        f"{n_planted} rows to look at, {n_right} are planted ones."
     )
     return section("Did it find them?", lead)
 
 
 def _next_steps(folder: Path, page: Path) -> tuple[str, ...]:
+    """Lines on what to do with the files of the demo."""
     script = folder / "digits.py"
     posterior = folder / "posterior.safetensors"
     return (
@@ -145,30 +154,32 @@ def tasks(model: nn.Module, data: Digits, checkpoints: Path) -> tuple[Task, Task
 
 
 def retrained(findings: audit.Findings, say: Callable[[str], None]) -> dict[int, float]:
-    """The test NLL without each of two classes, by one whole training each: those classes for which
-    the short trainings predict the highest and the lowest NLL."""
+    """The test NLL without each of two classes, by one whole training each.
+
+    They are the classes for which the short trainings predict the highest and the lowest NLL.
+    """
     assert findings.removals is not None
     groups = findings.removals["group"].tolist()
     predicted = findings.removals["nll_after"].to_numpy()
     truth: dict[int, float] = {}
     for place in (int(predicted.argmax()), int(predicted.argmin())):
-        c = int(groups[place])
-        say(f"retraining from scratch without class {c}, to compare")
+        label = int(groups[place])
+        say(f"retraining from scratch without class {label}, to compare")
         result = what_if(
             findings.task,
             findings.posterior,
-            remove=f"target == {c}",
+            remove=f"target == {label}",
             evaluate=findings.test,
             solver="retrain",
             seeds=1,
         )
-        truth[c] = result.nll
+        truth[label] = result.nll
     return truth
 
 
 def beside(section: audit.Section, truth: dict[int, float]) -> audit.Section:
     """The section on groups with a column of the retrained networks' NLL."""
-    losses = {str(c): two_digits(nll) for c, nll in truth.items()}
+    losses = {str(label): two_digits(nll) for label, nll in truth.items()}
     groups = next(iter(section.columns.values()))
     retrained_column = [losses.get(str(group), "") for group in groups]
     return replace(section, columns={**section.columns, "retrained": retrained_column})
@@ -176,7 +187,7 @@ def beside(section: audit.Section, truth: dict[int, float]) -> audit.Section:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread while the body runs: a network this small only waits for a second one."""
+    """Inside, torch has one thread: a network this small only waits for a second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -29,8 +29,15 @@ SHARE_WRONG = 0.2  # of her labels
 
 @dataclass(frozen=True)
 class Digits:
-    """Training and test images ``[N, 1, 8, 8]`` in 0 … 1, labels ``[N]``, rows in scikit-learn,
-    who labelled each, and which training labels were planted wrong, ``[N]`` bool."""
+    """The demo's training and test data.
+
+    Attributes:
+        images, test_images: ``[N, 1, 8, 8]`` in 0 … 1.
+        labels, test_labels: ``[N]``.
+        rows, test_rows: their rows in scikit-learn's data, ``[N]``.
+        annotators, test_annotators: who labelled each digit.
+        planted: which training labels were planted wrong, ``[N]`` bool.
+    """
 
     images: Tensor
     labels: Tensor
@@ -75,18 +82,18 @@ def load(seed: int = 0) -> Digits:
 
 
 def annotated(truth: Tensor, generator: torch.Generator) -> tuple[list[str], Tensor]:
-    """Who labelled each digit, and the labels: a share of eve's are another class."""
+    """The annotator of each digit, and the labels: a share of eve's labels are wrong."""
     n = len(truth)
     people = torch.randint(len(ANNOTATORS), (n,), generator=generator).tolist()
     annotators = [ANNOTATORS[person] for person in people]
     is_careless = torch.tensor([name == CARELESS for name in annotators])
     is_wrong = is_careless & (torch.rand(n, generator=generator) < SHARE_WRONG)
-    others = (truth + torch.randint(1, 10, (n,), generator=generator)) % 10
-    return annotators, torch.where(is_wrong, others, truth)
+    wrong_labels = (truth + torch.randint(1, 10, (n,), generator=generator)) % 10
+    return annotators, torch.where(is_wrong, wrong_labels, truth)
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Two convolutions and a linear read-out, 1,898 weights; the global generator is left alone.
+    """Two convolutions and a linear read-out, 1,898 weights; torch's generator stays where it is.
 
     >>> sum(p.numel() for p in network().parameters())
     1898
@@ -105,7 +112,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def recipe(n: int, epochs: int = EPOCHS) -> Recipe:
-    """How the network is trained on n digits."""
+    """The recipe of the training on n digits."""
     return Recipe(
         "ivon",
         lr=0.3,
@@ -126,7 +133,11 @@ def train(
     epochs: int = EPOCHS,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, Checkpoints]:
-    """Train a new network from scratch by :func:`recipe`, and keep its checkpoints in a folder."""
+    """Train a new network from scratch by :func:`recipe`.
+
+    Returns:
+        The network in eval mode, and its checkpoints, which are in the folder if there is one.
+    """
     n = len(labels)
     model = network(seed)
     steps = epochs * math.ceil(n / BATCH)

@@ -1,4 +1,4 @@
-"""What all pictures share: new axes, colours, and the rule for logarithmic axes.
+"""Parts of every picture: new axes, colours, and the rule for logarithmic axes.
 
 Nothing here touches pyplot or rcParams: a figure made here belongs to its caller alone.
 """
@@ -38,6 +38,7 @@ UNITS = {
     "loss": "loss [nats]  (→ worse)",
     "left_out_loss": "left-out loss [nats]  (→ worse)",
 }
+MAX_LINEAR_SPAN = 30.0  # a factor between values that a linear axis can still show
 THUMBNAIL = 26  # points of the longer side
 BAR_WIDTH = 0.38  # of the distance between two places
 LEADER = {"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkB": 3, "relpos": (0, 0.5)}
@@ -79,23 +80,36 @@ def axes_or_new(ax: Any, size: tuple[float, float] = (6.4, 4.8)) -> Axes:
 
 
 def scale_of(values: np.ndarray) -> dict[str, Any]:
-    """Options of ``set_xscale``: logarithmic where the positive values span much more than a linear
-    axis can show, and linear near 0.
+    """Options of ``set_xscale``: a linear axis, or a logarithmic one that is linear near 0.
 
-    That is: their 5 % and 95 % quantiles, or their median and maximum, lie more than a factor of 30
-    apart. Near 0 is below the smallest positive value, or six decades below the largest as long as
-    no more than one in a hundred of the positive values lies there, or twelve.
+    The axis is logarithmic where the positive values span more than a linear axis can show: their
+    5 % and 95 % quantiles, or their median and maximum, lie more than a factor of 30 apart. Its
+    linear part ends at the smallest positive value; outliers do not stretch the axis, so that it
+    ends at least twelve decades below the largest value, and six where no more than one in a
+    hundred of the positive values is smaller than that.
     """
     positive = values[values > 0]
     if len(positive) < 2:
         return {"value": "linear"}
     quantiles = np.quantile(positive, [0.01, 0.05, 0.5, 0.95, 1.0])
     one_percent, low, median, high, largest = map(float, quantiles)
-    fits_linear_axis = high <= 30 * low and largest <= 30 * median
+    fits_linear_axis = high <= MAX_LINEAR_SPAN * low and largest <= MAX_LINEAR_SPAN * median
     if fits_linear_axis:
         return {"value": "linear"}
     floor = max(float(positive.min()), min(largest * 1e-6, one_percent), largest * 1e-12)
     return {"value": "symlog", "linthresh": floor, "linscale": 0.3}
+
+
+def dot_style(n: int, styles: Sequence[tuple[float, int, float]]) -> tuple[int, float]:
+    """Size and opacity of the dots of a scatter plot of n points.
+
+    Args:
+        styles: (largest number of points, size, opacity), from few points to many.
+
+    >>> dot_style(500, [(100, 20, 0.8), (float("inf"), 4, 0.2)])
+    (4, 0.2)
+    """
+    return next((size, opacity) for most_points, size, opacity in styles if n <= most_points)
 
 
 def label_points(
@@ -104,22 +118,21 @@ def label_points(
     texts: Sequence[str],
     images: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Label points [K, 2] in a column beside the axes, in the order of their heights. The image of
-    a point stands before its text."""
+    """Label points ``[K, 2]`` in a column beside the axes, in the order of their heights.
+
+    Args:
+        images: stand before the texts; None: there are none.
+    """
     if not len(points):
         return
     heights = ax.transData.transform(points)[:, 1]
     order: list[int] = np.argsort(-heights, kind="stable").tolist()
     step = min(0.11, 1 / len(points))
     for place, k in enumerate(order):
-        content: OffsetBox = TextArea(texts[k], textprops={"fontsize": 8})
-        if images is not None:
-            zoom = THUMBNAIL / max(images[k].shape[:2])
-            picture = OffsetImage(images[k], zoom=zoom, cmap="gray", interpolation="nearest")
-            content = HPacker(children=[picture, content], align="center", pad=0, sep=3)
+        x, y = map(float, points[k])
         box = AnnotationBbox(
-            content,
-            (float(points[k, 0]), float(points[k, 1])),
+            _label(texts[k], None if images is None else images[k]),
+            (x, y),
             xybox=(1.03, 0.97 - place * step),
             boxcoords="axes fraction",
             box_alignment=(0, 0.5),
@@ -130,6 +143,16 @@ def label_points(
             zorder=5,
         )
         ax.add_artist(box)
+
+
+def _label(text: str, image: np.ndarray | None) -> OffsetBox:
+    """A text, behind an image unless that is None."""
+    words = TextArea(text, textprops={"fontsize": 8})
+    if image is None:
+        return words
+    zoom = THUMBNAIL / max(image.shape[:2])
+    picture = OffsetImage(image, zoom=zoom, cmap="gray", interpolation="nearest")
+    return HPacker(children=[picture, words], align="center", pad=0, sep=3)
 
 
 def as_array(values: Any) -> np.ndarray:
@@ -159,7 +182,7 @@ def named(indices: Iterable[int], labels: Labels | None) -> list[str]:
 
 
 def name_of(value: Any, names: Names | None = None) -> str:
-    """``names[value]``; else the value itself, as short as it can be: 3 for 3.0."""
+    """``names[value]``; without that the value itself, in short: 3 for 3.0."""
     with suppress(KeyError, IndexError, TypeError):
         return str(names[value])  # type: ignore[index]
     if not isinstance(value, float | np.floating):
@@ -177,7 +200,11 @@ def shortened(text: str, limit: int = 24) -> str:
 
 
 def drawn(ax: Axes, x: Any, values: Any, label: str, look: Mapping[str, Any]) -> np.ndarray:
-    """A curve of values where they are finite: [K] bool."""
+    """Draw a curve through the finite values.
+
+    Returns:
+        Whether each value is finite, ``[K]``.
+    """
     values = as_array(values)
     finite = np.isfinite(values)
     if finite.any():
@@ -194,7 +221,7 @@ def diamond(ax: Axes, x: float, y: float, label: str, **look: Any) -> None:
 
 
 def count_ticks(ax: Axes) -> None:
-    """Whole numbers below the axes."""
+    """Set whole numbers as ticks of the x axis."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 

@@ -18,6 +18,13 @@ __all__ = ["image_of", "plot_deviations", "plot_examples", "plot_suspicious"]
 COLOURS = dict(zip((NO_FAULT, *FAULTS), canvas.FOUR, strict=True))
 MARKERS = dict(zip((NO_FAULT, *FAULTS), ".^sx", strict=True))
 LARGEST = {"ls": "", "marker": "D", "ms": 5, "mfc": canvas.VERMILLION, "mec": "black", "zorder": 3}
+IMAGES_IN_A_ROW = 8
+CELL_INCHES = 1.15  # the width of an image with its margins
+HALF_SIDE = 0.46  # half of the longer side of an image, in widths of its cell
+MAX_RANKS_SHOWN = 100  # as points on a linear axis; more are a curve on a logarithmic one
+STEEP = (
+    100  # how many times the largest height exceeds that at 5 % of the ranks, to need a log axis
+)
 RISE = "rise of its own loss without it [nats]  (→ shapes more)"
 
 
@@ -26,10 +33,10 @@ def plot_deviations(
 ) -> Axes:
     """Draw the deviations in falling order, the largest labelled by their index.
 
-    A steep start means that a few examples shape the model; a flat curve means that all do alike.
-    Ranks are on a logarithmic axis from 100 examples on, deviations where the first is more
-    than a hundred times that at 5 % of the ranks. Where the scores carry no deviation (too many
-    outputs), the self-influence takes its place, and the axis says so.
+    A steep start means that a few examples shape the model, and a flat curve that all shape it
+    alike. The axis of ranks is logarithmic for more than 100 examples. The axis of deviations is
+    logarithmic where the first exceeds the one at 5 % of the ranks a hundred times. Scores without
+    a deviation (too many outputs) are drawn by their self-influence, which the axis names.
 
     Args:
         scores: what :func:`blr_analysis.sensitivity` returns, or any part of its table; or a
@@ -70,12 +77,12 @@ def _draw_ranked(ax: Axes, heights: np.ndarray) -> None:
     """Draw falling heights over their ranks."""
     n = len(heights)
     rank = np.arange(1, n + 1)
-    shows_every_point = n <= 100
+    shows_every_point = n <= MAX_RANKS_SHOWN
     marker = "." if shows_every_point else ""
     ax.plot(rank, heights, color=canvas.BLUE, lw=1.5, marker=marker, zorder=2)
     ax.fill_between(rank, heights, color=canvas.BLUE, alpha=0.15, lw=0)
     ax.set_xscale("linear" if shows_every_point else "log")
-    starts_steeply = heights[0] > 100 * heights[n // 20]
+    starts_steeply = heights[0] > STEEP * heights[n // 20]
     if starts_steeply:
         ax.set_yscale(**canvas.scale_of(heights))
     if shows_every_point:
@@ -84,7 +91,11 @@ def _draw_ranked(ax: Axes, heights: np.ndarray) -> None:
 
 
 def _values(scores: Any) -> tuple[np.ndarray, str]:
-    """The deviations and their name with units, or the self-influences where there are none."""
+    """The deviations, or the self-influences without these, ``[N]``, and their name with units.
+
+    Raises:
+        InputError: neither of them, or values that are infinite.
+    """
     losses_before = getattr(scores, "losses_before", None)
     if losses_before is not None:  # a leave-one-out
         return canvas.as_array(scores.losses - losses_before), RISE
@@ -104,6 +115,7 @@ def _values(scores: Any) -> tuple[np.ndarray, str]:
 
 
 def _unit(scores: Any, name: str) -> str:
+    """The name of a score with its units, for an axis."""
     likelihood = getattr(scores, "likelihood", None)
     if name == "deviation" and likelihood is not None:
         unit = "‖Δp‖₁, 0 to 2" if likelihood.is_classification else "‖Δf‖₂ [output]"
@@ -185,7 +197,7 @@ def _pixels_of(example: Any) -> np.ndarray:
 
 
 def _channels_last(pixels: np.ndarray) -> np.ndarray:
-    """[H, W] or [H, W, C], where the array is an image in one of the layouts that we read."""
+    """An image in a layout that we read as ``[H, W]`` or ``[H, W, C]``; other arrays as they are."""
     if pixels.ndim == 1:
         side = math.isqrt(pixels.size)
         is_square = side**2 == pixels.size > 0
@@ -193,13 +205,15 @@ def _channels_last(pixels: np.ndarray) -> np.ndarray:
     if pixels.ndim != 3:
         return pixels
     channel_counts = (1, 3, 4)
-    is_channels_first = pixels.shape[0] in channel_counts and pixels.shape[-1] not in channel_counts
-    if is_channels_first:
+    could_be_first = pixels.shape[0] in channel_counts
+    could_be_last = pixels.shape[-1] in channel_counts
+    if could_be_first and not could_be_last:
         pixels = np.moveaxis(pixels, 0, -1)
     return pixels[:, :, 0] if pixels.shape[-1] == 1 else pixels
 
 
 def _between_0_and_1(picture: np.ndarray) -> np.ndarray:
+    """The image with values in 0 … 1: bytes divided by 255, other ranges stretched."""
     if picture.dtype == np.uint8:
         return picture / 255
     picture = np.nan_to_num(picture.astype(np.float64), posinf=0.0, neginf=0.0)
@@ -227,9 +241,9 @@ def plot_examples(
     Args:
         images: see :func:`image_of`.
         indices: which examples, for instance ``memory.memorable[:24]``.
-        titles: one line or two above each image; "#index" if None.
+        titles: above the images, of one line or two each; None: "#index".
         ax: where to draw; a new figure, sized to the grid, if None.
-        columns: images in a row; 8, or fewer where there are fewer images.
+        columns: images in a row; None: 8, or all if there are fewer.
         title: above the whole grid.
         cmap: for images without colour; ``"gray_r"`` prints dark ink on white.
 
@@ -244,19 +258,21 @@ def plot_examples(
         >>> [text.get_text() for text in ax.texts]
         ['a', 'b']
     """
-    chosen = [int(i) for i in indices]
+    chosen = [int(index) for index in indices]
     if not chosen:
         raise InputError("plot_examples got no indices: pass at least one example")
-    titles = [f"#{i}" for i in chosen] if titles is None else [str(t) for t in titles]
+    if titles is None:
+        titles = [f"#{index}" for index in chosen]
     if len(titles) != len(chosen):
         raise InputError(f"{len(titles)} titles for {len(chosen)} examples: pass one for each")
-    pictures = [image_of(images, i) for i in chosen]
-    across = min(columns or 8, len(chosen))
+    titles = [str(text) for text in titles]
+    pictures = [image_of(images, index) for index in chosen]
+    across = min(columns or IMAGES_IN_A_ROW, len(chosen))
     down = math.ceil(len(chosen) / across)
-    lines = max(text.count("\n") + 1 for text in titles)
-    title_height = 0.05 + 0.17 * lines  # in heights of an image
+    title_height = _height_of_titles(titles)
     cell_height = 1 + title_height
-    ax = canvas.axes_or_new(ax, (1.15 * across + 0.2, 1.15 * cell_height * down + 0.2))
+    size = (CELL_INCHES * across + 0.2, CELL_INCHES * cell_height * down + 0.2)
+    ax = canvas.axes_or_new(ax, size)
     for k, (picture, text) in enumerate(zip(pictures, titles, strict=True)):
         row, column = divmod(k, across)
         _draw_image(ax, picture, text, column + 0.5, row * cell_height + 0.5, cmap)
@@ -268,11 +284,17 @@ def plot_examples(
     return ax
 
 
+def _height_of_titles(titles: Sequence[str]) -> float:
+    """The height of the longest title, in heights of an image."""
+    lines = max(text.count("\n") + 1 for text in titles)
+    return 0.05 + 0.17 * lines
+
+
 def _draw_image(ax: Axes, picture: np.ndarray, text: str, x: float, y: float, cmap: str) -> None:
     """Draw an image, its centre at (x, y), into a cell of width 1, and its title above it."""
     height, width = picture.shape[:2]
-    half_width = 0.46 * width / max(height, width)
-    half_height = 0.46 * height / max(height, width)
+    half_width = HALF_SIDE * width / max(height, width)
+    half_height = HALF_SIDE * height / max(height, width)
     extent = (x - half_width, x + half_width, y + half_height, y - half_height)
     image = ax.imshow(picture, cmap=cmap, extent=extent, interpolation="nearest")
     if picture.ndim == 2:

@@ -1,4 +1,4 @@
-"""Which training examples hold a prediction up, and which pull it down?"""
+"""The training examples that help a prediction most, and those that harm it most."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plot_influence(
         result: what :func:`blr_analysis.influence` returns.
         ax: where to draw; a new figure if None.
         test: index of the test example.
-        k: bars of either sign, or fewer where the result holds fewer of that sign.
-        images: pictures of the training examples, drawn beside their bars; see
+        k: bars of either sign; fewer where the result has fewer examples of that sign.
+        images: of the training examples, drawn beside their bars; see
             :func:`blr_analysis.plots.image_of`.
         names: what targets are called, ``names[target]``.
 
@@ -42,8 +42,8 @@ def plot_influence(
         The Axes; the bars from top to bottom are ``ax.patches``.
 
     Raises:
-        InputError: no such test example, k below 1 or above what the result holds, or an image
-            that is none.
+        InputError: no such test example, k below 1 or above the result's own, or something else
+            than an image.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -57,19 +57,12 @@ def plot_influence(
     if isinstance(result, Influence):
         result = result.top(min(k, result.shape[0]))
     test = index_of_test(test, len(result.helpful))
-    helps, harms = result.sides(test)
-    indices, values = (
-        torch.cat([helpful[:k], harmful[:k].flip(0)]).numpy()
-        for helpful, harmful in zip(helps, harms, strict=True)
-    )
+    (helpful, helpful_values), (harmful, harmful_values) = result.sides(test)
+    indices = torch.cat([helpful[:k], harmful[:k].flip(0)]).numpy()
+    values = torch.cat([helpful_values[:k], harmful_values[:k].flip(0)]).numpy()
     places = np.arange(len(values))
     ax = canvas.axes_or_new(ax, (6.4, 1.4 + 0.36 * max(3, len(values))))
-    for place, value in zip(places, values, strict=True):
-        helps_test = value >= 0
-        colour = canvas.BLUE if helps_test else canvas.ORANGE
-        hatch = "" if helps_test else "///"
-        ax.barh(place, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
-    ax.axvline(0, color="black", lw=0.8)
+    _draw_bars(ax, places, values)
     ax.set_yticks(places, _ticks(result, indices, names))
     ax.invert_yaxis()
     if images is not None:
@@ -81,8 +74,18 @@ def plot_influence(
     return ax
 
 
+def _draw_bars(ax: Axes, places: np.ndarray, values: np.ndarray) -> None:
+    """Draw a horizontal bar for each value; colour and hatch tell which examples harm."""
+    for place, value in zip(places, values, strict=True):
+        helps = value >= 0
+        colour = canvas.BLUE if helps else canvas.ORANGE
+        hatch = "" if helps else "///"
+        ax.barh(place, value, 0.72, color=colour, ec="black", lw=0.7, hatch=hatch)
+    ax.axvline(0, color="black", lw=0.8)
+
+
 def _ticks(result: TopInfluence, indices: np.ndarray, names: canvas.Names | None) -> list[str]:
-    """The index and, where there are targets, the target of each training example."""
+    """The index of each training example, and its target if it has one."""
     columns = result.pairs.described(torch.from_numpy(indices.copy()))
     if not columns:
         return [f"#{index}" for index in indices]
@@ -101,6 +104,7 @@ def _quantity(result: TopInfluence) -> str:
 
 
 def _title(result: TopInfluence, test: int, names: canvas.Names | None) -> str:
+    """The test example, with its target and prediction if it has them."""
     title = f"What shapes test example #{test}"
     columns = result.pairs.described(torch.tensor([test]), test=True)
     if not columns:
@@ -111,5 +115,6 @@ def _title(result: TopInfluence, test: int, names: canvas.Names | None) -> str:
 
 
 def _name(target: Any, names: canvas.Names | None) -> str:
+    """The name of a target, or the names of several."""
     values = target if isinstance(target, list) else [target]
     return ", ".join(canvas.name_of(value, names) for value in values)

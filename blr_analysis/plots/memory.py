@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ from blr_analysis.memory_map import REGIONS, VARIANCES, MemoryMap
 from blr_analysis.plots import _canvas as canvas
 from blr_analysis.plots.examples import image_of
 
-__all__ = ["extremes", "plot_memory_map", "shares_above"]
+__all__ = ["ERROR_LABEL", "extremes", "plot_memory_map", "shares_above", "variance_label"]
 
+ERROR_LABEL = "prediction error ‖e‖₂"
 LOOKS = dict(zip(REGIONS, zip(canvas.FOUR, "os^D", strict=True), strict=True))
-# Of each region's name: x, y, and how the text is aligned there.
+# Up to how many points, their size in points², their opacity.
+DOT_STYLES = [(300, 22, 0.85), (3000, 12, 0.55), (math.inf, 4, 0.2)]
+MAX_EDGED = 3000  # points that are drawn with black edges
+# The corner of each region's name: x, y, and the alignment of the text there.
 CORNERS = (
     (0.015, 0.015, "left", "bottom"),
     (0.985, 0.015, "right", "bottom"),
@@ -40,7 +45,7 @@ def plot_memory_map(
     Args:
         memory: what :func:`blr_analysis.memory_map` returns.
         ax: where to draw; a new figure if None.
-        images: those of the extremes stand with their labels; see
+        images: of the examples; those of the extremes stand beside their labels, see
             :func:`blr_analysis.plots.image_of`.
         labels: shown beside the index of an extreme; ``labels[index]``.
         n_extremes: how many examples to label; see :func:`extremes`.
@@ -60,9 +65,9 @@ def plot_memory_map(
     ax.margins(x=0.05, y=0.2)  # room for the regions' names
     _name_regions(ax, memory)
     above, beyond = shares_above(memory)
-    kind = VARIANCES[memory.variance_kind]
-    ax.set_xlabel(f"prediction {kind} [output²], {beyond:.0%} beyond the line  (→ less certain)")
-    ax.set_ylabel(f"prediction error ‖e‖₂ [nats/output], {above:.0%} above  (→ more wrong)")
+    across = f"[output²], {beyond:.0%} beyond the line"
+    ax.set_xlabel(f"{variance_label(memory)} {across}  (→ less certain)")
+    ax.set_ylabel(f"{ERROR_LABEL} [nats/output], {above:.0%} above  (→ more wrong)")
     ax.set_title(f"Memory map of {canvas.count_of(len(points))}")
     chosen = extremes(memory, n_extremes)
     pictures = None if images is None else [image_of(images, i) for i in chosen]
@@ -75,25 +80,17 @@ def plot_memory_map(
 def _draw_regions(ax: Axes, memory: MemoryMap, points: np.ndarray) -> None:
     """Draw the points of each region in its colour and marker, smaller where they are many."""
     n = len(points)
-    if n <= 300:
-        size = 22
-        alpha = 0.85
-    elif n <= 3000:
-        size = 12
-        alpha = 0.55
-    else:
-        size = 4
-        alpha = 0.2
+    size, opacity = canvas.dot_style(n, DOT_STYLES)
     for order, (region, (colour, marker)) in enumerate(LOOKS.items()):
         x, y = points[memory.region == region].T
-        has_edges = order > 0 and n <= 3000
+        has_edges = order > 0 and n <= MAX_EDGED
         ax.scatter(
             x,
             y,
             s=size,
             c=colour,
             marker=marker,
-            alpha=alpha,
+            alpha=opacity,
             linewidths=0.5 if has_edges else 0,
             edgecolors="black" if has_edges else None,
             label=region,
@@ -104,8 +101,11 @@ def _draw_regions(ax: Axes, memory: MemoryMap, points: np.ndarray) -> None:
 def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
     """The examples that shape the model most: the largest error × variance.
 
-    Memorable ones first; where there are fewer than ``n``, uncertain and unpredictable ones
-    follow. Regular ones never.
+    Memorable examples come first. Where there are fewer than ``n``, uncertain and unpredictable
+    ones follow, but no regular ones.
+
+    Returns:
+        Up to ``n`` indices.
     """
     doubtful = np.concatenate([memory.indices(r).numpy() for r in ("uncertain", "unpredictable")])
     doubtful = doubtful[np.argsort(-memory.product.numpy()[doubtful], kind="stable")]
@@ -113,11 +113,16 @@ def extremes(memory: MemoryMap, n: int = 8) -> list[int]:
     return [int(i) for i in indices[: max(n, 0)]]
 
 
+def variance_label(memory: MemoryMap) -> str:
+    """The name of the map's variance on an axis."""
+    return f"prediction {VARIANCES[memory.variance_kind]}"
+
+
 def shares_above(memory: MemoryMap) -> tuple[float, float]:
     """The shares of the examples above the thresholds of error and variance."""
-    error = memory.error > memory.error_threshold
-    variance = memory.variance > memory.variance_threshold
-    return float(error.double().mean()), float(variance.double().mean())
+    has_high_error = memory.error > memory.error_threshold
+    has_high_variance = memory.variance > memory.variance_threshold
+    return float(has_high_error.double().mean()), float(has_high_variance.double().mean())
 
 
 def _name_regions(ax: Axes, memory: MemoryMap) -> None:

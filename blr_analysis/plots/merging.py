@@ -1,4 +1,4 @@
-"""Will a merge work, and with which weights? Mismatch against loss gap; losses over α."""
+"""Pictures of merges: gradient mismatch against loss, and losses over the weights α."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["plot_merge_curve", "plot_mismatch"]
 COLOURS = (canvas.BLUE, canvas.ORANGE, canvas.GREY, canvas.SKY, canvas.BLACK)
 MARKERS = "o^sDv"
 LINES = ("-", "--", ":", "-.", "-")
-ACROSS = "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N  (→ worse)"
-LABELS_OF_ALL = 12  # up to here, every point has its label
-MOST_LABELS = 24
+MISMATCH_LABEL = "gradient mismatch per example  ‖∇ℓ(θ_merged) − ∇ℓ(θ_t)‖ / N  (→ worse)"
+MAX_POINTS_ALL_LABELLED = 12  # of more points, only the costliest of each task has a label
+MAX_LABELS = 24
 
 
 def plot_mismatch(result: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
-    """Draw each task's gradient mismatch against what the merge costs it.
+    """Draw each task's gradient mismatch against the cost of the merge to this task.
 
-    One point per task and merge, named after its task; of more than 12 points, those are named
-    where a task loses most. With several merges, a line leads from each task's point in one merge
-    to its point in the next. The cost is measured on the held-out tasks where there are any, else
-    on the training data.
+    A point stands for a task and a merge, and is named after its task; of more than 12 points,
+    only the costliest of each task is named. With several merges, a line leads from each task's
+    point in one merge to its point in the next. The cost is measured on the held-out tasks if
+    there are any, and otherwise on the training data.
 
     Args:
         result: what :func:`blr_analysis.gradient_mismatch` returns.
         ax: where to draw; a new figure if None.
-        measure: "nll": the rise of the mean loss; "accuracy": how much of it is lost.
+        measure: "nll": the cost is the rise of the mean loss; "accuracy": the fall of accuracy.
 
     Returns:
         The Axes.
@@ -49,53 +49,65 @@ def plot_mismatch(result: Any, ax: Axes | None = None, *, measure: str = "nll") 
     if not finite.any():
         raise InputError(f"there is no finite mismatch with a finite {measure} to draw")
     ax = canvas.axes_or_new(ax)
-    merges = np.array([row["merge"] for row in rows])
     tasks = np.array([row["task"] for row in rows])
-    for task in dict.fromkeys(tasks):
-        path = (tasks == task) & finite
-        if path.sum() > 1:
-            ax.plot(x[path], y[path], color="0.75", lw=0.8, zorder=1)
-    names = list(dict.fromkeys(merges.tolist()))
-    for k, name in enumerate(names):
-        points = (merges == name) & finite
-        look = {**_look(k), "ls": "", "s": 46, "linewidths": 0.6, "edgecolors": "black"}
-        ax.scatter(x[points], y[points], label=name, zorder=3, **look)
+    _draw_merges(ax, rows, x, y, finite)
     ax.axhline(0.0, color="0.4", lw=0.8, ls="--", zorder=0)
     ax.set_xscale(**canvas.scale_of(x[finite]))
     ax.margins(x=0.12, y=0.12)
-    ax.set_xlabel(ACROSS)
+    ax.set_xlabel(MISMATCH_LABEL)
     cost = "rise of the NLL [nats per example]" if measure == "nll" else "accuracy lost"
     ax.set_ylabel(f"{cost}, {data}  (→ worse)")
     ax.set_title("What the merge costs each task")
-    if len(names) > 1:
-        ax.legend()
     labelled = _labelled(tasks, y, np.flatnonzero(finite))
     points_labelled = np.column_stack([x, y])[labelled]
     canvas.label_points(ax, points_labelled, [str(task) for task in tasks[labelled]])
     return ax
 
 
+def _draw_merges(
+    ax: Axes, rows: Sequence[Any], x: np.ndarray, y: np.ndarray, finite: np.ndarray
+) -> None:
+    """Draw the points of each merge, and the line of each task from merge to merge."""
+    merges = np.array([row["merge"] for row in rows])
+    tasks = np.array([row["task"] for row in rows])
+    for task in dict.fromkeys(tasks):
+        points = (tasks == task) & finite
+        if points.sum() > 1:
+            ax.plot(x[points], y[points], color="0.75", lw=0.8, zorder=1)
+    names = list(dict.fromkeys(merges.tolist()))
+    for k, name in enumerate(names):
+        points = (merges == name) & finite
+        look = {**_look(k), "ls": "", "s": 46, "linewidths": 0.6, "edgecolors": "black"}
+        ax.scatter(x[points], y[points], label=name, zorder=3, **look)
+    if len(names) > 1:
+        ax.legend()
+
+
 def _labelled(tasks: np.ndarray, costs: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """The points to label: all where they are few, else the costliest point of each task."""
-    if len(points) <= LABELS_OF_ALL:
+    """The points to label: all if they are few, and otherwise the costliest of each task."""
+    if len(points) <= MAX_POINTS_ALL_LABELLED:
         return points
     rising = points[np.argsort(costs[points], kind="stable")]
     costliest = {str(tasks[k]): k for k in rising}  # the last point of a task replaces the others
-    return np.array(sorted(costliest.values()))[:MOST_LABELS]
+    return np.array(sorted(costliest.values()))[:MAX_LABELS]
 
 
 def _costs(rows: Sequence[Any], measure: str) -> tuple[np.ndarray, str]:
-    """The cost of the merge against θ_t, on held-out data where there are any, and its data."""
+    """The cost of each merge to its task against θ_t, and the data on which it was measured.
+
+    These are held-out data if there are any.
+    """
     sign = 1 if measure == "nll" else -1
 
-    def lost(prefix: str) -> np.ndarray:
-        ends = [[row[f"{prefix}{measure}_{at}"] for at in ("own", "merged")] for row in rows]
-        return sign * np.diff(np.array(ends, dtype=float), axis=1)[:, 0]
+    def costs_on(prefix: str) -> np.ndarray:
+        before = np.array([row[f"{prefix}{measure}_own"] for row in rows], dtype=float)
+        after = np.array([row[f"{prefix}{measure}_merged"] for row in rows], dtype=float)
+        return sign * (after - before)
 
-    on_test_data = lost("test_")
+    on_test_data = costs_on("test_")
     if np.isfinite(on_test_data).any():
         return on_test_data, "test data"
-    return lost(""), "training data"
+    return costs_on(""), "training data"
 
 
 def _look(k: int) -> dict[str, Any]:
@@ -105,10 +117,10 @@ def _look(k: int) -> dict[str, Any]:
 
 
 def plot_merge_curve(curve: Any, ax: Axes | None = None, *, measure: str = "nll") -> Axes:
-    """Draw how merges do over the weights that were tried, the best marked.
+    """Draw the losses of merges over the weights that were tried, and mark the best.
 
-    One α for all models: a curve per task and their mean or, with several methods, the mean of
-    each method. Anything else: the merges in the order tried.
+    If all models had the same α, there is a curve for each task and one for their mean or, with
+    several methods, the mean of each method. Otherwise the merges stand in the order tried.
 
     Args:
         curve: what :func:`blr_analysis.merge_curve` returns.
@@ -166,6 +178,7 @@ def _draw_over_weights(
 
 
 def _draw_tasks(ax: Axes, curve: Any, x: np.ndarray, points: np.ndarray, measure: str) -> None:
+    """Draw the curve of each task over α, thinner than the mean's."""
     column = "nlls" if measure == "nll" else "accuracies"
     values = canvas.as_array([getattr(point, column) for point in curve.points])  # [K, tasks]
     for t, task in enumerate(curve.tasks):
@@ -181,7 +194,7 @@ def _draw_in_order(ax: Axes, curve: Any, x: np.ndarray, values: np.ndarray) -> N
 
 
 def _best_weights(curve: Any) -> str:
-    """The best α, with its method where several were tried over one α."""
+    """The best α, with its method if several were tried."""
     best = curve.best
     if curve.shape != "shared":
         weights = ", ".join(f"{alpha:.3g}" for alpha in best.weights[:6])
@@ -191,6 +204,7 @@ def _best_weights(curve: Any) -> str:
 
 
 def _curve_title(curve: Any) -> str:
+    """The method, the number of tasks, and the number of merges that failed."""
     n = len(curve.tasks)
     tasks = "1 validation task" if n == 1 else f"{n:,} validation tasks"
     merges = curve.methods[0] if len(curve.methods) == 1 else "Merges"

@@ -1,4 +1,4 @@
-"""Whether answers are right as often as they are sure."""
+"""A reliability plot: are answers right as often as the model is sure of them?"""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["plot_reliability"]
 
 
 def plot_reliability(predictions: Any, ax: Axes | None = None) -> Axes:
-    """Draw accuracy against confidence, of what :meth:`blr_analysis.Posterior.predict` gives.
+    """Draw accuracy against confidence.
 
-    Answers in one of 15 equal bins of confidence are a point: their mean confidence, and the share
-    of them that are right. Points below the diagonal are surer than they are right. Larger points
-    hold more answers; the bars say how many.
+    The answers in each of 15 equal bins of confidence are one point: their mean confidence, and the
+    share of them that are right. Below the diagonal the model is surer than it is right. The size
+    of a point grows with the number of its answers, and the bars show their share.
 
     Args:
-        predictions: of classes, with labels.
+        predictions: what :meth:`blr_analysis.Posterior.predict` returns, of classes, with labels.
         ax: where to draw; a new figure if None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What training and fitting show: generalisation estimated, sensitivities evolving, δ chosen."""
+"""Pictures of training and fitting: the estimated test loss, sensitivities, the choice of δ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from blr_analysis.plots import _canvas as canvas
 __all__ = ["plot_history", "plot_leave_one_out", "plot_monitor", "plot_prior_selection"]
 
 LINES = ("-", "--", "-.", ":")
+# Quantiles, their label, and the opacity of the band between them.
 BANDS = ((0.05, 0.95, "5 % to 95 %", 0.3), (0.25, 0.75, "25 % to 75 %", 0.6))
+MAX_MARKED = 30  # epochs whose points are marked on the curves
 
 
 def plot_monitor(
@@ -25,19 +27,20 @@ def plot_monitor(
     kind: str = "generalisation",
     measure: str | None = None,
 ) -> Axes:
-    """Draw what a :class:`blr_analysis.Monitor` has recorded, by epoch.
+    """Draw the record of a :class:`blr_analysis.Monitor` by epoch.
 
-    ``kind="generalisation"``: the leave-one-out estimate beside training and test loss. Where
+    ``kind="generalisation"`` draws the leave-one-out estimate beside training and test loss. Where
     the estimate turns upwards while the training loss falls, the model begins to overfit.
-    ``kind="sensitivities"``: how a measure of every watched example evolves: bands that hold 50
-    and 90 % of the examples, the median, and those examples that stand highest at the end. As
-    training goes on, most examples matter less and a few matter more.
+    ``kind="sensitivities"`` draws a measure of all watched examples: bands around 50 and 90 % of
+    the examples, the median, and the examples that are highest at the end. As training goes on,
+    most examples matter less and a few matter more.
 
     Args:
         monitor: with at least one recorded epoch.
         ax: where to draw; a new figure if None.
-        measure: "nll" (default) or "accuracy"; for sensitivities one that the monitor keeps
-            ("deviation" by default, or the first that it keeps).
+        kind: "generalisation" or "sensitivities".
+        measure: "nll" (default) or "accuracy"; for sensitivities one of the monitor's ``keep``
+            (by default "deviation", or the first of them).
 
     Returns:
         The Axes.
@@ -59,6 +62,7 @@ def plot_monitor(
 
 
 def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
+    """Draw the measure on training data, by leave-one-out, and on test data."""
     one_of("measure", measure, tuple(canvas.MEASURES))
     for data, (label, look) in canvas.LOOKS.items():
         values = [row[f"{data}_{measure}"] for row in monitor.rows]
@@ -71,15 +75,16 @@ def _generalisation(monitor: Any, ax: Axes, measure: str) -> None:
 
 
 def _sensitivities(monitor: Any, ax: Axes, measure: str | None) -> None:
+    """Draw bands and median of a measure over the watched examples, and the highest examples."""
     if not monitor.keep:
         raise InputError("the monitor keeps nothing of single examples: build it with keep=")
     if measure is None:
         measure = "deviation" if "deviation" in monitor.keep else str(monitor.keep[0])
-    values = canvas.as_array(monitor.history(measure))  # [E, n]
+    values = canvas.as_array(monitor.history(measure))  # [epochs, examples]
     if not np.isfinite(values).all():
         raise InputError(f"the monitor's {measure} is not finite everywhere; draw another measure")
     epochs = np.asarray(monitor.epochs)
-    marker = "." if len(epochs) <= 30 else ""
+    marker = "." if len(epochs) <= MAX_MARKED else ""
     for low, high, label, alpha in BANDS:
         edges = np.quantile(values, [low, high], axis=1)
         ax.fill_between(
@@ -98,7 +103,7 @@ def _sensitivities(monitor: Any, ax: Axes, measure: str | None) -> None:
 
 
 def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
-    """Draw the leave-one-out NLL over the prior precisions, the chosen one marked.
+    """Draw the leave-one-out NLL over the prior precisions, and mark the one that was chosen.
 
     Training and test NLL stand beside it; fits that did not converge are crossed out.
 
@@ -117,9 +122,10 @@ def plot_prior_selection(selection: Any, ax: Axes | None = None) -> Axes:
         if data == "loo":
             failed = np.array([row.get("converged") is False for row in selection.rows])
             _cross_out(ax, delta[finite & failed], values[finite & failed])
-    (loo_nll,) = (r["loo_nll"] for r in selection.rows if r["prior_precision"] == selection.best)
+    (best_row,) = [row for row in selection.rows if row["prior_precision"] == selection.best]
     ax.axvline(selection.best, color=canvas.VERMILLION, lw=0.8, ls="-", zorder=1)
-    canvas.diamond(ax, selection.best, loo_nll, f"chosen: {selection.best:g}", zorder=3)
+    label = f"chosen: {selection.best:g}"
+    canvas.diamond(ax, selection.best, best_row["loo_nll"], label, zorder=3)
     ax.set_xscale("log")
     ax.set_xlabel("prior precision δ")
     ax.set_ylabel(canvas.MEASURES["nll"])
@@ -153,7 +159,7 @@ def plot_leave_one_out(
     labels: Sequence[Any] | None = None,
     measure: str = "nll",
 ) -> Axes:
-    """Draw leave-one-out estimates beside the test values they foretell.
+    """Draw leave-one-out estimates beside the test values that they estimate.
 
     A pair of bars stands for two numbers, or for each class, model or prior precision.
 
@@ -161,8 +167,8 @@ def plot_leave_one_out(
         loo_values: a number, [K] numbers, or what :func:`blr_analysis.leave_one_out` returns.
         test_values: as many, measured on test data.
         ax: where to draw; a new figure if None.
-        labels: [K] names under the bars; left out, 1 … K.
-        measure: "nll" or "accuracy", or the words for another axis label.
+        labels: [K] names under the bars; None: 1 … K.
+        measure: "nll" or "accuracy", or the label of the axis for another measure.
 
     Returns:
         The Axes.
@@ -194,7 +200,7 @@ def plot_leave_one_out(
 
 
 def _numbers(values: Any, measure: str) -> np.ndarray:
-    """The measure of a leave-one-out result as [1], or numbers as [K]."""
+    """The measure of a leave-one-out result, ``[1]``, or plain numbers, ``[K]``."""
     if measure in canvas.MEASURES:
         values = getattr(values, measure, values)
     return canvas.as_array(values).reshape(-1)

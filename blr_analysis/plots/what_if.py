@@ -1,4 +1,4 @@
-"""What would the model be like without a group? Bars before and after."""
+"""A loss or an accuracy before and after a change of the data, as bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from blr_analysis.plots import _canvas as canvas
 
 __all__ = ["has_classes", "plot_what_if", "whole"]
 
-MOST_GROUPS = 20  # of more groups, those that change most are drawn, and the title says so
+MAX_GROUPS = 20  # of more groups, those that change most are drawn, and the title says so
+MAX_STRAIGHT_LENGTH = 60  # characters of all groups' names; longer ones are slanted
+MAX_STRAIGHT_NAME = 12  # characters of one name
 
 
 def plot_what_if(
@@ -58,32 +60,39 @@ def plot_what_if(
     values = _before_and_after(table, key, measure)
     retrained = _truths(truth or {}, table[key].tolist())
     change = np.abs(values[:, 1] - values[:, 0])
-    drawn = np.sort(np.argsort(-change, kind="stable")[:MOST_GROUPS])
+    drawn = np.sort(np.argsort(-change, kind="stable")[:MAX_GROUPS])
     groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in drawn]
-    ax = canvas.axes_or_new(ax, (min(12.0, max(5.0, 2.0 + 0.55 * len(groups))), 4.4))
+    width = min(12.0, max(5.0, 2.0 + 0.55 * len(groups)))
+    ax = canvas.axes_or_new(ax, (width, 4.4))
     intervals = None
     if measure == "nll" and "nll_low" in table:
         intervals = table[["nll_low", "nll_high"]].to_numpy(float)[drawn]
     before, after = values[drawn].T
     _draw(ax, before, after, retrained[drawn], intervals)
     _name_groups(ax, groups)
-    title = "What if?"
-    ax.set_xlabel("evaluated on")
-    if is_by_group:
-        title = "What if a group were gone?"
-        ax.set_xlabel("group taken out")
+    _name_axes(ax, measure, is_by_group)
+    title = "What if a group were gone?" if is_by_group else "What if?"
     if len(groups) < len(table):
         title += f" ({len(groups)} of {len(table)} groups, the largest changes)"
     ax.set_title(title)
-    ax.set_ylabel(canvas.MEASURES[measure])
-    if measure == "accuracy":
-        ax.set_yticks(np.linspace(0, 1, 6))
     ax.legend(loc="upper center", ncols=2, fontsize=9)
     return ax
 
 
+def _name_axes(ax: Axes, measure: str, is_by_group: bool) -> None:
+    """Name both axes; an accuracy goes from 0 to 1."""
+    ax.set_xlabel("group taken out" if is_by_group else "evaluated on")
+    ax.set_ylabel(canvas.MEASURES[measure])
+    if measure == "accuracy":
+        ax.set_yticks(np.linspace(0, 1, 6))
+
+
 def _before_and_after(table: pd.DataFrame, key: str, measure: str) -> np.ndarray:
-    """The measure before and after for each group: [G, 2]."""
+    """The measure before and after for each group, ``[G, 2]``.
+
+    Raises:
+        InputError: the table lacks a column, or rows, or numbers that are finite.
+    """
     ends = [f"{measure}_before", f"{measure}_after"]
     columns = {key, *ends}
     if not columns <= set(table) or not len(table):
@@ -104,26 +113,21 @@ def _draw(
     retrained: np.ndarray,
     intervals: np.ndarray | None,
 ) -> None:
+    """Draw a pair of bars for each group, its range, and a diamond for the retrained model.
+
+    Args:
+        before, after: the measure of each group, ``[G]``.
+        retrained: the same after retraining, ``[G]``; NaN where it is unknown.
+        intervals: the range of ``after``, ``[G, 2]``; None: there are no ranges.
+    """
     places = canvas.paired_bars(ax, before, after, ("before", "after, predicted"), canvas.SKY)
     heights = np.concatenate([before, after, retrained, [0.0]])
     if intervals is not None and np.isfinite(intervals).any():
         low, high = intervals.T
         ax.vlines(places, low, high, color="black", lw=1.5, label="likely between", zorder=2.5)
         heights = np.append(heights, intervals)
-    is_retrained = np.isfinite(retrained)
-    if is_retrained.any():
-        ax.plot(
-            places[is_retrained],
-            retrained[is_retrained],
-            ls="",
-            marker="D",
-            ms=8,
-            mfc="white",
-            mec="black",
-            mew=1.5,
-            label="after, retrained",
-            zorder=3,
-        )
+    if np.isfinite(retrained).any():
+        _draw_retrained(ax, places, retrained)
     bottom = 1.3 * float(np.nanmin(heights))
     top = 1.3 * float(np.nanmax(heights))
     if top == 0:
@@ -131,11 +135,28 @@ def _draw(
     ax.set_ylim(bottom, top)
 
 
+def _draw_retrained(ax: Axes, places: np.ndarray, values: np.ndarray) -> None:
+    """Draw a diamond for each value that is known."""
+    is_known = np.isfinite(values)
+    ax.plot(
+        places[is_known],
+        values[is_known],
+        ls="",
+        marker="D",
+        ms=8,
+        mfc="white",
+        mec="black",
+        mew=1.5,
+        label="after, retrained",
+        zorder=3,
+    )
+
+
 def _name_groups(ax: Axes, groups: list[str]) -> None:
     """Name the groups below the axis, slanted where the names are long."""
     places = range(len(groups))
     lengths = [len(group) for group in groups]
-    are_long = sum(lengths) > 60 or max(lengths) > 12
+    are_long = sum(lengths) > MAX_STRAIGHT_LENGTH or max(lengths) > MAX_STRAIGHT_NAME
     if are_long:
         ax.set_xticks(places, groups, rotation=45, ha="right")
     else:
@@ -143,7 +164,7 @@ def _name_groups(ax: Axes, groups: list[str]) -> None:
 
 
 def whole(result: Any) -> pd.DataFrame:
-    """The whole evaluation set, then its classes where it has classes."""
+    """The table of a what-if: a row for the whole evaluation set, and one for each class."""
     measured = {}
     for measure in canvas.MEASURES:
         measured[f"{measure}_before"] = [getattr(result.before, measure)]
@@ -163,8 +184,12 @@ def has_classes(result: Any) -> bool:
 
 
 def _truths(truth: Mapping[Any, float], groups: list[Any]) -> np.ndarray:
-    """One retrained value per group, NaN where unknown."""
-    strangers = [key for key in truth if key not in groups]
-    if strangers:
-        raise InputError(f"truth names groups that were not analysed: {strangers}")
+    """The retrained value of each group, ``[G]``; NaN where it is unknown.
+
+    Raises:
+        InputError: a value of another group.
+    """
+    unknown = [group for group in truth if group not in groups]
+    if unknown:
+        raise InputError(f"truth names groups that were not analysed: {unknown}")
     return np.array([float(truth.get(group, np.nan)) for group in groups])

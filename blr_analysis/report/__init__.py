@@ -39,36 +39,37 @@ def report(
     monitor: Monitor | None = None,
     classes: Sequence[str] | None = None,
 ) -> Path:
-    """Run every analysis of a task and write what it says as one HTML file.
+    """Run every analysis of a task and write the results as one HTML file.
 
     The page needs no network and no program but a browser: an interactive memory map, every
     example as a row to sort, search and export, suspicious labels with keep, relabel and drop,
     groups taken out, and what each of some test examples rests on. It begins with how far all
     that can be trusted. With thumbnails of 10,000 examples it takes less than 6 MB; of more
-    examples, 10,000 are shown one by one.
+    examples, it shows 10,000 one by one.
 
     Args:
         task: the model and the data it was trained on; metadata become columns, and a column of
             sentences the examples' text.
         posterior: learned on those data.
-        path: the file to write; replaced if it is there.
+        path: the file to write; an earlier file is replaced.
         test: further examples: how well they are predicted, and which training examples each of
             some of them rests on.
         by, passes: which groups are taken out and how, as in ``blr_analysis.audit.investigate``.
-        images: one image per training example, see :func:`blr_analysis.plots.image_of`. Left
-            out, the task's own inputs if they are images.
-        texts: one text per training example, in place of a metadata column.
-        monitor: what :class:`blr_analysis.Monitor` saw while the model trained.
-        classes: the classes' names, in the order of the outputs; left out, those of a Hugging Face
+        images: one image per training example, see :func:`blr_analysis.plots.image_of`; None: the
+            task's own inputs if they are images.
+        texts: one text per training example; None: a metadata column of sentences.
+        monitor: a :class:`blr_analysis.Monitor` of the model's training.
+        classes: the classes' names, in the order of the outputs; None: those of a Hugging Face
             model's configuration.
 
     Returns:
         The path.
 
     Raises:
-        StorageError: the file cannot be written, or is a folder; found out before the analyses.
-        InputError, DataError: as the analyses; images, texts or names of another number; a fitted
-            probabilistic model in the place of a task, or several posteriors.
+        StorageError: the file cannot be written, or is a folder; this is checked before the
+            analyses.
+        InputError, DataError: as the analyses; images, texts or names of another number; no task (a
+            fitted probabilistic model, say), or several posteriors.
 
     Example:
         >>> import tempfile, torch, blr_analysis as blr

@@ -1,5 +1,7 @@
-"""The loss without each group as a dot and its range: one small drawing a row, in the page's own
-colours, as wide as the page allows."""
+"""The loss without each group as a dot and its range: one small drawing for each row of the page.
+
+The drawings have the page's colours, and are as wide as the page allows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ MARGIN = 0.06  # of the width, on either side
 
 
 def bars_of(removals: pd.DataFrame, truth: Mapping[Any, float] | None = None) -> list[Markup]:
-    """A drawing for each group, in the order of the page; empty where no figure is shown."""
+    """A drawing for each group, in the order of the page.
+
+    A group whose figures the page does not show has an empty drawing.
+
+    Args:
+        truth: the loss after retraining without a group, by group, where that is known.
+    """
     table = in_order(removals)
     trusted = is_measured(table)
     truths = [(truth or {}).get(group, np.nan) for group in table["group"]]
@@ -37,7 +45,12 @@ def bars_of(removals: pd.DataFrame, truth: Mapping[Any, float] | None = None) ->
 
 
 def _drawing(places: np.ndarray) -> Markup:
-    """One row: the line of all data, the range, the dot, and the retrained model's diamond."""
+    """The drawing of a group: the line of all data, the range, the dot, and a diamond.
+
+    Args:
+        places: of the loss before and after, the range's ends, and the retrained model's loss, in
+            percent of the width; NaN where there is none.
+    """
     before, after, low, high, retrained = map(float, places)
     middle = HEIGHT / 2
     parts = [f'<line class="before" x1="{before:.1f}%" x2="{before:.1f}%" y1="0" y2="{HEIGHT}"/>']

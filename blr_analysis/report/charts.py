@@ -1,10 +1,13 @@
-"""The page's pictures: the memory map as Bokeh models, wired up in the browser by the page's own
-script; the others drawn here."""
+"""The page's pictures: the memory map as Bokeh models, and pictures of matplotlib.
+
+The page's own script connects the memory map to its tables, in the browser.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -13,16 +16,23 @@ from bokeh.models import BooleanFilter, CDSView, ColumnDataSource, HoverTool, In
 from bokeh.plotting import figure
 from matplotlib.axes import Axes
 
-from blr_analysis.memory_map import VARIANCES, MemoryMap
+from blr_analysis.memory_map import MemoryMap
 from blr_analysis.plots import _canvas as canvas
+from blr_analysis.plots.memory import ERROR_LABEL, variance_label
 
-ON_PAPER = "@media print { :host { visibility: hidden } }"
+HIDDEN_ON_PAPER = "@media print { :host { visibility: hidden } }"
 DASHED: dict[str, Any] = {"line_dash": "dashed", "line_color": canvas.GREY}
-PAD = 0.05  # of an axis
+# Up to how many points, their size in pixels, their opacity.
+DOT_STYLES = [(1000, 8, 0.8), (3000, 5, 0.5), (math.inf, 4, 0.3)]
+PAD = 0.05  # free at either end of an axis, as a share of its length
 
 
 def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
-    """Error against variance: a point for each of ``rows``."""
+    """Error against variance, with a point for each of these examples, as JSON for Bokeh.
+
+    Args:
+        rows: the indices of the examples that are shown.
+    """
     across = _Axis(memory.variance.numpy(), memory.variance_threshold)
     up = _Axis(memory.error.numpy(), memory.error_threshold)
     chart = figure(
@@ -30,8 +40,8 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
         y_axis_type=up.kind,
         x_range=across.limits,
         y_range=up.limits,
-        x_axis_label=f"prediction {VARIANCES[memory.variance_kind]}  (→ less certain)",
-        y_axis_label="prediction error ‖e‖₂  (→ more wrong)",
+        x_axis_label=f"{variance_label(memory)}  (→ less certain)",
+        y_axis_label=f"{ERROR_LABEL}  (→ more wrong)",
         tools="box_select,lasso_select,pan,wheel_zoom,reset,tap",
         active_drag="box_select",
         active_scroll=None,
@@ -47,26 +57,23 @@ def memory_chart(memory: MemoryMap, rows: np.ndarray) -> dict[str, Any]:
     chart.add_layout(Span(location=across.line, dimension="height", **DASHED))
     chart.add_layout(Span(location=up.line, dimension="width", **DASHED))
     chart.add_tools(HoverTool(renderers=[points], tooltips=None))
-    chart.toolbar.stylesheets = [InlineStyleSheet(css=ON_PAPER)]
+    _show_page_behind(chart)
+    return dict(json_item(chart))
+
+
+def _show_page_behind(chart: Any) -> None:
+    """Leave out the frame, the background, and the toolbar's logo."""
+    chart.toolbar.stylesheets = [InlineStyleSheet(css=HIDDEN_ON_PAPER)]
     chart.toolbar.logo = None
-    chart.background_fill_color = None  # the page's background shows through
+    chart.background_fill_color = None
     chart.border_fill_color = None
     chart.outline_line_color = None
-    return dict(json_item(chart))
 
 
 def _points(chart: Any, x: np.ndarray, y: np.ndarray) -> Any:
     """Draw the examples, smaller and fainter where they are many."""
     n = len(x)
-    if n <= 1000:
-        size = 8
-        alpha = 0.8
-    elif n <= 3000:
-        size = 5
-        alpha = 0.5
-    else:
-        size = 4
-        alpha = 0.3
+    size, opacity = canvas.dot_style(n, DOT_STYLES)
     columns = {
         "x": x.astype(np.float32),
         "y": y.astype(np.float32),
@@ -81,20 +88,27 @@ def _points(chart: Any, x: np.ndarray, y: np.ndarray) -> Any:
         marker="mark",
         size=size,
         color="colour",
-        alpha=alpha,
+        alpha=opacity,
         nonselection_alpha=0.06,
     )
 
 
-def drawn_here(ax: Axes) -> str:
-    """A picture as a ``data:`` URI."""
+def as_uri(ax: Axes) -> str:
+    """A picture of matplotlib as a ``data:`` URI."""
     file = io.BytesIO()
     canvas.whole_figure(ax).savefig(file, format="png", dpi=110)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 class _Axis:
-    """One axis of the map. Bokeh's logarithmic axis has no zero: zeros stand at its edge."""
+    """One axis of the map. Bokeh's logarithmic axis has no zero: zeros stand at its edge.
+
+    Attributes:
+        kind: "log" or "linear".
+        drawn: where each example stands, ``[N]``.
+        line: where the threshold stands.
+        limits: the ends of the axis.
+    """
 
     def __init__(self, values: np.ndarray, threshold: float) -> None:
         scale = canvas.scale_of(values)
@@ -102,7 +116,9 @@ class _Axis:
         self.kind: Any = "log" if is_logarithmic else "linear"
         floor = scale.get("linthresh", -np.inf)
         self.drawn = np.where(values < floor, floor / 2, values)
-        self.line = max(threshold, floor / 1.4) if is_logarithmic else threshold
+        self.line = threshold
+        if is_logarithmic:
+            self.line = max(threshold, floor / 1.4)  # between zeros and the smallest value
         places = np.append(self.drawn, self.line)
         if is_logarithmic:
             places = np.log10(places)

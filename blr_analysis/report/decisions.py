@@ -22,7 +22,7 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
             and ``label`` (the new one).
 
     Returns:
-        ``remove``: indices to drop; ``relabel``: index → new label. What is empty is None.
+        ``remove``: indices to drop; ``relabel``: the new label by index. None where there are none.
 
     Raises:
         InputError: no such file, other columns, or a row that says something else.
@@ -41,14 +41,15 @@ def read_decisions(path: str | Path) -> dict[str, Any]:
     remove: list[int] = []
     relabel: dict[int, int | float] = {}
     for row, (index, action, label) in enumerate(rows):
+        fault = f"row {row} of {str(path)!r} is no decision: {index!r}, {action!r}, {label!r}"
+        if action not in ACTIONS:
+            raise InputError(fault)
         try:
-            ACTIONS.index(action)  # a ValueError where it is none of them
             example = int(index)
             if action == "relabel":
                 relabel[example] = _target(label)
         except ValueError:
-            decision = f"{index!r}, {action!r}, {label!r}"
-            raise InputError(f"row {row} of {str(path)!r} is no decision: {decision}") from None
+            raise InputError(fault) from None
         if action == "drop":
             remove.append(example)
     if not remove and not relabel:
@@ -68,7 +69,7 @@ def cleaned(task: Task, path: str | Path) -> pd.DataFrame:
     decisions = read_decisions(path)
     dropped = decisions["remove"] or []
     relabelled = decisions["relabel"] or {}
-    unknown = [i for i in [*dropped, *relabelled] if not 0 <= i < task.n_data]
+    unknown = [index for index in [*dropped, *relabelled] if not 0 <= index < task.n_data]
     if unknown:
         raise InputError(f"{str(path)!r} names example {unknown[0]} of {task.n_data}")
     targets = all_targets(task)

@@ -22,7 +22,7 @@ from blr_analysis.files import drafted
 from blr_analysis.plots import plot_monitor
 from blr_analysis.report import contents
 from blr_analysis.report.bars import bars_of
-from blr_analysis.report.charts import drawn_here, memory_chart
+from blr_analysis.report.charts import as_uri, memory_chart
 from blr_analysis.report.words import WORDS, explained
 from blr_analysis.sensitivity import Monitor
 
@@ -37,7 +37,17 @@ def write_page(
     classes: Sequence[str] | None = None,
     truth: Mapping[Any, float] | None = None,
 ) -> Path:
-    """Write the page; ``truth`` is what retraining without some groups gave."""
+    """Write the page.
+
+    Args:
+        findings: of the audit.
+        path: the file.
+        images, texts, monitor, classes: as for :func:`blr_analysis.report`.
+        truth: the loss after retraining without a group, by group, where that is known.
+
+    Returns:
+        The path.
+    """
     names = contents.class_names(findings, classes)
     neighbours = contents.neighbours_of(findings)
     rows = contents.rows_of(findings, texts, neighbours)
@@ -45,37 +55,52 @@ def write_page(
     sheet = None if pictures is None else contents.sheet_of(pictures)
     group_names = names if findings.by == "target" else None
     data = _data_of(findings, rows, neighbours, sheet, names)
-    script = _asset("page.js")
-    library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
     text = _template().render(
+        _common_parts(data),
         title=f"Audit of {findings.task.n_data:,} training examples",
         question=question(findings),
         said=sections(findings, group_names),
-        policy=policy(library, script),
-        style=Markup(_asset("page.css")),
-        script=Markup(script),
-        library=Markup(library),
-        licence=metadata.distribution("bokeh").read_text("licenses/LICENSE.txt") or "BSD-3-Clause",
-        data=Markup(_harmless(data)),
         sheet=sheet,
         n=len(findings.table),
         n_shown=len(rows.index),
         regions=findings.memory.counts(),
         suspects=data["suspects"],
-        drawn={} if monitor is None else _drawings(monitor),
-        bars=[] if findings.removals is None else bars_of(findings.removals, truth),
+        drawn=_drawings(monitor),
+        bars=_bars(findings, truth),
         truth=truth,
         has_test=findings.test is not None,
         measure=measured(findings),
         explained=explained,
         tests=data["tests"],
         influence_note="" if neighbours is None else neighbours.top.note,
-        version=package_version(),
-        bokeh=metadata.version("bokeh"),
     )
     with drafted(path) as draft:
         draft.write_text(text, encoding="utf-8", errors="replace")
     return path
+
+
+def _common_parts(data: Any) -> dict[str, Any]:
+    """The parts that every page has: style, scripts, their licence and policy, versions, data."""
+    script = _asset("page.js")
+    library = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)
+    licence = metadata.distribution("bokeh").read_text("licenses/LICENSE.txt")
+    return {
+        "policy": policy(library, script),
+        "style": Markup(_asset("page.css")),
+        "script": Markup(script),
+        "library": Markup(library),
+        "licence": licence or "BSD-3-Clause",
+        "data": Markup(_harmless(data)),
+        "version": package_version(),
+        "bokeh": metadata.version("bokeh"),
+    }
+
+
+def _bars(findings: Findings, truth: Mapping[Any, float] | None) -> list[Markup]:
+    """The drawings of the groups' losses; an empty list where no groups were taken out."""
+    if findings.removals is None:
+        return []
+    return bars_of(findings.removals, truth)
 
 
 def _data_of(
@@ -106,19 +131,26 @@ def _data_of(
     }
 
 
-def _drawings(monitor: Monitor) -> dict[str, str]:
-    """The picture of the training, where it was watched."""
-    return {"training": drawn_here(plot_monitor(monitor))} if len(monitor.rows) else {}
+def _drawings(monitor: Monitor | None) -> dict[str, str]:
+    """The picture of the training by name; empty without a monitor that has rows."""
+    if monitor is None or not len(monitor.rows):
+        return {}
+    return {"training": as_uri(plot_monitor(monitor))}
 
 
 def _template() -> Template:
-    loader = PackageLoader("blr_analysis.report", "")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return env.get_template("page.html.jinja")
+    """The page's template, which refuses names that it is not given."""
+    environment = Environment(
+        loader=PackageLoader("blr_analysis.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    return environment.get_template("page.html.jinja")
 
 
 def question(findings: Findings) -> str:
-    """What this page answers, in a sentence."""
+    """A sentence on the questions that this page answers."""
     size = sum(p.numel() for p in findings.posterior.mean.values())
     model = f"{type(findings.task.model).__name__}, {size:,} parameters"
     groups = ""
@@ -129,8 +161,11 @@ def question(findings: Findings) -> str:
 
 def policy(*scripts: str) -> str:
     """A Content-Security-Policy: these scripts, this file's style and pictures, nothing else."""
-    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
-    allowed = " ".join(f"'sha256-{code}'" for code in hashes)
+    sources = []
+    for script in scripts:
+        digest = hashlib.sha256(script.encode()).digest()
+        sources.append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    allowed = " ".join(sources)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"

@@ -1,4 +1,4 @@
-"""What the words of a page mean: a reader sees it who points at one, or moves to it by keyboard."""
+"""The meanings of the page's words: they show when a reader points at a word, or tabs to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PATTERN = re.compile(rf"\b({'|'.join(_LONGEST_FIRST)})\b")
 
 
 def explained(text: str) -> Markup:
-    """The text as HTML, in which each word is explained where it stands first.
+    """The text as HTML, in which the first occurrence of each word has its meaning.
 
     >>> explained("<b> kind").striptags()
     '<b> kind'
