@@ -58,7 +58,7 @@ from blr_analysis.estimators import centred, read_estimator
 from blr_analysis.frozen import FrozenOutputs
 from blr_analysis.half import narrow, shared, widened, working
 from blr_analysis.likelihoods import (
-    SEVERAL,
+    MIN_TO_TELL_LOGITS,
     Categorical,
     CausalLM,
     Likelihood,
@@ -492,7 +492,7 @@ class Task:
         if self._has_checked_logits:
             return
         are_normalised = self.likelihood.looks_normalised(outputs.detach())
-        self._has_checked_logits = are_normalised or len(outputs) >= SEVERAL
+        self._has_checked_logits = are_normalised or len(outputs) >= MIN_TO_TELL_LOGITS
         if are_normalised:
             warnings.warn(
                 "the model's outputs look like probabilities, and are read as logits; leave "

@@ -1,4 +1,4 @@
-"""What a model's output says about a target: exponential-family likelihoods.
+"""Exponential-family likelihoods of a target, given a model's output.
 
 Each likelihood is written with its natural link, so that with f = f_θ(x) the model output
 
@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from torch import Tensor, nn
 
 from blr_analysis.errors import InputError
-from blr_analysis.likelihoods.base import SEVERAL, Likelihood
+from blr_analysis.likelihoods.base import MIN_TO_TELL_LOGITS, Likelihood
 from blr_analysis.likelihoods.categorical import Categorical
 from blr_analysis.likelihoods.functions import Function
 from blr_analysis.likelihoods.independent import Bernoulli, Gaussian, Poisson
@@ -38,7 +38,7 @@ from blr_analysis.likelihoods.weighted import Weighted
 
 __all__ = [
     "BY_NAME",
-    "SEVERAL",
+    "MIN_TO_TELL_LOGITS",
     "Bernoulli",
     "Categorical",
     "CausalLM",
@@ -59,7 +59,8 @@ BY_NAME: dict[str, type[Likelihood]] = {
     for kind in (Categorical, Bernoulli, Gaussian, Poisson, TokenCategorical, CausalLM)
 }
 
-ALSO_CALLED = {
+# Other words for a likelihood, in small letters alone.
+OTHER_NAMES = {
     "categorical": "crossentropy ce xent nll softmax multiclass classification logsoftmax",
     "bernoulli": "bce bcewithlogits binarycrossentropy binarycrossentropywithlogits binary sigmoid "
     "logistic multilabel",
@@ -96,15 +97,15 @@ def resolve(likelihood: Loss) -> Likelihood:
 
 
 def remedy_for(name: str) -> str:
-    """What to write in the place of a name that is none of ours.
+    """What to write instead of an unknown name.
 
     >>> remedy_for("cross_entropy")
     'write "categorical"'
     """
     plain = re.sub(r"loss$", "", re.sub(r"[^a-z]", "", name.lower()))
-    for ours, others in ALSO_CALLED.items():
-        if plain in others.split():
-            return f'write "{ours}"'
+    for likelihood, other_names in OTHER_NAMES.items():
+        if plain in other_names.split():
+            return f'write "{likelihood}"'
     close = get_close_matches(name.lower(), BY_NAME, n=1)
     if close:
         return f'did you mean "{close[0]}"?'

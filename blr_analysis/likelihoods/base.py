@@ -1,4 +1,4 @@
-"""What every likelihood answers: e, Λ, loss, mean, samples; and what it asks of the targets."""
+"""The contract of every likelihood: e, Λ, loss, mean, samples, and checks of the targets."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ from torch import Tensor
 
 from blr_analysis.errors import DataError, InputError
 
-SEVERAL = 10  # examples, from which on outputs tell whether they are logits
+MIN_TO_TELL_LOGITS = 10  # examples; the outputs of fewer do not tell whether they are logits
 
 
 class Likelihood(ABC):
     """One exponential-family likelihood: its error e, Hessian Λ, loss, mean and samples.
 
     A likelihood of your own subclasses this and is passed as ``Task(..., likelihood=obj)``.
+
+    Attributes:
+        name: the word for it in messages and records.
+        is_classification: whether a target is a class, or several.
+        integer_targets: whether targets are whole numbers.
+        is_sequence: whether an example has outputs ``[T, C]``, one row per token.
+        estimated: whether settings were estimated from the data; test data then take those of the
+            training data.
     """
 
     name: str
     is_classification: bool
     integer_targets: bool = False
-    is_sequence: bool = False  # whether an example has outputs [T, C], one row per token
-    estimated: bool = False  # whether it was read from data; test data take the trained one
+    is_sequence: bool = False
+    estimated: bool = False
 
     @abstractmethod
     def error(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -56,17 +64,17 @@ class Likelihood(ABC):
         """Raise :class:`DataError` where a target lies outside the likelihood's support."""
 
     def at(self, indices: Tensor) -> Likelihood:
-        """The likelihood of some examples of the data; it differs where examples have weights."""
+        """The likelihood of the examples at these indices; only weights of examples change it."""
         return self
 
     @property
     def plain(self) -> Likelihood:
-        """The same without the examples' own weights."""
+        """This likelihood without weights of examples."""
         return self
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings it was made with, as a record may hold them."""
+        """The settings by name, as a record may hold them."""
         return {name: value for name, value in vars(self).items() if name != "estimated"}
 
     def taking(self, settings: Mapping[str, Any]) -> Likelihood:
@@ -79,15 +87,16 @@ class Likelihood(ABC):
 
     @property
     def kind(self) -> Likelihood:
-        """The likelihood that says what a target is and what is predicted."""
+        """The likelihood that defines targets and predictions; a function of the user's may name
+        another one."""
         return self
 
     def same(self, likelihood: Likelihood) -> bool:
-        """Whether that one has this type and these settings, whatever the examples' weights."""
+        """Whether both have the same type and settings, whatever the weights of examples."""
         return alike(self.plain, likelihood.plain)
 
     def judged_by(self, test: Likelihood) -> bool:
-        """Whether a test set's likelihood is this one, or this one without settings."""
+        """Whether a test set has this likelihood, or this one without settings."""
         is_without_settings = test.plain.recorded == self.plain.name
         return self.same(test) or is_without_settings
 
@@ -96,7 +105,7 @@ class Likelihood(ABC):
         return self.error(outputs, drawn)
 
     def moved(self, outputs: Tensor, step: Tensor) -> Tensor:
-        """The outputs after a linearised step ``[B, C]``, within what they may be."""
+        """The outputs after a linearised step ``[B, C]``, kept in the range of possible outputs."""
         return outputs + step
 
     def looks_normalised(self, outputs: Tensor) -> bool:
@@ -104,16 +113,15 @@ class Likelihood(ABC):
         return False
 
     def noise(self, outputs: Tensor) -> Tensor | None:
-        """σ², the variance of y around its mean, ``[B, C]``, where the likelihood is that of a
-        normal; None of others."""
+        """σ², the variance of y around its mean, ``[B, C]``; None unless y is normal."""
         return None
 
     def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets with one row per token, where torch's own loss takes others."""
+        """Outputs and targets with one row per token; torch's own loss may take another layout."""
         return outputs, targets
 
     def join(self, outputs: Any) -> Any:
-        """What a model returned as one tensor, where this likelihood takes several."""
+        """A model's outputs as one tensor; some likelihoods take several."""
         return outputs
 
     def prepare(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,22 +136,25 @@ class Likelihood(ABC):
         return None
 
     def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What each example adds to the divisor of a minibatch's mean loss, ``[B]``: 1, of classes
-        their weight, of sequences the sum over their tokens, and 0 of what is ignored."""
+        """The part of each example in the divisor of a minibatch's mean loss, ``[B]``.
+
+        It is 1, or the weight of its class; of a sequence the sum over its tokens; and 0 for
+        ignored targets.
+        """
         return torch.ones_like(outputs.flatten(1)[:, 0])
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
-        """How many numbers torch's own loss has of them with ``reduction="none"``."""
+        """The number of losses that torch's own loss returns with ``reduction="none"``."""
         return len(outputs)
 
     def as_module_takes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets as the loss module takes them that this likelihood was read from."""
+        """Outputs and targets in the layout of the loss module that this was read from."""
         return outputs, targets
 
     def resample(
         self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None = None
     ) -> Tensor:
-        """:meth:`sample` in the shape of ``targets``; what is ignored there stays so."""
+        """:meth:`sample` in the shape of ``targets``; ignored targets stay ignored."""
         return self.sample(outputs, generator)
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -152,7 +163,7 @@ class Likelihood(ABC):
         return root @ root.mT
 
     def hessian_parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-        """s and v with Λ = diag(s) − v vᵀ, ``[B, C]`` each; None of a Λ of another form."""
+        """s and v with Λ = diag(s) − v vᵀ, ``[B, C]`` each; None if Λ has another form."""
         return None
 
     def hessian_times(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
@@ -160,7 +171,7 @@ class Likelihood(ABC):
         return (self.hessian(outputs, targets) @ vectors.unsqueeze(-1)).squeeze(-1)
 
     def prediction(self, outputs: Tensor) -> Tensor:
-        """What the model would answer: the class, or the mean; ``[B]`` (``[B, C]`` if C > 1)."""
+        """The model's answer: the class ``[B]``, or the mean, ``[B]`` (``[B, C]`` if C > 1)."""
         mean = self.mean(outputs)
         return mean.squeeze(-1) if mean.shape[-1] == 1 else mean
 
@@ -191,12 +202,12 @@ class Likelihood(ABC):
 
     @property
     def recorded(self) -> str:
-        """What a record says of it: its name, or all of it where it has settings."""
+        """Its text in a record: the name, or the repr if it has settings."""
         has_settings = repr(self) != f"{type(self).__name__}()"
         return repr(self) if has_settings else self.name
 
     def check_outputs(self, outputs: Tensor) -> None:
-        """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a C ≥ 1 that fits."""
+        """Raise :class:`DataError` unless the outputs are ``[B, C]`` with a possible C ≥ 1."""
         if outputs.ndim != 2 or outputs.shape[-1] == 0:
             raise DataError(
                 f"the {self.name} likelihood needs outputs of shape [batch, C], got "
@@ -223,8 +234,11 @@ class Likelihood(ABC):
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two losses, or settings of them, are the same: one object, or of one class with the
-    same values inside; functions are the same only as one object."""
+    """Whether two losses, or settings of losses, are the same.
+
+    They are if they are one object, or objects of one class with the same values inside. Two
+    functions are the same only if they are one object.
+    """
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -240,7 +254,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def numbers(name: str, setting: Any, *, positive: bool = False) -> tuple[float, ...] | None:
-    """A setting of a loss: one finite number for all outputs or one for each; None stays None.
+    """A setting of a loss as numbers: one for all outputs or one for each; None stays None.
 
     Raises:
         InputError: something else, or numbers below 0 (with ``positive``: 0 or below).
@@ -264,7 +278,7 @@ def per_output(name: str, values: tuple[float, ...] | None, outputs: Tensor) -> 
     """A setting of a loss as a tensor beside outputs, ``[C]`` or ``[1]``; None is 1.
 
     Raises:
-        DataError: there are neither one value nor as many as outputs.
+        DataError: neither one value nor one for each output.
     """
     values = values or (1.0,)
     n_outputs = outputs.shape[-1]

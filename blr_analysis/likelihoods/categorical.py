@@ -1,4 +1,4 @@
-"""One of C classes for each example, or a share of each of them."""
+"""One of C classes for each example, or shares of the classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from blr_analysis.checks import tolerance, whole
 from blr_analysis.errors import DataError, InputError
 from blr_analysis.likelihoods.base import Likelihood, numbers
 
-SHORT = 16  # torch reads rows of at least so many numbers by vectors
+MIN_VECTORISED_ROW = 16  # numbers in a row; torch's softmax is slow on shorter ones
+SHARES_TOLERANCE = 1e-3  # of the sum of soft targets
+PROBABILITY_TOLERANCE = 1e-4  # of the sum of outputs that look like probabilities
 
 
 class Categorical(Likelihood):
@@ -28,17 +30,18 @@ class Categorical(Likelihood):
     Args:
         weight: w ≥ 0, one per class.
         label_smoothing: ε in 0 … 1.
-        ignore_index: the class of examples that do not count: their ℓ, e and Λ are 0, and they are
-            left out of the accuracy.
+        ignore_index: the class of examples that do not count: their ℓ, e and Λ are 0, and the
+            accuracy leaves them out.
 
     The objective is the SUM of ℓ over the examples. ``CrossEntropyLoss(weight=w)`` with its
     reduction "mean" divides by Σ_i w_{y_i}, not by N: with an L2 penalty ``weight_decay``,
-    δ = weight_decay · Σ_i w_{y_i} (without weights, of the N that count: weight_decay · N).
+    δ = weight_decay · Σ_i w_{y_i}; without weights that is weight_decay · N, for the N examples
+    that count.
 
     Raises:
         InputError: weights below 0, a smoothing outside 0 … 1.
-        DataError: as many weights as there are classes are needed; soft targets below 0, or not
-            summing to one.
+        DataError: another number of weights than of classes; soft targets below 0, or whose sum is
+            not 1.
 
     Example:
         >>> f, y = torch.zeros(1, 2), torch.tensor([1])
@@ -81,7 +84,7 @@ class Categorical(Likelihood):
         if not bool((outputs >= 0).all()):
             return False
         deviations = (outputs.sum(-1) - 1).abs()
-        return bool((deviations < 1e-4).all())
+        return bool((deviations < PROBABILITY_TOLERANCE).all())
 
     def prepare_targets(self, targets: Tensor, outputs: Tensor) -> Tensor:
         are_shares = targets.shape == outputs.shape and targets.is_floating_point()
@@ -97,7 +100,7 @@ class Categorical(Likelihood):
         return self.classes(targets, outputs)
 
     def classes(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """The targets as int64, checked."""
+        """Targets that are classes as int64, checked."""
         is_real_or_complex = targets.is_floating_point() or targets.is_complex()
         if is_real_or_complex or targets.dtype == torch.bool:
             raise DataError(f"{self.name} targets must be integers, got {targets.dtype}; y.long()")
@@ -131,11 +134,11 @@ class Categorical(Likelihood):
         return ignored if bool(ignored.any()) else None
 
     def _plain(self, targets: Tensor) -> bool:
-        """Whether every example that counts has one class as its target, and weight 1."""
+        """Whether every example that counts has one class as its target, and weight 1: t = y."""
         return not (targets.is_floating_point() or self.weight or self.label_smoothing)
 
     def _shares(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """t, what the loss asks of every class, in the shape of the outputs."""
+        """t, the weighted share of every class in the target, in the shape of the outputs."""
         ignored = self._ignored(targets)
         if targets.is_floating_point():
             y = targets
@@ -186,8 +189,10 @@ class Categorical(Likelihood):
         return diagonal, vector
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The Cholesky factor, whose last column is 0 and left out, ``[B, C, C − 1]``: column c is
-        √(p_c r_c / (p_c + r_c)) (1 at c, −p_d / r_c at d > c), with r_c = Σ_{d>c} p_d.
+        """The Cholesky factor without its last column, which is 0, ``[B, C, C − 1]``.
+
+        With r_c = Σ_{d>c} p_d, column c is √(p_c r_c / (p_c + r_c)) times 1 at c and −p_d / r_c at
+        d > c.
 
         Source: Tanabe & Sagae, "An exact Cholesky decomposition and the generalized inverse of the
         variance-covariance matrix of the multinomial distribution", 1992.
@@ -211,7 +216,7 @@ class Categorical(Likelihood):
         return self._times_mass(losses, outputs, targets).squeeze(-1)
 
     def mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """w_{y_i}, 0 where the target is ignored; 1 of soft targets, as torch has it."""
+        """w_{y_i}, or 0 where the target is ignored; 1 for soft targets, as torch has it."""
         if targets.is_floating_point():
             return super().mass(outputs, targets)
         ignored = self._ignored(targets)
@@ -228,8 +233,10 @@ class Categorical(Likelihood):
         return outputs.argmax(-1)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Whether the largest logit is of the target's class (or largest share), ``[B]``; NaN if
-        ignored."""
+        """Whether the largest logit is that of the target's class, ``[B]``.
+
+        Of a soft target that is the class with the largest share; NaN for ignored targets.
+        """
         classes = targets.argmax(-1) if targets.ndim == 2 else targets
         right = outputs.argmax(-1) == classes
         ignored = self._ignored(targets)
@@ -242,14 +249,14 @@ class Categorical(Likelihood):
 
 
 def _softmax(outputs: Tensor) -> Tensor:
-    """The softmax over the classes, along columns where rows are short: torch is slow on those."""
-    if outputs.shape[-1] >= SHORT:
+    """The softmax over the classes; of short rows along columns, which torch computes faster."""
+    if outputs.shape[-1] >= MIN_VECTORISED_ROW:
         return outputs.softmax(-1)
     return outputs.mT.softmax(-2).mT.contiguous()
 
 
 def _valid(classes: Tensor, ignored: Tensor | None) -> Tensor:
-    """The classes ``[..., 1]``, with class 0 in place of those that are ignored."""
+    """The classes ``[..., 1]``, with class 0 where they are ignored."""
     if ignored is not None:
         classes = classes.masked_fill(ignored, 0)
     return classes.unsqueeze(-1)
@@ -265,7 +272,7 @@ def _less_one(p: Tensor, classes: Tensor, ignored: Tensor | None) -> Tensor:
 def _soft(targets: Tensor) -> Tensor:
     """Shares of classes, checked."""
     deviations = (targets.sum(-1) - 1).abs()
-    sum_to_one = bool((deviations < 1e-3).all())
+    sum_to_one = bool((deviations < SHARES_TOLERANCE).all())
     if not sum_to_one or bool((targets < 0).any()):
         raise DataError("soft targets must be 0 or more and sum to one in every row")
     return targets

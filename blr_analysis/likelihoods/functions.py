@@ -1,4 +1,4 @@
-"""Any loss of outputs and targets, one number per example, by automatic differentiation."""
+"""Any function of outputs and targets as the loss of each example."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.likelihoods.base import Likelihood
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-CLOSE = 1e-4  # relative: between an example's loss in its batch and alone
+TOLERANCE = 1e-4  # relative, between an example's loss in its batch and alone; of a sum of shares
+SHARES_TOLERANCE = 1e-3  # of the sum of targets that look like shares of classes
+NEAR = 0.01  # standard deviations of the noise around the targets, where curvature is looked for
 
 
 class Function(Likelihood):
-    """A loss ``(outputs [B, C], targets) -> [B]``, its e and Λ by automatic differentiation.
+    """A loss ``(outputs [B, C], targets) -> [B]``; e and Λ come from automatic differentiation.
 
         e = ∂ℓ/∂f,   Λ = LLᵀ = Q diag(max(λ, 0)) Qᵀ  with  ∂²ℓ/∂f² = Q diag(λ) Qᵀ
 
-    Negative curvature, which losses that are not convex in the outputs have (focal ones), counts
-    as none in Λ; ``fit_laplace(curvature="exact")`` takes the Hessian as it is.
+    Losses that are not convex in the outputs (focal ones) have negative curvature, which Λ leaves
+    out; ``fit_laplace(curvature="exact")`` takes the Hessian as it is.
 
     Args:
-        loss: what it says of an example must not depend on the others in the batch, and must
-            have a second derivative; it is called on any device, in float32 or float64. The
-            objective is the SUM over the examples: for a training loss that is their mean, with
-            an L2 penalty ``weight_decay``, δ = N · weight_decay.
-        like: the likelihood that says what targets look like, what is predicted and what is right.
-            None: targets are taken as they are, the outputs are the prediction.
+        loss: the function. The loss of an example must not depend on the others in the batch, and
+            must have a second derivative. The function is called on any device, in float32 or
+            float64. The objective is the SUM over the examples: for a training loss that is their
+            mean, with an L2 penalty ``weight_decay``, δ = N · weight_decay.
+        like: the likelihood that defines targets, predictions and which of them are right. None:
+            targets are taken as they are, and the outputs are the prediction.
 
     Raises:
         InputError: the loss fails, is not one number per example, mixes examples, or has no
-            second derivative; labels are to be drawn from it.
+            second derivative; or labels are to be drawn from it.
 
     Example:
         >>> from blr_analysis.likelihoods import Categorical
@@ -80,11 +82,13 @@ class Function(Likelihood):
         return targets
 
     def check_values(self, targets: Tensor, outputs: Tensor) -> None:
-        """Any target may be right: only the loss knows."""
+        """Any target may be possible: only the user's loss knows."""
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless the loss is one finite number per example, which depends on that example
-        alone and curves in the outputs."""
+        """Raise unless the loss is one finite number for each example, and has curvature.
+
+        The loss of an example must depend on that example alone.
+        """
         shapes = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
         with told_as(InputError, lambda: f"the loss {self!r} failed on {shapes}"):
             losses = self.loss(outputs, targets)
@@ -92,7 +96,8 @@ class Function(Likelihood):
         with told_as(InputError, lambda: f"the loss {self!r} failed on {in_float64}"):
             loss_alone = self._loss_alone(outputs, targets)
         self._check_losses(losses, outputs)
-        if not torch.allclose(loss_alone, losses[:1].to(loss_alone), rtol=CLOSE, atol=CLOSE):
+        loss_in_batch = losses[:1].to(loss_alone)
+        if not torch.allclose(loss_alone, loss_in_batch, rtol=TOLERANCE, atol=TOLERANCE):
             lacks_last_axis = outputs.shape[-1] == 1 and targets.ndim == 1
             remedy = "give y[:, None] as targets" if lacks_last_axis else "leave out batch means"
             raise InputError(f"the loss of an example depends on the others; {remedy}")
@@ -106,6 +111,7 @@ class Function(Likelihood):
         return self.loss(outputs[:1].cpu().double(), target)
 
     def _check_losses(self, losses: Any, outputs: Tensor) -> None:
+        """Raise unless the losses are finite numbers, one for each example."""
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:1]:
             is_tensor = isinstance(losses, Tensor)
             answer = tuple(losses.shape) if is_tensor else type(losses).__name__
@@ -117,12 +123,12 @@ class Function(Likelihood):
             raise DataError("the loss is NaN or inf for some examples; check targets and outputs")
 
     def _check_curvature(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise where the loss is linear at the outputs, at random ones and near the targets."""
+        """Raise if the loss is linear at the outputs, at random outputs and near the targets."""
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(outputs.shape, generator=generator).to(outputs)
         places = [outputs, noise]
         if targets.numel() == outputs.numel():  # a loss with linear tails curves only here
-            places.append(targets.to(outputs).view_as(outputs) + 0.01 * noise)
+            places.append(targets.to(outputs).view_as(outputs) + NEAR * noise)
         problem = "the loss has no second derivative in the outputs"
         remedy = f"use {_curved_loss(outputs, targets)}"
         with told_as(InputError, problem, remedy):
@@ -144,7 +150,7 @@ class Function(Likelihood):
         return as_module_takes(outputs, targets)
 
     def _slope(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """f, and e with the graph back to it."""
+        """The outputs f, and e with the graph that leads back to f."""
         f = outputs.detach().requires_grad_()
         loss = self.loss(f, targets).sum()
         if not loss.requires_grad:
@@ -191,7 +197,7 @@ class Function(Likelihood):
 
 
 def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
-    """A loss with curvature for outputs and targets like these."""
+    """Words for a loss with curvature that fits such outputs and targets."""
     if outputs.shape[-1] > 1 and _are_log_probabilities(outputs):
         return "nn.CrossEntropyLoss, which takes log-probabilities and shares of classes too"
     if targets.shape == outputs.shape and _are_shares(targets):
@@ -204,8 +210,9 @@ def _curved_loss(outputs: Tensor, targets: Tensor) -> str:
 
 
 def _are_log_probabilities(outputs: Tensor) -> bool:
+    """Whether the exponentials of every row sum to one."""
     deviations = (outputs.exp().sum(-1) - 1).abs()
-    return bool((deviations < CLOSE).all())
+    return bool((deviations < TOLERANCE).all())
 
 
 def _are_shares(targets: Tensor) -> bool:
@@ -213,11 +220,11 @@ def _are_shares(targets: Tensor) -> bool:
     if targets.shape[-1] < 2 or bool((targets < 0).any()):
         return False
     deviations = (targets.sum(-1) - 1).abs()
-    return bool((deviations < 1e-3).all())
+    return bool((deviations < SHARES_TOLERANCE).all())
 
 
 def _derivative(e: Tensor, f: Tensor, vector: Tensor) -> Tensor:
-    """Σ_c u_c ∂e_c/∂f of every example; examples do not mix."""
+    """Σ_c u_c ∂e_c/∂f of every example, ``[B, C]``; examples do not mix."""
     if not e.requires_grad:
         return torch.zeros_like(f)
     (slope,) = torch.autograd.grad(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr_analysis.checks import one_of
 from blr_analysis.errors import DataError, InputError, ModelError
-from blr_analysis.likelihoods.base import SEVERAL, Likelihood, numbers, per_output
+from blr_analysis.likelihoods.base import MIN_TO_TELL_LOGITS, Likelihood, numbers, per_output
 
 
 class _Independent(Likelihood):
@@ -51,7 +51,7 @@ class Bernoulli(_Independent):
 
     Raises:
         InputError: weights below 0.
-        DataError: their number is not that of the outputs; targets outside 0 … 1.
+        DataError: another number of weights than of outputs; targets outside 0 … 1.
     """
 
     name = "bernoulli"
@@ -66,8 +66,11 @@ class Bernoulli(_Independent):
         self._weights(outputs)
 
     def looks_normalised(self, outputs: Tensor) -> bool:
-        """All in 0 … 1, and not all of them in the middle, as the logits of a weak model may be."""
-        if len(outputs) < SEVERAL:
+        """Whether all outputs lie in 0 … 1, with some near either end.
+
+        The logits of a weak model may lie in the middle of 0 … 1.
+        """
+        if len(outputs) < MIN_TO_TELL_LOGITS:
             return False
         low, high = (float(extreme) for extreme in outputs.aminmax())
         return 0 <= low < 0.1 and 0.9 < high <= 1
@@ -77,13 +80,13 @@ class Bernoulli(_Independent):
             raise DataError("bernoulli targets must lie in 0 … 1; found other values")
 
     def _weights(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """a and w, of every output."""
+        """a and w of every output, ``[C]`` or ``[1]`` each."""
         a = per_output("pos_weight", self.pos_weight, outputs)
         w = per_output("weight", self.weight, outputs)
         return a, w
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """s, of every output."""
+        """s of every output, ``[B, C]``."""
         a, w = self._weights(outputs)
         return w * (a * targets + (1 - targets))
 
@@ -155,6 +158,7 @@ class Gaussian(_Independent):
         self._variances(outputs)
 
     def _variances(self, outputs: Tensor) -> Tensor:
+        """σ² of every output, ``[C]`` or ``[1]``."""
         values = self.variance if isinstance(self.variance, tuple) else (self.variance,)
         if any(math.isnan(value) for value in values):
             raise InputError("the residuals are 0: no noise to estimate; give one as likelihood=")
@@ -193,8 +197,9 @@ class Poisson(_Independent):
     """Counts with log-rate f: e = exp(f) − y, Λ = exp(f).
 
     Args:
-        constant: what ``nll`` adds to exp(f) − y f: "exact", log y!, so that it is a log-density;
-            as ``torch.nn.PoissonNLLLoss`` does, "none", or with ``full=True`` "stirling".
+        constant: the term that ``nll`` adds to exp(f) − y f: "exact" adds log y!, so that it is a
+            log-density; "none" adds 0, as ``torch.nn.PoissonNLLLoss`` does; "stirling" adds
+            Stirling's approximation, as that loss does with ``full=True``.
     """
 
     name = "poisson"

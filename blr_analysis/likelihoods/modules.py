@@ -1,10 +1,10 @@
-"""The losses of ``torch.nn``, as likelihoods: their settings are read.
+"""The losses of ``torch.nn`` as likelihoods, with their settings.
 
-Their reduction tells what a training by a recipe divides by
-(:mod:`blr_analysis.likelihoods.reduction`), and how δ follows from a weight decay. The objective of
-an analysis is the SUM of the losses: with "sum", δ = weight_decay; with "mean" it is weight_decay
-times what the mean divides by: N (CrossEntropyLoss: Σ_i w_{y_i} over the examples that count), or,
-for losses that have a value for every output, N·C.
+The reduction of a loss gives the divisor of a training by a recipe
+(:mod:`blr_analysis.likelihoods.reduction`), and with it δ, from a weight decay. The objective of an
+analysis is the SUM of the losses. With "sum", δ = weight_decay. With "mean", δ = weight_decay times
+the divisor of the mean: N (CrossEntropyLoss: Σ_i w_{y_i} over the examples that count), or N·C for
+losses that have a value for every output.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from blr_analysis.likelihoods.variances import MeanAndVariance
 
 
 def _poisson(loss: nn.PoissonNLLLoss) -> Likelihood:
+    """The likelihood of log-rates; of rates themselves, a ``Function``."""
     if not loss.log_input:
         return Function(Summed(loss))
     return Poisson(constant="stirling" if loss.full else "none")
@@ -55,7 +56,7 @@ def read_module(loss: nn.Module) -> Likelihood:
 
 
 def is_mean_over_outputs(loss: object) -> bool:
-    """Whether this is a loss of torch.nn that divides by N·C, as it was trained with.
+    """Whether this is a loss of torch.nn whose reduction divides by N·C.
 
     >>> is_mean_over_outputs(nn.MSELoss()), is_mean_over_outputs(nn.CrossEntropyLoss())
     (True, False)
@@ -73,7 +74,7 @@ def _is_of_torch(loss: object) -> bool:
 class Summed:
     """A module's loss of every example: without its reduction, summed over the outputs.
 
-    The modules of ``torch.nn`` get targets ``[B]`` as ``[B, 1]`` where the outputs are.
+    The modules of ``torch.nn`` get targets ``[B]`` as ``[B, 1]`` if the outputs are ``[B, 1]``.
     """
 
     def __init__(self, loss: nn.Module) -> None:
@@ -95,7 +96,7 @@ class Summed:
         return outputs, targets
 
     def entries(self, outputs: Tensor, targets: Tensor) -> int:
-        """How many losses the module has before it reduces them."""
+        """The number of losses of the module before it reduces them."""
         with torch.no_grad():
             losses = self.unreduced(*self.as_module_takes(outputs, targets))
         return losses.numel()

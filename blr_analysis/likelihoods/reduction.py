@@ -1,10 +1,10 @@
-"""What a training loss divides by the sum of a minibatch's losses.
+"""The divisor d of a training loss, which makes one number of a minibatch's losses.
 
     L = Σ_{i∈B} ℓ_i / d(B)
 
-of ``torch.nn``'s losses with reduction "sum": d = 1; "mean": Σ_{i∈B} w_{y_i} over the targets that
-count of CrossEntropyLoss and NLLLoss, else the number of entries that the loss has without a
-reduction, |B| · C for most of them.
+With reduction "sum", d = 1. With "mean", CrossEntropyLoss and NLLLoss of ``torch.nn`` have
+d = Σ_{i∈B} w_{y_i} over the targets that count; for its other losses d is the number of entries
+without a reduction, mostly |B| · C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from blr_analysis.likelihoods.base import Likelihood
 
-BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)  # whose mean is over the weights of the targets
+# Losses whose mean divides by the weights of the targets.
+BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 WORDS = ("mean", "sum", "entries", "weights")
 
 
@@ -25,11 +26,11 @@ class Reduction:
     """How a training makes one number of a minibatch's losses.
 
     Attributes:
-        word: "sum"; "mean", over the examples that count, the tokens of sequences, or the weights
-            of their classes; "weights", the same with the examples' own weights in the
-            denominator too; "entries", over all outputs of all examples; "examples", over their
-            number; or "measured", by ``loss`` itself.
-        loss: a module that reduces in a way of its own.
+        word: the divisor. "sum": 1; "mean": the number of examples that count, of tokens of
+            sequences, or the sum of the weights of their classes; "weights": the same with the
+            examples' own weights; "entries": the number of outputs of all examples; "examples":
+            the number of examples; "measured": it is found by calling ``loss``.
+        loss: the user's module that reduces in its own way; None: there is no such module.
 
     >>> from blr_analysis.likelihoods import Categorical
     >>> f, y = torch.zeros(2, 2), torch.tensor([0, 1])
@@ -41,10 +42,10 @@ class Reduction:
     loss: nn.Module | None = None
 
     def divisor(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The part of d that these examples bring; d is the sum over the parts, but of "sum".
+        """The part of these examples in d, which is the sum of such parts; not for "sum".
 
         Args:
-            likelihood: that of these examples.
+            likelihood: of these examples.
             outputs, targets: as :meth:`~blr_analysis.Task.run` returns them.
         """
         if self.word == "mean":
@@ -61,7 +62,10 @@ class Reduction:
     def _measured(
         self, likelihood: Likelihood, outputs: Tensor, targets: Tensor, entries: Tensor
     ) -> Tensor:
-        """Σ_i ℓ_i over what the module makes of the same examples."""
+        """Σ_i ℓ_i divided by the module's own loss of the same examples.
+
+        Where the module does not reduce, or that is no positive number, ``entries``.
+        """
         assert self.loss is not None
         with torch.no_grad():
             total = likelihood.nll(outputs, targets).sum()
@@ -75,7 +79,7 @@ class Reduction:
 
 
 def reduction_of(loss: object) -> Reduction:
-    """The reduction of the loss that a task has as ``likelihood=``.
+    """The reduction of a task's ``likelihood=``.
 
     >>> reduction_of(nn.MSELoss()).word, reduction_of(nn.CrossEntropyLoss()).word
     ('entries', 'mean')

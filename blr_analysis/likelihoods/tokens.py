@@ -61,7 +61,7 @@ class TokenCategorical(Categorical):
         super().__init__(weight, label_smoothing, ignore_index)
 
     def by_token(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs ``[B, C, H, W]`` and targets ``[B, H, W]`` as tokens; others as they are."""
+        """Outputs ``[B, C, H, W]`` and targets ``[B, H, W]`` as tokens; other shapes unchanged."""
         shape_without_classes = (len(outputs), *outputs.shape[2:])
         has_classes_second = outputs.ndim >= 3 and shape_without_classes == tuple(targets.shape)
         could_be_sequence = outputs.ndim == 3 and outputs.shape[:2] == targets.shape
@@ -128,6 +128,7 @@ class TokenCategorical(Categorical):
         return is_right.sum(-1).to(outputs.dtype) / is_counted.sum(-1)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Classes ``[B, T]``: the first whose cumulative probability exceeds a uniform number."""
         cumulative = outputs.softmax(-1).cumsum_(-1)
         heights = torch.rand(*outputs.shape[:2], 1, generator=generator).to(cumulative)
         heights *= cumulative[..., -1:]  # the total is 1 only up to rounding
@@ -155,7 +156,7 @@ class CausalLM(TokenCategorical):
 
     Takes outputs ``[B, T, C]`` and labels ``[B, T]`` as Hugging Face models do, where labels are
     the input ids (``ignore_index`` on padding), and shifts them here: outputs ``[:, :-1]`` against
-    labels ``[:, 1:]``. Otherwise :class:`TokenCategorical`, on T − 1 tokens.
+    labels ``[:, 1:]``. On these T − 1 tokens it is :class:`TokenCategorical`.
 
     Example:
         >>> f, ids = torch.zeros(1, 3, 4), torch.tensor([[3, 1, -100]])

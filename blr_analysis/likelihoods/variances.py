@@ -1,4 +1,4 @@
-"""Regression whose noise is learned, too: a mean and a variance for every target."""
+"""Regression with learned noise: a mean and a variance for every target."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class MeanAndVariance(Likelihood):
         ℓ = ½ Σ_c (log v_c + (y_c − μ_c)²/v_c),   e = ((μ − y)/v,  (v − (y − μ)²)/(2v²))
         Λ = E[e eᵀ] = diag(1/v, 1/(2v²))
 
-    Outputs ``[B, 2C]``: C means, then C variances (as the loss takes them, after softplus or
-    exp), or a pair ``(means, variances)`` of ``[B, C]`` each; targets ``[B, C]``. ∂²ℓ/∂f² has
+    Outputs are ``[B, 2C]``: C means, then C variances (as the loss takes them, after softplus or
+    exp), or a pair ``(means, variances)`` of ``[B, C]`` each; targets are ``[B, C]``. ∂²ℓ/∂f² has
     negative eigenvalues everywhere, so that Λ is its mean under the model, the Fisher information;
-    ``fit_laplace(curvature="exact")`` takes the Hessian itself. Neither sees how 1/v grows: the
-    linearised total rise of the loss without each example was 0.25 to 1.05 of retraining's on
-    eight small models, that of ``leave_one_out`` under "full", which truly leaves out those that
-    matter, 0.96 to 1.00, and 0.88 where retraining without one example ended in another minimum.
+    ``fit_laplace(curvature="exact")`` takes the Hessian itself.
+
+    Both miss that 1/v grows. On eight small models the linearised rise of the loss without each
+    example, summed over the examples, was 0.25 to 1.05 of the rise after retraining. The rise by
+    ``leave_one_out`` under "full", which leaves out the examples that matter exactly, was 0.96 to
+    1.00 of it, and 0.88 where a retraining without one example ended in another minimum.
 
     Args:
         full: whether ``nll`` holds ½ log 2π.
@@ -74,7 +76,7 @@ class MeanAndVariance(Likelihood):
         return targets.numel()
 
     def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """μ and v; below eps, v is eps with the gradient of v."""
+        """μ and v, ``[B, C]`` each; a v below eps is eps, with the gradient of v."""
         mean, v = outputs.chunk(2, -1)
         rise = v.detach().clamp_min(self.eps) - v.detach()
         return mean, v + rise

@@ -1,4 +1,4 @@
-"""A likelihood whose examples have a weight each."""
+"""A likelihood with a weight for each example."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from blr_analysis.errors import InputError
 from blr_analysis.likelihoods.base import Likelihood
 
 
-def _plainly(name: str) -> Any:
-    """The method of this name, without weights."""
+def _unweighted(name: str) -> Any:
+    """The method of this name of the plain likelihood."""
 
     def method(self: Weighted, *arguments: Any, **options: Any) -> Any:
         plain_method = getattr(self._plain, name)
@@ -22,7 +22,7 @@ def _plainly(name: str) -> Any:
 
 
 def _times(name: str, power: float = 1.0) -> Any:
-    """The method of this name, whose values are multiplied by w to a power."""
+    """The method of this name of the plain likelihood, times w to a power."""
 
     def method(self: Weighted, *arguments: Any) -> Tensor:
         plain_method = getattr(self._plain, name)
@@ -34,8 +34,12 @@ def _times(name: str, power: float = 1.0) -> Any:
 class Weighted(Likelihood):
     """w_i ≥ 0 times the loss of example i, and so times its e_i and Λ_i.
 
-    Made by ``Task(..., weights=w)``. ``of`` are the weights of the examples that the outputs
-    belong to, in their order: those of a batch are ``likelihood.at(indices)``.
+    ``Task(..., weights=w)`` makes it.
+
+    Args:
+        plain: the likelihood without weights.
+        weights: of the examples that outputs belong to, in their order; ``likelihood.at(indices)``
+            has those of a batch.
 
     The objective is Σ_i w_i ℓ_i: for a training loss that divides it by Σ_i w_i, with an L2
     penalty ``weight_decay``, δ = weight_decay · Σ_i w_i. What a model predicts, and whether it is
@@ -51,9 +55,9 @@ class Weighted(Likelihood):
         tensor([1., 3.])
     """
 
-    def __init__(self, plain: Likelihood, of: Tensor) -> None:
+    def __init__(self, plain: Likelihood, weights: Tensor) -> None:
         self._plain = plain
-        self._weights = of
+        self._weights = weights
         self.name = plain.name
         self.is_classification = plain.is_classification
         self.integer_targets = plain.integer_targets
@@ -106,22 +110,22 @@ class Weighted(Likelihood):
         w = self._times_weights(torch.ones_like(outputs))  # vectors may lead with other dimensions
         return w * self._plain.hessian_times(outputs, targets, vectors)
 
-    join = _plainly("join")
-    check_outputs = _plainly("check_outputs")
-    by_token = _plainly("by_token")
-    noise = _plainly("noise")
-    check_values = _plainly("check_values")
-    prepare = _plainly("prepare")
-    prepare_targets = _plainly("prepare_targets")
-    looks_normalised = _plainly("looks_normalised")
-    as_module_takes = _plainly("as_module_takes")
-    entries = _plainly("entries")
-    counted = _plainly("counted")
+    join = _unweighted("join")
+    check_outputs = _unweighted("check_outputs")
+    by_token = _unweighted("by_token")
+    noise = _unweighted("noise")
+    check_values = _unweighted("check_values")
+    prepare = _unweighted("prepare")
+    prepare_targets = _unweighted("prepare_targets")
+    looks_normalised = _unweighted("looks_normalised")
+    as_module_takes = _unweighted("as_module_takes")
+    entries = _unweighted("entries")
+    counted = _unweighted("counted")
 
-    mean = _plainly("mean")
-    prediction = _plainly("prediction")
-    correct = _plainly("correct")
-    moved = _plainly("moved")
-    distance = _plainly("distance")
-    sample = _plainly("sample")
-    resample = _plainly("resample")
+    mean = _unweighted("mean")
+    prediction = _unweighted("prediction")
+    correct = _unweighted("correct")
+    moved = _unweighted("moved")
+    distance = _unweighted("distance")
+    sample = _unweighted("sample")
+    resample = _unweighted("resample")

@@ -22,9 +22,7 @@ IMAGES_IN_A_ROW = 8
 CELL_INCHES = 1.15  # the width of an image with its margins
 HALF_SIDE = 0.46  # half of the longer side of an image, in widths of its cell
 MAX_RANKS_SHOWN = 100  # as points on a linear axis; more are a curve on a logarithmic one
-STEEP = (
-    100  # how many times the largest height exceeds that at 5 % of the ranks, to need a log axis
-)
+STEEP = 100  # a factor between the largest height and that at 5 % of the ranks
 RISE = "rise of its own loss without it [nats]  (→ shapes more)"
 
 
@@ -197,7 +195,7 @@ def _pixels_of(example: Any) -> np.ndarray:
 
 
 def _channels_last(pixels: np.ndarray) -> np.ndarray:
-    """An image in a layout that we read as ``[H, W]`` or ``[H, W, C]``; other arrays as they are."""
+    """An image as ``[H, W]`` or ``[H, W, C]``; an array in another layout as it is."""
     if pixels.ndim == 1:
         side = math.isqrt(pixels.size)
         is_square = side**2 == pixels.size > 0
