@@ -38,7 +38,7 @@ REGIONS = ("regular", "uncertain", "unpredictable", "memorable")
 """The four regions; the position in this tuple is ``2 * high_error + high_variance``."""
 
 VARIANCES = {"trace": "variance tr V", "along_error": "variance along the error eᵀVe / ‖e‖²"}
-"""What the variance of a map is, by ``variance_kind``: the second stands in where V is not held."""
+"""The words for a map's variance, by ``variance_kind``; the second replaces a V that is missing."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +55,7 @@ class MemoryMap(Tabular, Plottable):
         variance_threshold: a variance above it is high.
         variance_kind: ``"trace"`` for tr V_i, ``"along_error"`` for e_iᵀV_ie_i / ‖e_i‖²
             (where the scores carry no V_i).
-        scores: what the map was made from.
+        scores: the scores that the map was made from.
     """
 
     error: Tensor
@@ -132,18 +132,23 @@ def memory_map(scores: Any, *, quantile: float = 0.9) -> MemoryMap:
         )
     if quantile != 0:
         share("quantile", quantile)
-    error, kind = error_size(scores.error), "along_error"
-    tokens: Any = getattr(scores, "tokens", None)  # long texts are no other kind
-    tokens = 1 if tokens is None else tokens
+    tokens: Any = getattr(scores, "tokens", None)
+    if tokens is None:
+        tokens = 1
+    error = error_size(scores.error) / tokens**0.5  # a long text has no larger error than a short
     trace = variance_size(getattr(scores, "variance", None))
+    kind: Literal["trace", "along_error"]
     if trace is not None:
-        variance, kind = trace / tokens, "trace"
+        kind = "trace"
+        variance = trace / tokens
     else:
+        kind = "along_error"
         variance = variance_along_error(scores.error, scores.self_influence)
-    error, variance = error / tokens**0.5, variance.clamp(min=0)  # which rounding led below
+    variance = variance.clamp(min=0)  # rounding may lead below 0
     if not len(error) or not bool((error + variance).isfinite().all()):
         raise DataError("memory_map needs finite scores, of one example or more")
-    high_error, high_variance = (float(np.quantile(x.numpy(), quantile)) for x in (error, variance))
+    high_error = float(np.quantile(error.numpy(), quantile))
+    high_variance = float(np.quantile(variance.numpy(), quantile))
     code = 2 * (error > high_error).long() + (variance > high_variance).long()
     region = np.array(REGIONS)[code.numpy()]
     return MemoryMap(error, variance, region, high_error, high_variance, kind, scores)

@@ -1,8 +1,8 @@
 """Results as pandas DataFrames, and DataFrames as files.
 
-A result with one row per example names its columns itself (``table_columns()``); else one function
-makes its rows. It is found by the name of the result's class or of a base of it. The columns of
-examples:
+A result with one row per example names its columns itself (``table_columns()``). The rows of any
+other result are made by one function here. :data:`TABLES` has it under the name of the result's
+class, or of a base of that class. The columns of examples:
 
 ================= ============================================================= ==============
 column            what                                                          more is
@@ -11,21 +11,21 @@ index             position in the dataset
 target            y_i (``target_0`` … where each example has several)
 prediction        class, or mean (``prediction_0`` … where several)
 mean              one probability per class, or the mean or rate
-loss              −log p(y_i | f_i) in nats, of a sequence summed over its      worse fitted
-                  ``tokens`` that count; of a leave-one-out without the example
-                  and ``loss_before`` with it
+loss              −log p(y_i | f_i) in nats; of a sequence the sum over its     worse fitted
+                  ``tokens`` that count; in a leave-one-out the loss without
+                  the example, beside ``loss_before`` with it
 error             ‖e_i‖₂, Euclidean norm of the prediction error                more wrong
-variance          tr V_i, trace of the prediction variance; of sequences        less certain
-                  estimated, with ``variance_error``
+variance          tr V_i, trace of the prediction variance; of sequences an     less certain
+                  estimate, with ``variance_error``
 deviation         how far the prediction moves without the example              more influential
 self_influence    g_iᵀΣg_i, first-order rise of its own loss, nats              more influential
 leverage          largest eigenvalue of V_iΛ_i                                  more influential
 correction        "first_order", "cavity", "bounded" or "descent"
 change            of a token, first-order rise of its loss without its sequence more influential
-…                 the user's metadata; a name taken above gets the suffix ``_metadata``
+…                 the user's metadata; a name from above gets the suffix ``_metadata``
 ================= ============================================================= ==============
 
-What was not computed is NaN, or not there.
+A number that was not computed is NaN, or its column is missing.
 
     >>> from blr_analysis.views import GroupRows
     >>> groups = [dict(nll_before=0.2, nll_after=0.5, accuracy_before=0.9, accuracy_after=0.8)]
@@ -51,12 +51,16 @@ from blr_analysis.files import drafted
 from blr_analysis.memory_map import REGIONS
 from blr_analysis.sensitivity.results import FAULTS, NO_FAULT
 
+TOP = 5  # training examples of either sign in the table of an influence matrix
+
 # One row per example
 
 
 def example_table(result: Any) -> pd.DataFrame:
-    """One row per example in the order of the dataset: index, the result's columns, the user's
-    metadata."""
+    """One row per example in the order of the dataset.
+
+    The columns are the index, the result's own and the user's metadata.
+    """
     columns = {"index": np.arange(len(result)), **result.table_columns()}
     return _frame(columns, getattr(result, "metadata", None))
 
@@ -74,14 +78,16 @@ def _array(values: Any) -> Any:
 
 
 def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
-    """The columns, of C > 1 values ``name_0`` … ``name_{C−1}``, None as NaN, and behind them the
-    user's metadata."""
+    """The columns, and behind them the user's metadata.
+
+    A column with C > 1 values in each row becomes ``name_0`` … ``name_{C−1}``; None becomes NaN.
+    """
     n = len(next(iter(columns.values())))
     arrays: dict[str, Any] = {}
     for name, values in columns.items():
         array = _array(np.full(n, np.nan) if values is None else values)
         parts = array.reshape(n, -1).T if array.ndim > 1 else [array]
-        names = [name] if len(parts) == 1 else [f"{name}_{c}" for c in range(len(parts))]
+        names = [name] if len(parts) == 1 else [f"{name}_{place}" for place in range(len(parts))]
         arrays |= dict(zip(names, parts, strict=True))
     for name, values in (metadata or {}).items():
         arrays[_free(str(name), arrays)] = [
@@ -92,20 +98,21 @@ def _frame(columns: Mapping[str, Any], metadata: Any = None) -> pd.DataFrame:
 
 
 def _free(name: str, names: Iterable[str]) -> str:
-    """A name that is not among these."""
+    """The name with as many suffixes ``_metadata`` as make it differ from these names."""
     while name in names:
         name += "_metadata"
     return name
 
 
 def _memory_map(memory: Any) -> pd.DataFrame:
-    """The table of the scores, its error and variance as mapped, and the region of each row."""
+    """The table of the scores with the region of each row; error and variance are the map's."""
     table = memory.scores.table
     if "region" in table:
         table = table.rename(columns={"region": _free("region", table)})
-    after = list(table).index("leverage" if "leverage" in table else "self_influence") + 1
+    last_score = "leverage" if "leverage" in table else "self_influence"
+    place = list(table).index(last_score) + 1
     table = table.assign(error=memory.error.numpy(), variance=memory.variance.numpy())
-    table.insert(after, "region", pd.Categorical(memory.region, categories=REGIONS))
+    table.insert(place, "region", pd.Categorical(memory.region, categories=REGIONS))
     return table
 
 
@@ -119,20 +126,21 @@ def _suspicions(suspicions: Any) -> pd.DataFrame:
     kind          the fault that is suspected: "label", "unfamiliar",
                   "duplicate" or "none"
     target        y_i (``target_0`` … where each example has several)
-    prediction    what the model answers
+    prediction    the model's answer
     proposed      the best other label without the example; NaN for regression
-    wrong         the chance that its label is wrong; of classes alone       worse (label)
+    wrong         the chance that its label is wrong; only for classes       worse (label)
     loss          its unweighted loss, mean over the run, nats               worse (label)
-    training_loss the same at the end of the run, nats                       worse (label)
-    left_out_loss the same for a model without the example, nats             worse (label)
-    unfamiliarity tr(Λ_i V_i), parameters that the example takes up          worse
+    training_loss its loss at the end of the run, nats                       worse (label)
+    left_out_loss its loss for a model without the example, nats             worse (label)
+    unfamiliarity tr(Λ_i V_i), the parameters that the example takes up      worse
     closeness     how much nearer its twin is than its tenth neighbour,      worse
                   0 … 1; NaN where twins were not asked for
     twin          index of the nearest other example; −1 where not asked
-    …             the user's metadata; a name taken above gets the suffix ``_metadata``
+    …             the user's metadata; a name from above gets the suffix ``_metadata``
     ============= ========================================================== ===============
 
-    ``table.attrs["note"]`` says how far to trust it, and why no label is called where none is.
+    ``table.attrs["note"]`` says how far to trust the table, and why no label is called wrong, if
+    none is.
     """
     table = example_table(suspicions)
     table = table.assign(kind=pd.Categorical(suspicions.kind, [*FAULTS, NO_FAULT]))
@@ -150,15 +158,15 @@ def _fitted(fitted: Any) -> pd.DataFrame:
     index          position in the data
     log_predictive log p(y_i) under the posterior, in nats                       better
     left_out       log p(y_i) under the posterior without the example, in nats   better
-    gain           log_predictive − left_out: what the example told the model    shapes more
-                   about itself
+    gain           log_predictive − left_out, the example's information about    shapes more
+                   itself
     ============== ============================================================= ============
 
-    ``table.attrs["note"]`` says what to know of ``left_out``, where that is not exact.
+    ``table.attrs["note"]`` says why ``left_out`` is not exact, if it is not.
 
     Raises:
-        InputError: a model without sites or without a predictive, or fitted without keeping its
-            data; its history is in ``fitted.history``.
+        InputError: a model without sites or without a predictive, or one that did not keep its
+            data. ``fitted.history`` has the history of any fit.
     """
     left_out = _array(fitted.left_out())
     if fitted.predictive is None or fitted.data is None:
@@ -173,8 +181,9 @@ def _fitted(fitted: Any) -> pd.DataFrame:
 
 
 def _matches(top: Any) -> pd.DataFrame:
-    """One row per test example and strong training example, most helpful first; of
-    ``top.helpful`` those that help, of ``top.harmful`` those that harm.
+    """One row per test example and strong training example, the most helpful first.
+
+    ``top.helpful`` and ``top.harmful`` may hold examples of the other sign; these are left out.
 
     ================ ========================================================
     column           what
@@ -183,13 +192,13 @@ def _matches(top: Any) -> pd.DataFrame:
     effect           "helpful" (leaving it out hurts) or "harmful"
     rank             1 for the strongest of its test example and effect
     train            position of the training example
-    influence        rise of the test loss without it, nats; where it was asked for normalized,
-                     the column is called normalized_influence (√nats) or cosine
+    influence        rise of the test loss without it, nats; normalized influences have the
+                     column normalized_influence (√nats) or cosine
     test_target, …   target and prediction of both (not for sequences, nor from an index)
     …                metadata of the training example
     ================ ========================================================
 
-    ``table.attrs["note"]`` says of which curvature it is, where not of the posterior's own.
+    ``table.attrs["note"]`` names the curvature of the influences, if it is not the posterior's.
     """
     has_own_sign = torch.cat(top.own_sign, dim=1)
     test, place = has_own_sign.nonzero().unbind(1)
@@ -206,15 +215,26 @@ def _matches(top: Any) -> pd.DataFrame:
         columns[f"test_{name}"] = column
     for name, column in top.described(train).items():
         columns[f"train_{name}"] = column
-    metadata = {name: [column[i] for i in train.tolist()] for name, column in top.metadata.items()}
+    train_indices = train.tolist()
+    metadata = {
+        name: [column[index] for index in train_indices] for name, column in top.metadata.items()
+    }
     table = _frame(columns, metadata)
     table.attrs["note"] = top.note
     return table
 
 
+def _strongest(influence: Any) -> pd.DataFrame:
+    """The table of the :data:`TOP` most helpful and most harmful examples of each test example."""
+    return influence.top(min(TOP, len(influence))).table
+
+
 def _group_influence(influence: Any) -> pd.DataFrame:
-    """One row per group: group, n, influence (rise of the mean test loss without it, nats) and
-    influence_per_example (the same divided by n)."""
+    """One row per group: group, n, influence and influence_per_example.
+
+    The influence is the rise of the mean test loss without the group, in nats. The last column is
+    the influence divided by n.
+    """
     rises = _array(influence.mean)
     sizes = _array(influence.sizes)
     columns = {
@@ -227,8 +247,10 @@ def _group_influence(influence: Any) -> pd.DataFrame:
 
 
 def _by_class(result: Any) -> pd.DataFrame:
-    """The evaluation set of a what-if, one row per class: class, n, nll_before, nll_after (nats
-    per example), accuracy_before and accuracy_after.
+    """The evaluation set of a what-if, one row per class.
+
+    The columns are class, n, nll_before, nll_after (nats per example), accuracy_before and
+    accuracy_after.
 
     Raises:
         InputError: the targets are not classes: several per example, or not whole numbers.
@@ -254,8 +276,11 @@ def _by_class(result: Any) -> pd.DataFrame:
 
 
 def _groups(groups: Any) -> pd.DataFrame:
-    """One row per group that was taken out, as given, with nll_change and accuracy_change (after −
-    before) behind what they change: positive where the model is worse off, or better."""
+    """One row per group that was taken out, with nll_change and accuracy_change (after − before).
+
+    A positive nll_change means that the model became worse, a positive accuracy_change that it
+    became better. Each change stands behind the column that it explains.
+    """
     table = pd.DataFrame(list(groups.rows))
     for measure in ("nll", "accuracy"):
         before = f"{measure}_before"
@@ -270,45 +295,45 @@ def _groups(groups: Any) -> pd.DataFrame:
 
 
 def _rows(result: Any) -> pd.DataFrame:
-    """The rows as they stand.
+    """The rows of the result as they are.
 
-    Of a :class:`blr_analysis.Monitor`, one per recorded epoch:
+    A :class:`blr_analysis.Monitor` has one per recorded epoch:
 
     =================== ====================================================== ==============
     column              what                                                   more is
     =================== ====================================================== ==============
     epoch               epochs done
     train_nll           mean loss of the watched training examples, nats       worse
-    train_accuracy      theirs
+    train_accuracy      their accuracy                                         better
     loo_nll             mean left-out loss: the estimate of test_nll           worse
     loo_accuracy        of the left-out predictions; NaN for regression        better
     test_nll            mean loss of the test task; NaN without one            worse
-    test_accuracy       its
+    test_accuracy       its accuracy                                           better
     mean_deviation      mean over the watched examples
     mean_self_influence mean g_iᵀΣg_i, nats
-    max_leverage        largest eigenvalue of V_iΛ_i over all examples; from 1
-                        on, the posterior overstates V_i
-    seconds             what the recording took
+    max_leverage        largest eigenvalue of V_iΛ_i over all examples; if it
+                        is 1 or more, the posterior overstates V_i
+    seconds             the time of the recording
     =================== ====================================================== ==============
 
-    Of :func:`blr_analysis.gradient_mismatch`, one per merge and task:
+    :func:`blr_analysis.gradient_mismatch` has one per merge and task:
 
     ===================== ==================================================== =============
     column                what                                                 more is
     ===================== ==================================================== =============
-    merge, task           names, as given
+    merge, task           their names
     n_data                N_t, examples of the task
     mismatch              ‖∇ℓ̄_t(θ_merged) − ∇ℓ̄_t(θ_t)‖                         worse
-    mismatch_per_example  the same over N_t                                    worse
+    mismatch_per_example  the mismatch divided by N_t                          worse
     mismatch_in_metric    √(Σ v²/S_t) of the same difference v, √nats; S_t is  worse
-                          H_t, with the prior of a posterior; NaN without
+                          H_t, with the prior of a posterior; NaN without H_t
     gradient_own          ‖∇ℓ̄_t(θ_t)‖: 0 at an optimum without a prior
     gradient_merged       ‖∇ℓ̄_t(θ_merged)‖
     distance              ‖θ_merged − θ_t‖, over the trainable parameters
     gap                   ℓ̄_t(θ_merged) − ℓ̄_t(θ_t), nats, a sum over the task  worse
-    gap_per_example       the same over N_t                                    worse
+    gap_per_example       the gap divided by N_t                               worse
     gap_by_gradient       the gap if ℓ̄_t were quadratic between the two
-    gap_by_precision      the gap that H_t foretells; NaN without
+    gap_by_precision      the gap that H_t predicts; NaN without H_t
     nll_own, nll_merged   mean loss at θ_t and at θ_merged, nats               worse
     accuracy_own, …       fraction right at θ_t and (accuracy_merged) at       better
                           θ_merged; NaN for regression
@@ -316,17 +341,18 @@ def _rows(result: Any) -> pd.DataFrame:
                           test_accuracy_merged: on held-out data; NaN without
     ===================== ==================================================== =============
 
-    Of :func:`blr_analysis.select_prior_precision`, one per δ, rising.
+    :func:`blr_analysis.select_prior_precision` has one per δ, in rising order.
 
-    Of :func:`blr_analysis.validate`, one per method, the best first, and one for the ceiling:
+    :func:`blr_analysis.validate` has one per method, the best first, and one for the ceiling:
 
     ========== =============================================================== ============
     column     what                                                            more is
     ========== =============================================================== ============
-    method     its name; "ceiling" is what the noise of retraining allows
+    method     its name; "ceiling" is the score that the noise of retraining
+               allows
     score      linear datamodeling score: rank correlation with retraining     better
     low, high  a range that is meant to hold it in four of five cases
-    of_ceiling score / ceiling; NaN of a single seed
+    of_ceiling score / ceiling; NaN for a single seed
     ========== =============================================================== ============
     """
     return pd.DataFrame(list(result.rows))
@@ -338,22 +364,22 @@ def _merge_curve(curve: Any) -> pd.DataFrame:
     ===================== ==================================================== =============
     column                what                                                 more is
     ===================== ==================================================== =============
-    method                of merging
-    weight                α, where all models have the same one; else NaN
+    method                the method of merging
+    weight                α if all models have the same one, else NaN
     weight_<model>        α_t of each model
     nll                   mean over the tasks of their mean losses, nats;      worse
                           infinite where the merge could not be run
     accuracy              mean over the tasks that have one; NaN without       better
     nll_<task>            mean loss on each validation task, nats per example  worse
     accuracy_<task>       fraction right; NaN for regression                   better
-    failure               why the merge could not be run; "" where it could
+    failure               why the merge could not be run; "" if it was run
     best                  whether this row is ``curve.best``
     ===================== ==================================================== =============
     """
     rows = []
     for point in curve.points:
-        all_alike = len(set(point.weights)) == 1
-        row = {"method": point.method, "weight": point.weights[0] if all_alike else float("nan")}
+        is_shared = len(set(point.weights)) == 1
+        row = {"method": point.method, "weight": point.weights[0] if is_shared else float("nan")}
         for model, weight in zip(curve.models, point.weights, strict=True):
             row[f"weight_{model}"] = weight
         row["nll"] = point.nll
@@ -376,13 +402,13 @@ def rule_table(table: Any) -> pd.DataFrame:
     ============== ===========================================================================
     algorithm      its name
     family         of the posterior q
-    loss           where the loss is looked at
-    hessian        what the Hessian is taken to be
-    departures     named departures of the step from the rule; empty where there are none
-    approximations all of that in the words of Khan & Rue's Table 1
+    loss           the point or points at which the loss is evaluated
+    hessian        the approximation of the Hessian
+    departures     named departures of the step from the rule; "" without any
+    approximations all of these in the words of Khan & Rue's Table 1
     section        of Khan & Rue, or another source
     analysable     whether its posterior can be analysed (sensitivity, leave-one-out, merging)
-    through        what hands that posterior over; empty where there is none
+    through        the function that returns this posterior; "" without one
     runs           the module that runs it
     ============== ===========================================================================
     """
@@ -405,14 +431,17 @@ def rule_table(table: Any) -> pd.DataFrame:
 
 
 def _topics(topics: Any) -> pd.DataFrame:
-    """One row per topic and word, the most probable first: topic (from 0), rank (from 1), word,
-    probability (E[β_kw])."""
+    """One row per topic and word, the most probable word first.
+
+    The columns are topic (from 0), rank (from 1), word and probability (E[β_kw]).
+    """
     columns = {"word": topics.words, "probability": topics.probabilities}
     table = pd.DataFrame(columns).explode([*columns]).rename_axis("topic").reset_index()
     table.insert(1, "rank", table.groupby("topic").cumcount() + 1)
     return table.astype({"probability": float})
 
 
+# The function that makes the table of a result, by the name of the result's class or of a base.
 TABLES = {
     "PerExample": example_table,
     "Predictions": example_table,
@@ -420,7 +449,7 @@ TABLES = {
     "Suspicions": _suspicions,
     "Fitted": _fitted,
     "Matches": _matches,
-    "Influence": lambda influence: influence.top(min(5, len(influence))).table,
+    "Influence": _strongest,
     "GroupInfluence": _group_influence,
     "ByClass": _by_class,
     "GroupRows": _groups,
@@ -440,9 +469,9 @@ TABLES = {
 def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Path, Path]:
     """Write ``folder/stem.csv`` and ``folder/stem.parquet``, both whole or neither.
 
-    Both are written beside their targets and renamed into place. Parquet keeps every dtype;
-    CSV is for eyes and spreadsheets. A column of mixed types, which Parquet cannot hold, is
-    written as text, with a warning.
+    Both are written beside their targets and renamed into place. Parquet keeps every dtype; CSV is
+    for eyes and spreadsheets. Parquet cannot hold a column of mixed types: such a column is written
+    as text, with a warning.
 
     Returns:
         The two paths.
@@ -458,7 +487,9 @@ def write_table(table: pd.DataFrame, folder: str | Path, stem: str) -> tuple[Pat
             table.to_parquet(parquet_draft, index=False)
         except pyarrow.ArrowException:
             columns = list(table.select_dtypes(object))
-            warnings.warn(f"of {columns} some mix types: written to Parquet as text", stacklevel=2)
+            warnings.warn(
+                f"some of the columns {columns} mix types: they are text in Parquet", stacklevel=2
+            )
             as_text = table.copy()
             as_text[columns] = table[columns].astype(str)
             as_text.to_parquet(parquet_draft, index=False)

@@ -538,7 +538,7 @@ def fingerprint_of_frozen(model: Any) -> str:
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
         return ""
-    return fingerprint(Loaded("the base", frozen), most=SAMPLE, progress=False)
+    return fingerprint(Loaded("the base", frozen), limit=SAMPLE, progress=False)
 
 
 def sample_of_weights(model: Any) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ class Folder(Source):
     it is read whole, in one piece or in several.
 
     Attributes:
-        metadata: what the files' headers say beside their tensors.
+        metadata: the texts in the files' headers, by name.
 
     Example:
         >>> import tempfile, torch
@@ -83,7 +83,7 @@ class Folder(Source):
             return cls(str(path), _headers_of_shards(index))
         if single.is_file():
             return cls(str(path), {single: read_header(single)})
-        raise StorageError(_words_for_nothing(place, stem))
+        raise StorageError(_why_no_tensors(place, stem))
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         path, spec, offset = self._places[name]
@@ -109,7 +109,7 @@ class Folder(Source):
             raise StorageError(f"{str(path)!r} was changed while it was being read.")
         if pieces is not None and checksum is not None:
             if len(raw) == spec.nbytes:
-                is_intact = checksum.hexdigest() == pieces.wanted
+                is_intact = checksum.hexdigest() == pieces.expected
             else:
                 is_intact = pieces.add(checksum, first_byte, end_byte)
             if not is_intact:
@@ -118,7 +118,7 @@ class Folder(Source):
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """A model folder's ``config.json``; empty where there is none.
+    """A model folder's ``config.json``; empty without such a file.
 
     Raises:
         StorageError: it is no JSON object.
@@ -130,7 +130,7 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def read_index(index: Path) -> dict[str, set[str]]:
-    """Which tensors each shard of a folder holds, as its ``.index.json`` says.
+    """The names of the tensors in each shard of a folder, from its ``.index.json``.
 
     Raises:
         StorageError: no index, or one that names files that are not beside it.
@@ -151,7 +151,11 @@ def read_index(index: Path) -> dict[str, set[str]]:
 
 
 def _headers_of_shards(index: Path) -> dict[Path, Header]:
-    """The header of every shard that an index names, which must hold what the index says."""
+    """The header of every shard that an index names.
+
+    Raises:
+        StorageError: a shard holds other tensors than the index says.
+    """
     headers = {}
     for file, names in read_index(index).items():
         path = index.parent / file
@@ -171,8 +175,8 @@ def _is_plain(file: str, suffix: str) -> bool:
     return is_name and not has_separator and file.endswith(suffix) and not file.startswith(".")
 
 
-def _words_for_nothing(folder: Path, stem: str) -> str:
-    """What an error says of a place without tensors."""
+def _why_no_tensors(folder: Path, stem: str) -> str:
+    """The words of an error about a place without tensors."""
     if not folder.is_dir():
         return (
             f"{str(folder)!r} is no folder or .safetensors file on this machine "

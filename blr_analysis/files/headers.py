@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what lies where, believed once the library has checked it.
+"""The header of a safetensors file: what lies where. The safetensors library checks it first.
 
 A file is 8 bytes (the length n of the header, little-endian), n bytes of JSON (tensor name →
 dtype, shape, data_offsets) and the numbers, without holes. With the offsets, pieces of tensors are
@@ -52,14 +52,14 @@ AGAIN = "copy or save it again"
 
 
 class Header(NamedTuple):
-    """What stands at the head of a file.
+    """The header of a file.
 
     Attributes:
         tensors: shape, dtype and first byte of each tensor, in the order of the file.
         metadata: texts by name.
         state: the file's size and time of change.
-        checksum: of the header itself; "" where another program wrote the file.
-        checksums: of the tensors, by name; none where another program wrote the file.
+        checksum: of the header itself; "" if another program wrote the file.
+        checksums: of the tensors, by name; empty if another program wrote the file.
     """
 
     tensors: dict[str, tuple[Spec, int]]
@@ -70,11 +70,11 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file, which is compared with its own checksum.
+    """The header of one file, compared with its own checksum.
 
     Raises:
-        StorageError: not there, truncated, malformed, damaged, of a dtype that torch lacks, or a
-            part of what several processes wrote.
+        StorageError: a file that is missing, truncated, malformed or damaged, a dtype that torch
+            lacks, or parts of tensors that several processes wrote.
     """
     with reading(path), open(path, "rb") as file:
         state = state_of(file.fileno())
@@ -88,8 +88,11 @@ def read_header(path: Path) -> Header:
         raise StorageError(
             f"{str(path)!r} holds parts of tensors: join them with torch.distributed.checkpoint."
         )
-    if odd := {entry["dtype"] for entry in entries.values()} - DTYPES.keys():
-        raise StorageError(f"{str(path)!r} holds numbers of dtype {some(sorted(odd))}: cast them.")
+    unknown_dtypes = {entry["dtype"] for entry in entries.values()} - DTYPES.keys()
+    if unknown_dtypes:
+        raise StorageError(
+            f"{str(path)!r} holds numbers of dtype {some(sorted(unknown_dtypes))}: cast them."
+        )
     tensors = _placed(entries, first_byte=len(length) + len(text))
     checksum = metadata.pop(CHECKSUM, "")
     digests = metadata.pop(CHECKSUMS, None)
@@ -115,12 +118,12 @@ def _placed(entries: Mapping[str, Any], first_byte: int) -> dict[str, tuple[Spec
 
 
 def damaged(path: Path) -> str:
-    """The words of an error where a file is not what was written."""
+    """The words of an error about a file that is not as it was written."""
     return f"{str(path)!r} is damaged: it is not what was saved; {AGAIN}."
 
 
 def state_of(file: int) -> tuple[int, int]:
-    """The size of an open file, and when it was changed."""
+    """The size of an open file in bytes, and the time of its last change in nanoseconds."""
     state = os.fstat(file)
     return state.st_size, state.st_mtime_ns
 
@@ -132,8 +135,8 @@ def write_header(
 ) -> tuple[bytes, dict[str, int]]:
     """The header of a file of these tensors, and the byte at which each begins.
 
-    Wide numbers come first, so that each tensor begins where its dtype may. With the ``checksums``
-    of the tensors, they and the header's own stand in it.
+    Wide numbers come first, so that each tensor begins at a multiple of its numbers' size. With
+    ``checksums`` of the tensors, the header holds them and its own.
     """
     entries: dict[str, Any] = {}
     end = 0

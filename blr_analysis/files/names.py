@@ -1,4 +1,4 @@
-"""What the names of tensors say."""
+"""The names of tensors, and the modules that they tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Written beside its target, then renamed into place, by one run at a time.
+"""Writing a file or folder beside its target, then renaming it, by one run at a time.
 
 A run that is killed leaves the old file or folder, or none, and never a half. The next run that
 writes the target removes the draft of the killed one.
@@ -17,19 +17,19 @@ from pathlib import Path
 from blr_analysis.checks import path_of
 from blr_analysis.errors import StorageError
 
-_WRITTEN_NOW: set[tuple[Path, int]] = set()  # targets and the threads that write them
+_WRITTEN_NOW: set[tuple[Path, int]] = set()  # targets, each with the thread that writes it
 
 
 @contextmanager
 def drafted(target: Path) -> Iterator[Path]:
-    """A name to write a file or a folder to, which takes ``target``'s place if all goes well.
+    """A path for a new file or folder, which replaces ``target`` if the block ends without error.
 
-    A file is replaced in one step. A folder takes two: the old one away, the new one in. A run that
-    is killed between them leaves none, and a run that fails there puts the old one back. Missing
-    parents of ``target`` are made.
+    A file is replaced in one step. A folder is replaced in two: the old one is moved away, then the
+    new one moved in. A run that is killed between the two leaves no folder, and a run that fails
+    there puts the old one back. Missing parents of ``target`` are made.
 
     Raises:
-        StorageError: another run writes it, or it cannot be written; what was there stays.
+        StorageError: another run writes the target, or it cannot be written; the old one stays.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with drafted(Path(folder, "new", "notes.txt")) as draft:
@@ -46,10 +46,7 @@ def drafted(target: Path) -> Iterator[Path]:
         draft = Path(folder, "new")
         old = Path(folder, "old")
         yield draft
-        for path in (draft, *draft.rglob("*")):
-            if path.is_file():
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
+        _flush(draft)
         if draft.is_dir() and target.exists():
             os.rename(target, old)
         elif not draft.is_dir():
@@ -62,9 +59,17 @@ def drafted(target: Path) -> Iterator[Path]:
             raise
 
 
+def _flush(draft: Path) -> None:
+    """Make the system write a file, or all files of a folder, to the disk."""
+    for path in (draft, *draft.rglob("*")):
+        if path.is_file():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+
 @contextmanager
 def held(target: Path) -> Iterator[Path]:
-    """No other run writes ``target`` until the block ends: for long work before the writing.
+    """Inside, no other run can write ``target``; for long work before the writing.
 
     Yields:
         A hidden folder beside ``target``, which is removed at the end.
@@ -95,10 +100,10 @@ def held(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_for(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder for several files, made if need be, which no other run writes until the block ends.
+    """A folder for several files, made if need be; no other run writes it until the block ends.
 
-    Whether it can be written shows before anything long begins. A folder that was made here is
-    removed again if nothing was written into it.
+    A folder that cannot be written is refused before the block begins. A folder that was made here
+    is removed again if it stays empty.
 
     Raises:
         StorageError: it cannot be made or written, is a file, or another run writes to it.
@@ -143,9 +148,9 @@ def check_room(out: Path, needed: int) -> None:
 
 
 def _locked(folder: Path, at_the_end: ExitStack) -> bool:
-    """Whether this run alone has the folder, as far as system and disk tell.
+    """Lock the folder for this run, and say whether no other run has it.
 
-    The lock is given back when ``at_the_end`` closes.
+    The lock is released when ``at_the_end`` closes. Systems and disks without locks say True.
     """
     try:
         import fcntl
@@ -153,7 +158,7 @@ def _locked(folder: Path, at_the_end: ExitStack) -> bool:
         lock = os.open(folder, os.O_RDONLY)
         at_the_end.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The run that had the lock before removes the folder: then another stands there now.
+        # The run that had the lock before removed its folder: another one may be there now.
         return os.path.samestat(os.fstat(lock), os.stat(folder))
     except (ImportError, OSError) as error:
         return not isinstance(error, BlockingIOError)
@@ -161,6 +166,7 @@ def _locked(folder: Path, at_the_end: ExitStack) -> bool:
 
 @contextmanager
 def _worded(target: Path) -> Iterator[None]:
+    """Inside, an error of the system becomes a :class:`StorageError` about the target."""
     try:
         yield
     except StorageError:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from blr_analysis.files.source import Spec, bytes_of, specs_of
 
 
 def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Names, in order, in runs of at most ``max_shard_bytes`` (a larger tensor stands alone).
+    """The names in lists of at most ``max_shard_bytes`` bytes, in order; a larger tensor is alone.
 
     >>> split({"a": 20, "b": 8, "c": 8}, 16)
     [['a'], ['b', 'c']]
@@ -34,13 +34,13 @@ def split(nbytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def shard_name(stem: str, k: int, count: int) -> str:
-    """The file of shard ``k`` of ``count``, counted from 1."""
-    return f"{stem}-{k:05d}-of-{count:05d}.safetensors"
+def shard_name(stem: str, number: int, count: int) -> str:
+    """The name of the file of shard ``number`` of ``count``, counted from 1."""
+    return f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> str:
-    """One safetensors file with its checksums; the header's comes back."""
+    """Write one safetensors file with its checksums, and return the header's own."""
     specs = specs_of(tensors)
     dense = {name: tensor.detach().cpu().resolve_neg() for name, tensor in tensors.items()}
     checksums = {name: checksum_of(bytes_of(tensor)) for name, tensor in dense.items()}
@@ -55,7 +55,7 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str
 def save_folder(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int, *, stem: str, record: str
 ) -> dict[str, str]:
-    """Numbered safetensors files and their index, in a folder that is there.
+    """Write numbered safetensors files and their index into a folder that exists.
 
     Args:
         record: the name of the file that will list their checksums.
@@ -79,7 +79,7 @@ def save_folder(
 
 
 def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total_size: int) -> Path:
-    """The file that says which tensor is in which shard."""
+    """Write the file that names the shard of each tensor, and return its path."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
     path = folder / f"{stem}.safetensors.index.json"
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -87,12 +87,21 @@ def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total_si
 
 
 class Shards:
-    """Files whose every tensor is placed before the first is written, piece by piece.
+    """Safetensors files that are made first and then filled, piece by piece.
 
-    They are made at once, headers written and space reserved; then ``put`` may be called by
-    several threads, never twice for one entry. ``names`` are the files': numbered, unless it is
-    one. They carry no checksums, which nobody knows before the last piece; ``checksums`` are those
-    of the files then, where ``counts`` asked for them.
+    Headers are written and space is reserved at once. Then several threads may call :meth:`put`,
+    never twice for one entry. The headers hold no checksums, because these are known only after the
+    last piece.
+
+    Args:
+        folder: the folder for the files, which exists.
+        specs: of all tensors, by name.
+        max_shard_bytes: of a file; a larger tensor has a file of its own.
+        stem: of the files' names.
+        counts: whether to compute the files' :attr:`checksums`.
+
+    Attributes:
+        names: of the files; they are numbered, unless there is only one.
 
     >>> import tempfile, torch
     >>> from blr_analysis.files import Folder
@@ -113,33 +122,41 @@ class Shards:
         counts: bool = False,
     ) -> None:
         positive_int("max_shard_bytes", max_shard_bytes)
-        sizes = {name: spec.nbytes for name, spec in specs.items()}
-        runs = split(sizes, max_shard_bytes)
-        is_numbered = len(runs) > 1
         self.names: list[str] = []
         self._specs = specs
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
         self._counts = counts
         self._sums: dict[Path, Checksum] = {}
         self._lock = threading.Lock()
+        sizes = {name: spec.nbytes for name, spec in specs.items()}
+        runs = split(sizes, max_shard_bytes)
+        if len(runs) == 1:
+            self._make_file(folder / f"{stem}.safetensors", runs[0])
+            return
         weight_map: dict[str, str] = {}
-        for k, names in enumerate(runs, start=1):
-            file_name = shard_name(stem, k, len(runs)) if is_numbered else f"{stem}.safetensors"
-            path = folder / file_name
-            head, starts = write_header({n: specs[n] for n in names}, {"format": "pt"})
-            with open(path, "xb", buffering=0) as file:
-                _reserve(file.fileno(), len(head) + sum(sizes[n] for n in names))
-                file.write(head)
-            self._sums[path] = Checksum(len(head) + sum(sizes[n] for n in names))
-            self._sums[path].add(head, 0)
-            self.names.append(file_name)
-            self._places |= {name: (path, starts[name]) for name in names}
+        for number, names in enumerate(runs, start=1):
+            file_name = shard_name(stem, number, len(runs))
+            self._make_file(folder / file_name, names)
             weight_map |= dict.fromkeys(names, file_name)
-        if is_numbered:
+        if weight_map:
             write_index(folder, stem, weight_map, sum(sizes.values()))
 
+    def _make_file(self, path: Path, names: Sequence[str]) -> None:
+        """Write the header of a file of these tensors, and reserve its space."""
+        specs = {name: self._specs[name] for name in names}
+        head, starts = write_header(specs, {"format": "pt"})
+        size = len(head) + sum(spec.nbytes for spec in specs.values())
+        with open(path, "xb", buffering=0) as file:
+            _reserve(file.fileno(), size)
+            file.write(head)
+        self._sums[path] = Checksum(size)
+        self._sums[path].add(head, 0)
+        self.names.append(path.name)
+        for name in names:
+            self._places[name] = (path, starts[name])
+
     def put(self, name: str, start: int, values: Tensor) -> None:
-        """Write entries ``[start, start + len(values))`` of a tensor, in its dtype."""
+        """Write ``values`` as the entries of a tensor from ``start`` on, in the tensor's dtype."""
         path, offset = self._places[name]
         place = offset + start * self._specs[name].dtype.itemsize
         content = bytes_of(values)
@@ -154,12 +171,12 @@ class Shards:
 
     @property
     def checksums(self) -> dict[str, str]:
-        """Of each file, by its name, once all pieces are written."""
+        """The checksum of each file by its name; right once all pieces are written."""
         return {path.name: checksum.hexdigest() for path, checksum in self._sums.items()}
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Room for a file, so that a full disk shows before anything is computed."""
+    """Reserve the space of a file, so that a full disk is noticed before the computation."""
     try:
         os.posix_fallocate(fd, 0, size)
     except (AttributeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Named tensors, wherever they are: which there are, and the numbers of a piece of one."""
+"""Sources of named tensors in files or in memory, which are read piece by piece."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Scratch:
         self.buffers: dict[Hashable, Tensor] = {}
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
-        """``nbytes`` bytes (uint8), whose content is what the last use of the key left."""
+        """``nbytes`` bytes (uint8); they still hold what the last use of the key wrote."""
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < nbytes:
             self.buffers.pop(key, None)  # frees the smaller buffer before the larger one is made
@@ -70,14 +70,14 @@ class Scratch:
     def array(
         self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device = CPU
     ) -> Tensor:
-        """The same as ``numel`` elements of a dtype; on another device in memory of its own."""
+        """A buffer of ``numel`` elements of a dtype; on another device than the CPU a new one."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         return self.take(key, numel * dtype.itemsize).view(dtype)
 
 
 class Owned(Scratch):
-    """Part of a caller's scratch, with keys of its own: the caller's buffers stay as they are."""
+    """Part of a caller's scratch with separate keys: the caller's buffers stay unchanged."""
 
     def __init__(self, outer: Scratch, owner: Hashable) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Owned(Scratch):
         self._owner = owner
 
     def take(self, key: Hashable, nbytes: int) -> Tensor:
-        """A buffer of the caller's, which no key of the caller's names."""
+        """A buffer in the caller's scratch, under a key that the caller itself does not use."""
         return self._outer.take((self._owner, key), nbytes)
 
 
@@ -93,10 +93,10 @@ class Source(ABC):
     """Named tensors that can be read piecewise, by several threads at once.
 
     Attributes:
-        name: for messages: the folder or file.
+        name: the folder or file, for messages.
         specs: shape and dtype by tensor name, in the order in which reading is cheapest.
-        origin: the file that makes a base what it is, such as an adapter's.
-        whole: the model whose tensors these are, in another order or with other rows.
+        origin: the file that turns a base into this model, such as an adapter's; None without one.
+        whole: the model as it is stored, if this source only reorders it or changes its rows.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Source(ABC):
     whole: Source | None = None
 
     def words(self, name: str) -> str:
-        """How a tensor comes about, where it is not simply stored."""
+        """How a tensor is computed, in words; "" if it is stored as it is."""
         return ""
 
     @abstractmethod
@@ -119,20 +119,20 @@ class Source(ABC):
         """
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor; of a state dict the one that it holds."""
+        """A whole tensor; a state dict in memory answers its own tensor, without a copy."""
         spec = self.specs[name]
         return self.read(name, 0, spec.numel, Scratch()).view(spec.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them."""
+        """All tensors by name."""
         return {name: self.tensor(name) for name in self.specs}
 
 
 class Loaded(Source):
-    """A state dict as a source; pieces are views of its tensors where those have no holes.
+    """A state dict as a source; pieces of contiguous tensors are views.
 
     Raises:
-        InputError: no tensors, or values that are none, or that hold no numbers.
+        InputError: no tensors, or values other than dense tensors with numbers.
 
     Example:
         >>> import torch
@@ -154,14 +154,14 @@ class Loaded(Source):
         return self.detached[name].reshape(-1)[start:stop]
 
 
-def fingerprint(source: Source, *, most: int | None = None, progress: bool | None = None) -> str:
+def fingerprint(source: Source, *, limit: int | None = None, progress: bool | None = None) -> str:
     """The sha256, in hexadecimal, of every tensor's name, dtype, shape and bytes, sorted by name.
 
     Two folders that hold the same tensors agree, whatever their shards and metadata.
 
     Args:
         source: the tensors.
-        most: how many numbers of each tensor are read, which tells models apart in little time;
+        limit: how many numbers of each tensor are read, which tells models apart in little time;
             None: all.
         progress: a bar; None: on a terminal when it takes long.
 
@@ -175,7 +175,7 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
         dtype = str(spec.dtype).removeprefix("torch.")
         digest.update(f"{name}\0{dtype}\0{list(spec.shape)}\0".encode())
         numbers_per_piece = max(1, PIECE // spec.dtype.itemsize)
-        end = spec.numel if most is None else min(most, spec.numel)
+        end = spec.numel if limit is None else min(limit, spec.numel)
         for start in range(0, end, numbers_per_piece):
             stop = min(start + numbers_per_piece, end)
             piece = source.read(name, start, stop, scratch)
@@ -184,7 +184,7 @@ def fingerprint(source: Source, *, most: int | None = None, progress: bool | Non
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The bytes of a tensor's numbers, without a copy where they lie together."""
+    """The bytes of a tensor's numbers, without a copy if the tensor is contiguous."""
     dense = values.contiguous()
     # contiguous() leaves any stride on a tensor with one entry or none; as_strided sets it to 1.
     flat = dense.as_strided((dense.numel(),), (1,))

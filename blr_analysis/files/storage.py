@@ -8,10 +8,10 @@ Two layouts, chosen by the path:
   ``precision.safetensors.index.json`` (``weight_map`` and ``metadata`` as Hugging Face writes
   them) and the record, ``precision_config.json``.
 
-Checksums of all tensors and of itself stand in the header of each file. The record of a folder
-holds those of its files, and its own (:mod:`~blr_analysis.files.checksums`). They are compared when
-tensors are read whole. Both layouts are written beside the target and renamed into place. What a
-long sweep has summed so far lies there too, as :class:`Unfinished`.
+The header of each file holds the checksums of all its tensors and of itself. The record of a folder
+holds the checksums of its files and its own (:mod:`~blr_analysis.files.checksums`). They are
+compared when tensors are read whole. Both layouts are written beside the target and renamed into
+place. The sums of an unfinished sweep are stored there too, as :class:`Unfinished`.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ from blr_analysis.files.source import Loaded, specs_of
 from blr_analysis.ranks import is_sharded, whole
 
 FORMAT = {"format": "blr_analysis.precision", "version": 1}
-FIELDS = (  # in the record of every precision that lies beside a model; None where one is unknown
+FIELDS = (  # of the record of every precision beside a model; an unknown value is None
     "kind",
     "definition",
     "n_data",
@@ -71,13 +71,13 @@ FIELDS = (  # in the record of every precision that lies beside a model; None wh
     "sample_sha256",
 )
 STRUCTURES = ("diag", "gram", "kron")
-SAMPLE = 1024  # numbers of every tensor that sample_sha256 looks at
+SAMPLE = 1024  # numbers of every tensor that sample_sha256 reads
 STEM = "precision"
 CONFIG_FILE = "precision_config.json"
 OWN_FILES = (f"{STEM}-*.safetensors", f"{STEM}.safetensors.index.json", CONFIG_FILE)
 RECORD_KEY = "blr_analysis"
 MIN_INTERVAL = 60.0  # seconds between two writings of unfinished sums
-MIN_WRITINGS = 20  # the interval is at least as long as so many writings take
+MIN_WRITINGS = 20  # the interval is at least as long as this many writings take
 
 
 def write(
@@ -89,19 +89,21 @@ def write(
 ) -> None:
     """Write ``tensors`` and ``record`` to one file or to a folder of shards.
 
-    Names, shapes and dtypes are kept, values to the bit; memory layout and device are not.
-    Missing parent folders are made. An existing file, or a folder that holds nothing else than
-    what this function wrote, is replaced as a whole. A run that is killed leaves what was there
-    before or (in the instant between the two renames of a folder) nothing; never a half.
+    Names, shapes, dtypes and the bits of values are kept; memory layout and device are not. Missing
+    parent folders are made. An existing file, or a folder with nothing but files of this function,
+    is replaced as a whole. A run that is killed leaves the old files or, between the two renames of
+    a folder, no files; never a half.
+
+    Of ``DTensor``s every process calls this. The first process gathers and writes them, one at a
+    time.
 
     Args:
         path: a file name that ends in ``.safetensors``, or a folder.
         tensors: at least one dense real tensor by name; tied tensors are passed once.
-        record: what the tensors are, JSON-able; ``format`` and ``version`` are added here.
-            Of ``DTensor``s every process calls this; the first one gathers and writes them, one at
-            a time.
-        max_shard_bytes: a folder's shards hold at most this many bytes of tensors each; a
-            larger tensor has a shard of its own. One file is never split.
+        record: facts about the tensors that JSON can hold; ``format`` and ``version`` are added
+            here.
+        max_shard_bytes: of tensors in each shard of a folder; a larger tensor has a shard of its
+            own. One file is never split.
 
     Raises:
         InputError: a tensor, its name, the record or ``max_shard_bytes`` cannot be stored.
@@ -120,16 +122,7 @@ def write(
     """
     target, is_file = _target(path)
     detached = Loaded("tensors", tensors).detached
-    unstorable = [
-        name
-        for name, tensor in detached.items()
-        if tensor.is_complex() or not _is_storable_name(name)
-    ]
-    if unstorable:
-        raise InputError(
-            f"{some(unstorable)} cannot be stored: give real tensors, and names that are valid in "
-            "safetensors files."
-        )
+    _check_storable(detached)
     is_divided = any(map(is_sharded, tensors.values()))
     writes = not is_divided or dist.get_rank() == 0
     dense = {}
@@ -145,6 +138,20 @@ def write(
         dist.barrier()
 
 
+def _check_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Raise :class:`InputError` for complex tensors, and names that a header cannot hold."""
+    unstorable = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_complex() or not _is_storable_name(name)
+    ]
+    if unstorable:
+        raise InputError(
+            f"{some(unstorable)} cannot be stored: give real tensors, and names that are valid in "
+            "safetensors files."
+        )
+
+
 def _is_storable_name(name: str) -> bool:
     """Whether the header of a safetensors file can hold this name."""
     is_valid_unicode = name.encode(errors="replace").decode() == name
@@ -158,6 +165,7 @@ def _write_draft(
     record: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
+    """Write one file, or a folder with shards, index and record."""
     with told_as(InputError, "the record cannot be written as JSON", "use plain, finite values"):
         text = json.dumps(record, indent=2, allow_nan=False)
     if is_file:
@@ -169,10 +177,10 @@ def _write_draft(
 
 
 def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
-    """Where :func:`write` will put ``path``, before any work.
+    """The place where :func:`write` will write ``path``; for a check before any work.
 
     Raises:
-        StorageError: something is there and ``force`` is not given, or could not be replaced.
+        StorageError: the place is taken and ``force`` is False, or it cannot be replaced.
     """
     target, is_file = _target(path)
     if target.exists() and not force:
@@ -184,10 +192,10 @@ def check_target(path: str | os.PathLike[str], *, force: bool) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors (on the CPU) and the record of what :func:`write` wrote to ``path``.
+    """The tensors (on the CPU) and the record that :func:`write` wrote to ``path``.
 
     Raises:
-        StorageError: nothing there, a pickle, a foreign format or version, a truncated or damaged
+        StorageError: an empty place, a pickle, a foreign format or version, a truncated or damaged
             file, or a folder whose index and shards do not agree.
     """
     record = read_record(path)
@@ -235,13 +243,13 @@ def find_record(path: Path) -> dict[str, Any] | None:
 
 
 def _record_beside(folder: Path) -> dict[str, Any] | None:
-    """The record of a folder; None where it has none."""
+    """The record of a folder; None if it has none."""
     config = folder / CONFIG_FILE
     return read_json(config) if config.is_file() else None
 
 
 def _record_in_header(path: Path) -> dict[str, Any] | None:
-    """The record of one file, also where that is the only one of its folder; None: it has none."""
+    """The record in the header of one file, or of a folder's only file; None without one."""
     file = path / f"{STEM}.safetensors" if path.is_dir() else path
     if not file.is_file():
         return None
@@ -250,11 +258,12 @@ def _record_in_header(path: Path) -> dict[str, Any] | None:
 
 
 def check_files(config: Path) -> None:
-    """Compare the files beside a record with the checksums in it, but for their tensors, which
-    their own headers know.
+    """Compare the files beside a record with the checksums in it.
+
+    Tensors are not read here: reading a whole tensor checks it by the header of its file.
 
     Raises:
-        StorageError: one is missing, or another than the record says.
+        StorageError: a file is missing, or is not the one of the record.
     """
     if not config.is_file():
         return
@@ -263,7 +272,7 @@ def check_files(config: Path) -> None:
 
 
 def check_file_beside(file: Path, checksum: str) -> None:
-    """Raise :class:`StorageError` where a file is missing, or not the one of this checksum."""
+    """Raise :class:`StorageError` if a file is missing, or has another checksum."""
     if not file.is_file():
         raise StorageError(f"{str(file.parent)!r} lacks {file.name!r}: copy the whole folder.")
     if file_checksum(file) != checksum:
@@ -271,18 +280,25 @@ def check_file_beside(file: Path, checksum: str) -> None:
 
 
 def file_checksum(path: Path) -> str:
-    """What a record says of a file: its header's checksum, which holds those of the tensors; of
-    any other file, and of one whose header has none, that of its bytes."""
+    """The checksum of a file for a record.
+
+    For a safetensors file it is that of the header, which holds the checksums of the tensors. For
+    any other file, and a header without a checksum, it is the checksum of all bytes.
+    """
     if path.suffix == ".safetensors":
-        of_header = read_header(path).checksum
-        if of_header:
-            return of_header
+        header_checksum = read_header(path).checksum
+        if header_checksum:
+            return header_checksum
     with reading(path):
         return checksum_of_file(path)
 
 
 def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
-    """Where tensors are stored, and whether as one file."""
+    """The place where tensors are stored, and whether it is one file.
+
+    Raises:
+        StorageError: the path has the name of a pickle.
+    """
     suffix = Path(path).suffix
     if suffix.lower() in PICKLES:
         raise StorageError(
@@ -295,7 +311,10 @@ def _target(path: str | os.PathLike[str]) -> tuple[Path, bool]:
 
 
 def _check_free(target: Path, is_file: bool) -> None:
-    """Only a file may be replaced by a file, and by a folder only one that this module wrote."""
+    """Raise :class:`StorageError` unless the target may be replaced.
+
+    A file may replace a file, and a folder may replace a folder of this module.
+    """
     if is_file:
         check_file(target)
         return
@@ -313,8 +332,8 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
     """The record of precisions for merging, complete, δ as floats.
 
     Raises:
-        StorageError: another structure, no names, no ``n_data``, a δ that is none or that has an
-            entry per weight.
+        StorageError: another structure, no names, no ``n_data``, a δ that is no number, or a δ with
+            an entry for each weight.
     """
     names: Any = record.get("parameters")
     tied = record.get("tied") or {}
@@ -342,6 +361,7 @@ def checked_record(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_names(names: Any) -> bool:
+    """Whether this is a list of texts."""
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
@@ -353,12 +373,13 @@ def _is_prior(prior: Any, names: list[str]) -> bool:
 
 
 def _is_precision(delta: Any) -> bool:
+    """Whether this is a finite number, 0 or more."""
     return type(delta) in (int, float) and 0 <= delta < math.inf
 
 
 @dataclass
 class Unfinished:
-    """Sums of a long sweep and where it stopped: ``TARGET.unfinished``, one safetensors file.
+    """Sums of a long sweep and the place where it stopped, in one file ``TARGET.unfinished``.
 
     A run that goes on adds in the same order as before, so that it ends with the same bits.
 
@@ -389,10 +410,10 @@ class Unfinished:
         self.done = int(source.metadata["passes"])
 
     def follow(self, sums: Mapping[str, Tensor]) -> None:
-        """To be called after each pass.
+        """Call this after each pass.
 
-        The first call takes up what the file holds. The later ones write the sums, if the last
-        writing is a while ago. The caller leaves out the passes 0 … ``done`` − 1.
+        The first call copies the sums of the file, if there are any. The later calls write the
+        sums from time to time. The caller leaves out the passes 0 … ``done`` − 1.
         """
         self.done += 1
         started = time.monotonic()
@@ -405,5 +426,5 @@ class Unfinished:
             self._due = now + max(MIN_INTERVAL, MIN_WRITINGS * (now - started))
 
     def remove(self) -> None:
-        """Remove the file, once the target is whole."""
+        """Remove the file; for the end, when the target is written."""
         self.path.unlink(missing_ok=True)

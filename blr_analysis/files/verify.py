@@ -1,9 +1,8 @@
-"""Every file below a path read whole and compared with its checksum.
+"""A check of every file below a path against its checksum.
 
-What carries checksums: posteriors and merge precisions (a file, or a folder with its record),
+These have checksums: posteriors and merge precisions (a file, or a folder with its record),
 indexes, the checkpoints of :class:`blr_analysis.Checkpoints`, the record of a run, and merges by
-recipe. Files that other programs wrote are listed and nothing is said of them, but that JSON can be
-parsed.
+recipe. Files of other programs are only listed, and JSON files among them must be valid.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from blr_analysis.files.headers import CHECKSUM, FILES, RECORD, read_json
 from blr_analysis.files.storage import check_file_beside
 from blr_analysis.progress import track
 
-DRAFT_ENDING = ".unfinished"  # of names of files that a run writes, or left when it was killed
+DRAFT_ENDING = ".unfinished"  # of the names of drafts, of a running or a killed run
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read.
+    """The files that :func:`verify` read.
 
     Attributes:
-        whole: files that are what was saved, to the bit.
+        whole: files that are as they were saved, to the bit.
         nbytes: their size.
-        unknown: files without a checksum, which other programs wrote.
+        unknown: files without a checksum; other programs wrote them.
     """
 
     whole: list[Path]
@@ -39,15 +38,15 @@ class Verified:
 
 
 def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Verified:
-    """Read everything at ``path``, a file or a folder and all below it.
+    """Read every file at ``path``, a file or a folder and all below it.
 
     Args:
-        path: what this package wrote.
+        path: files of this package.
         progress: a bar; None: on a terminal when it takes long.
 
     Raises:
-        StorageError: nothing there, nothing with a checksum, a file or the record of a folder that
-            is missing, or damaged files, which are named.
+        StorageError: no files, no file with a checksum, a missing file or record, or damaged files,
+            which are named.
 
     Example:
         >>> import tempfile, torch
@@ -84,10 +83,10 @@ def verify(path: str | os.PathLike[str], *, progress: bool | None = None) -> Ver
 
 
 def files_at(path: Path) -> list[Path]:
-    """A file, or all below a folder but drafts.
+    """A file, or all files below a folder, without drafts.
 
     Raises:
-        StorageError: there are none.
+        StorageError: there are no files.
     """
     place = path.expanduser()
     files = []
@@ -103,7 +102,11 @@ def files_at(path: Path) -> list[Path]:
 
 
 def _check_tensors(file: Path) -> set[Path]:
-    """A safetensors file: its header, then each tensor."""
+    """Check a safetensors file: its header, then each tensor.
+
+    Returns:
+        The file, if it has checksums.
+    """
     source = Folder.open(file)
     for name in source.specs:
         source.tensor(name)
@@ -115,7 +118,7 @@ def _check_tensors(file: Path) -> set[Path]:
 
 
 def _check_listed(file: Path, record: str) -> None:
-    """Raise :class:`StorageError` where the record beside a file is gone, or does not list it."""
+    """Raise :class:`StorageError` if the record beside a file is missing, or does not list it."""
     place = file.parent / record
     if not place.is_file():
         raise StorageError(
@@ -127,7 +130,11 @@ def _check_listed(file: Path, record: str) -> None:
 
 
 def _check_record(file: Path) -> set[Path]:
-    """A JSON file, and the files beside it whose checksums it holds."""
+    """Check a JSON file, and the files beside it whose checksums it holds.
+
+    Returns:
+        These files, if it has a checksum.
+    """
     record = read_json(file)
     if CHECKSUM not in record:
         return set()
@@ -138,6 +145,7 @@ def _check_record(file: Path) -> set[Path]:
 
 
 def _check_nothing(file: Path) -> set[Path]:
+    """Files of other kinds have no checksums."""
     return set()
 
 

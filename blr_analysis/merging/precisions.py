@@ -355,7 +355,7 @@ def _has_other_fingerprint(precision: StoredPrecision, model: Source) -> bool:
     if files is None or not is_on_disk:
         return False
     digest, numbers = precision.sha256
-    return fingerprint(files, most=numbers, progress=False) != digest
+    return fingerprint(files, limit=numbers, progress=False) != digest
 
 
 def _has_other_mean(precision: StoredPrecision, model: Source) -> bool:

@@ -410,7 +410,7 @@ def hashes(model: str | os.PathLike[str] | None) -> dict[str, str]:
     weights = Folder.open(path_of(model))
     return {
         "model_sha256": fingerprint(weights, progress=False),
-        "sample_sha256": fingerprint(weights, most=SAMPLE, progress=False),
+        "sample_sha256": fingerprint(weights, limit=SAMPLE, progress=False),
     }
 
 
