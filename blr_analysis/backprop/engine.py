@@ -29,8 +29,8 @@ from blr_analysis.task import Task
 
 DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
 TOGETHER = 8.5  # examples that the working memory should hold
-MOST = 2**30  # bytes that this may take, or
-SHARE = 4  # times the bytes of the parameters, if that is more
+MAX_DEFAULT_MEMORY = 2**30  # bytes of working memory for these, where the user names no bound,
+SHARE = 4  # or so many times the bytes of the parameters, if that is more
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ def _budget(
     """Bytes of working memory: the user's bound, or what suits the model."""
     if task.memory_budget is not None:
         return task.memory_budget
-    least = DEFAULT_MEMORY if task.device.type == "cpu" else MOST
+    least = DEFAULT_MEMORY if task.device.type == "cpu" else MAX_DEFAULT_MEMORY
     bytes_per_example = _itemsize(params) * plan.floats(columns, by_parts=by_parts)
     return default_memory(params, least, bytes_per_example)
 
 
 def default_memory(params: Mapping[str, Tensor], least: int, bytes_per_example: float) -> int:
     """Bytes of working memory where nobody names a bound."""
-    most = max(MOST, SHARE * sum(p.nbytes for p in params.values()))
+    most = max(MAX_DEFAULT_MEMORY, SHARE * sum(p.nbytes for p in params.values()))
     return max(least, min(int(TOGETHER * bytes_per_example), most))
 
 

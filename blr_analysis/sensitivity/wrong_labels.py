@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blr_analysis.likelihoods import Bernoulli, Likelihood
 
-MOST = 0.5  # of the labels that may be wrong: with more there is no telling which
+MAX_WRONG_SHARE = 0.5  # of the labels; if more are wrong, nothing tells which
 HALVINGS = 30
 SURENESS = (-5.0, 3.0)  # log β that is searched
 CLOSE = 0.02  # in log β
@@ -96,7 +96,7 @@ def _chances(logits: Tensor, labels: Tensor) -> Tensor:
 def _likeliest_rate(p: Tensor, others: int) -> tuple[float, float]:
     """ε and the log likelihood there, which is concave in ε, of labels with probabilities p."""
     low = 0.0
-    high = MOST
+    high = MAX_WRONG_SHARE
     if_drawn = (1 - p) / others
 
     def mixed(rate: float) -> Tensor:

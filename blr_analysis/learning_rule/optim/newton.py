@@ -17,8 +17,8 @@ from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.learning_rule.table import ROWS
 
-MOST = 5000
-"""Parameters: a Hessian of 5000² numbers takes 200 MB."""
+MAX_PARAMETERS = 5000
+"""The largest number of parameters; a Hessian of 5000² numbers takes 200 MB."""
 
 
 class Newton(RowOptimizer):
@@ -82,7 +82,7 @@ class Newton(RowOptimizer):
         if {dtype for _, dtype in kinds} & {*HALF}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
         count = self._shape(group["params"][0])[0]
-        if count > MOST:
+        if count > MAX_PARAMETERS:
             raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
 
     def _shape(self, param: Tensor) -> torch.Size:
