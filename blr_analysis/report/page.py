@@ -20,7 +20,7 @@ from blr_analysis.audit.new_data import measured
 from blr_analysis.checks import package_version
 from blr_analysis.files import drafted
 from blr_analysis.plots import plot_monitor
-from blr_analysis.report import contents
+from blr_analysis.report import contents, thumbnails
 from blr_analysis.report.bars import bars_of
 from blr_analysis.report.charts import as_uri, memory_chart
 from blr_analysis.report.words import WORDS, explained
@@ -51,8 +51,8 @@ def write_page(
     names = contents.class_names(findings, classes)
     neighbours = contents.neighbours_of(findings)
     rows = contents.rows_of(findings, texts, neighbours)
-    pictures = contents.pictures_of(findings, rows, neighbours, images)
-    sheet = None if pictures is None else contents.sheet_of(pictures)
+    pictures = thumbnails.pictures_of(findings, rows, neighbours, images)
+    sheet = None if pictures is None else thumbnails.sheet_of(pictures)
     group_names = names if findings.by == "target" else None
     data = _data_of(findings, rows, neighbours, sheet, names)
     text = _template().render(
@@ -107,7 +107,7 @@ def _data_of(
     findings: Findings,
     rows: contents.Shown,
     neighbours: contents.Neighbours | None,
-    sheet: contents.Thumbnails | None,
+    sheet: thumbnails.Thumbnails | None,
     names: dict[int, str] | None,
 ) -> dict[str, Any]:
     """The data of the page's script."""

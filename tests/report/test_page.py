@@ -22,9 +22,10 @@ from blr_analysis.audit import Findings, in_text, investigate, sections
 from blr_analysis.audit.section import two_digits
 from blr_analysis.audit.suspects import main_supplier
 from blr_analysis.errors import BLRError, DataError, InputError, StorageError
-from blr_analysis.report.contents import MOST_SINGLE, TEXT, picture_of, sheet_of
+from blr_analysis.report.contents import MAX_ROWS, MAX_TEXT
 from blr_analysis.report.decisions import read_decisions
 from blr_analysis.report.page import write_page
+from blr_analysis.report.thumbnails import picture_of, sheet_of
 from blr_analysis.terminal import as_text
 
 HOSTILE = ("</script><script>alert(1)</script>", "\"quotes' and <!-- <b>bold</b> & $$x^2$$ \\(y\\)",
@@ -69,7 +70,7 @@ def test_scripts_are_those_the_policy_allows_whatever_the_data_say(tmp_path: Pat
     path = written(tmp_path, *given, by="</script>", texts=texts)
     page, told = path.read_text("utf-8"), data_of(path)["texts"]
     assert tuple(told[:3]) == HOSTILE[:3] and path.stat().st_size < 2e6
-    assert len(told[3]) < TEXT[1] + 40 and "1,000,000 characters" in told[3]
+    assert len(told[3]) < MAX_TEXT + 40 and "1,000,000 characters" in told[3]
     scripts, rest = SCRIPTS.findall(page), SCRIPTS.sub("", page)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', rest)
     assert len(scripts) == 3 and "type=" in scripts[0][0]
@@ -245,11 +246,11 @@ def test_thumbnails_of_every_kind_of_image_keep_their_pixels() -> None:
 
 @pytest.mark.slow
 def test_of_many_examples_the_telling_ones_are_shown_in_a_small_page(tmp_path: Path) -> None:
-    task, _, posterior = problem(n := MOST_SINGLE + 500)
+    task, _, posterior = problem(n := MAX_ROWS + 500)
     path = written(tmp_path, task, None, posterior, images=torch.rand(n, 3, 16, 16))
     data, table = data_of(path), blr.sensitivity(task, posterior).table
     shown = column(data, "index")
-    assert len(shown) == MOST_SINGLE and data["n"] == n and shown == sorted(shown)
+    assert len(shown) == MAX_ROWS and data["n"] == n and shown == sorted(shown)
     assert set(table["deviation"].nlargest(100).index) <= set(shown)
     assert "10,500 examples, 10,000 are shown" in path.read_text("utf-8")
     assert path.stat().st_size < 15e6 and data["across"] > 90
