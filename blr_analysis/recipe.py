@@ -60,42 +60,43 @@ class Recipe:
     """The training of a model, told once to its :class:`~blr_analysis.Task`.
 
     Args:
-        optimizer: the name of one of ``torch.optim`` or of the package's own ("ivon", "vogn", …), a
-            class, or a function of the parameters that makes one.
-        lr: the rate at the start; a function has its own.
-        epochs: the epoch whose weights were kept; 2.5 where that was in the middle of the third.
-        batch_size: examples of a step of the optimizer.
-        schedule: of the rate over the epochs: None (constant), "cosine" or "linear", down to 0; or
-            points (part of the steps, factor of ``lr``), with straight lines between them.
+        optimizer: the name of an optimizer of ``torch.optim`` or of this package ("ivon", "vogn",
+            …), a class, or a function of the parameters that makes one.
+        lr: the rate at the start; the function of the user's sets its own.
+        epochs: the epoch whose weights were kept; 2.5 is the middle of the third.
+        batch_size: examples in a step of the optimizer.
+        schedule: of the rate over the epochs: None (constant), "cosine" or "linear" down to 0, or
+            points (part of the steps, factor of ``lr``) with straight lines between them.
         warmup: the share of the steps in which the rate first rises from 0 to ``lr``.
-        groups: parameters with settings of their own, as torch's optimizers have them, by name or
-            by pattern: ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
-        max_grad_norm: of all gradients together, to which a step's are clipped.
-        initial: state dict of the first weights, or of the model that was fine-tuned; None: they
-            were drawn, and are drawn anew.
-        reduction: of a minibatch's losses, where it was not that of the task's loss (its own
-            ``reduction`` of one of ``torch.nn``; else a mean over examples, over the tokens that
-            count of sequences): "mean", "sum", "entries" (a mean over all outputs of all examples,
-            as of ``nn.MSELoss``) or "weights" (Σ_i w_i ℓ_i / Σ_i w_i of a task with weights).
-        mode: of the modules, where they did not train in the mode in which the task's model was
-            given: "train", "eval", or a function of the model that is called after
-            ``model.train()``. None: of a model given in eval mode as a whole all modules train but
-            for norms with frozen parameters.
-        augment: what the training drew of its inputs, while the task's data stand still: a function
+        groups: parameters with separate settings, as torch's optimizers take them, by name or by
+            pattern: ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
+        max_grad_norm: the norm to which all gradients of a step, taken together, are clipped.
+        initial: the state dict of the first weights, or of the model that was fine-tuned; None:
+            first weights are drawn anew for each training.
+        reduction: of a minibatch's losses, if it was not that of the task's loss: "mean", "sum",
+            "entries" (a mean over all outputs of all examples, as of ``nn.MSELoss``) or "weights"
+            (Σ_i w_i ℓ_i / Σ_i w_i of a task with weights). None: a loss of ``torch.nn`` has its own
+            ``reduction``; any other loss is averaged over examples, or over the tokens of sequences
+            that count.
+        mode: of the modules, if they did not train in the mode in which the task's model was given:
+            "train", "eval", or a function of the model that is called after ``model.train()``.
+            None: in a model that was given in eval mode as a whole, all modules train except norms
+            with frozen parameters.
+        augment: how training drew its inputs; the task's data themselves stay the same. A function
             of a minibatch's inputs, or a data set (or its loader) of the same examples in the same
-            order that draws each of them when it is read. Added examples need the function.
-        validation: data as a :class:`~blr_analysis.Task` takes them, or a Task, that the training
-            stopped early on: of at most ``epochs`` epochs the weights with the least loss there are
-            kept.
-        patience: the epochs without a better one after which it stops.
-        schedule_epochs: those that the schedule was made for, where the training ended earlier, as
-            of a cosine of 100 epochs that was stopped at the 40th.
-        train: in place of all these, your own training, ``train(data, seed)`` -> model or state
-            dict.
-        missing: what else the training did, in words; the recipe is then not known, and answers by
-            it are rough.
+            order that draws an example whenever it is read. A task with more examples needs the
+            function.
+        validation: the data on which the training stopped early, as a :class:`~blr_analysis.Task`
+            takes data, or a Task. Of at most ``epochs`` epochs, the weights with the least loss on
+            these data are kept.
+        patience: the number of epochs without a smaller loss after which the training stops.
+        schedule_epochs: the epochs that the schedule was made for, if the training ended earlier:
+            100 for a cosine of 100 epochs that was stopped at the 40th.
+        train: your own training, ``train(data, seed)`` -> model or state dict, in place of all the
+            arguments above.
+        missing: what else the training did, in words; answers by the recipe are then rough.
         options: further settings of the optimizer (``weight_decay``, ``momentum``, ``betas``, …);
-            the package's own get the number of examples as ``ess``.
+            this package's optimizers get the number of examples as ``ess``.
 
     Raises:
         InputError: an unknown optimizer, settings that it does not take, numbers out of range.
@@ -137,7 +138,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.schedule = checked(schedule, warmup)
         self.schedule_epochs = schedule_epochs
         self.warmup = float(warmup)
-        self.factor = 1.0  # of the rate
+        self.factor = 1.0  # that all rates are multiplied by
         self.groups = _checked_groups(groups)
         self.max_grad_norm = max_grad_norm
         self.initial = initial
@@ -156,11 +157,13 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             self._check()
 
     def _check_own_training(self) -> None:
+        """Raise unless ``train`` is a function, and nothing else is set."""
         instance("train", self.train, Callable, "a function (data, seed) -> model or state dict")
         if self.augment is not None or self.validation is not None:
             raise InputError("train= does all of it: leave augment= and validation= out")
 
     def _set_sizes(self, epochs: float | None, batch_size: int | None) -> None:
+        """Check and set the number of epochs and the batch size."""
         if epochs is None or batch_size is None:
             raise InputError("a recipe needs epochs= and batch_size=, or train=")
         number = positive_number("epochs", epochs)
@@ -168,6 +171,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self.batch_size = positive_int("batch_size", batch_size)
 
     def _check(self) -> None:
+        """Raise :class:`InputError` for settings that are impossible."""
         if self.reduction is not None:
             one_of("reduction", self.reduction, REDUCTIONS)
         if self.mode is not None and not callable(self.mode):
@@ -186,17 +190,19 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         self._check_optimizer()
 
     def _check_optimizer(self) -> None:
-        """Make the optimizer once, of any model, so that a wrong setting is refused here."""
+        """Make the optimizer once, for some model, so that a wrong setting is refused here."""
         with torch.random.fork_rng(devices=[]):  # the user's generator stays where it is
             any_model = nn.Linear(1, 1)
             params = list(any_model.parameters())
             self._optimizer(params, any_model, n_data=1, steps=1)
 
     def _check_augment(self) -> None:
+        """Raise unless ``augment`` is a function or a data set."""
         if self._drawing is not None and not hasattr(self._drawing, "__getitem__"):
             raise InputError("augment= takes a function of the inputs, or a data set")
 
     def _check_stopping(self) -> None:
+        """Raise for patience without validation data, or a schedule shorter than the training."""
         if self.patience is not None:
             positive_int("patience", self.patience)
             if self.validation is None:
@@ -208,7 +214,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
 
     @property
     def _drawing(self) -> Any:
-        """The data set that draws; None where a function does, or nothing is drawn."""
+        """The data set that draws the inputs; None where a function does, or nothing is drawn."""
         if self.augment is None or callable(self.augment):
             return None
         if isinstance(self.augment, DataLoader):
@@ -216,7 +222,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return self.augment
 
     def check_examples(self, n_data: int) -> None:
-        """Raise :class:`InputError` where ``augment`` has another number of examples."""
+        """Raise :class:`InputError` if ``augment`` is a data set of another number of examples."""
         if self._drawing is not None and len(self._drawing) != n_data:
             raise InputError(f"augment= has {len(self._drawing)} examples, the task {n_data}")
 
@@ -252,7 +258,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The recipe as a posterior's file keeps it; None if it is not all text and numbers."""
+        """The recipe for the record of a posterior; None unless it is all text and numbers."""
         needs_data = self.augment is not None or self.validation is not None
         has_name = self.train is None and isinstance(self.optimizer, str)
         if needs_data or not has_name:
@@ -263,18 +269,18 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
 
     @property
     def note(self) -> str:
-        """Why answers by this recipe are rough, in one line; "" where they are not."""
+        """Why answers by this recipe are rough, in one line; "" if they are not."""
         if self.missing:
             return f"the recipe lacks {', '.join(self.missing)} of the training: rough"
         return "" if self.known else UNKNOWN
 
     def steps(self, n_data: int) -> int:
-        """The number of the optimizer's steps on so many examples."""
+        """The number of the optimizer's steps on ``n_data`` examples."""
         steps_per_epoch = math.ceil(n_data / self.batch_size)
         return max(1, round(self.epochs * steps_per_epoch))
 
     def made(self, model: nn.Module, *, n_data: int, steps: int) -> torch.optim.Optimizer:
-        """The optimizer of a model's trainable parameters, for so many examples and steps.
+        """The optimizer of a model's trainable parameters, for these examples and steps.
 
         Raises:
             InputError: settings that the optimizer does not take; groups without a parameter.
@@ -282,7 +288,10 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return self._optimizer(self._grouped(model), model, n_data=n_data, steps=steps)
 
     def _grouped(self, model: nn.Module) -> list[Any]:
-        """The trainable parameters; in groups, where those without settings come first."""
+        """The trainable parameters, in groups if the recipe has some.
+
+        The first group has the parameters without separate settings.
+        """
         ungrouped = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         if not self.groups:
             return list(ungrouped.values())
@@ -301,6 +310,10 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
     def _optimizer(
         self, params: list[Any], model: nn.Module, *, n_data: int, steps: int
     ) -> torch.optim.Optimizer:
+        """The optimizer of these parameters or groups of parameters.
+
+        Each group has its highest rate as ``group["peak"]``.
+        """
         factory = self.factory
         options: dict[str, Any] = {}
         if isinstance(self.optimizer, str | type):
@@ -320,7 +333,7 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return optimizer
 
     def _check_settings(self) -> None:
-        """Raise where a group has a setting that the optimizer lacks; torch would ignore it."""
+        """Raise if a group has a setting that the optimizer lacks: torch would ignore it."""
         if not self.groups or not isinstance(self.optimizer, str | type):
             return
         parameters = inspect.signature(self.factory).parameters
@@ -337,23 +350,23 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
             return self.optimizer
         name = self.optimizer.lower()
         if name not in OPTIMIZERS:
-            import_module("blr_analysis.learning_rule.optim")  # which adds its own
+            import_module("blr_analysis.learning_rule.optim")  # it adds its optimizers
         one_of("optimizer", name, tuple(OPTIMIZERS))
         return OPTIMIZERS[name]
 
     def set_rate(self, optimizer: torch.optim.Optimizer, part: float) -> None:
-        """Set the rate that the schedule has after this part of the steps."""
+        """Set the schedule's rate after this part of the steps."""
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor_at(self.schedule, self.warmup, part)
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradients of a step, where the training did."""
+        """Clip the gradients of a step, if the training did."""
         if self.max_grad_norm is not None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def shortened(self, epochs: int) -> Recipe:
-        """The same training in so few epochs: half of the run's rate × steps, as a cosine."""
+        """The training in fewer epochs: half of the run's rate × steps, by a cosine schedule."""
         if epochs >= self.epochs:
             return self
         recipe = copy.copy(self)
@@ -379,14 +392,13 @@ epochs=8, batch_size=32, schedule='cosine', momentum=0.9))
         return math.fsum(factors) / POINTS
 
     def halfway(self, parts: Sequence[float]) -> int:
-        """Which of these parts of the steps is nearest to half of the rate × steps."""
-        whole = self._mean_until(1.0)
-        shares = [part * self._mean_until(part) / whole for part in parts]
-        return min(range(len(parts)), key=lambda k: abs(shares[k] - 0.5))
+        """The place of the part at whose end half of the rate × steps is made, or nearly."""
+        shares = [part * self._mean_until(part) / self._mean_rate for part in parts]
+        return min(range(len(parts)), key=lambda place: abs(shares[place] - 0.5))
 
 
 def _checked_groups(groups: Any) -> list[dict[str, Any]]:
-    """Names or patterns, and settings, of each group.
+    """The groups, each with a list of names or patterns as ``params``, and its settings.
 
     Raises:
         InputError: something else.
@@ -405,10 +417,12 @@ def _checked_groups(groups: Any) -> list[dict[str, Any]]:
 
 
 def _are_texts(values: Any) -> bool:
+    """Whether this is a list or tuple of texts."""
     return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name equals one of the patterns, or fits it."""
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
