@@ -257,13 +257,7 @@ def plot_examples(
         ['a', 'b']
     """
     chosen = [int(index) for index in indices]
-    if not chosen:
-        raise InputError("plot_examples got no indices: pass at least one example")
-    if titles is None:
-        titles = [f"#{index}" for index in chosen]
-    if len(titles) != len(chosen):
-        raise InputError(f"{len(titles)} titles for {len(chosen)} examples: pass one for each")
-    titles = [str(text) for text in titles]
+    titles = _titles_of(chosen, titles)
     pictures = [image_of(images, index) for index in chosen]
     across = min(columns or IMAGES_IN_A_ROW, len(chosen))
     down = math.ceil(len(chosen) / across)
@@ -280,6 +274,21 @@ def plot_examples(
     if title is not None:
         ax.set_title(title)
     return ax
+
+
+def _titles_of(chosen: Sequence[int], titles: Sequence[str] | None) -> list[str]:
+    """A title for each example: the user's, or "#index".
+
+    Raises:
+        InputError: no examples, or titles of another number.
+    """
+    if not chosen:
+        raise InputError("plot_examples got no indices: pass at least one example")
+    if titles is None:
+        return [f"#{index}" for index in chosen]
+    if len(titles) != len(chosen):
+        raise InputError(f"{len(titles)} titles for {len(chosen)} examples: pass one for each")
+    return [str(text) for text in titles]
 
 
 def _height_of_titles(titles: Sequence[str]) -> float:

@@ -59,8 +59,7 @@ def plot_what_if(
     key = "group" if "group" in table else "class"
     values = _before_and_after(table, key, measure)
     retrained = _truths(truth or {}, table[key].tolist())
-    change = np.abs(values[:, 1] - values[:, 0])
-    drawn = np.sort(np.argsort(-change, kind="stable")[:MAX_GROUPS])
+    drawn = _largest_changes(values)
     groups = [canvas.shortened(canvas.name_of(table[key].iloc[k], names)) for k in drawn]
     width = min(12.0, max(5.0, 2.0 + 0.55 * len(groups)))
     ax = canvas.axes_or_new(ax, (width, 4.4))
@@ -77,6 +76,16 @@ def plot_what_if(
     ax.set_title(title)
     ax.legend(loc="upper center", ncols=2, fontsize=9)
     return ax
+
+
+def _largest_changes(values: np.ndarray) -> np.ndarray:
+    """The rows of the :data:`MAX_GROUPS` largest changes, in the order of the table.
+
+    Args:
+        values: before and after, ``[G, 2]``.
+    """
+    change = np.abs(values[:, 1] - values[:, 0])
+    return np.sort(np.argsort(-change, kind="stable")[:MAX_GROUPS])
 
 
 def _name_axes(ax: Axes, measure: str, is_by_group: bool) -> None:

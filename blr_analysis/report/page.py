@@ -56,22 +56,12 @@ def write_page(
     group_names = names if findings.by == "target" else None
     data = _data_of(findings, rows, neighbours, sheet, names)
     text = _template().render(
-        _common_parts(data),
-        title=f"Audit of {findings.task.n_data:,} training examples",
-        question=question(findings),
-        said=sections(findings, group_names),
+        _common_parts(data) | _parts_of(findings, group_names, truth),
         sheet=sheet,
-        n=len(findings.table),
         n_shown=len(rows.index),
-        regions=findings.memory.counts(),
         suspects=data["suspects"],
-        drawn=_drawings(monitor),
-        bars=_bars(findings, truth),
-        truth=truth,
-        has_test=findings.test is not None,
-        measure=measured(findings),
-        explained=explained,
         tests=data["tests"],
+        drawn=_drawings(monitor),
         influence_note="" if neighbours is None else neighbours.top.note,
     )
     with drafted(path) as draft:
@@ -93,6 +83,24 @@ def _common_parts(data: Any) -> dict[str, Any]:
         "data": Markup(_harmless(data)),
         "version": package_version(),
         "bokeh": metadata.version("bokeh"),
+    }
+
+
+def _parts_of(
+    findings: Findings, group_names: dict[int, str] | None, truth: Mapping[Any, float] | None
+) -> dict[str, Any]:
+    """The parts of a page that the findings alone determine."""
+    return {
+        "title": f"Audit of {findings.task.n_data:,} training examples",
+        "question": question(findings),
+        "said": sections(findings, group_names),
+        "n": len(findings.table),
+        "regions": findings.memory.counts(),
+        "bars": _bars(findings, truth),
+        "truth": truth,
+        "has_test": findings.test is not None,
+        "measure": measured(findings),
+        "explained": explained,
     }
 
 
