@@ -48,6 +48,7 @@ from .sensitivity import (
     Index as Index,
     Monitor as Monitor,
     acquire as acquire,
+    adapt as adapt,
     calibrate as calibrate,
     influence as influence,
     leave_one_out as leave_one_out,

@@ -166,8 +166,8 @@ def fit_laplace(
     if prior is not None:
         if prior_precision is not None or initial is not None:
             raise InputError("prior= has its own precision and mean: leave the others out")
-        structure = _structure_beside(prior, structure)
         prior_precision = posterior_as_prior(prior.on(task, same_data=False))
+        structure = _structure_beside(prior, structure)
     last = fit_at(task)
     if last.at_minimum or last.structure == "gram":
         return last
@@ -182,11 +182,6 @@ def fit_laplace(
 def _structure_beside(prior: Posterior, structure: str) -> str:
     """The prior's own where nothing else was asked for; all others but "full" are refused."""
     one_of("structure", structure, STRUCTURES)
-    if prior.structure not in AS_PRIORS:
-        raise InputError(
-            f"a posterior of structure {prior.structure!r} is no prior: fit it as 'diag', 'kron' "
-            "or 'full'"
-        )
     if structure in ("kron", prior.structure):
         return prior.structure
     if structure == "full":
@@ -198,7 +193,16 @@ def _structure_beside(prior: Posterior, structure: str) -> str:
 
 
 def posterior_as_prior(posterior: Posterior) -> FormPrior:
-    """N(m₀, S₀⁻¹) as a prior."""
+    """N(m₀, S₀⁻¹) as a prior.
+
+    Raises:
+        InputError: its structure has no room for the curvature of further data.
+    """
+    if posterior.structure not in AS_PRIORS:
+        raise InputError(
+            f"a posterior of structure {posterior.structure!r} is no prior: fit it as 'diag', "
+            "'kron' or 'full'"
+        )
     return FormPrior(posterior.prior.entries, dict(posterior.mean), posterior.form)
 
 

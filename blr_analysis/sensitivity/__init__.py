@@ -1,6 +1,7 @@
 """The memory-perturbation equation: what a model would be without some of its data."""
 
 from blr_analysis.sensitivity.acquire import acquire
+from blr_analysis.sensitivity.adapt import adapt
 from blr_analysis.sensitivity.calibrate import calibrate
 from blr_analysis.sensitivity.index.index import Index
 from blr_analysis.sensitivity.influence.influence import influence
@@ -37,6 +38,7 @@ __all__ = [
     "Validation",
     "WhatIf",
     "acquire",
+    "adapt",
     "calibrate",
     "influence",
     "leave_one_out",
