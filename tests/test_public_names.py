@@ -13,7 +13,7 @@ import blr_analysis as blr
 NAMES = {
     "Task", "Recipe", "Checkpoints", "Posterior", "fit_laplace", "calibrate", "rerun",
     "sensitivity", "leave_one_out", "influence", "what_if", "what_if_each", "suspicious", "Index",
-    "select_prior_precision", "memory_map", "Monitor", "report", "acquire", "validate",
+    "select_prior_precision", "memory_map", "Monitor", "report", "acquire", "adapt", "validate",
     "merge", "gradient_mismatch", "merge_curve", "IVON", "VOGN", "table1",
     "Likelihood", "Categorical", "Bernoulli", "Gaussian", "Poisson", "CausalLM", "TokenCategorical",
     "likelihoods", "errors", "BLRError",
