@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.adapters import TENSORS, is_adapter
@@ -20,12 +21,13 @@ from blr_analysis.checks import one_of, path_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.files import Folder, Unfinished, fingerprint, held, storage
 from blr_analysis.huggingface.data import class_indices, label_column, places_of, read_rows
-from blr_analysis.huggingface.file_layout import file_layout
+from blr_analysis.huggingface.file_layout import FileLayout, file_layout
 from blr_analysis.huggingface.models import Pretrained, load_model, load_tuned
 from blr_analysis.huggingface.questions import Tokens, read_length, read_tokens
 from blr_analysis.posterior import (
     FACTORED,
     Forecast,
+    Posterior,
     check_dtype,
     fit_kept,
     take_off,
@@ -35,29 +37,36 @@ from blr_analysis.posterior import (
 from blr_analysis.task import Task
 
 CURVATURES = {"mc": "mc_fisher", "emp": "empirical_fisher", "ggn": "ggn"}
-FOLDER = "precision"
-TINY = 1e-30  # δ of what is fitted, whose data part alone is asked for
+FOLDER = "precision"  # of a model's folder, where its precision is written
+TINY = 1e-30  # prior precision of the fit; it is taken off, so that the data's part remains
 DEFINITION = (
     "g_i the gradient of example i's loss, -log p(y_i|x_i), of a text the sum over its tokens; "
     "summed over n_data examples (published merging scripts average: divide by n_data to compare)"
 )
+# The ends of the files with unfinished sums, by what is summed: the inputs of layers, their
+# Kronecker factors, squared gradients. A fit sums inputs or values, so that both share a file.
+UNFINISHED = {
+    "inputs": "unfinished",
+    "factors": "factors.unfinished",
+    "values": "unfinished",
+}
 
 
 @dataclass(frozen=True)
 class FisherResult:
-    """What was computed, and where it lies.
+    """A precision that :func:`fisher` has written.
 
     Attributes:
         folder: the precision folder (or file).
         kind: as in the record: "fisher_mc", "fisher_emp", "ggn" or "gram".
-        tensors: how many tensors have a precision.
-        parameters: how many numbers these are.
+        tensors: the number of tensors with a precision.
+        parameters: the number of entries of these tensors.
         n_data: N, the examples that the sum stands for.
-        examples: how many of them were used.
-        truncated: how many of those were longer than was read.
+        examples: the number of examples that the sum was computed from.
+        truncated: the number of these examples that were cut to ``max_length``.
         max_length: tokens that were read of a text at most.
-        zeros: the share of numbers that are exactly 0 (embeddings of words that do not occur).
-        seconds: of the whole run.
+        zeros: the share of entries that are exactly 0 (embeddings of words that do not occur).
+        seconds: how long the whole run took.
     """
 
     folder: Path
@@ -96,18 +105,18 @@ def fisher(
 
         S = Σ_i (1/K) Σ_k g_i(ŷ_ik)²,  ŷ_ik ~ p(y | x_i)        (kind="mc", the Fisher)
 
-    A SUM over all N examples, the data's part alone (prior precision 0), with ``n_data`` = N in
-    its record. Published merging scripts AVERAGE over the examples; divide by N to compare. Of
-    language models the loss of an example is the sum over its tokens.
+    This is a SUM over all N examples. It holds the data's part alone (prior precision 0), and its
+    record holds ``n_data`` = N. Published merging scripts AVERAGE over the examples; divide by N to
+    compare. The loss of a language model's example is the sum over its tokens.
 
     Args:
         model: a folder with a sequence classifier or a causal language model, in safetensors; or
-            with an adapter of one: the precision is then of the weights that the adapter changes,
-            with it added, by the base's names, as a merge takes it.
+            with an adapter of one. The precision of an adapter is that of the weights which it
+            changes, with the adapter added, by the base's names: a merge takes it so.
         data: .jsonl, .csv, .tsv, .parquet or .txt; see
-            :func:`~blr_analysis.huggingface.data.read_rows`. Of a language model also prompts with
-            answers, or messages, whose answers alone count, as ``index`` and ``audit`` read them.
-        base: where an adapter's base is, unless its configuration names a folder here.
+            :func:`~blr_analysis.huggingface.data.read_rows`. A language model also reads prompts
+            with answers, or messages. Their answers alone count, as in ``index`` and ``audit``.
+        base: the folder of an adapter's base, unless the adapter's configuration names it.
         kind: "mc", the Fisher with labels drawn from the model (the file needs none); "emp", the
             empirical Fisher; "ggn", exact over the classes (not for language models).
         structure: "diag"; "kron", layers' Kronecker factors; or "gram", the second moments of
@@ -117,13 +126,17 @@ def fisher(
         task: "classification" or "causal_lm"; None: what the model's config says.
         examples: use M random examples of the N, and scale the sum by N/M.
         max_length: tokens read of a text; default: what the model reads, at most 512.
-        seed: of what is drawn: examples, labels.
+        seed: draws the examples and the labels.
         out: where to write; default ``model/precision``.
         force: replace a precision that is already there.
-        device, memory_budget: where to work, and in how many bytes. On top come
-            the model, the sum, and once, when the gradients of three examples are checked against
-            autograd's, some 13 bytes per parameter.
+        device: where to compute.
+        memory_budget: bytes to work in. The model and the sum come on top; so do, for a moment,
+            some 13 bytes per parameter: the gradients of three examples are checked against
+            autograd's.
         dtype: torch.bfloat16 to store half the bytes; default float32.
+
+    Returns:
+        Where the precision was written, and what it was computed from.
 
     Raises:
         InputError: arguments that do not fit each other, or transformers is missing.
@@ -133,8 +146,8 @@ def fisher(
         StorageError: files that are missing or damaged; ``out`` is there and ``force`` was not
             given. Nothing is written unless all of it is.
 
-    Every minute the sums are kept in ``OUT.unfinished``: the same call, made again after it was
-    ended, goes on there and comes to the same bits. (Not on several ranks.)
+    Every minute the sums are saved in ``OUT.unfinished``. A run that was interrupted goes on there
+    when the same call is made again, and comes to the same bits. (Several ranks start again.)
 
     Source: Daheim et al. (2024), *Model Merging by Uncertainty-Based Gradient Matching*, eq. 12.
 
@@ -145,75 +158,133 @@ def fisher(
         blr_analysis.errors.StorageError: there is no folder 'no-model' with ...
     """
     started = time.monotonic()
-    asked = Asked(kind, structure, samples, text, label, examples, max_length, seed, dtype)
-    place = Path(path_of(model)).expanduser()
-    target = place / FOLDER if out is None else Path(path_of(out)).expanduser()
-    adapter, leads = is_adapter(place), ranks.first()
-    loaded = load_tuned(place, base=base, task=task, device=device)
-    layout = file_layout(loaded.model, loaded.specs, loaded.folder)
-    names = layout.one_name_each("structure='diag' can be written") if structure != "diag" else {}
-    with held(storage.check_target(target, force=force)) if leads else nullcontext():
-        encoded, n, columns = asked.read(loaded, data)
-        how = (loaded.task, kind, structure, samples, seed, memory_budget, str(device))
-        weights = [loaded.folder, *([place / TENSORS] if adapter else [])]
-        kept = _unfinished(target, weights, encoded, how)
-        q = fit_kept(
-            encoded.task(loaded, memory_budget=memory_budget),
-            structure=structure,
-            prior_precision=None if structure == "gram" else TINY,
-            curvature="ggn" if structure == "gram" else CURVATURES[kind],
-            samples=samples,
-            seed=seed,
-            kept=kept if ranks.count() == 1 else None,
-        )
-        about: dict[str, Any] = {
-            "definition": f"{q.record['definition']}; {DEFINITION}",
-            "n_data": n,
-            "model": weights[-1],
-            "samples": samples if kind == "mc" else None,
-            "examples": len(encoded),
-            "seed": seed,
-            "max_length": encoded.max_length,
-            "truncated": encoded.cut,
-            "data": Path(path_of(data)).name,
-            "columns": list(columns),
-            "likelihood": loaded.likelihood,
-            "source": "fisher",
-            "frozen": layout.frozen,
-            "tied": layout.tied,
-            "noise": q.record.get("noise"),
-            "adapter": adapter,
-        }
-        parts, scale = q.form.per_weight, n / len(encoded)
-        if parts is not None:
-            cut = {k: take_off(s.clone(), TINY, s.dtype) for k, s in parts.items()}
-            parts = layout.tensors({k: s.mul_(scale).cpu() for k, s in cut.items()})
-        if leads and parts is not None:
-            write_precision(target, parts, dtype=dtype, kind=q.record["kind"], **about)
-        elif leads:
-            write_factors(target, q, names=names, scale=scale, **about)
-        for sums in kept.values():
-            sums.remove()
-    tensors = (parts or q.form.tensors()).values()
-    size = sum(t.numel() for t in tensors)
-    zeros = sum(int((t == 0).sum()) for t in tensors) / size
+    settings = FisherSettings(
+        kind=kind,
+        structure=structure,
+        samples=samples,
+        text=text,
+        label=label,
+        examples=examples,
+        max_length=max_length,
+        seed=seed,
+        dtype=dtype,
+    )
+    folder = Path(path_of(model)).expanduser()
+    target = folder / FOLDER if out is None else Path(path_of(out)).expanduser()
+    tuned = _TunedModel.open(folder, base=base, task=task, device=device)
+    names = {}
+    if structure != "diag":
+        names = tuned.layout.one_name_each("structure='diag' can be written")
+    with _reserved(target, force=force):
+        rows = settings.read(tuned.loaded, data)
+        sums = _unfinished_sums(target, tuned, rows.tokens, settings, memory_budget, device)
+        q = settings.fit(rows.tokens.task(tuned.loaded, memory_budget=memory_budget), sums)
+        scale = rows.n_data / len(rows.tokens)
+        values = _data_part(q, tuned.layout, scale)
+        record = _record(settings, tuned, rows, q, Path(path_of(data)).name)
+        if ranks.first() and values is not None:
+            write_precision(target, values, dtype=dtype, kind=q.record["kind"], **record)
+        elif ranks.first():
+            write_factors(target, q, names=names, scale=scale, **record)
+        for unfinished in sums.values():
+            unfinished.remove()
+    tensors = list((values or q.form.tensors()).values())
+    return _result(target, q, tensors, rows, seconds=time.monotonic() - started)
+
+
+def _result(
+    target: Path, q: Posterior, tensors: Sequence[Tensor], rows: FisherRows, *, seconds: float
+) -> FisherResult:
+    """The facts of a precision that was written."""
+    size = sum(tensor.numel() for tensor in tensors)
+    n_zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return FisherResult(
         folder=target,
         kind=str(q.record["kind"]),
         tensors=len(tensors),
         parameters=size,
-        n_data=n,
-        examples=len(encoded),
-        truncated=encoded.cut,
-        max_length=encoded.max_length,
-        zeros=zeros,
-        seconds=time.monotonic() - started,
+        n_data=rows.n_data,
+        examples=len(rows.tokens),
+        truncated=rows.tokens.cut,
+        max_length=rows.tokens.max_length,
+        zeros=n_zeros / size,
+        seconds=seconds,
     )
 
 
+@contextmanager
+def _reserved(target: Path, *, force: bool) -> Iterator[None]:
+    """No other run writes the target meanwhile. The first rank alone writes, so it alone checks.
+
+    Raises:
+        StorageError: the target is there and ``force`` is False, or another run writes it.
+    """
+    if not ranks.first():
+        yield
+        return
+    with held(storage.check_target(target, force=force)):
+        yield
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What :func:`fisher` is asked for, of settings that go together."""
+class _TunedModel:
+    """A fine-tuned model, or an adapter with its base.
+
+    Attributes:
+        folder: the folder that the user named.
+        loaded: the model, with an adapter added to its base.
+        layout: where the model's parameters stand in the files of its folder.
+    """
+
+    folder: Path
+    loaded: Pretrained
+    layout: FileLayout
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        base: str | os.PathLike[str] | None,
+        task: str | None,
+        device: str | torch.device,
+    ) -> _TunedModel:
+        """The model of a folder, on a device."""
+        loaded = load_tuned(folder, base=base, task=task, device=device)
+        layout = file_layout(loaded.model, loaded.specs, loaded.folder)
+        return cls(folder, loaded, layout)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the folder holds an adapter."""
+        return is_adapter(self.folder)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The folder of the model's weights and, behind it, the file of an adapter."""
+        files = [self.loaded.folder]
+        if self.is_adapter:
+            files.append(self.folder / TENSORS)
+        return files
+
+
+class FisherRows(NamedTuple):
+    """The examples of a Fisher.
+
+    Attributes:
+        tokens: the examples that are used, shortest first, so that padding is small.
+        n_data: the number of rows of the file.
+        columns: the columns that were read.
+    """
+
+    tokens: Tokens
+    n_data: int
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FisherSettings:
+    """The settings of :func:`fisher` that say what is read and computed."""
 
     kind: str = "mc"
     structure: str = "diag"
@@ -234,55 +305,146 @@ class Asked:
         if positive_int("samples", self.samples) > 1 and self.kind != "mc":
             raise InputError("samples belongs to kind='mc', whose labels are drawn")
 
-    def read(self, loaded: Pretrained, data: Any) -> tuple[Tokens, int, tuple[str, ...]]:
-        """The examples that are used, sorted so that neighbours are padded little; how many there
-        are; and the columns that are read."""
-        causal, most = loaded.task == "causal_lm", read_length(loaded, self.max_length)
-        if causal and self.label is not None:
+    def read(self, loaded: Pretrained, data: Any) -> FisherRows:
+        """The rows of a data file that the Fisher is computed from.
+
+        Raises:
+            InputError: settings that do not suit the model, or more examples than the file has.
+            DataError: the file, its columns or its labels.
+        """
+        is_causal = loaded.task == "causal_lm"
+        length = read_length(loaded, self.max_length)
+        if is_causal and self.label is not None:
             raise InputError("a language model has no label column: its labels are the tokens")
-        if causal and self.kind == "ggn":
+        if is_causal and self.kind == "ggn":
             raise InputError("kind='ggn' takes every token's vocabulary: use kind='mc'")
-        table, where = read_rows(data)
-        n = len(table)
+        table, place = read_rows(data)
+        n_data = len(table)
         if self.examples is not None:
-            if positive_int("examples", self.examples) > n:
-                raise InputError(f"examples={self.examples}, but {str(data)!r} holds {n}")
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))
-            table = table.iloc[order[: self.examples].sort()[0].tolist()]
-        labels, named = None, ()
-        if not causal and (self.kind == "emp" or self.label is not None):
-            config: Any = loaded.model.config
-            named = (label_column(table, where, self.label),)
-            known = {str(k): int(v) for k, v in (config.label2id or {}).items()}
-            given, places = table[named[0]].tolist(), places_of(table, where)
-            labels = class_indices(given, places, known, config.num_labels)
-        columns, tokens, _ = read_tokens(loaded, table, where, self.text, most, labels)
+            if positive_int("examples", self.examples) > n_data:
+                raise InputError(f"examples={self.examples}, but {str(data)!r} holds {n_data}")
+            order = torch.randperm(n_data, generator=torch.Generator().manual_seed(self.seed))
+            table = table.iloc[order[: self.examples].sort().values.tolist()]
+        labels = None
+        label_columns: tuple[str, ...] = ()
+        needs_labels = self.kind == "emp" or self.label is not None
+        if needs_labels and not is_causal:
+            name = label_column(table, place, self.label)
+            labels = _classes_of(loaded, table, name, place)
+            label_columns = (name,)
+        columns, tokens, _ = read_tokens(loaded, table, place, self.text, length, labels)
         tokens.rows.sort(key=lambda row: len(row["input_ids"]))
-        return tokens, n, columns + named
+        return FisherRows(tokens, n_data, columns + label_columns)
+
+    def fit(self, task: Task, sums: dict[str, Unfinished]) -> Posterior:
+        """The posterior whose data part is the Fisher.
+
+        Args:
+            sums: where unfinished sums are saved. Several ranks save none.
+        """
+        is_gram = self.structure == "gram"
+        return fit_kept(
+            task,
+            structure=self.structure,
+            prior_precision=None if is_gram else TINY,
+            curvature="ggn" if is_gram else CURVATURES[self.kind],
+            samples=self.samples,
+            seed=self.seed,
+            kept=sums if ranks.count() == 1 else None,
+        )
 
 
-def _unfinished(
-    target: Path, weights: Sequence[Path], encoded: Tokens, how: tuple[Any, ...]
+def _classes_of(loaded: Pretrained, table: Any, column: str, place: str) -> list[int]:
+    """The class of every row, by the names that the model's configuration gives to classes."""
+    config: Any = loaded.model.config
+    class_names = {str(name): int(index) for name, index in (config.label2id or {}).items()}
+    labels = table[column].tolist()
+    return class_indices(labels, places_of(table, place), class_names, config.num_labels)
+
+
+def _data_part(q: Posterior, layout: FileLayout, scale: float) -> dict[str, Tensor] | None:
+    """The precision of every weight without the prior's, times ``scale``, by the files' names.
+
+    None where the posterior has factors of layers instead of a number for each weight.
+    """
+    precisions = q.form.per_weight
+    if precisions is None:
+        return None
+    scaled = {}
+    for name, precision in precisions.items():
+        without_prior = take_off(precision.clone(), TINY, precision.dtype)
+        scaled[name] = without_prior.mul_(scale).cpu()
+    return layout.tensors(scaled)
+
+
+def _record(
+    settings: FisherSettings, tuned: _TunedModel, rows: FisherRows, q: Posterior, file_name: str
+) -> dict[str, Any]:
+    """What the record of a precision says: how it was computed, and of what."""
+    return {
+        "definition": f"{q.record['definition']}; {DEFINITION}",
+        "n_data": rows.n_data,
+        "model": tuned.weight_files[-1],
+        "samples": settings.samples if settings.kind == "mc" else None,
+        "examples": len(rows.tokens),
+        "seed": settings.seed,
+        "max_length": rows.tokens.max_length,
+        "truncated": rows.tokens.cut,
+        "data": file_name,
+        "columns": list(rows.columns),
+        "likelihood": tuned.loaded.likelihood,
+        "source": "fisher",
+        "frozen": tuned.layout.frozen,
+        "tied": tuned.layout.tied,
+        "noise": q.record.get("noise"),
+        "adapter": tuned.is_adapter,
+    }
+
+
+def _unfinished_sums(
+    target: Path,
+    tuned: _TunedModel,
+    tokens: Tokens,
+    settings: FisherSettings,
+    memory_budget: int | None,
+    device: str | torch.device,
 ) -> dict[str, Unfinished]:
-    """Where the sums of a run that was ended lie, if model, data and settings are the same, by
-    what is summed: layers' inputs, their factors, squared gradients."""
-    model = [fingerprint(Folder.open(place)) for place in weights]
-    said = (model, how, torch.__version__, encoded.rows)
-    digest = hashlib.sha256(repr(said).encode()).hexdigest()
-    ends = {"inputs": "unfinished", "factors": "factors.unfinished", "values": "unfinished"}
-    return {k: Unfinished(target.with_name(f"{target.name}.{e}"), digest) for k, e in ends.items()}
+    """Where the sums of a run are saved meanwhile, by what is summed (:data:`UNFINISHED`).
+
+    A later run goes on from these files where model, data and settings are the same.
+    """
+    computed_by = (
+        tuned.loaded.task,
+        settings.kind,
+        settings.structure,
+        settings.samples,
+        settings.seed,
+        memory_budget,
+        str(device),
+    )
+    weights = [fingerprint(Folder.open(place)) for place in tuned.weight_files]
+    run = (weights, computed_by, torch.__version__, tokens.rows)
+    digest = hashlib.sha256(repr(run).encode()).hexdigest()
+    return {
+        summed: Unfinished(target.with_name(f"{target.name}.{end}"), digest)
+        for summed, end in UNFINISHED.items()
+    }
 
 
 def text_tasks(
     model: str | os.PathLike[str], files: Sequence[Path], *, labelled: bool
 ) -> list[Task]:
-    """Files of texts, of classifiers ``labelled`` or not, as tasks of one model in a folder.
+    """A task of one model for each file of texts.
+
+    Args:
+        labelled: whether a classifier's files have labels, which the tasks then hold.
 
     Raises:
         DataError, ModelError, StorageError: as :func:`fisher`.
     """
-    loaded, asked = load_model(model, dtype="float32"), Asked("emp" if labelled else "mc")
-    return [asked.read(loaded, data)[0].task(loaded) for data in files]
+    loaded = load_model(model, dtype="float32")
+    settings = FisherSettings(kind="emp" if labelled else "mc")
+    return [settings.read(loaded, file).tokens.task(loaded) for file in files]
 
 
 def fisher_cost(
@@ -292,23 +454,34 @@ def fisher_cost(
     base: str | os.PathLike[str] | None = None,
     task: str | None = None,
     device: str | torch.device = "cpu",
-    **how: Any,
+    **settings: Any,
 ) -> Forecast:
-    """What :func:`fisher` would cost; nothing is written. An example takes a forward pass, and for
-    every label that is drawn ("ggn": for every label but one) a backward pass, twice as long.
+    """What :func:`fisher` would cost; nothing is written.
+
+    An example takes a forward pass, and a backward pass, twice as long, for every label that is
+    drawn. Kind "ggn" takes a backward pass for every class but one, structure "gram" takes none.
 
     Args:
-        how: the settings of :func:`fisher` that say what is read and computed.
+        settings: those of :class:`FisherSettings`.
     """
-    asked = Asked(**how)
+    chosen = FisherSettings(**settings)
     loaded = load_tuned(model, base=base, task=task, device=device)
-    ours = asked.read(loaded, data)[0].task(loaded)
-    size = sum(p.numel() for p in ours.parameters().values())
-    exact = n_outputs(ours, ours.parameters()) - (loaded.likelihood == "categorical")
-    backward = exact if asked.kind == "ggn" else asked.samples
-    if asked.structure == "gram":
-        backward = 0
-    run = round(ours.n_data * (1 + 2 * backward) / 3)
-    run *= 2 if asked.structure == "kron" else 1
-    disk = size * (asked.dtype or torch.float32).itemsize
-    return Forecast.of(ours, run, disk=disk, structure=asked.structure)
+    text_task = chosen.read(loaded, data).tokens.task(loaded)
+    n_parameters = sum(p.numel() for p in text_task.parameters().values())
+    n_backward = _backward_passes(chosen, loaded, text_task)
+    # In units of a forward and a backward pass, of which the forward pass is a third.
+    examples_run = round(text_task.n_data * (1 + 2 * n_backward) / 3)
+    if chosen.structure == "kron":
+        examples_run *= 2  # one sweep for the factors, one for their eigenvalues
+    disk = n_parameters * (chosen.dtype or torch.float32).itemsize
+    return Forecast.of(text_task, examples_run, disk=disk, structure=chosen.structure)
+
+
+def _backward_passes(settings: FisherSettings, loaded: Pretrained, task: Task) -> int:
+    """Backward passes that each example takes."""
+    if settings.structure == "gram":
+        return 0
+    if settings.kind != "ggn":
+        return settings.samples
+    outputs = n_outputs(task, task.parameters())
+    return outputs - 1 if loaded.likelihood == "categorical" else outputs
