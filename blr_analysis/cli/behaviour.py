@@ -1,4 +1,4 @@
-"""Which training texts a behaviour rests on, the data without them, and ranks shared with BM25."""
+"""The training texts that a behaviour rests on, the data without them, and ranks by BM25."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ SHORTENED = 0.75  # b of BM25: how far long texts count less
 
 
 def behaviour_scores(opened: Index, bad: Task, good: Task | None, *, normalize: bool) -> Tensor:
-    """The mean influence of each training text on the bad outputs, less that on the good ones,
-    ``[N]``: how far a bad output's loss would rise without the text."""
+    """How far the loss of a bad output would rise without each training text, ``[N]``.
+
+    This is the text's mean influence on the bad outputs, less its mean influence on the good ones.
+    """
     scores = opened.influence(bad, normalize=normalize).double().mean(1)
     if good is not None:
         scores = scores - opened.influence(good, normalize=normalize).double().mean(1)
@@ -43,7 +45,10 @@ def table_of_behaviour(opened: Index, scores: Tensor, top: int, quantity: str) -
 
 
 def write_without(data: str, examples: Sequence[int], place: Path, *, online: bool) -> int:
-    """Write the training rows without these examples, as .jsonl; how many are left.
+    """Write the training rows without these examples, as .jsonl.
+
+    Returns:
+        The number of rows that were written.
 
     Raises:
         InputError: no row would be left.
@@ -63,19 +68,20 @@ def write_without(data: str, examples: Sequence[int], place: Path, *, online: bo
 
 
 def hybrid_table(
-    opened: Index, trained: Task, asked: Task, *, top: int, normalize: bool
+    opened: Index, trained: Task, questions: Task, *, top: int, normalize: bool
 ) -> pd.DataFrame:
-    """The sources of every question by the sum of two ranks: of influence, and of BM25 on the
-    words of question and text (Robertson & Zaragoza, 2009).
+    """The ``top`` sources of every question, by the sum of two ranks.
 
+    One rank is by influence, the other by BM25 on the words of question and text (Robertson &
+    Zaragoza, 2009).
     """
     import pandas as pd
 
-    by_words = words_scores(trained, asked)
-    by_influence = opened.influence(asked, normalize=normalize).double()
+    by_words = words_scores(trained, questions)
+    by_influence = opened.influence(questions, normalize=normalize).double()
     ranks = _ranks(by_influence) + _ranks(by_words)
     rows = []
-    for question in range(asked.n_data):
+    for question in range(questions.n_data):
         order = ranks[:, question].argsort(stable=True)[:top]
         for position, example in enumerate(order.tolist(), 1):
             row = {
@@ -90,12 +96,13 @@ def hybrid_table(
     return pd.DataFrame(rows)
 
 
-def words_scores(trained: Task, asked: Task) -> Tensor:
+def words_scores(trained: Task, questions: Task) -> Tensor:
     """BM25 of every training text for every question, ``[N, M]``:
 
         Σ_w log(1 + (N − n_w + ½) / (n_w + ½)) · c_w / (c_w + k (1 − b + b ℓ / ℓ̄))
 
-    over the words w of the question, which a text of ℓ words has c_w times and n_w texts have.
+    summed over the words w of the question. A text of ℓ words has the word c_w times, n_w of the N
+    texts have it, and ℓ̄ is the mean of ℓ.
     """
     import torch
 
@@ -103,7 +110,7 @@ def words_scores(trained: Task, asked: Task) -> Tensor:
     lengths = torch.tensor([float(text.total()) for text in texts], dtype=torch.float64)
     damping = SATURATION * (1 - SHORTENED + SHORTENED * lengths / lengths.mean())
     columns = []
-    for question in _words(asked):
+    for question in _words(questions):
         scores = torch.zeros(len(texts), dtype=torch.float64)
         for word in question:
             counts = torch.tensor([float(text[word]) for text in texts], dtype=torch.float64)
@@ -115,14 +122,14 @@ def words_scores(trained: Task, asked: Task) -> Tensor:
 
 
 def _words(task: Task) -> list[list[str]]:
-    """The words of every text, in small letters."""
+    """The words of every text, in lower case."""
     data = task.dataset
     texts = [data.tokenizer.decode(data[i]["input_ids"]) for i in range(len(data))]
     return [text.lower().split() for text in texts]
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """The place of each row in every column, the largest first; ties share their mean place."""
+    """The rank of each row in every column; the largest has rank 1, ties share their mean rank."""
     import pandas as pd
     import torch
 

@@ -1,5 +1,8 @@
-"""The program and its commands ``demo``, ``audit``, ``what-if`` and ``algorithms``; the others have
-a module each. What only some commands need is imported inside of them."""
+"""The program, and its commands ``demo``, ``audit``, ``what-if`` and ``algorithms``.
+
+Every other command has a module of its own. Modules that only some commands need are imported
+inside these commands, so that the others start faster.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,7 @@ def audit_forecast(
     from blr_analysis.sensitivity.solvers import training_epochs
     from blr_analysis.sensitivity.what_if import what_if
 
-    sweeps = 4  # scores, leaving one out, suspects, stationarity
+    sweeps = 4  # for the scores, for leaving one out, for the suspects, for the stationarity
     examples_run = source.examples(task) + sweeps * task.n_data
     if test is not None:
         examples_run += test.n_data
@@ -212,7 +215,8 @@ def audit_forecast(
         seeds = signature(what_if).parameters["seeds"].default
         epochs = training_epochs(task.recipe, n_groups, passes)
         examples_trained = task.n_data * seeds * epochs
-    disk = 2 * sum(p.nbytes for p in task.parameters().values())
+    bytes_of_weights = sum(p.nbytes for p in task.parameters().values())
+    disk = 2 * bytes_of_weights  # the posterior's mean, and about as much for its precision
     return Forecast.of(task, examples_run, trained=examples_trained, disk=disk)
 
 
@@ -275,12 +279,15 @@ def what_if_command(
     from blr_analysis.tables import write_table
 
     has_query = remove is not None or bool(relabel)
-    if (decisions is None) != has_query:
+    has_decisions = decisions is not None
+    if has_query == has_decisions:
         raise InputError("give --decisions CSV, or --remove QUERY and --relabel QUERY:LABEL")
-    labels = None
+    removal: Any = remove
+    labels: Any = None
     if decisions is not None:
-        chosen = read_decisions(decisions)
-        remove, labels = chosen["remove"], chosen["relabel"]
+        choices = read_decisions(decisions)
+        removal = choices["remove"]
+        labels = choices["relabel"]
     say = Teller()
     with shared.folder(out) as folder:
         task, test = source.tasks(shared, say)
@@ -296,7 +303,7 @@ def what_if_command(
         result = what_if(
             task,
             posterior,
-            remove=remove,
+            remove=removal,
             relabel=labels,
             evaluate=test,
             solver=solver,
@@ -316,7 +323,7 @@ def what_if_command(
 
 
 def write_what_if(result: WhatIf, folder: Path) -> None:
-    """Write the picture, the weights and, where there are classes, the table by class."""
+    """Write a picture, the weights after the change and, where there are classes, a table."""
     from blr_analysis.audit import write_picture
     from blr_analysis.files import drafted
     from blr_analysis.files.shards import save_file

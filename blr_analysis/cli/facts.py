@@ -1,4 +1,4 @@
-"""What was found as plain facts, for ``--json``: names as in Python, numbers unrounded."""
+"""Results as plain values for ``--json``: names as in Python, numbers unrounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
 
 
 def facts_of_audit(findings: Findings) -> dict[str, Any]:
-    """Suspects, groups, left-out and test losses, and how far to trust them."""
+    """An audit's suspects, groups, left-out and test losses, and how far to trust them."""
     from blr_analysis.audit import sections
 
     trust = sections(findings)["trust"]
@@ -28,7 +28,7 @@ def facts_of_audit(findings: Findings) -> dict[str, Any]:
 
 
 def facts_of_what_if(result: WhatIf) -> dict[str, Any]:
-    """Before and after, and how it was answered."""
+    """The losses before and after a change of the data, and how they were computed."""
     return {
         "removed": result.removed,
         "relabelled": result.relabelled,

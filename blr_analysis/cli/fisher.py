@@ -1,6 +1,6 @@
 """``blr-analysis fisher``: the precision of a fine-tuned model from its data, for merging.
 
-What only this command needs is imported inside of it, so that the others start faster.
+Modules that only this command needs are imported inside it, so that the others start faster.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def fisher(
 
 
 def show_fisher(result: FisherResult) -> None:
-    """Print what was computed and where it lies, a line each."""
+    """Print what was computed and where it was written, a line each."""
     n_data = f"{result.n_data:,}"
     if result.examples != result.n_data:
         n_data += f" ({result.examples:,} used, scaled)"

@@ -1,4 +1,4 @@
-"""What the commands work with: a task and its posterior.
+"""The task and the posterior that a command works with.
 
 The task comes from a script of the user, or from the folder of a language model and a data file.
 """
@@ -102,7 +102,7 @@ class Source:
         if has_data and names_a_function:
             raise InputError(f"{self.task!r} brings its own data: leave {self.data!r} out")
         if not has_data and place.is_dir():
-            raise InputError(f"{self.task!r} is a model: name what it was trained on, MODEL DATA")
+            raise InputError(f"{self.task!r} is a model: name its training data, MODEL DATA")
         model_options = (self.base, self.text, self.prompt, self.answer, self.max_length)
         has_model_options = any(value is not None for value in model_options)
         if has_model_options and not has_data:
@@ -296,7 +296,7 @@ def _task_named(name: str, script: ModuleType, path: Path) -> Task:
 
 
 def _functions_and_tasks(script: ModuleType) -> list[str]:
-    """The public names that a command could ask a script for."""
+    """The public names of a script's tasks, and of functions that may return one."""
     from blr_analysis.task import Task
 
     def is_callable_of_the_script(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""The options that several commands share, and how a group of them stands in a signature.
+"""The options that several commands share, and how a signature holds a group of them.
 
-Every command declares its options as typer reads them. What belongs together is a dataclass of
-such options: a command has one parameter of that class, and :func:`flattened` hands typer its
-fields. torch is not imported here, so that ``--help`` answers at once.
+Every command declares its options as typer reads them. Options that belong together are the fields
+of a dataclass: a command has one parameter of that class, and :func:`flattened` hands its fields to
+typer. torch is not imported here, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ if TYPE_CHECKING:  # torch is loaded by the commands that compute
 
 DECIMAL_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {"KI": 1024, "MI": 1024**2, "GI": 1024**3, "TI": 1024**4}
+UNITS = {**DECIMAL_UNITS, **BINARY_UNITS}  # a B may follow: KB, KiB
+SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 DtypeName = StrEnum("DtypeName", "auto float32 bfloat16 float16")
 AS_STORED = DtypeName("auto")
-UNITS = {**DECIMAL_UNITS, **BINARY_UNITS}  # with or without a B behind
-SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-
 
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write tables and pictures here.")
@@ -68,7 +67,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print what was found as JSON
 
 @dataclass(frozen=True)
 class Shared:
-    """What every command understands."""
+    """The options of every command: where to compute, what may be replaced, what is shown."""
 
     PANEL: ClassVar[str] = "How to run"
 
@@ -89,7 +88,7 @@ class Shared:
 
     @property
     def memory(self) -> int | None:
-        """In bytes."""
+        """--max-memory in bytes; None where it was left out."""
         if self.max_memory is None:
             return None
         return read_size("--max-memory", self.max_memory)
@@ -110,10 +109,10 @@ class Shared:
         return task
 
     def free(self, out: Path | None) -> Path | None:
-        """The place to write to, which is free or may be replaced; None where none was named.
+        """The place to write to; None where none was named.
 
         Raises:
-            StorageError: something is there, and --force was not given.
+            StorageError: a file or folder is there, and --force was not given.
         """
         if out is None:
             return None
@@ -125,8 +124,11 @@ class Shared:
 
     @contextmanager
     def folder(self, out: Path | None) -> Iterator[Path]:
-        """A folder ready to be written. ``Path()`` where none was named, in a dry run and on
-        further ranks: nothing is to be written there."""
+        """A folder that the block may write to.
+
+        It is ``Path()`` where nothing is to be written: without ``out``, in a dry run, and on all
+        ranks but the first.
+        """
         from blr_analysis import ranks
         from blr_analysis.files.placing import folder_for
 
@@ -191,10 +193,10 @@ class LoadingOptions:
 
 
 def read_size(option: str, text: str) -> int:
-    """Bytes, at least 1.
+    """The number of bytes that a size such as "1.5GB" means, at least 1.
 
     Raises:
-        InputError: no size, named by the option.
+        InputError: the text is no size; the message names the option.
 
     >>> read_size("--max-memory", "1.5GB"), read_size("--max-memory", "2 MiB")
     (1500000000, 2097152)
@@ -214,9 +216,10 @@ def read_size(option: str, text: str) -> int:
 
 
 def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the fields of its dataclasses in their place, as typer reads options.
+    """The command with one parameter for each option, as typer reads them.
 
-    The options of :class:`Shared` come last, since they are the same everywhere.
+    A parameter of a dataclass is replaced by the dataclass's fields. The options of
+    :class:`Shared` come last, because they are the same for all commands.
     """
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
@@ -242,19 +245,26 @@ def flattened(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathered(group: Any, values: dict[str, Any]) -> Any:
-    """A group of these values, which are taken out of the others; groups may hold groups."""
+    """An instance of a dataclass of options; its values are taken out of ``values``.
+
+    A field may be such a dataclass itself.
+    """
     annotations = get_type_hints(group)
     arguments = {}
     for field in fields(group):
         kind = annotations[field.name]
-        is_group = is_dataclass(kind)
-        arguments[field.name] = gathered(kind, values) if is_group else values.pop(field.name)
+        if is_dataclass(kind):
+            arguments[field.name] = gathered(kind, values)
+        else:
+            arguments[field.name] = values.pop(field.name)
     return group(**arguments)
 
 
 def options_of(group: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as keyword parameters, under its heading in the help; those of
-    groups inside of it under theirs."""
+    """The fields of a dataclass as keyword parameters, under its heading in the help.
+
+    The fields of a dataclass inside it come under that one's heading.
+    """
     hints = get_type_hints(group, include_extras=True)
     options: list[inspect.Parameter] = []
     for field in fields(group):
@@ -262,20 +272,19 @@ def options_of(group: Any) -> list[inspect.Parameter]:
         if is_dataclass(kind):
             options += options_of(kind)
             continue
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        options.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=under_heading(kind, group.PANEL),
-            )
+        option = inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=under_heading(kind, group.PANEL),
         )
+        if field.default is not MISSING:
+            option = option.replace(default=field.default)
+        options.append(option)
     return options
 
 
 def under_heading(annotation: Any, heading: str) -> Any:
-    """An option under this heading of the help, unless it has one of its own."""
+    """The annotation of an option with this heading of the help, unless it names another."""
     kind, *information = get_args(annotation) or (annotation,)
     if not information or not isinstance(information[0], OptionInfo):
         return annotation
@@ -293,11 +302,17 @@ def as_duration(seconds: float) -> str:
     minutes = math.ceil(seconds / 60)
     if minutes > 90:
         return f"{seconds / 3600:.1f} hours"
-    return "1 minute" if minutes <= 1 else f"{minutes} minutes"
+    if minutes <= 1:
+        return "1 minute"
+    return f"{minutes} minutes"
 
 
 def show_forecast(cost: Forecast, *, besides: str = "") -> None:
-    """Print passes, time, memory and disk, a line each, and what they do not count."""
+    """Print passes, time, memory and disk, a line each.
+
+    Args:
+        besides: costs that these do not count, in words.
+    """
     rows = {
         "passes": f"{cost.passes:.2f} over the data",
         "time": f"about {as_duration(cost.seconds)}, as a few examples are timed",

@@ -1,4 +1,4 @@
-"""Queries of a command line, checked before a posterior is fitted, and the labels that they set."""
+"""The queries of a command line: checked before a posterior is fitted, and turned into labels."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def label_of(word: str) -> int | float | str:
 def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     """Raise :class:`InputError` where a query cannot be answered.
 
-    It is tried on a table with the task's metadata as they are and zeros in every column of the
-    scores, which are not computed yet.
+    The scores are not computed yet. The query is tried on a table of the task's metadata, with
+    zeros in the columns of the scores.
     """
     import pandas as pd
 
@@ -86,7 +86,7 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
 
     check_comparison(query, name)
     if any(column in RESERVED or column.startswith(SEVERAL) for column in task.metadata):
-        return  # the scores' table gives these metadata another name, which only it can tell
+        return  # the scores' table renames these metadata; their names are not known yet
     computed = {*RESERVED} - {"index"}
     words = WORD.findall(query)
     score_columns = {word for word in words if word in computed or word.startswith(SEVERAL)}
@@ -96,5 +96,5 @@ def check_query(query: str, task: Task, *, name: str = "remove") -> None:
     refused = f"{name}={query!r} is no query of these data"
     with told_as(InputError, refused), meant(refused, query, values):
         table.query(query)
-    if not score_columns:  # zeros stand in their columns so far
+    if not score_columns:  # otherwise the rows depend on the scores, which are zeros so far
         rows_of_query(query, table, values, name)

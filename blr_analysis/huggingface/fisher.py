@@ -332,9 +332,9 @@ class FisherSettings:
             name = label_column(table, place, self.label)
             labels = _classes_of(loaded, table, name, place)
             label_columns = (name,)
-        columns, tokens, _ = read_tokens(loaded, table, place, self.text, length, labels)
-        tokens.rows.sort(key=lambda row: len(row["input_ids"]))
-        return FisherRows(tokens, n_data, columns + label_columns)
+        texts = read_tokens(loaded, table, place, self.text, length, labels)
+        texts.tokens.rows.sort(key=lambda row: len(row["input_ids"]))
+        return FisherRows(texts.tokens, n_data, texts.columns + label_columns)
 
     def fit(self, task: Task, sums: dict[str, Unfinished]) -> Posterior:
         """The posterior whose data part is the Fisher.

@@ -1,8 +1,8 @@
 """Texts, questions with their answers, and conversations as token ids, in the order of their rows.
 
-What has an answer is scored on the answer alone, as trainers mask prompts: the tokens of
-"prompt" + "answer" after those of "prompt"; of "messages", written by the tokenizer's chat
-template, those of every assistant's turn.
+A row with an answer is scored on the answer alone, as trainers mask prompts. A prompt and its
+answer are tokenized together; the tokens after the prompt's count. Messages are written by the
+tokenizer's chat template; the tokens of every assistant's turn count.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from blr_analysis.checks import positive_int
 from blr_analysis.errors import DataError, InputError
-from blr_analysis.huggingface.chats import ids_of, turns_of
+from blr_analysis.huggingface.chats import Ids, ids_of, turns_of
 from blr_analysis.huggingface.data import places_of, read_rows, text_columns
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.huggingface.preferences import PAIR, preference_task
@@ -32,28 +32,38 @@ from blr_analysis.task import Task
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "completion", "response", "output")
-LONGEST = 512  # tokens that are read of a text at most, unless more are asked for
-N_RECOGNISED = 256  # texts whose ids tell tokenizers apart
+LONGEST = 512  # tokens of a text that are read where no max_length is given
+N_RECOGNISED = 256  # texts whose ids are compared to recognise a tokenizer
 
 
 def ids_known_by(
     tokenizer: Any, texts: Sequence[str], size: int | None = None
 ) -> dict[str, int | str]:
-    """What tells a tokenizer from another: the sha256 of its first ``size`` tokens (None: of all)
-    and of the ids of some texts. Tokens that are added later count for nothing."""
-    size = len(tokenizer) if size is None else size
-    texts = list(texts[:N_RECOGNISED])
-    ids = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
-    digest = hashlib.sha256(json.dumps([names, ids]).encode()).hexdigest()
+    """A digest by which a tokenizer is recognised.
+
+    Args:
+        texts: their ids are part of the digest (those of the first 256).
+        size: so many of the tokenizer's tokens are part of the digest, so that tokens which are
+            added later change nothing; None: all of them.
+
+    Returns:
+        "tokens", the size, and "sha256", the digest.
+    """
+    if size is None:
+        size = len(tokenizer)
+    ids = []
+    if texts:
+        ids = tokenizer(list(texts[:N_RECOGNISED]), verbose=False)["input_ids"]
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
+    digest = hashlib.sha256(json.dumps([tokens, ids]).encode()).hexdigest()
     return {"tokens": size, "sha256": digest}
 
 
 def read_length(loaded: Pretrained, max_length: int | None) -> int:
-    """Tokens that are read of a text.
+    """The number of tokens that are read of a text, at most.
 
     Raises:
-        InputError: more than the model reads.
+        InputError: ``max_length`` is more than the model reads.
     """
     if max_length is None:
         return min(loaded.longest, LONGEST)
@@ -72,31 +82,37 @@ def language_task(
     max_length: int | None = None,
     online: bool = False,
 ) -> Task:
-    """Texts, prompts with answers, or conversations; of the last two the answers' loss alone.
+    """The task of a language model on texts, prompts with answers, or conversations.
 
-    Columns "messages" (conversations) hold lists of {"role": …, "content": …}, or of {"from": …,
-    "value": …}; "prompt" (question, instruction) and "answer" (completion, response, output) are
-    texts, or both such lists; an "instruction" is followed by a blank line and its "input", where
-    that is not empty, unless the rows have a "text" of their own, which is read then; otherwise the
-    texts are those of the one column with a usual name. Rows of "chosen" and "rejected" are
-    preference pairs, see :mod:`~blr_analysis.huggingface.preferences`. Other columns of words and
-    numbers are the task's metadata.
+    The loss is that of the whole text, or of the answers alone. The columns of the data decide:
+
+    * "messages" (or "conversations") hold lists of {"role": …, "content": …}, or of {"from": …,
+      "value": …};
+    * "prompt" (or question, instruction) and "answer" (or completion, response, output) hold texts,
+      or lists of messages. An "instruction" is followed by a blank line and its "input", where that
+      is not empty. Rows with a "text" beside instruction and input are read as texts;
+    * "chosen" and "rejected" hold preference pairs, see
+      :mod:`~blr_analysis.huggingface.preferences`;
+    * otherwise one column with a usual name holds the texts.
+
+    Other columns of words and numbers become the task's metadata.
 
     Args:
-        data: a file, a folder of ``Dataset.save_to_disk``, a ``datasets.Dataset``, or what else
-            :mod:`~blr_analysis.huggingface.data` reads, such as "org/dataset:train[:500]".
+        data: a file, a folder of ``Dataset.save_to_disk``, a ``datasets.Dataset``, or an address
+            that :mod:`~blr_analysis.huggingface.data` reads, such as "org/dataset:train[:500]".
         text: the column of the texts.
-        prompt, answer: the columns of both, under other names.
-        max_length: tokens that are kept of longer rows; None: all, and a row that is longer than
-            what the model reads is an error.
-        online: fetch data from the Hub, where their name is no file or folder here.
+        prompt, answer: the columns of prompts and of answers, where they have other names.
+        max_length: longer rows are cut to so many tokens; None: no row is cut, and a row that is
+            longer than the model reads is an error.
+        online: fetch data from the Hub where no file or folder of their name is on this machine.
 
     Raises:
-        InputError: the model is no language model; a ``max_length`` that it cannot read.
-        DataError: the file, its columns; an empty text or answer; a row that is too long, or whose
-            prompt leaves no room for its answer; ids that the model does not have; messages that
-            the chat template does not take.
-        StorageError: the file is not there.
+        InputError: the model is no causal language model, or reads fewer tokens than
+            ``max_length``.
+        DataError: the file or its columns cannot be read; a text or answer is empty; a row is too
+            long, or its prompt leaves no room for its answer; the model lacks a token; the chat
+            template refuses the messages.
+        StorageError: the file does not exist.
     """
     if loaded.task != "causal_lm":
         raise InputError(f"{str(loaded.folder)!r} is no causal language model: give its Task")
@@ -105,24 +121,39 @@ def language_task(
     table, place = read_rows(data, online=online)
     if (prompt is None) != (answer is None):
         raise InputError("prompt= and answer= (--prompt, --answer) go together")
-    if text is None and prompt is None and set(PAIR) <= set(table):
+    has_preference_pairs = set(PAIR) <= set(table)
+    names_columns = text is not None or prompt is not None
+    if has_preference_pairs and not names_columns:
         return preference_task(loaded, table, place, max_length=max_length)
-    names = text
     if prompt is not None and answer is not None:
         table = _with_usual_names(table, place, prompt, answer)
-    columns, tokens, words = read_tokens(loaded, table, place, names, max_length)
-    metadata = metadata_of(table, columns, words)
-    return tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
+    texts = read_tokens(loaded, table, place, text, max_length)
+    metadata = metadata_of(table, texts.columns, texts.words)
+    return texts.tokens.task(loaded, metadata=metadata, **training_of(loaded.folder))
 
 
 def _with_usual_names(table: Any, place: str, prompt: str, answer: str) -> Any:
-    """The table with the columns that somebody named for prompts and answers."""
+    """The table with the user's columns of prompts and answers under their usual names."""
     for name in (prompt, answer):
         if name not in table:
             raise DataError(f"{place} has no column {name!r}, of {list(table)[:12]}")
-    usual = {*MESSAGES, *PROMPTS, *ANSWERS} - {prompt, answer}
-    others = [name for name in table if name in usual]
-    return table.drop(columns=others).rename(columns={prompt: PROMPTS[0], answer: ANSWERS[0]})
+    usual_names = {*MESSAGES, *PROMPTS, *ANSWERS}
+    unused = [name for name in table if name in usual_names - {prompt, answer}]
+    return table.drop(columns=unused).rename(columns={prompt: PROMPTS[0], answer: ANSWERS[0]})
+
+
+class Texts(NamedTuple):
+    """The texts of a table.
+
+    Attributes:
+        columns: the columns that were read.
+        tokens: the ids and labels of every row.
+        words: the text of every row.
+    """
+
+    columns: tuple[str, ...]
+    tokens: Tokens
+    words: list[str]
 
 
 def read_tokens(
@@ -132,46 +163,106 @@ def read_tokens(
     text: str | Sequence[str] | None,
     max_length: int | None,
     labels: Sequence[int] | None = None,
-) -> tuple[tuple[str, ...], Tokens, list[str]]:
-    """The columns that are read; every row's ids and labels, and words.
+) -> Texts:
+    """The rows of a table as token ids, cut to ``max_length``.
 
     Args:
-        labels: of a classifier, a class per row; None where none are needed.
+        place: the name of the data in errors.
+        text: the column, or the two columns of pairs; None: found by their usual names.
+        labels: of a classifier, the class of every row; None: all are class 0.
+
+    Raises:
+        DataError: no such columns, or a row that cannot be read.
     """
-    is_causal = loaded.task == "causal_lm"
-    columns = answer_columns(table) if is_causal and text is None else ()
-    if not columns:
-        columns = text_columns(table, place, text)
-        if is_causal and len(columns) > 1:
-            raise DataError(
-                f"a language model reads one text, not {columns}: name it, text= (--text)"
-            )
+    columns = _columns(loaded, table, place, text)
     cells = table[[*columns]].astype(object)
-    values_of_rows = cells.where(cells.notna(), None).itertuples(index=False, name=None)
+    values_of_rows = list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
     places = places_of(table, place)
-    rows: list[dict[str, Any]] = []
-    words: list[str] = []
-    n_cut = 0
-    for k, values in enumerate(values_of_rows):
-        if is_causal:
-            words_of_row, row = _sequence(loaded, columns, values, places[k])
-            check_ids(loaded, row, max_length, places[k])
-            shortened = {name: ids[:max_length] for name, ids in row.items()}
-        else:
-            texts = [v if isinstance(v, str) else _words(v, "text", places[k]) for v in values]
-            words_of_row = " ".join(texts)
-            row = ids_of(loaded, *texts)
-            is_cut = max_length is not None
-            shortened = ids_of(loaded, *texts, truncation=is_cut, max_length=max_length)
-            shortened["labels"] = 0 if labels is None else labels[k]
-        n_cut += len(shortened["input_ids"]) < len(row["input_ids"])
-        rows.append(shortened)
+    if loaded.task == "causal_lm":
+        words, rows = _rows_of_language(loaded, columns, values_of_rows, places, max_length)
+        shortened = [{name: ids[:max_length] for name, ids in row.items()} for row in rows]
+    else:
+        texts_of_rows = _texts_of_rows(values_of_rows, places)
+        words = [" ".join(texts) for texts in texts_of_rows]
+        rows = [ids_of(loaded, *texts) for texts in texts_of_rows]
+        shortened = _rows_to_classify(loaded, texts_of_rows, max_length, labels)
+    n_cut = sum(
+        len(short["input_ids"]) < len(row["input_ids"])
+        for short, row in zip(shortened, rows, strict=True)
+    )
+    tokens = Tokens(shortened, loaded.pad_id, max_length, n_cut, loaded.tokenizer)
+    return Texts(columns, tokens, words)
+
+
+def _columns(
+    loaded: Pretrained, table: Any, place: str, text: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """The columns of messages, of prompts and answers, or of texts."""
+    is_causal = loaded.task == "causal_lm"
+    if is_causal and text is None:
+        columns = answer_columns(table)
+        if columns:
+            return columns
+    columns = text_columns(table, place, text)
+    if is_causal and len(columns) > 1:
+        raise DataError(f"a language model reads one text, not {columns}: name it, text= (--text)")
+    return columns
+
+
+def _rows_of_language(
+    loaded: Pretrained,
+    columns: Sequence[str],
+    values_of_rows: Sequence[Sequence[Any]],
+    places: Sequence[str],
+    max_length: int | None,
+) -> tuple[list[str], list[dict[str, Ids]]]:
+    """The words of every row, and its ids and labels, checked and not cut yet."""
+    words = []
+    rows = []
+    for values, place in zip(values_of_rows, places, strict=True):
+        words_of_row, row = _sequence(loaded, columns, values, place)
+        check_ids(loaded, row, max_length, place)
         words.append(words_of_row)
-    return columns, Tokens(rows, loaded.pad_id, max_length, n_cut, loaded.tokenizer), words
+        rows.append(row)
+    return words, rows
+
+
+def _texts_of_rows(
+    values_of_rows: Sequence[Sequence[Any]], places: Sequence[str]
+) -> list[list[str]]:
+    """The text, or the two texts of a pair, of every row; empty ones are allowed.
+
+    Raises:
+        DataError: a value that is no text.
+    """
+    return [
+        [value if isinstance(value, str) else _words(value, "text", place) for value in values]
+        for values, place in zip(values_of_rows, places, strict=True)
+    ]
+
+
+def _rows_to_classify(
+    loaded: Pretrained,
+    texts_of_rows: Sequence[Sequence[str]],
+    max_length: int | None,
+    labels: Sequence[int] | None,
+) -> list[dict[str, Any]]:
+    """The ids of every row, cut by the tokenizer, which keeps its closing token; and its class."""
+    if labels is None:
+        labels = [0] * len(texts_of_rows)
+    is_cut = max_length is not None
+    rows = []
+    for texts, label in zip(texts_of_rows, labels, strict=True):
+        ids = ids_of(loaded, *texts, truncation=is_cut, max_length=max_length)
+        rows.append({**ids, "labels": label})
+    return rows
 
 
 def answer_columns(table: Any) -> tuple[str, ...]:
-    """The columns of messages, or of prompts (and inputs) and answers; none: the rows are texts."""
+    """The columns of messages, or of prompts (and inputs) and answers.
+
+    Empty where the rows are texts.
+    """
     for name in MESSAGES:
         if name in table:
             return (name,)
@@ -179,20 +270,27 @@ def answer_columns(table: Any) -> tuple[str, ...]:
     answer = next((name for name in ANSWERS if name in table), None)
     if prompt is None or answer is None:
         return ()
-    if prompt == "instruction" and "input" in table:
-        return () if "text" in table else (prompt, "input", answer)
+    has_inputs = prompt == "instruction" and "input" in table
+    if has_inputs and "text" in table:  # which holds all three, in the form of the training
+        return ()
+    if has_inputs:
+        return (prompt, "input", answer)
     return (prompt, answer)
 
 
 def _sequence(
     loaded: Pretrained, columns: Sequence[str], values: Sequence[Any], place: str
 ) -> Encoded:
-    """A text, an answer after its prompt, or messages."""
-    are_lists = all(isinstance(v, Iterable) and not isinstance(v, str) for v in values)
+    """The words, ids and labels of a text, of a prompt with its answer, or of messages."""
+    are_lists = all(isinstance(value, Iterable) and not isinstance(value, str) for value in values)
     if are_lists or columns[0] in MESSAGES:
-        parts = [turns_of(v, name, place) for v, name in zip(values, columns, strict=True)]
-        first_answer = 0 if len(parts) == 1 else len(parts[0])
-        turns = [turn for part in parts for turn in part]
+        conversations = [
+            turns_of(value, name, place) for value, name in zip(values, columns, strict=True)
+        ]
+        turns = [turn for conversation in conversations for turn in conversation]
+        first_answer = 0  # of one conversation, every assistant's turn is an answer
+        if len(conversations) > 1:
+            first_answer = len(conversations[0])  # the prompt's turns stand before it
         return encoded_turns(loaded, turns, first_answer, place)
     texts = [
         _words(value, name, place)
@@ -204,6 +302,7 @@ def _sequence(
 
 
 def _words(value: Any, name: str, place: str) -> str:
+    """The value, which must be a text that is not empty."""
     if isinstance(value, str) and value.strip():
         return value
     raise DataError(f"{place} has {value!r} for its {name}: write it as text, or drop it")

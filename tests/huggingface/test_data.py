@@ -96,7 +96,7 @@ def tokens_of(model: Path, path: Path, labelled: bool = False, most: int = 16) -
     if labelled:
         given = table[data.label_column(table, where, None)].tolist()
         labels = data.class_indices(given, data.places_of(table, where), {}, 12)
-    return read_tokens(load_model(model), table, where, None, most, labels)[1]
+    return read_tokens(load_model(model), table, where, None, most, labels).tokens
 
 
 def test_rows_are_padded_and_masked(bert: Path, tmp_path: Path) -> None:
