@@ -1,0 +1,247 @@
+"""How a merge is written down: the keys of a YAML recipe, and their types.
+
+Recipes have mergekit's keys. mergekit drops or overlooks some mistakes silently: unknown keys, for
+example. They are errors here. No tag of the YAML is ever acted upon.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictInt,
+    Tag,
+    ValidationError,
+)
+from ruamel.yaml import YAML
+
+from blr_analysis.errors import InputError, StorageError, told_as
+from blr_analysis.merging.methods import METHODS
+
+AUTO = "auto"  # the method is chosen by the data
+# Keys of mergekit's recipes for jobs that this package does not do.
+KEYS_OF_MERGEKIT = {
+    "experts": "mixtures of experts are mergekit's (mergekit-moe)",
+    "gate_mode": "mixtures of experts are mergekit's (mergekit-moe)",
+    "genome": "evolution is mergekit's (mergekit-evolve)",
+}
+MERGEKIT = "perhaps mergekit does this"  # said of keys and methods that are unknown here
+MAX_BYTES = 200_000  # a larger file is no recipe
+COMPLAINTS_SHOWN = 5  # faults of a recipe that one error names
+# Our words for some of pydantic's complaints.
+COMPLAINTS = {
+    "extra_forbidden": f"there is no such key ({MERGEKIT})",
+    "model_type": "expected keys and values, such as model: ./ft1",
+}
+
+
+def _form(value: Any) -> str:
+    """The form in which a weight is written: a tag of :data:`WrittenWeight`."""
+    if isinstance(value, dict):
+        return "rule"
+    if isinstance(value, list) and value and all(isinstance(rule, dict) for rule in value):
+        return "rules"
+    return "values"
+
+
+# A text that is not blank and holds no character 0, which no path may have.
+Text = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+
+
+def _dtype_name(value: Any) -> Any:
+    """``torch.float32`` is written for ``float32`` too."""
+    return value.removeprefix("torch.") if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    """A single number is a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
+def _empty_section(value: Any) -> Any:
+    """A key with nothing behind it is a section without keys."""
+    return value or {}
+
+
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32", "float64"], BeforeValidator(_dtype_name)
+]
+Values = Annotated[tuple[Number, ...], BeforeValidator(_as_list), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A mapping of the recipe; a key that is not here is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WrittenRule(Section):
+    """A value for the tensors whose name contains ``filter``."""
+
+    value: Values
+    filter: Annotated[str, Field(min_length=1)] | None = None
+
+
+WrittenWeight = Annotated[
+    Annotated[Values, Tag("values")]
+    | Annotated[WrittenRule, Tag("rule")]
+    | Annotated[list[WrittenRule], Tag("rules")],
+    Discriminator(_form),
+]
+
+
+class ModelParameters(Section):
+    """``parameters`` of one model."""
+
+    weight: WrittenWeight | None = None
+    lambda_: WrittenWeight | None = Field(default=None, alias="lambda")
+    density: WrittenWeight | None = None
+    epsilon: WrittenWeight | None = None
+    gamma: WrittenWeight | None = None
+    t: WrittenWeight | None = None
+    normalize: bool | None = None
+    rescale: bool | None = None
+    int8_mask: Any = None  # accepted as in mergekit; it changes no number
+
+
+class Parameters(ModelParameters):
+    """``parameters`` of the whole recipe."""
+
+    delta: Annotated[Number, Field(ge=0)] | None = None
+    missing_precision: Literal["error", "base", "zero"] | None = None
+    shrink: Share | None = None
+    power: Share | None = None
+    damping: Annotated[Number, Field(ge=0)] | None = None
+    seed: Annotated[StrictInt, Field(ge=0)] | None = None
+    select_topk: Share | None = None
+    r: Annotated[Number, Field(ge=0)] | None = None
+    alpha: Annotated[Number, Field(ge=0)] | None = None
+    nuslerp_flatten: Literal[True] | None = None
+    nuslerp_row_wise: Literal[False] | None = None
+    filter_wise: Literal[False] | None = None
+
+
+class Entry(Section):
+    """One of ``models``."""
+
+    model: Text
+    precision: Text | None = None
+    n_data: Annotated[StrictInt, Field(gt=0)] | None = None
+    data: Text | None = None
+    parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
+
+
+class SliceSource(Section):
+    """One of the ``sources`` of a slice."""
+
+    model: Text
+    layer_range: tuple[StrictInt, StrictInt]
+    parameters: Annotated[ModelParameters, BeforeValidator(_empty_section)] = ModelParameters()
+
+
+class Slice(Section):
+    """Layers that are merged by themselves."""
+
+    sources: Annotated[list[SliceSource], Field(min_length=1)]
+    parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
+
+
+class Tokenizer(Section):
+    """``tokenizer``, mergekit's longer form of ``tokenizer_source``."""
+
+    source: Text = "base"
+
+
+class OutAdapter(Section):
+    """``out_adapter``: adapters are merged into an adapter."""
+
+    rank: Annotated[StrictInt, Field(gt=0)] | None = None
+
+
+class RecipeText(Section):
+    """A recipe as it is written."""
+
+    merge_method: Text
+    models: Annotated[list[Entry], Field(min_length=1)] | None = None
+    slices: Annotated[list[Slice], Field(min_length=1)] | None = None
+    base_model: Text | None = None
+    base_precision: Text | None = None
+    parameters: Annotated[Parameters, BeforeValidator(_empty_section)] = Parameters()
+    dtype: Dtype | None = None
+    out_dtype: Dtype | None = None
+    tokenizer_source: Text | None = None
+    tokenizer: Tokenizer | None = None
+    out_adapter: Annotated[OutAdapter, BeforeValidator(_empty_section)] | None = None
+
+
+def read_text(place: Path) -> str:
+    """The text of a recipe's file.
+
+    Raises:
+        StorageError: it cannot be read.
+        InputError: it is too long for a recipe, or no UTF-8.
+    """
+    try:
+        with open(place, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as fault:
+        raise StorageError(f"the recipe {str(place)!r} cannot be read: {fault}.") from fault
+    if len(content) > MAX_BYTES:
+        raise InputError(f"{place.name} has more than {MAX_BYTES:,} bytes: no recipe is that long")
+    with told_as(InputError, f"{place.name} is no readable YAML"):
+        return content.decode("utf-8-sig")
+
+
+def parsed_recipe(text: str, name: str) -> RecipeText:
+    """A recipe's keys and values, of the right types.
+
+    Args:
+        name: of the file, for errors.
+
+    Raises:
+        InputError: no YAML, an unknown key or method, or a value of a wrong type.
+    """
+    with told_as(InputError, f"{name} is no readable YAML"):
+        data = YAML(typ="safe", pure=True).load(text)
+    _refuse_what_mergekit_does(data, name)
+    try:
+        return RecipeText.model_validate(data)
+    except ValidationError as fault:
+        raise InputError(f"{name}: {_complaints(fault)}") from fault
+
+
+def _refuse_what_mergekit_does(data: Any, name: str) -> None:
+    """Raise where a recipe asks for something that mergekit does and this package does not."""
+    if not isinstance(data, dict):
+        return
+    for key in data:
+        if key in KEYS_OF_MERGEKIT:
+            raise InputError(f"{name}: {key}: {KEYS_OF_MERGEKIT[key]}")
+    if "models" in data and "slices" in data:
+        raise InputError(f"{name}: slices: models stand beside them: write one ({MERGEKIT})")
+    method = data.get("merge_method")
+    methods = (*METHODS, AUTO)
+    if isinstance(method, str) and method not in methods:
+        reason = MERGEKIT
+        if method == "passthrough":
+            reason = "it stacks layers, and mergekit does this"
+        raise InputError(
+            f"{name}: merge_method {method!r} is none of {', '.join(methods)}: {reason}"
+        )
+
+
+def _complaints(fault: ValidationError) -> str:
+    """The first faults that pydantic has found, each with the key where it is."""
+    sentences = []
+    for error in fault.errors(include_url=False, include_input=False)[:COMPLAINTS_SHOWN]:
+        key = ".".join(map(str, error["loc"])) or "the recipe"
+        sentences.append(f"{key}: {COMPLAINTS.get(error['type'], error['msg'])}")
+    return "; ".join(sentences)
