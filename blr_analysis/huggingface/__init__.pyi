@@ -1,9 +1,11 @@
-from .lightning import LightningCheckpoints as LightningCheckpoints
-from .trainer import (
+from .callbacks import (
     BLRCallback as BLRCallback,
     CheckpointsCallback as CheckpointsCallback,
-    IVONTrainer as IVONTrainer,
     MonitorCallback as MonitorCallback,
     TrainerPrecision as TrainerPrecision,
+)
+from .lightning import LightningCheckpoints as LightningCheckpoints
+from .trainer import (
+    IVONTrainer as IVONTrainer,
     VariationalTrainer as VariationalTrainer,
 )

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from blr_analysis.checkpoints import Checkpoints
 from blr_analysis.errors import InputError
-from blr_analysis.huggingface.recording import LOGGED, Kept, Watching, length_of, recipe_of
+from blr_analysis.huggingface.recording import (
+    LOGGED,
+    MonitoredTraining,
+    RecordedTraining,
+    length_of,
+    recipe_of,
+)
 from blr_analysis.learning_rule.optim import BSAM
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
@@ -22,7 +28,7 @@ else:
 FULL = ("32", "32-true", "64", "64-true")  # precisions that recipes repeat
 
 
-class LightningCheckpoints(Kept, Callback):
+class LightningCheckpoints(RecordedTraining, Callback):
     """Keep a training's checkpoints and its recipe, for its :class:`blr_analysis.Task`::
 
         callback = LightningCheckpoints(submodule="net")
@@ -213,7 +219,7 @@ class VariationalSteps(Callback):
             context.__exit__(_Unused, _Unused(), None)
 
 
-class LightningMonitor(Watching, Callback):
+class LightningMonitor(MonitoredTraining, Callback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
     What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which loggers and,

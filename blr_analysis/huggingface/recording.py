@@ -1,4 +1,4 @@
-"""What a trainer's callbacks record of a training: its checkpoints, its recipe, its losses."""
+"""What the callbacks of any trainer record: checkpoints, the recipe, and a monitor's losses."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from blr_analysis.recipe import Recipe
 from blr_analysis.schedules import described
 from blr_analysis.sensitivity import Monitor
 
-SAID_FROM = 2**30  # bytes of checkpoints in memory
-PLAIN = (bool, int, float, str, list, tuple)
+MUCH_MEMORY = 2**30  # bytes; a warning says so if checkpoints in memory take more
+PLAIN = (bool, int, float, str, list, tuple)  # types of settings that a recipe repeats
 SPEED = {"foreach", "fused", "capturable", "differentiable"}  # settings that change no step
+ONE_STEP = 0.999  # less than this is rounding in a fraction of an epoch
 LOGGED = ("loo_nll", "loo_accuracy", "test_nll", "test_accuracy")  # of a monitor, for trainers
 
 
-class Kept:
-    """What callbacks keep of a training: its checkpoints, and the recipe of the weights it ends
-    with.
+class RecordedTraining:
+    """The base of callbacks that keep a training's checkpoints and its recipe.
 
     Args:
         checkpoints: made by the user; None: the callback makes them when training begins.
-        structure: of factors that are recorded while it trains, as :class:`Checkpoints` has it.
+        structure: of the posterior that is recorded meanwhile, as in :class:`Checkpoints`.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class Kept:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The training up to the weights that were kept; None of an optimizer without a name."""
+        """The training up to the weights that it ends with.
+
+        None before its end, and for an optimizer that recipes have no name for.
+        """
         if self._recipe is None:
             return None
         recipe = copy.copy(self._recipe)
@@ -69,11 +72,11 @@ class Kept:
     ) -> None:
         """Prepare the checkpoints, before the first step or the first after a resumption.
 
-        Of a model whose weights are divided among processes none are kept.
+        None are kept of a model whose weights are divided among processes.
 
         Args:
-            steps_done: of an earlier run that is resumed; else 0.
-            steps: of the whole training; None: nobody knows.
+            steps_done: steps of an earlier run that is resumed; else 0.
+            steps: of the whole training; None: their number is unknown.
             folder: where the checkpoints are written; None: they stay in memory.
         """
         self._recipe = None
@@ -90,7 +93,7 @@ class Kept:
         )
         self.checkpoints.begin(steps_done)
         size = self.checkpoints.bytes_in_memory
-        if size > SAID_FROM:
+        if size > MUCH_MEMORY:
             warnings.warn(
                 f"checkpoints stay in memory, up to {size / 2**30:.1f} GiB: save_strategy='steps' "
                 "writes them, or Checkpoints(model, folder=...)",
@@ -105,13 +108,13 @@ class Kept:
         self._rate_factors[step] = rate / initial_rate
 
     def rate_factors(self, steps: int) -> list[float] | None:
-        """By what the rate was multiplied at each step; None where steps were not seen."""
+        """The factor of the learning rate at each step; None where a step was not recorded."""
         if any(step not in self._rate_factors for step in range(steps)):
             return None
         return [self._rate_factors[step] for step in range(steps)]
 
     def end(self, recipe: Recipe | None) -> None:
-        """Keep the recipe, after the last step, and no more checkpoints than are wanted."""
+        """Keep the recipe, after the last step, and drop the checkpoints in excess."""
         self._recipe = recipe
         if self.checkpoints is not None:
             self.checkpoints.settle()
@@ -129,17 +132,21 @@ def recipe_of(
     n_data: int | None = None,
     missing: Sequence[str] = (),
 ) -> Recipe | None:
-    """The recipe of a training, read off its optimizer; None of one that recipes have no name for.
+    """The recipe of a training, read off its optimizer.
 
     Args:
-        optimizer, model: what trained, and what was trained. Settings that differ from the
-            optimizer's defaults become the recipe's; those of further groups its ``groups``.
-        steps, epochs: of the training up to the weights that were kept.
+        optimizer: its settings that differ from the defaults become the recipe's. Those of its
+            further groups become the recipe's ``groups``.
+        model: the model that was trained.
+        steps, epochs: the length of the training, up to the weights that it ends with.
         batch_size: examples of a step.
-        factors: by what the rate was multiplied at every step; None: nobody knows.
+        factors: the factor of the learning rate at every step; None: unknown.
         max_grad_norm: the norm to which the gradient of a step was clipped.
-        n_data: the number of examples; None of a stream.
-        missing: what else the training did and a recipe does not repeat.
+        n_data: the number of examples; None: they are a stream.
+        missing: further things that the training did and a recipe does not repeat.
+
+    Returns:
+        The recipe; None for an optimizer that recipes have no name for.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -151,13 +158,15 @@ def recipe_of(
     optimizer = unwrap(optimizer)
     first_group, *further_groups = optimizer.param_groups
     settings = _settings(optimizer, first_group)
-    schedule, warmup = (None, 0.0) if factors is None else described(factors)
+    schedule = None
+    warmup = 0.0
+    if factors is not None:
+        schedule, warmup = described(factors)
+    not_repeated = [*missing, *_odd_parameters(optimizer, model)]
     if n_data is not None:
         steps_an_epoch = math.ceil(n_data / batch_size)
-        not_repeated = _odd_number_of_steps(steps, epochs, steps_an_epoch)
+        not_repeated += _odd_number_of_steps(steps, epochs, steps_an_epoch)
         epochs = steps / steps_an_epoch
-    else:
-        not_repeated = []
     try:
         recipe = Recipe(
             type(optimizer).__name__.lower(),
@@ -167,17 +176,17 @@ def recipe_of(
             warmup=warmup,
             groups=_groups(optimizer, model, settings, further_groups),
             max_grad_norm=max_grad_norm,
-            missing=[*missing, *_odd_parameters(optimizer, model), *not_repeated],
+            missing=not_repeated,
             **_options(optimizer, settings, n_data),
         )
     except InputError:
         return None
-    is_only_its_namesake = recipe.factory is not type(optimizer)
-    return None if is_only_its_namesake else recipe
+    is_another_of_this_name = recipe.factory is not type(optimizer)
+    return None if is_another_of_this_name else recipe
 
 
 def _settings(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate of a group at the start, and its other settings."""
+    """The learning rate of a group at the start, and its other settings, by name."""
     settings: dict[str, Any] = {"lr": float(group.get("initial_lr", group["lr"]))}
     for name, parameter in signature(type(optimizer)).parameters.items():
         value = group.get(name, parameter.default)
@@ -187,7 +196,7 @@ def _settings(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(optimizer: Any, settings: Mapping[str, Any], n_data: int | None) -> dict[str, Any]:
-    """The rate, and the settings that somebody chose."""
+    """The learning rate, and the settings that differ from the optimizer's defaults."""
     defaults = signature(type(optimizer)).parameters
     derived = _derived_settings(optimizer, n_data)
     options = {
@@ -202,7 +211,7 @@ def _options(optimizer: Any, settings: Mapping[str, Any], n_data: int | None) ->
 
 
 def _derived_settings(optimizer: Any, n_data: int | None) -> set[str]:
-    """Settings that follow from the number of steps and of examples."""
+    """The names of settings that follow from the number of steps or of examples."""
     names = set()
     if getattr(optimizer, "steps", None):
         names |= {"beta2", "clip_radius"}
@@ -217,7 +226,7 @@ def _groups(
     first_settings: Mapping[str, Any],
     further_groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The parameters of the further groups, by name, and how these differ from the first."""
+    """For each further group: its parameters by name, and the settings that the first lacks."""
     names = {id(p): bare_name(n) for n, p in model.named_parameters() if p.requires_grad}
     groups: list[dict[str, Any]] = []
     for group in further_groups:
@@ -230,7 +239,7 @@ def _groups(
 
 
 def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
-    """How an optimizer treats a model's parameters, where a recipe does not repeat it."""
+    """What an optimizer does with parameters and a recipe does not repeat, a phrase each."""
     optimized = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     facts = []
@@ -246,15 +255,20 @@ def _odd_parameters(optimizer: Any, model: nn.Module) -> list[str]:
 
 
 def _odd_number_of_steps(steps: int, epochs: float | None, steps_an_epoch: int) -> list[str]:
-    """The number of steps, where it is not that of so many epochs: minibatches were dropped."""
-    if epochs is None or abs(epochs * steps_an_epoch - steps) < 0.999:
+    """A phrase where the steps are not those of so many epochs: minibatches were dropped."""
+    if epochs is None:
+        return []
+    expected_steps = epochs * steps_an_epoch
+    if abs(expected_steps - steps) < ONE_STEP:
         return []
     return [f"minibatches ({steps:,} steps in {epochs:g} epochs of {steps_an_epoch:,})"]
 
 
 def factors_of(scheduler: Any, steps: int) -> list[float] | None:
-    """By what a scheduler multiplies the rate at each step; None where it is no formula of the
-    step, or not the same for all parameters."""
+    """The factor by which a scheduler multiplies the learning rate at each step.
+
+    None where it is no formula of the step, or differs between groups of parameters.
+    """
     scheduler = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(scheduler, LambdaLR):
         return None
@@ -266,17 +280,16 @@ def factors_of(scheduler: Any, steps: int) -> list[float] | None:
 
 
 def length_of(loader: Any) -> int | None:
-    """How many examples a loader goes through; None of a stream."""
+    """The number of examples of a loader's data; None for a stream."""
     data: Any = getattr(loader, "dataset", None)
     return len(data) if hasattr(data, "__len__") else None
 
 
-class Watching:
-    """A monitor that looks at the model while a trainer trains it.
+class MonitoredTraining:
+    """The base of callbacks that let a monitor look at the model while it is trained.
 
     Args:
-        posterior_settings: what :meth:`blr_analysis.Posterior.from_optimizer` asks for beside
-            optimizer and model.
+        posterior_settings: further arguments of :meth:`blr_analysis.Posterior.from_optimizer`.
     """
 
     def __init__(self, monitor: Monitor, **posterior_settings: Any) -> None:
@@ -285,7 +298,7 @@ class Watching:
         self.posterior_settings = posterior_settings
 
     def look(self, optimizer: Any, epoch: int) -> dict[str, float]:
-        """Losses and accuracies after this epoch; nothing where it is not due."""
+        """The monitor's losses and accuracies after this epoch, by name; empty if it is not due."""
 
         def posterior() -> Posterior:
             return Posterior.from_optimizer(

@@ -29,11 +29,11 @@ from blr_analysis.huggingface import (
     CheckpointsCallback,
     IVONTrainer,
     MonitorCallback,
+    TrainerPrecision,
     VariationalTrainer,
 )
 from blr_analysis.huggingface.models import load_language_model
 from blr_analysis.huggingface.questions import language_task
-from blr_analysis.huggingface.trainer import TrainerPrecision
 from blr_analysis.posterior import read_precision_record
 from blr_analysis.posterior.capture import from_checkpoint, from_optimizer
 from blr_analysis.runs import training_of
