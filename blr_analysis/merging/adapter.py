@@ -4,15 +4,16 @@ Adapter t adds ΔW_t = s_t B_t A_t to a layer's weight. The merge
 
     ΔW = Σ_t α_t ΔW_t,   or with moments of inputs (Σ_t α_t ΔW_t M_t)(Σ_t α_t M_t)⁻¹      (RegMean)
 
-has all of its columns in the span of the B_t, so that no matrix of the size of W is formed: with
-L = [B_1 … B_T] and R the matching rows, ΔW = L R. QR of both and the singular values of a matrix as
-large as the ranks' sum give the nearest ΔW of any rank r (Eckart and Young, 1936), and how much of
-its square is kept, Σ_{i≤r} σ_i² / Σ σ_i². Adding A to A and B to B instead would bring cross terms
-B_1 A_2 that no model has.
+has all of its columns in the span of the B_t: with L = [B_1 … B_T] and R the matching rows,
+ΔW = L R. No matrix of the size of W is formed. QR decompositions of L and R leave a small matrix,
+as large as the sum of the ranks. Its singular values σ_i give the nearest ΔW of any rank r (Eckart
+and Young, 1936), and the share of the squared size that it keeps, Σ_{i≤r} σ_i² / Σ σ_i². Adding A
+to A and B to B instead would bring in cross terms B_1 A_2, which no model has.
 
-DoRA scales the rows of what it makes, W_t = D_t (W_0 + ΔW_t), D_t = m_t / ‖W_0 + ΔW_t‖ by the row.
-A sum of these is D̄ (W_0 + Σ_t α_t (D_t / D̄) ΔW_t), D̄ = 1 + Σ_t α_t (D_t − 1): a DoRA adapter
-again, of the ranks' sum, exactly, with magnitudes D̄ times the rows' norms.
+A DoRA adapter also scales the rows of the weight, W_t = D_t (W_0 + ΔW_t). D_t is diagonal: for each
+row the magnitude m_t over the norm of W_0 + ΔW_t. A weighted sum of such models is a DoRA adapter
+again, D̄ (W_0 + Σ_t α_t (D_t / D̄) ΔW_t) with D̄ = 1 + Σ_t α_t (D_t − 1). Its rank is the sum of the
+ranks, its magnitudes are D̄ times the norms of the rows.
 
 Modules that adapters hold whole (``modules_to_save``) are averaged. An adapter that is merged
 alone is copied as it is.
@@ -20,53 +21,44 @@ alone is copied as it is.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from blr_analysis.adapters import (
-    CONFIG,
-    PAIR,
-    PREFIX,
-    TENSORS,
-    is_adapter,
-    read_entries,
-    scaling_of,
-    translate,
-)
+from blr_analysis.adapters import PREFIX, is_adapter, scaling_of, translate
 from blr_analysis.checks import positive_int, some
 from blr_analysis.errors import InputError, ModelError, PosteriorError
-from blr_analysis.files import Folder, drafted
+from blr_analysis.files import Folder
 from blr_analysis.files.placing import check_free
+from blr_analysis.merging.adapter_files import (
+    MAGNITUDE,
+    Adapter,
+    copy_adapter,
+    open_adapter,
+    write_adapter,
+)
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import SINGULAR
 from blr_analysis.merging.precisions import StoredPrecision, open_precision
 from blr_analysis.merging.tensor_plans import number
 
-# Settings that say which layers an adapter is of; those of a merged one name every layer.
-PER_LAYER = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
-OTHER_THAN_PRODUCTS = ("lora_bias", "trainable_token_indices", "velora_config")
-MAGNITUDE = ".lora_magnitude_vector"
-SMALLEST = 1e-30
+SMALLEST = 1e-30  # a sum of weights or of squares up to this one divides nothing
 
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What :func:`merge_adapters` wrote.
+    """The adapter that :func:`merge_adapters` has written.
 
     Attributes:
         folder: the merged adapter.
-        rank: of its layers, at most.
-        shares: by layer, the share of the square of ΔW that the rank keeps.
-        averaged: the tensors of whole modules.
+        rank: the largest rank of its layers.
+        shares: by layer, the share of ‖ΔW‖² that the rank keeps.
+        averaged: the names of the tensors of whole modules, which are averaged.
     """
 
     folder: Path
@@ -76,7 +68,7 @@ class AdapterReport:
 
     @property
     def share(self) -> float:
-        """The smallest of the shares."""
+        """The smallest of the shares; 1 where there are no layers."""
         return min(self.shares.values(), default=1.0)
 
     def __repr__(self) -> str:
@@ -84,58 +76,6 @@ class AdapterReport:
             f"AdapterReport({str(self.folder)!r}: {len(self.shares)} layers of rank {self.rank} at "
             f"most, which keeps {self.share:.1%} of every merge or more)"
         )
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    """One adapter, opened.
-
-    Attributes:
-        folder: where it is.
-        entries: its settings that are switched on.
-        file: its tensors.
-        pairs: the names of A and B, by module.
-        whole: the names of tensors of whole modules.
-        magnitudes: of DoRA, the name of each module's.
-    """
-
-    folder: Path
-    entries: Mapping[str, Any]
-    file: Folder
-    pairs: Mapping[str, Mapping[str, str]]
-    whole: tuple[str, ...]
-    magnitudes: Mapping[str, str]
-
-    def row_scales(self, module: str, base: Tensor) -> Tensor:
-        """D of a module, ``[O, 1]``: what DoRA multiplies the rows of W_0 + ΔW by; 1 without."""
-        if module not in self.magnitudes:
-            return torch.ones(len(base), 1, dtype=torch.float64)
-        left, right = self.product(module)
-        magnitude = self.tensor(self.magnitudes[module]).double().reshape(-1, 1)
-        return magnitude / (base + left @ right).norm(dim=1, keepdim=True)
-
-    def product(self, module: str) -> tuple[Tensor, Tensor]:
-        """s B and A of a module, in float64."""
-        pair = self.pairs[module]
-        rank, scale = scaling_of(self.entries, module, str(self.folder))
-        left = self.tensor(pair["B"]).double()
-        right = self.tensor(pair["A"]).double()
-        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != rank or right.shape[0] != rank:
-            raise ModelError(
-                f"{module!r} of {str(self.folder)!r} is no pair of matrices of rank {rank}: merge "
-                "it into a model"
-            )
-        return scale * left, right
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor of the adapter, or an error where it holds NaN or inf."""
-        tensor = self.file.tensor(name)
-        if not bool(tensor.isfinite().all()):
-            raise ModelError(
-                f"{name!r} of {str(self.folder)!r} holds NaN or inf: the training diverged, or the "
-                "file is damaged"
-            )
-        return tensor
 
 
 def merge_adapters(
@@ -153,14 +93,17 @@ def merge_adapters(
         adapters: folders as PEFT writes them: plain, rank-stabilised or DoRA, of any ranks and
             scalings by layer, of Linear layers or Conv1D, with or without whole modules.
         out: the folder to write, new or empty.
-        rank: of every layer, at most; None: the sum of the adapters' ranks, which keeps all.
+        rank: the largest rank of a layer; None: the sum of the adapters' ranks, which keeps all.
         weights: α_t; None: 1/T each.
-        precisions: of structure "gram", one for each adapter: the moments of the inputs of the
-            layers, of the base with the adapter; None: the sum of products.
+        precisions: M_t, one of structure "gram" for each adapter: the moments of the layers'
+            inputs, fitted on the base with the adapter. None: the weighted sum.
         base: the folder of the base, whose weights DoRA needs.
 
+    Returns:
+        The folder, and how much of the merge its rank keeps.
+
     Raises:
-        InputError: no adapters, other numbers of weights or precisions than adapters.
+        InputError: no adapters, or not as many weights or precisions as adapters.
         ModelError: adapters of other bases or shapes, or that are more than products (embeddings,
             convolutions, biases): merge these into a model.
         PosteriorError: precisions that have no moments of a layer.
@@ -186,44 +129,34 @@ def merge_adapters(
     """
     target = Path(out).expanduser()
     check_free(target)
-    opened = [_opened(place) for place in adapters]
+    opened = [open_adapter(place) for place in adapters]
     if not opened:
         raise InputError("adapters is empty: name at least one")
-    shares_of = _per_adapter("weights", weights, [1 / len(opened)] * len(opened))
-    shares_of = [number(weight, "every layer", "weight") for weight in shares_of]
-    precision_of = _per_adapter("precisions", precisions, [None] * len(opened))
-    if len(opened) == 1 and precisions is None and rank is None and shares_of == [1]:
-        return _copied(opened[0], target)
-    modules = sorted({module for adapter in opened for module in adapter.pairs})
-    grams = [None if place is None else open_precision(place) for place in precision_of]
-    names = _names_of_layers(modules, grams, str(opened[0].folder))
+    alphas = _weights_of(opened, weights)
+    places = _one_per_adapter("precisions", precisions, opened)
+    is_copy = len(opened) == 1 and alphas == [1] and precisions is None and rank is None
+    if is_copy:
+        copy_adapter(opened[0], target)
+        return _report_of_copy(opened[0], target)
     if rank is not None:
         positive_int("rank", rank)
-    bases = _base_weights(opened, base, precisions, modules)
-    products = {}
-    scales = {}
-    for module in modules:
-        scales[module] = _RowScales.of(opened, shares_of, module, bases.get(module))
-        left, right = _merged(opened, shares_of, module, grams, names, scales[module])
-        products[module] = _cut(left, right, rank)
-    tensors = _averaged(opened, shares_of)
-    averaged = tuple(tensors)
-    for module, product in products.items():
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = product.right.float().contiguous()
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = product.left.float().contiguous()
-    for module, weight in bases.items():
-        product = products[module]
-        norms = (weight + product.left @ product.right).norm(dim=1)
-        magnitude = scales[module].total.flatten() * norms
-        tensors[f"{PREFIX}{module}{MAGNITUDE}"] = magnitude.float()
+    grams = None if places is None else _opened_grams(places)
+    merge = _AdapterMerge.of(opened, alphas, grams, base)
+    products = {module: merge.product(module, rank) for module in merge.modules}
+    whole_modules = _averaged(opened, alphas)
+    tensors = {**whole_modules, **merge.tensors(products)}
     ranks = {module: len(product.right) for module, product in products.items()}
-    shares = {module: product.share for module, product in products.items()}
-    _write(target, opened[0], tensors, ranks, use_dora=bool(bases))
-    return AdapterReport(target, max(ranks.values(), default=0), shares, averaged)
+    write_adapter(target, opened[0], tensors, ranks, use_dora=bool(merge.bases))
+    return AdapterReport(
+        folder=target,
+        rank=max(ranks.values(), default=0),
+        shares={module: product.share for module, product in products.items()},
+        averaged=tuple(whole_modules),
+    )
 
 
 def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -> AdapterReport:
-    """:func:`merge_adapters` of what a recipe names.
+    """:func:`merge_adapters` of the adapters that a recipe names.
 
     Raises:
         InputError: a method that is no sum of products, weights that differ by layer, or models
@@ -256,103 +189,155 @@ def merge_adapters_of(job: Job, out: str | os.PathLike[str], rank: int | None) -
     )
 
 
-def _per_adapter(name: str, values: Sequence[Any] | None, default: list[Any]) -> list[Any]:
+def _weights_of(adapters: Sequence[Adapter], weights: Sequence[float] | None) -> list[float]:
+    """α_t of every adapter; 1/T each where the user has given none."""
+    alphas = _one_per_adapter("weights", weights, adapters)
+    if alphas is None:
+        return [1 / len(adapters)] * len(adapters)
+    return [number(alpha, "every layer", "weight") for alpha in alphas]
+
+
+def _one_per_adapter(
+    name: str, values: Sequence[Any] | None, adapters: Sequence[Adapter]
+) -> list[Any] | None:
+    """The values of an argument, which must be as many as adapters; None where it is left out."""
     if values is None:
-        return default
-    if len(values) != len(default):
-        raise InputError(f"{name} must be {len(default)}, one for each adapter: got {len(values)}")
+        return None
+    if len(values) != len(adapters):
+        raise InputError(f"{name} must be {len(adapters)}, one for each adapter: got {len(values)}")
     return list(values)
 
 
-def _opened(place: str | os.PathLike[str]) -> _Adapter:
-    """An adapter whose tensors are pairs of matrices and whole modules, or an error."""
-    folder = Path(place).expanduser()
-    if not is_adapter(folder):
-        raise InputError(f"{str(place)!r} is no PEFT adapter: it has no {CONFIG}")
-    entries = read_entries(folder)
-    file = Folder.open(folder, stem="adapter_model")
-    pairs: dict[str, dict[str, str]] = {}
-    whole = []
-    magnitudes: dict[str, str] = {}
-    foreign = _foreign_settings(entries)
-    for name in file.specs:
-        match = PAIR.fullmatch(name)
-        if match is not None:
-            module = match["module"].removeprefix(PREFIX)
-            pairs.setdefault(module, {})[match["letter"]] = name
-        elif name.endswith(MAGNITUDE):
-            module = name.removeprefix(PREFIX).removesuffix(MAGNITUDE)
-            magnitudes[module] = name
-        elif _is_of_module(name, entries.get("modules_to_save") or ()):
-            whole.append(name)
-        else:
-            foreign.append(name)
-    if foreign:
-        raise ModelError(
-            f"{str(folder)!r} has {some(foreign)}, which no product of matrices says: merge it "
-            "into a model (blr.merge with its base)"
-        )
-    incomplete = [module for module, pair in pairs.items() if len(pair) < 2]
-    if incomplete:
-        raise ModelError(f"{str(folder)!r} lacks A or B of {some(incomplete)}: save it again")
-    return _Adapter(folder, entries, file, pairs, tuple(whole), magnitudes)
+def _opened_grams(places: Sequence[Any]) -> list[StoredPrecision]:
+    """The precisions, which must all be there and of structure "gram"."""
+    if any(place is None for place in places):
+        raise PosteriorError("some adapters have no precision: give one for each, or none")
+    grams = [open_precision(place) for place in places]
+    if any(gram.structure != "gram" for gram in grams):
+        raise PosteriorError("adapters are merged by precisions of structure 'gram' alone")
+    return grams
 
 
-def _foreign_settings(entries: Mapping[str, Any]) -> list[str]:
-    """Settings of an adapter that is more than products."""
-    foreign = [name for name in OTHER_THAN_PRODUCTS if entries.get(name)]
-    if entries.get("peft_type") != "LORA":
-        foreign.append(f"peft_type {entries.get('peft_type')}")
-    if entries.get("bias") not in (None, "none"):
-        foreign.append("bias")
-    return foreign
-
-
-def _is_of_module(name: str, modules: Sequence[str]) -> bool:
-    """Whether a tensor belongs to one of these modules."""
-    parts = name.split(".")[:-1]
-    return any(module in ".".join(parts).split(".") or module in parts for module in modules)
-
-
-def _copied(adapter: _Adapter, target: Path) -> AdapterReport:
-    """The same adapter in another place."""
-    for name in adapter.file.specs:
-        adapter.tensor(name)
-    with drafted(target) as draft:
-        draft.mkdir()
-        for file in (CONFIG, TENSORS):
-            shutil.copyfile(adapter.folder / file, draft / file)
-    ranks = [scaling_of(adapter.entries, m, str(adapter.folder))[0] for m in adapter.pairs]
+def _report_of_copy(adapter: Adapter, target: Path) -> AdapterReport:
+    """The report of an adapter that was merged alone."""
+    ranks = [
+        scaling_of(adapter.entries, module, str(adapter.folder))[0] for module in adapter.pairs
+    ]
     shares = dict.fromkeys(adapter.pairs, 1.0)
     return AdapterReport(target, max(ranks, default=0), shares, adapter.whole)
 
 
+@dataclass(frozen=True)
+class _AdapterMerge:
+    """The merge of the modules of some adapters.
+
+    Attributes:
+        adapters: the adapters.
+        weights: α_t.
+        modules: the modules that some adapter changes.
+        grams: the precisions with M_t; None: the weighted sum.
+        layers: by module, the name of its weight in the precisions.
+        scales: by module, D_t and D̄ of DoRA.
+        bases: by module, W_0 in float64 where an adapter is DoRA; otherwise empty.
+    """
+
+    adapters: Sequence[Adapter]
+    weights: Sequence[float]
+    modules: Sequence[str]
+    grams: Sequence[StoredPrecision] | None
+    layers: Mapping[str, str]
+    scales: Mapping[str, _RowScales]
+    bases: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        adapters: Sequence[Adapter],
+        weights: Sequence[float],
+        grams: Sequence[StoredPrecision] | None,
+        base: str | os.PathLike[str] | None,
+    ) -> _AdapterMerge:
+        """A merge of these adapters, checked.
+
+        Args:
+            base: the folder of the base, which DoRA needs.
+        """
+        modules = sorted({module for adapter in adapters for module in adapter.pairs})
+        layers = {}
+        if grams is not None:
+            layers = _names_of_layers(modules, grams, str(adapters[0].folder))
+        bases = {}
+        if any(adapter.magnitudes for adapter in adapters):
+            bases = _base_weights(adapters, base, modules, has_precisions=grams is not None)
+        scales = {
+            module: _RowScales.of(adapters, weights, module, bases.get(module))
+            for module in modules
+        }
+        return cls(adapters, weights, modules, grams, layers, scales, bases)
+
+    def product(self, module: str, rank: int | None) -> _Product:
+        """ΔW of a module as a product of a rank; None: of its full rank."""
+        scales = self.scales[module]
+        moments = None
+        if self.grams is not None:
+            moments = [_moments(gram, self.layers[module]) for gram in self.grams]
+        lefts = []
+        rights = []
+        for t, (adapter, weight) in enumerate(zip(self.adapters, self.weights, strict=True)):
+            if module not in adapter.pairs:
+                continue  # the adapter leaves the layer as it is
+            left, right = adapter.product(module)
+            if moments is not None:
+                right = right @ moments[t]
+            lefts.append(scales.single[t] / scales.total * left)
+            rights.append(weight * right)
+        _check_shapes(module, lefts, rights)
+        left = torch.cat(lefts, 1)
+        right = torch.cat(rights, 0)
+        if moments is not None:
+            terms = [alpha * matrix for alpha, matrix in zip(self.weights, moments, strict=True)]
+            right = right @ _inverse(torch.stack(terms).sum(0))
+        return _cut(left, right, rank)
+
+    def tensors(self, products: Mapping[str, _Product]) -> dict[str, Tensor]:
+        """A, B and, of DoRA, the magnitudes of every module, by their names in the file."""
+        tensors = {}
+        for module, product in products.items():
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = product.right.float().contiguous()
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = product.left.float().contiguous()
+        for module, base in self.bases.items():
+            product = products[module]
+            norms = (base + product.left @ product.right).norm(dim=1)
+            magnitudes = self.scales[module].total.flatten() * norms
+            tensors[f"{PREFIX}{module}{MAGNITUDE}"] = magnitudes.float()
+        return tensors
+
+
 def _names_of_layers(
-    modules: Sequence[str], grams: Sequence[StoredPrecision | None], folder: str
+    modules: Sequence[str], grams: Sequence[StoredPrecision], folder: str
 ) -> dict[str, str]:
     """By module, the name of its weight in the precisions."""
-    precision = grams[0] if grams else None
-    if precision is None:
-        return {}
-    if any(gram is None or gram.structure != "gram" for gram in grams):
-        raise PosteriorError("adapters are merged by precisions of structure 'gram' alone")
     weights = [f"{module}.weight" for module in modules]
-    names = translate(weights, precision.layers, folder)
+    names = translate(weights, grams[0].layers, folder)
     return {module: names[f"{module}.weight"] for module in modules}
 
 
 def _base_weights(
-    adapters: Sequence[_Adapter],
+    adapters: Sequence[Adapter],
     base: str | os.PathLike[str] | None,
-    precisions: Sequence[Any] | None,
     modules: Sequence[str],
+    *,
+    has_precisions: bool,
 ) -> dict[str, Tensor]:
-    """W_0 of every module in float64, where some adapter is DoRA; else nothing."""
-    if not any(adapter.magnitudes for adapter in adapters):
-        return {}
+    """W_0 of every module in float64, for DoRA.
+
+    Raises:
+        InputError: no base, or precisions.
+        ModelError: adapters of Conv1D.
+    """
     if base is None:
         raise InputError("DoRA adapters are merged by their base's weights: give base=")
-    if precisions is not None:
+    if has_precisions:
         raise InputError("DoRA adapters are merged without precisions: leave them out")
     if any(adapter.entries.get("fan_in_fan_out") for adapter in adapters):
         raise ModelError("DoRA adapters of Conv1D are merged into a model only (blr.merge)")
@@ -364,7 +349,7 @@ def _base_weights(
 
 @dataclass(frozen=True)
 class _RowScales:
-    """What DoRA multiplies the rows of a module by, ``[O, 1]``, or 1.
+    """The factors by which DoRA multiplies the rows of a module, ``[O, 1]``; ``[[1.]]`` without it.
 
     Attributes:
         single: D_t of every adapter.
@@ -377,19 +362,22 @@ class _RowScales:
     @classmethod
     def of(
         cls,
-        adapters: Sequence[_Adapter],
+        adapters: Sequence[Adapter],
         weights: Sequence[float],
         module: str,
         base: Tensor | None,
     ) -> _RowScales:
-        """Of adapters with these weights.
+        """The factors of adapters with these weights.
+
+        Args:
+            base: W_0 of the module; None: no adapter is DoRA.
 
         Raises:
-            InputError: weights that turn a row around, or leave nothing of it.
+            InputError: the weights leave nothing of a row, or turn its sign.
         """
-        one = torch.ones(1, 1, dtype=torch.float64)
         if base is None:
-            return cls([one] * len(adapters), one)
+            unscaled = torch.ones(1, 1, dtype=torch.float64)
+            return cls([unscaled] * len(adapters), unscaled)
         single = [adapter.row_scales(module, base) for adapter in adapters]
         terms = [weight * (scale - 1) for weight, scale in zip(weights, single, strict=True)]
         total = 1 + torch.stack(terms).sum(0)
@@ -398,67 +386,39 @@ class _RowScales:
         return cls(single, total)
 
 
-def _merged(
-    adapters: Sequence[_Adapter],
-    weights: Sequence[float],
-    module: str,
-    grams: Sequence[StoredPrecision | None],
-    names: Mapping[str, str],
-    scales: _RowScales,
-) -> tuple[Tensor, Tensor]:
-    """L and R of one module's ΔW = L R."""
-    lefts = []
-    rights = []
-    total: Tensor | None = None
-    models = zip(adapters, weights, grams, scales.single, strict=True)
-    for adapter, weight, gram, scale in models:
-        moments = None
-        if gram is not None:
-            moments = _moments(gram, names[module])
-            total = weight * moments if total is None else total + weight * moments
-        if module not in adapter.pairs:
-            continue  # the adapter leaves the layer as it is
-        left, right = adapter.product(module)
-        lefts.append(scale / scales.total * left)
-        rights.append(weight * (right if moments is None else right @ moments))
-    _check_shapes(module, lefts, rights)
-    left = torch.cat(lefts, 1)
-    right = torch.cat(rights, 0)
-    if total is None:
-        return left, right
-    return left, right @ _inverse(total)
-
-
 def _moments(precision: StoredPrecision, layer: str) -> Tensor:
-    """Σ a aᵀ of a layer's inputs, without the 1 of its bias."""
+    """M = Σ a aᵀ of a layer's inputs a, ``[I, I]``, without the 1 that stands for the bias."""
     if layer not in precision.layers:
         raise PosteriorError(f"{precision.name!r} has no moments of {layer!r}: fit it again")
     joint, _ = precision.layers[layer]
     matrix = precision.factors(layer).matrix()[0]
-    inputs = len(matrix) - (joint.bias is not None)
-    return matrix[:inputs, :inputs]
+    n_inputs = len(matrix)
+    if joint.bias is not None:
+        n_inputs -= 1
+    return matrix[:n_inputs, :n_inputs]
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """Of the directions that have a precision; 0 for the others, which no task's inputs have."""
+    """The inverse along the directions that inputs of some task have; 0 along the others."""
     values, vectors = torch.linalg.eigh(matrix)
     is_defined = values > SINGULAR * values.abs().max()
     return (vectors * torch.where(is_defined, 1 / values, 0.0)) @ vectors.mT
 
 
 def _check_shapes(module: str, lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
-    """Raise where adapters are of layers of other shapes."""
+    """Raise where the adapters' layers of one name have different shapes."""
     shapes = {(len(left), right.shape[1]) for left, right in zip(lefts, rights, strict=True)}
     if len(shapes) > 1:
         raise ModelError(f"{module!r} is {sorted(shapes)} in the adapters: they are of other bases")
 
 
 class _Product(NamedTuple):
-    """B A of a rank.
+    """ΔW = B A of some rank r.
 
     Attributes:
-        left, right: B and A, each with the roots of the singular values.
-        share: of the square of what was cut.
+        left: B, ``[O, r]``.
+        right: A, ``[r, I]``.
+        share: the share of ‖ΔW‖² that remains of the product before it was cut to this rank.
     """
 
     left: Tensor
@@ -467,25 +427,31 @@ class _Product(NamedTuple):
 
 
 def _cut(left: Tensor, right: Tensor, rank: int | None) -> _Product:
-    """The nearest product of a rank."""
-    outer, upper = torch.linalg.qr(left)
-    inner, lower = torch.linalg.qr(right.mT)
-    vectors, values, turned = torch.linalg.svd(upper @ lower.mT)
+    """The product of a rank that is nearest to L R; None: of full rank.
+
+    B and A share the singular values equally: each has their square roots.
+    """
+    left_basis, left_triangle = torch.linalg.qr(left)
+    right_basis, right_triangle = torch.linalg.qr(right.mT)
+    left_vectors, values, right_vectors = torch.linalg.svd(left_triangle @ right_triangle.mT)
     count = len(values) if rank is None else min(rank, len(values))
-    total = float(values.square().sum())
-    share = float(values[:count].square().sum()) / total if total > SMALLEST else 1.0
+    squared_size = float(values.square().sum())
+    share = 1.0
+    if squared_size > SMALLEST:
+        share = float(values[:count].square().sum()) / squared_size
     roots = values[:count].sqrt()
-    new_left = outer @ vectors[:, :count] * roots
-    new_right = roots[:, None] * (turned[:count] @ inner.mT)
+    new_left = left_basis @ left_vectors[:, :count] * roots
+    new_right = roots[:, None] * (right_vectors[:count] @ right_basis.mT)
     return _Product(new_left, new_right, share)
 
 
-def _averaged(adapters: Sequence[_Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
-    """Whole modules, which all adapters must have, by their weights' shares."""
+def _averaged(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted averages of whole modules, which all adapters must have, by tensor."""
     names = {name for adapter in adapters for name in adapter.whole}
-    absent = [name for name in names if any(name not in a.whole for a in adapters)]
-    if absent:
-        raise ModelError(f"only some adapters hold {some(sorted(absent))}: merge them into a model")
+    in_all = set(names).intersection(*(adapter.whole for adapter in adapters))
+    if in_all != names:
+        missing = sorted(names - in_all)
+        raise ModelError(f"only some adapters hold {some(missing)}: merge them into a model")
     total = sum(weights)
     if names and not total > 0:
         raise InputError("the weights must sum to more than 0, or whole modules have no average")
@@ -495,33 +461,3 @@ def _averaged(adapters: Sequence[_Adapter], weights: Sequence[float]) -> dict[st
         terms = [w / total * t.double() for w, t in zip(weights, tensors, strict=True)]
         averaged[name] = torch.stack(terms).sum(0).to(tensors[0].dtype).contiguous()
     return averaged
-
-
-def _write(
-    target: Path,
-    first: _Adapter,
-    tensors: Mapping[str, Tensor],
-    ranks: Mapping[str, int],
-    *,
-    use_dora: bool,
-) -> None:
-    """The adapter as PEFT reads it: the first one's settings, every layer with a scaling of 1."""
-    settings = json.loads((first.folder / CONFIG).read_text(encoding="utf-8"))
-    rank = max(ranks.values(), default=1)
-    patterns = {f"^{module}": r for module, r in ranks.items() if r != rank}
-    settings |= {
-        "r": rank,
-        "lora_alpha": rank,
-        "use_rslora": False,
-        "use_dora": use_dora,
-        "target_modules": sorted(ranks),
-        **dict.fromkeys(PER_LAYER),
-        "rank_pattern": patterns,
-        "alpha_pattern": patterns,
-        "init_lora_weights": True,
-    }
-    with drafted(target) as draft:
-        draft.mkdir()
-        save_file(dict(tensors), draft / TENSORS, metadata={"format": "pt"})
-        text = json.dumps(settings, indent=2, ensure_ascii=False)
-        (draft / CONFIG).write_text(f"{text}\n", encoding="utf-8")

@@ -23,9 +23,10 @@ from blr_analysis.files.placing import check_free, check_room
 from blr_analysis.merging.job import Job
 from blr_analysis.merging.layers import Solved
 from blr_analysis.merging.merge_plan import MergePlan
+from blr_analysis.merging.piece import Sink
 from blr_analysis.merging.propagation import stream_propagated
 from blr_analysis.merging.sources import is_place
-from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
+from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import bar
 
 SHARD = 5_000_000_000

@@ -14,7 +14,8 @@ from blr_analysis.errors import InputError, ModelError
 from blr_analysis.merging.at_weights import State, at_weights
 from blr_analysis.merging.layers import Moments, Part, dense
 from blr_analysis.merging.merge_plan import MergePlan
-from blr_analysis.merging.stream import Memory, Outcome, Sink, stream
+from blr_analysis.merging.piece import Sink
+from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 

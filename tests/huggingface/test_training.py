@@ -283,7 +283,7 @@ def test_ivons_precision_has_its_prior_and_a_stream_its_length(tmp_path: Path) -
 def test_checkpoints_in_memory_are_said_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blr_analysis.huggingface.recording.SAID_FROM", 0)
+    monkeypatch.setattr("blr_analysis.huggingface.recording.MUCH_MEMORY", 0)
     run = prepared(tmp_path, save_strategy="no")
     with pytest.warns(UserWarning, match=r"stay in memory, up to 0\.0 GiB.*save_strategy"):
         run.train()

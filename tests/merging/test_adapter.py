@@ -184,6 +184,7 @@ PAIR = (torch.ones(3, 2), torch.ones(2, 4))
         ({}, {"weights": [1.0]}, "one for each adapter"),
         ({}, {"weights": [1.0, float("nan")]}, "expected a finite number"),
         ({}, {"precisions": [{"fc.weight": torch.ones(3, 4)}] * 2}, "gram"),
+        ({}, {"precisions": [None, None]}, "no precision"),
     ],
 )
 def test_what_is_refused(

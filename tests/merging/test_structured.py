@@ -166,7 +166,7 @@ def test_a_table_that_is_head_and_embedding(
         q.save(place)
     base, *models = (weights_of(t) for t in tasks)
     based, alphas = more.pop("based", False), more.pop("weights", [1.0, 2.0])
-    monkeypatch.setattr("blr_analysis.merging.stream.rows_at_once", lambda joint: 64)
+    monkeypatch.setattr("blr_analysis.merging.layer_pieces.rows_at_once", lambda joint: 64)
     how: dict[str, Any] = {"dtype": torch.float64, "weights": alphas, **more}
     how |= {} if based else {"method": "fisher"}
     first = {"base_precision": fitted[0]} if based else {}
