@@ -14,14 +14,15 @@ sums of natural parameters: λ = λ_prior + Σ_t α_t (λ_t − λ_prior). Speci
 * quadratic losses with Hessians H_t, α_t = 1, θ_t the minimum of task t's loss plus the base's:
   the minimum of all tasks' losses together.
 
-An entry with H̄ ≤ 0 (no precision at all, or α_t < 0) has no such step: task arithmetic stands
-there instead, and the entry is counted; and so it is where α_t < 0 leave less of H̄ than a tenth of
-H_0 + Σ_t |α_t| H_t, by which the step would grow without bound.
+An entry with H̄ ≤ 0 (no precision at all, or α_t < 0) has no such step. Task arithmetic stands
+there instead, and the entry is counted. So is an entry where negative α_t leave less of H̄ than a
+tenth of H_0 + Σ_t |α_t| H_t: divided by so small a number, the step would grow without bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ from blr_analysis.errors import InputError
 from blr_analysis.files import Scratch
 
 BOUND = 0.1  # of H_0 + Σ|α|H: a smaller H̄ is no precision to divide by
-BLOCK = 2**17  # entries at a time: what fits into a core's cache
-WORDS = {  # by bytes
+BLOCK = 2**17  # entries at a time, which fit into a core's cache
+# The integers of a float's size, by its bytes: torch's with a sign, numpy's without.
+WORDS = {
     2: (torch.int16, "uint16"),
     4: (torch.int32, "uint32"),
     8: (torch.int64, "uint64"),
@@ -58,51 +60,80 @@ def combine_into(
     Returns:
         The number of entries where task arithmetic stands, see the module.
     """
-    scratch = Scratch() if scratch is None else scratch
-    fixed = not any(isinstance(c, Tensor) for c in (base_precision, *precisions))
+    if scratch is None:
+        scratch = Scratch()
+    all_precisions = (base_precision, *precisions)
+    numbers_only = not any(isinstance(precision, Tensor) for precision in all_precisions)
     fallback = 0
     for low in range(0, len(out), BLOCK):
         piece = slice(low, low + BLOCK)
         block = _Workspace(out[piece], scratch)
-        parts = [m[piece] for m in models]
-        if fixed:
-            assert isinstance(base_precision, float | int)
-            numbers = [c for c in precisions if isinstance(c, float | int)]
-            shares, undefined = _shares(weights, numbers, base_precision)
-            block.add_up(None if base is None else base[piece], parts, shares)
+        parts = [model[piece] for model in models]
+        start = None if base is None else base[piece]
+        if numbers_only:
+            shares, undefined = _shares(weights, precisions, base_precision)
+            block.add_up(start, parts, shares)
             fallback += len(block.out) if undefined else 0
         else:
-            curved = [c[piece] if isinstance(c, Tensor) else c for c in precisions]
-            start = base_precision[piece] if isinstance(base_precision, Tensor) else base_precision
-            at = None if base is None else base[piece]
-            fallback += block.match(at, parts, weights, curved, start)
+            cut = [_entries(precision, piece) for precision in precisions]
+            fallback += block.match(start, parts, weights, cut, _entries(base_precision, piece))
     return fallback
 
 
+def _entries(precision: PrecisionValue, piece: slice) -> PrecisionValue:
+    """A precision of some entries; a number is that of all."""
+    return precision[piece] if isinstance(precision, Tensor) else precision
+
+
 def _shares(
-    weights: Sequence[float], precisions: Sequence[float], base_precision: float
+    weights: Sequence[float], precisions: Sequence[PrecisionValue], base_precision: PrecisionValue
 ) -> tuple[list[float], bool]:
-    """α_t (H_0 + H_t) / H̄ where all of them are numbers, or α_t itself where H̄ is too small."""
-    pairs = list(zip(weights, precisions, strict=True))
-    total = base_precision + sum(a * h for a, h in pairs)
-    size = base_precision + sum(abs(a) * h for a, h in pairs)
-    if not total > 0 or (total < size and total <= BOUND * size):
+    """α_t (H_0 + H_t) / H̄ of precisions that are numbers, or α_t itself where H̄ is too small.
+
+    Returns:
+        The shares, and whether H̄ was too small.
+    """
+    h_0 = float(base_precision)
+    pairs = [(a, float(h)) for a, h in zip(weights, precisions, strict=True)]
+    total = h_0 + sum(a * h for a, h in pairs)
+    size = h_0 + sum(abs(a) * h for a, h in pairs)
+    negative_weights_leave_too_little = total < size and total <= BOUND * size
+    if not total > 0 or negative_weights_leave_too_little:
         return list(weights), True
-    return [a * (base_precision + h) / total for a, h in pairs], False
+    return [a * (h_0 + h) / total for a, h in pairs], False
+
+
+class _Sums(NamedTuple):
+    """The sums of one block.
+
+    Attributes:
+        step: Σ_t α_t (H_0 + H_t)(θ_t − θ_0).
+        total: H̄.
+        size: H_0 + Σ_t |α_t| H_t; None where it is the total, because no α_t is negative.
+    """
+
+    step: Tensor
+    total: Tensor
+    size: Tensor | None
 
 
 class _Workspace:
-    """The arithmetic of one block, in buffers that are used again."""
+    """The arithmetic of one block, in buffers that are used again.
+
+    Attributes:
+        out: where the result is written.
+    """
 
     def __init__(self, out: Tensor, scratch: Scratch) -> None:
-        self.out, self._scratch = out, scratch
+        self.out = out
+        self._scratch = scratch
 
     def _buffer(self, key: str) -> Tensor:
         if self.out.device.type != "cpu":
             return torch.empty_like(self.out)
         return self._scratch.array(("merge", key), len(self.out), self.out.dtype)
 
-    def _own(self, key: str, values: Tensor) -> Tensor:
+    def _converted(self, key: str, values: Tensor) -> Tensor:
         """Values in the dtype of the arithmetic, copied only if they have another."""
         return values if values.dtype == self.out.dtype else self._buffer(key).copy_(values)
 
@@ -110,7 +141,7 @@ class _Workspace:
         self, base: Tensor | None, models: Sequence[Tensor], shares: Sequence[float]
     ) -> None:
         """θ_0 + Σ_t c_t (θ_t − θ_0), or Σ_t c_t θ_t without a base."""
-        start = None if base is None else self._own("start", base)
+        start = None if base is None else self._converted("start", base)
         step = self.out
         for k, (model, share) in enumerate(zip(models, shares, strict=True)):
             gap = self._buffer("gap").copy_(model) if k else step.copy_(model)
@@ -136,57 +167,90 @@ class _Workspace:
             self.add_up(None, models, [a / sum(weights) for a in weights])
             start = self._buffer("start").copy_(self.out)
         else:
-            start = self._own("start", base)
-        if isinstance(base_precision, Tensor):
-            first = self._own("first", base_precision)
-        else:
-            first = self._buffer("first").fill_(base_precision)
-        step, gap, both = self._buffer("step").zero_(), self._buffer("gap"), self._buffer("both")
-        total, so_far = self._buffer("total"), first  # H_0, then the sum as far as it is formed
-        size = self._buffer("size").copy_(first) if min(weights) < 0 else None  # H_0 + Σ|α|H
-        for model, alpha, curved in zip(models, weights, precisions, strict=True):
-            gap.copy_(model).sub_(start)
-            if isinstance(curved, Tensor):
-                own = self._own("curved", curved)
-                torch.add(first, own, out=both)
-                torch.add(so_far, own, alpha=alpha, out=total)
-            else:
-                torch.add(first, curved, out=both)
-                torch.add(so_far, alpha * curved, out=total)
-            step.addcmul_(both, gap, value=alpha)
-            so_far = total
-            if size is not None:
-                size.add_(curved, alpha=abs(alpha)) if isinstance(curved, Tensor) else size.add_(
-                    abs(alpha) * curved
-                )
+            start = self._converted("start", base)
+        step, total, size = self._sums(start, models, weights, precisions, base_precision)
         if size is None and is_precision(total):
             torch.addcdiv(start, step, total, out=self.out)
-            if bool(self.out.sum().isfinite()):  # or some total is 0
+            no_total_is_zero = bool(self.out.sum().isfinite())
+            if no_total_is_zero:
                 return 0
         if float(total.max()) == torch.inf:
             raise InputError(
                 f"the precisions' sum exceeds {total.dtype}: scale them and delta, or use "
                 "dtype=torch.float64"
             )
-        bad = total <= (0 if size is None else size.mul_(BOUND))
-        arithmetic = torch.zeros_like(step)
+        smallest = 0 if size is None else size.mul_(BOUND)
+        is_undefined = total <= smallest
+        arithmetic = self._arithmetic(start, models, weights)
+        step.div_(total)
+        torch.add(start, torch.where(is_undefined, arithmetic, step), out=self.out)
+        return int(is_undefined.sum())
+
+    def _sums(
+        self,
+        start: Tensor,
+        models: Sequence[Tensor],
+        weights: Sequence[float],
+        precisions: Sequence[PrecisionValue],
+        base_precision: PrecisionValue,
+    ) -> _Sums:
+        """The sums over the models, each model read once."""
+        if isinstance(base_precision, Tensor):
+            h_0 = self._converted("first", base_precision)
+        else:
+            h_0 = self._buffer("first").fill_(base_precision)
+        step = self._buffer("step").zero_()
+        total = self._buffer("total")
+        size = self._buffer("size").copy_(h_0) if min(weights) < 0 else None
+        gap = self._buffer("gap")
+        h_both = self._buffer("both")  # H_0 + H_t
+        total_so_far = h_0  # the first addition copies it into the buffer of the total
+        for model, alpha, precision in zip(models, weights, precisions, strict=True):
+            h_t = precision
+            if isinstance(precision, Tensor):
+                h_t = self._converted("curved", precision)
+            gap.copy_(model).sub_(start)
+            torch.add(h_0, h_t, out=h_both)
+            _add_scaled(total_so_far, h_t, alpha, out=total)
+            step.addcmul_(h_both, gap, value=alpha)
+            total_so_far = total
+            if size is not None:
+                _add_scaled(size, h_t, abs(alpha), out=size)
+        return _Sums(step, total, size)
+
+    def _arithmetic(
+        self, start: Tensor, models: Sequence[Tensor], weights: Sequence[float]
+    ) -> Tensor:
+        """Σ_t α_t (θ_t − θ_0)."""
+        gap = self._buffer("gap")
+        total = torch.zeros_like(start)
         for model, alpha in zip(models, weights, strict=True):
-            arithmetic.add_(gap.copy_(model).sub_(start), alpha=alpha)
-        torch.add(start, torch.where(bad, arithmetic, step.div_(total)), out=self.out)
-        return int(bad.sum())
+            total.add_(gap.copy_(model).sub_(start), alpha=alpha)
+        return total
+
+
+def _add_scaled(values: Tensor, precision: PrecisionValue, alpha: float, *, out: Tensor) -> None:
+    """values + α H, written into ``out``."""
+    if isinstance(precision, Tensor):
+        torch.add(values, precision, alpha=alpha, out=out)
+    else:
+        torch.add(values, alpha * precision, out=out)
 
 
 def is_precision(values: Tensor) -> bool:
-    """Whether no entry is negative, NaN or inf. Bits without a sign stand in the order of the
-    numbers, those of inf and NaN above, and the greatest is found in a quarter of the time.
+    """Whether no entry is negative, NaN or inf.
+
+    Read as integers without a sign, the bits of numbers from 0 on have the order of the numbers.
+    Those of inf, NaN and negative numbers are larger. So the largest integer decides, which is
+    found in a quarter of the time that comparing floats takes.
 
     >>> [is_precision(torch.tensor([x, 2.0])) for x in (0.0, -0.0, -0.5, torch.inf, torch.nan)]
     [True, True, False, False, False]
     """
     if values.is_floating_point() and values.device.type == "cpu" and values.itemsize in WORDS:
-        whole, unsigned = WORDS[values.itemsize]
-        limit = torch.tensor(torch.inf, dtype=values.dtype).view(whole)
-        if values.view(whole).numpy().view(unsigned).max() < int(limit):
+        signed, unsigned = WORDS[values.itemsize]
+        bits_of_infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(signed))
+        if values.view(signed).numpy().view(unsigned).max() < bits_of_infinity:
             return True
     low, high = torch.aminmax(values)
     return bool(low >= 0) and bool(high < torch.inf)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -22,46 +23,49 @@ from blr_analysis.merging.selections import (
 from blr_analysis.merging.spans import karcher, model_stock, multislerp, slerp
 from blr_analysis.merging.task_matrices import ace, iso_c, tsv_m, wudi
 
-# What a function of a method must be given at once.
+# The part of a model that the function of a method must be given at once.
 ENTRIES = "entries"
 ROWS = "rows"
 TENSORS = "tensors"
-MATRICES = "matrices"  # and other tensors are averaged
+MATRICES = "matrices"  # the weights of layers; other tensors are averaged
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a method takes of the formula of :mod:`blr_analysis.merging.formula`.
+    """A method, as a variant of the formula of :mod:`blr_analysis.merging.formula`.
 
     Attributes:
-        name: as recipes say it.
-        needs_base: θ_0 must be there.
-        uses_base: θ_0 is part of the formula.
-        uses_precisions: H_t is; otherwise all are 0.
-        uses_base_precision: H_0 and δ are; otherwise they are 0.
-        normalize: the weights are divided by their sum unless the user says otherwise.
+        name: its name in recipes.
         formula: in one line.
-        thinned: which part ``density`` of each θ_t − θ_0 stays: the largest by "size", some by
-            "chance" or by "rank", which is by chance and size, or the "middle" of the sizes.
-        elect: only what has the elected sign counts (:mod:`blr_analysis.merging.sparse`).
+        needs_base: whether it is refused without θ_0.
+        uses_base: whether θ_0 is part of the formula.
+        uses_precisions: whether H_t is part of it; otherwise all H_t are 0.
+        uses_base_precision: whether H_0 and δ are part of it; otherwise they are 0.
+        normalize: whether the weights are divided by their sum, unless the user says otherwise.
+        thinned: which entries of each θ_t − θ_0 stay, a share ``density`` of them: the largest
+            ("size"), random ones ("chance"), random ones where larger entries stay more often
+            ("rank"), or those of middle size ("middle"). "": all.
+        elect: whether only entries of the elected sign count (:mod:`blr_analysis.merging.sparse`).
         span: the coefficients of a sum of whole tensors (:mod:`blr_analysis.merging.spans`).
-        models: how many there must be; None: any number.
+        models: the number of models that it takes; None: any.
         matrix: the merged step of a weight from the models' steps and weights
             (:mod:`blr_analysis.merging.task_matrices`).
-        select: the same by entries (:mod:`blr_analysis.merging.selections`).
-        positive: no weight may be negative: the merge is a minimum, and there would be none.
+        select: the merged step from the models' steps, entry by entry
+            (:mod:`blr_analysis.merging.selections`).
+        positive: whether negative weights are refused: the merge minimises a sum, which has no
+            minimum with them.
         scope: what ``matrix``, ``select`` or a thinning must see at once: "entries", "rows",
             "tensors" or "matrices".
         options: further arguments of :func:`blr_analysis.merge` that have an effect.
     """
 
     name: str
-    needs_base: bool
-    uses_base: bool
-    uses_precisions: bool
-    uses_base_precision: bool
-    normalize: bool
     formula: str
+    needs_base: bool = False
+    uses_base: bool = False
+    uses_precisions: bool = False
+    uses_base_precision: bool = False
+    normalize: bool = False
     thinned: str = ""
     elect: bool = False
     span: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -74,7 +78,7 @@ class Method:
 
     @property
     def divides_by_precisions(self) -> bool:
-        """Whether α_t H_t divide without H_0: then the weights must not sum to 0."""
+        """Whether Σ α_t H_t divides, without H_0: the weights must not sum to 0 then."""
         return self.uses_precisions and not self.uses_base_precision
 
     def takes(self, option: str) -> bool:
@@ -85,6 +89,7 @@ class Method:
         draws = self.thinned in ("chance", "rank")
         scales = thins or self.matrix is not None or self.name == "task_arithmetic"
         weighs = self.select is None and self.name != "model_stock"
+        is_slerp = self.name == "slerp"  # its t says how much of each model is taken
         effects = {
             **dict.fromkeys(CURVED, self.uses_precisions),
             **dict.fromkeys(SELECTING, False),
@@ -94,140 +99,214 @@ class Method:
             "scale": scales,
             "lambda_": scales,
             "weights": weighs,
-            "weight": weighs and self.name != "slerp",
-            "normalize": weighs and self.name != "slerp",
+            "weight": weighs and not is_slerp,
+            "normalize": weighs and not is_slerp,
             "seed": draws,
             "rescale": draws,
         }
         return effects.get(option, True)
 
 
-# What only some methods can be told.
+# Arguments of the methods of :mod:`.selections`, and of those that use precisions.
 SELECTING = ("t", "epsilon", "gamma", "select_topk", "r", "alpha")
 CURVED = ("precisions", "n_data", "missing_precision", "shrink", "power", "damping")
+
+
+def _of_steps(name: str, formula: str, **settings: Any) -> Method:
+    """A method of the steps θ_t − θ_0 that takes no precisions."""
+    return Method(name, formula, needs_base=True, uses_base=True, **settings)
+
 
 METHODS = {
     row.name: row
     for row in (
         Method(
-            "gradient_matching", True, True, True, True, False,
+            "gradient_matching",
             "θ_0 + Σ α_t (H_0 + H_t)(θ_t − θ_0) / (H_0 + Σ α_t H_t)",
+            needs_base=True,
+            uses_base=True,
+            uses_precisions=True,
+            uses_base_precision=True,
         ),
-        Method("fisher", False, True, True, False, False, "Σ α_t H_t θ_t / Σ α_t H_t"),
-        Method("task_arithmetic", True, True, False, False, False, "θ_0 + Σ α_t (θ_t − θ_0)"),
-        Method("linear", False, False, False, False, True, "Σ α_t θ_t / Σ α_t"),
         Method(
-            "ties", True, True, False, False, True,
+            "fisher",
+            "Σ α_t H_t θ_t / Σ α_t H_t",
+            uses_base=True,
+            uses_precisions=True,
+        ),
+        _of_steps(
+            "task_arithmetic",
+            "θ_0 + Σ α_t (θ_t − θ_0)",
+        ),
+        Method(
+            "linear",
+            "Σ α_t θ_t / Σ α_t",
+            normalize=True,
+        ),
+        _of_steps(
+            "ties",
             "θ_0 + λ mean of the α_t trimmed(θ_t − θ_0) of the elected sign",
-            thinned="size", elect=True,
+            normalize=True,
+            thinned="size",
+            elect=True,
         ),
         Method(
-            "fisher_ties", True, True, True, False, True,
+            "fisher_ties",
             "θ_0 + λ mean of the α_t H_t trimmed(θ_t − θ_0) of the elected sign",
-            thinned="size", elect=True,
+            needs_base=True,
+            uses_base=True,
+            uses_precisions=True,
+            normalize=True,
+            thinned="size",
+            elect=True,
         ),
-        Method(
-            "dare_linear", True, True, False, False, False,
-            "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / density", thinned="chance",
+        _of_steps(
+            "dare_linear",
+            "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / density",
+            thinned="chance",
         ),
-        Method(
-            "dare_ties", True, True, False, False, False,
+        _of_steps(
+            "dare_ties",
             "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / density of the elected sign",
-            thinned="chance", elect=True,
+            thinned="chance",
+            elect=True,
         ),
         Method(
-            "slerp", False, False, False, False, True,
-            "sin((1 − t)φ)/sin φ θ_1 + sin(tφ)/sin φ θ_2", span=slerp, models=2,
+            "slerp",
+            "sin((1 − t)φ)/sin φ θ_1 + sin(tφ)/sin φ θ_2",
+            normalize=True,
+            span=slerp,
+            models=2,
             options=frozenset({"t"}),
         ),
         Method(
-            "nuslerp", False, True, False, False, True,
-            "θ_0 + the arc from θ_1 − θ_0 to θ_2 − θ_0 at α_2 / (α_1 + α_2)", span=slerp, models=2,
+            "nuslerp",
+            "θ_0 + the arc from θ_1 − θ_0 to θ_2 − θ_0 at α_2 / (α_1 + α_2)",
+            uses_base=True,
+            normalize=True,
+            span=slerp,
+            models=2,
         ),
         Method(
-            "multislerp", False, True, False, False, True,
-            "θ_0 + the mean direction of the θ_t − θ_0 times their mean length", span=multislerp,
+            "multislerp",
+            "θ_0 + the mean direction of the θ_t − θ_0 times their mean length",
+            uses_base=True,
+            normalize=True,
+            span=multislerp,
         ),
         Method(
-            "karcher", False, False, False, False, True,
-            "the spherical mean of the θ_t", span=karcher,
+            "karcher",
+            "the spherical mean of the θ_t",
+            normalize=True,
+            span=karcher,
         ),
-        Method(
-            "model_stock", True, True, False, False, False,
+        _of_steps(
+            "model_stock",
             "θ_0 + t mean(θ_t − θ_0), t = T c / (1 + (T − 1) c), c their mean cosine",
             span=model_stock,
         ),
-        Method(
-            "iso_c", True, True, False, False, False,
+        _of_steps(
+            "iso_c",
             "θ_0 + λ σ̄ U Vᵀ, of Σ α_t (θ_t − θ_0) = U S Vᵀ; σ̄ the mean of S > 0",
-            matrix=iso_c, scope=MATRICES,
+            matrix=iso_c,
+            scope=MATRICES,
         ),
-        Method(
-            "tsv_m", True, True, False, False, False,
+        _of_steps(
+            "tsv_m",
             "θ_0 + λ U⊥ S V⊥ᵀ, of the first 1/T singular vectors of each α_t (θ_t − θ_0)",
-            matrix=tsv_m, scope=MATRICES,
+            matrix=tsv_m,
+            scope=MATRICES,
         ),
-        Method(
-            "wudi", True, True, False, False, False,
+        _of_steps(
+            "wudi",
             "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖²",
-            matrix=wudi, positive=True, scope=MATRICES,
+            matrix=wudi,
+            positive=True,
+            scope=MATRICES,
         ),
-        Method(
-            "ace", True, True, False, False, False,
+        _of_steps(
+            "ace",
             "θ_0 + λ (Σ α_t Δ_t C_t)(Σ α_t C_t)⁻¹, C_t = Δ_tᵀΔ_t/‖Δ_t‖² + d/I",
-            matrix=ace, positive=True, scope=MATRICES, options=frozenset({"damping"}),
+            matrix=ace,
+            positive=True,
+            scope=MATRICES,
+            options=frozenset({"damping"}),
         ),
-        Method(
-            "della", True, True, False, False, True,
+        _of_steps(
+            "della",
             "della_linear's as a mean over the steps of the elected sign",
-            thinned="rank", elect=True, scope=ROWS, options=frozenset({"epsilon"}),
+            normalize=True,
+            thinned="rank",
+            elect=True,
+            scope=ROWS,
+            options=frozenset({"epsilon"}),
         ),
-        Method(
-            "della_linear", True, True, False, False, False,
+        _of_steps(
+            "della_linear",
             "θ_0 + λ Σ α_t dropped(θ_t − θ_0) / their chance to stay, by their rank in a row",
-            thinned="rank", scope=ROWS, options=frozenset({"epsilon"}),
+            thinned="rank",
+            scope=ROWS,
+            options=frozenset({"epsilon"}),
         ),
-        Method(
-            "breadcrumbs", True, True, False, False, False,
+        _of_steps(
+            "breadcrumbs",
             "θ_0 + λ Σ α_t (θ_t − θ_0) without the largest γ and the smallest entries",
-            thinned="middle", scope=TENSORS, options=frozenset({"gamma"}),
+            thinned="middle",
+            scope=TENSORS,
+            options=frozenset({"gamma"}),
         ),
-        Method(
-            "breadcrumbs_ties", True, True, False, False, False,
+        _of_steps(
+            "breadcrumbs_ties",
             "θ_0 + λ Σ α_t (θ_t − θ_0) of the elected sign, without the largest γ and the smallest",
-            thinned="middle", elect=True, scope=TENSORS, options=frozenset({"gamma"}),
+            thinned="middle",
+            elect=True,
+            scope=TENSORS,
+            options=frozenset({"gamma"}),
         ),
-        Method(
-            "sce", True, True, False, False, False,
+        _of_steps(
+            "sce",
             "θ_0 + the mean by energy of the θ_t − θ_0 of the elected sign, where they vary most",
-            select=sce, scope=TENSORS, options=frozenset({"select_topk"}),
+            select=sce,
+            scope=TENSORS,
+            options=frozenset({"select_topk"}),
         ),
-        Method(
-            "nearswap", True, True, False, False, False,
+        _of_steps(
+            "nearswap",
             "θ_0 + (θ_1 − θ_0) within [−t, t]",
-            select=nearswap, models=1, options=frozenset({"t"}),
+            select=nearswap,
+            models=1,
+            options=frozenset({"t"}),
         ),
-        Method(
-            "arcee_fusion", True, True, False, False, False,
+        _of_steps(
+            "arcee_fusion",
             "θ_0 + (θ_1 − θ_0) where |θ_1 − θ_0| times the row's divergence is an outlier",
-            select=arcee_fusion, models=1, scope=TENSORS,
+            select=arcee_fusion,
+            models=1,
+            scope=TENSORS,
         ),
-        Method(
-            "ram", True, True, False, False, False,
+        _of_steps(
+            "ram",
             "θ_0 + the mean of the θ_t − θ_0 that are above ε in size",
-            select=ram, options=frozenset({"epsilon"}),
+            select=ram,
+            options=frozenset({"epsilon"}),
         ),
-        Method(
-            "ramplus_tl", True, True, False, False, False,
+        _of_steps(
+            "ramplus_tl",
             "ram; where one model alone is above ε, times 1 + r min(overlap, α)",
-            select=ramplus_tl, scope=TENSORS, options=frozenset({"epsilon", "r", "alpha"}),
+            select=ramplus_tl,
+            scope=TENSORS,
+            options=frozenset({"epsilon", "r", "alpha"}),
         ),
     )
-}  # fmt: skip
+}
 
 
 def widest(*, based: bool) -> Method:
-    """Of those that "auto" chooses among, the one that takes most."""
+    """The method with the most inputs among those that "auto" chooses from.
+
+    Args:
+        based: whether there is a base.
+    """
     return METHODS["gradient_matching" if based else "fisher"]
 
 
@@ -235,13 +314,13 @@ def method_of(name: str) -> Method:
     """The row of this name.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such method.
     """
     return METHODS[one_of("method", name, tuple(METHODS))]
 
 
 def default_weights(method: str, n_models: int) -> list[float]:
-    """α_t before anything is known of the tasks: what the method's own derivation asks for.
+    """The weights α_t that a method's derivation asks for, before the tasks are known.
 
     ``gradient_matching`` and ``fisher``: 1 each. Their H_t are SUMS over the examples of a task,
     so α_t = 1 lets every example of every task count once: the objective is that of training on
