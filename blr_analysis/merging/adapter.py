@@ -112,7 +112,8 @@ def merge_adapters(
     Source: Hu et al., "LoRA", 2021; Liu et al., "DoRA", 2024; Jin et al., "RegMean", ICLR 2023.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
+        >>> from safetensors.torch import save_file
         >>> def write(folder, a, b):
         ...     Path(folder).mkdir()
         ...     pair = {"A": torch.tensor([a]), "B": torch.tensor([[x] for x in b])}

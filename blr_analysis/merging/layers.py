@@ -1,27 +1,32 @@
-"""The merge of one layer whose precisions have structure: a matrix equation, solved.
+"""The merge of one layer whose precisions have factors: a matrix equation, solved.
 
-With W the layer's joint matrix ``[g, O, I']`` (the bias a last column), and symmetric H on it,
+With W the layer's joint matrix ``[g, O, I']`` (the bias is a last column), and H symmetric,
 
     H̄ (W − W_r) = Σ_t α_t (H_0 + H_t)(W_t − W_r),        H̄ = H_0 + Σ_t α_t H_t
 
-the formula of :mod:`blr_analysis.merging.formula` with matrices for numbers. W_r is the base, or
-where H_0 is no part of the method the average Σ α W / Σ α. Of structure "gram" H W = W A, a dense
-matrix for all rows; of "kron" H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ, a sum of Kronecker products,
-solved by conjugate gradients with the average factors as preconditioner. Of one family:
+This is the formula of :mod:`blr_analysis.merging.formula` with matrices in place of numbers. The
+reference W_r is the base; if the method has no H_0, it is the average Σ α W / Σ α.
 
-* shrink c: c H + (1 − c) diag(H), RegMean's 0.9 for the off-diagonals of A. If it is left out, c
-  is 1; where every "gram" comes from fewer rows than inputs and there is no H_0, c is 1 less the
-  part of the off-diagonals that is chance;
-* power p: A ⊗ Gᵖ instead of A ⊗ G; p = 0 is "gram" with the correction of its eigenvalues;
-* damping d: H + d mean(H) 1 for every task, the mean over the layer's eigenvalues. G is nearly
-  singular in a network that is sure of its data, and sums of such H, each with eigenvectors of its
-  own, are badly conditioned: so d is 1 for "kron" unless given, and 0 for "gram". Where losses are
-  quadratic, d = 0 gives the optimum of all tasks, and d = 1 misses it. Where "kron" has no damping
-  and H̄ is singular, 1e-6 of its mean is added on the left side alone, which picks the solution
-  nearest to W_r + Σ_t α_t (W_t − W_r), task arithmetic or the average.
+* Structure "gram": H W = W A, with one dense matrix A for all rows. The equation is solved exactly.
+* Structure "kron": H W = U_G (s ∘ (U_Gᵀ W U_A)) U_Aᵀ. A sum of such H is solved by conjugate
+  gradients, with the average factors as preconditioner.
 
-Directions without a precision (H̄ ≤ 0, or below a tenth of H_0 + Σ |α_t| H_t, as with α < 0) are
-counted, and stay at W_r + Σ_t α_t (W_t − W_r), task arithmetic or the average.
+Three settings change every H_t:
+
+* shrink c: c H + (1 − c) diag(H). RegMean uses 0.9 for the off-diagonals of A. Without a setting, c
+  is 1. It is 1 less the part of the off-diagonals that is chance where every "gram" comes from
+  fewer rows than inputs and there is no H_0;
+* power p: A ⊗ Gᵖ instead of A ⊗ G. p = 0 is "gram" with the correction of its eigenvalues;
+* damping d: H + d mean(H) 1, the mean over the layer's eigenvalues. Without a setting, d is 1 for
+  "kron" and 0 for "gram". In a network that is sure of its data, G is nearly singular. Sums of such
+  H, whose eigenvectors differ, are badly conditioned, hence the 1. Where losses are quadratic,
+  d = 0 gives the optimum of all tasks, and d = 1 misses it. Where "kron" has no damping and H̄ is
+  singular, 1e-6 of its mean is added on the left side alone: of all solutions, this picks the one
+  nearest to W_r + Σ_t α_t (W_t − W_r).
+
+Some directions have no precision: H̄ ≤ 0 there, or negative α leave less of it than a tenth of
+H_0 + Σ |α_t| H_t. These directions are counted. They stay at W_r + Σ_t α_t (W_t − W_r), which is
+task arithmetic or the average.
 
 Under "gram", a table that is tied to a head has H = A + c_v 1 for row v, where c_v counts how often
 the token was looked up. All rows share the eigenvectors of Σ_t α_t A_t, and row v adds Σ_t α_t c_tv
@@ -44,11 +49,11 @@ from blr_analysis.backprop.matrices import Basis
 from blr_analysis.errors import InputError
 from blr_analysis.merging.formula import BOUND
 
-SINGULAR = 1e-6  # of the largest eigenvalue: float32 factors are no more accurate
-TOLERANCE = 1e-8  # of conjugate gradients, relative to the right-hand side
-MAX_ITERATIONS = 100  # of conjugate gradients; the report gives the residual
-ROUNDING = 1e-14  # of the right-hand side's terms: a smaller sum of them counts as 0
-SMALLEST_PIVOT = 1e-12  # of the preconditioner's largest number
+SINGULAR = 1e-6  # of the largest eigenvalue: smaller ones are rounding of float32 factors
+TOLERANCE = 1e-8  # conjugate gradients end at this residual, relative to the right-hand side
+MAX_ITERATIONS = 100  # of conjugate gradients; the report gives the residual they end with
+ROUNDING = 1e-14  # of the terms of the right-hand side: a smaller sum of them counts as 0
+SMALLEST_PIVOT = 1e-12  # of the preconditioner's largest entry: smaller entries are raised to it
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,10 @@ class Solved:
     """How one layer's equation was solved.
 
     Attributes:
-        residual: ‖H̄X − R‖ / ‖R‖, of conjugate gradients; 0 where it was solved densely.
-        iterations: of conjugate gradients.
-        undefined: numbers without a precision, where task arithmetic (or the average) stands.
+        residual: ‖H̄X − R‖ / ‖R‖ of conjugate gradients; 0 where it was solved exactly.
+        iterations: the number of iterations of conjugate gradients.
+        undefined: the count of numbers without a precision, where task arithmetic or the average
+            stands.
     """
 
     residual: float = 0.0
@@ -71,10 +77,11 @@ class Factors:
     """One task's H of a layer, in float64: U diag(s) Uᵀ, its off-diagonals times ``shrink``.
 
     Attributes:
-        basis: U_A, and U_G or none.
-        values: s ≥ 0, ``[g, O, I']``, or ``[g, 1, I']`` where all outputs have the same.
+        basis: U_A and, for "kron", U_G.
+        values: s ≥ 0, ``[g, O, I']``, or ``[g, 1, I']`` where all outputs share theirs.
         shrink: c.
-        rows: what each row of W has on top of the same s, ``[g, O, 1]``, or 0.
+        rows: c_v, which row v adds to its eigenvalues, ``[g, O, 1]``; None: 0.
+        diagonal: diag(H), in the shape of ``values``.
     """
 
     basis: Basis
@@ -88,7 +95,7 @@ class Factors:
 
     @property
     def acts_on_inputs_only(self) -> bool:
-        """Whether it multiplies every row of W with one matrix."""
+        """Whether H multiplies every row of W by the same matrix, as "gram" does."""
         return self.basis.left is None and self.values.shape[1] == 1
 
     def matrix(self) -> Tensor:
@@ -97,17 +104,19 @@ class Factors:
         return _shrunk((right * self.values) @ right.mT, self.diagonal[:, 0], self.shrink)
 
     def times(self, w: Tensor, low: int = 0) -> Tensor:
-        """H W. If every row is multiplied by itself, W may hold the rows from ``low`` on alone."""
+        """H W. Where H acts on inputs only, W may be some rows, from row ``low`` on."""
         product = self.basis.back(self.values * self.basis.turn(w))
         if self.shrink != 1:
             product = torch.lerp(self.diagonal * w, product, self.shrink)
         return _plus_rows(product, self.rows, w, low)
 
     def raised(self, power: float) -> Factors:
-        """A ⊗ Gᵖ: the mean over the inputs of s, by the inputs' own mean, is G's eigenvalue.
+        """A ⊗ Gᵖ instead of A ⊗ G.
+
+        An eigenvalue of G is the mean of s over the inputs, divided by the mean eigenvalue of A.
 
         Raises:
-            InputError: the size of the inputs was not kept.
+            InputError: the mean eigenvalue of A was not recorded.
         """
         if power == 1 or self.basis.left is None:
             return self
@@ -119,7 +128,7 @@ class Factors:
         return Factors(self.basis, self.values * scale, self.shrink)
 
     def damped(self, damping: float | None) -> Factors:
-        """H + d mean(H) 1."""
+        """H + d mean(H) 1; None is 1 for "kron" and 0 for "gram"."""
         if damping is None:
             damping = 0.0 if self.acts_on_inputs_only else 1.0
         if not damping:
@@ -136,8 +145,8 @@ class Moments:
 
     Attributes:
         sums: A, ``[g, I', I']``.
-        shrink: what its off-diagonals are multiplied by.
-        rows: what each row of W has on top, ``[g, O, 1]``, or 0.
+        shrink: the factor of its off-diagonals.
+        rows: c_v, which is added for row v of W, ``[g, O, 1]``; None: 0.
     """
 
     sums: Tensor
@@ -145,11 +154,11 @@ class Moments:
     rows: Tensor | None = None
 
     def matrix(self) -> Tensor:
-        """A."""
+        """A with its off-diagonals shrunk, ``[g, I', I']``."""
         return _shrunk(self.sums.clone(), self.sums.diagonal(dim1=-2, dim2=-1), self.shrink)
 
     def times(self, w: Tensor, low: int = 0) -> Tensor:
-        """H W, of the rows from ``low`` on."""
+        """H W, where W is rows of the layer from row ``low`` on."""
         return _plus_rows(w @ self.matrix(), self.rows, w, low)
 
 
@@ -162,19 +171,19 @@ def _shrunk(matrix: Tensor, diagonal: Tensor, shrink: float) -> Tensor:
 
 
 def _plus_rows(product: Tensor, rows: Tensor | None, w: Tensor, low: int) -> Tensor:
-    """H W with what each row has on top; W begins at row ``low``."""
+    """H W plus c_v W of each row v; W begins at row ``low``."""
     if rows is None:
         return product
     return product + rows[:, low : low + w.shape[1]] * w
 
 
 class Part(NamedTuple):
-    """What one model brings into a layer's equation.
+    """One model's terms in a layer's equation.
 
     Attributes:
         weight: α_t.
         precision: H_t; None: 0.
-        takes_base: whether H_0 + δ stands for H_t.
+        takes_base: whether H_0 + δ stands for a missing H_t.
     """
 
     weight: float
@@ -190,18 +199,18 @@ Operator = Callable[[Tensor], Tensor]
 def solver(
     parts: Sequence[Part], base_factors: Factors | None, delta: float, shape: tuple[int, int, int]
 ) -> Solver:
-    """What merges rows of a layer, all precisions given.
+    """A function that merges rows of a layer by its precisions.
 
     Args:
-        parts: of every model.
-        base_factors: H_0 without δ, or 0.
+        parts: the terms of every model.
+        base_factors: H_0 without δ; None: 0.
         delta: δ.
         shape: ``(g, O, I')``.
 
     Returns:
-        A function of W_0 (None: the average is the reference), the W_t, ``[g, rows, I']``, and the
-        number of the first of these rows. It gives W and how it was found. Where factors are not
-        ``acts_on_inputs_only``, it takes all rows.
+        A function ``solve(W_0, W_t, low)``. W_0 and every W_t are ``[g, rows, I']``, from row
+        ``low`` on; without W_0 (None) the average is the reference. It returns W and how it was
+        found. If some factors do not act on inputs only, W_0 and W_t must hold all rows.
     """
     precisions = [base_factors, *(part.precision for part in parts)]
     factors = [factor for factor in precisions if isinstance(factor, Factors)]
@@ -215,8 +224,8 @@ class _Equation:
     """One layer's H̄ (W − W_r) = Σ_t α_t (H_0 + H_t)(W_t − W_r).
 
     Attributes:
-        parts: of every model.
-        base_factors: H_0 without δ, or 0.
+        parts: the terms of every model.
+        base_factors: H_0 without δ; None: 0.
         delta: δ.
     """
 
@@ -262,9 +271,9 @@ class _Total(NamedTuple):
     """H̄ of a layer where every H multiplies rows with one matrix.
 
     Attributes:
-        matrix: H̄, ``[g, I', I']``.
-        size: H_0 + Σ_t |α_t| H_t; the same tensor where no α_t is negative.
-        rows: what the matrix and the size have in each row on top, ``[2, g, O or 1, 1]``.
+        matrix: H̄ without the c_v of its rows, ``[g, I', I']``.
+        size: H_0 + Σ_t |α_t| H_t, likewise; the same tensor where no α_t is negative.
+        rows: Σ_t α_t c_tv and Σ_t |α_t| c_tv of each row v, ``[2, g, O or 1, 1]``.
     """
 
     matrix: Tensor
@@ -275,7 +284,7 @@ class _Total(NamedTuple):
 def _total(
     parts: Sequence[Part], base_factors: Factors | None, delta: float, groups: int, columns: int
 ) -> _Total:
-    """Sum the precisions, with one matrix in memory at a time."""
+    """The sum of the precisions, with one more matrix in memory at a time."""
     base_weights = [part.weight for part in parts if part.takes_base]
     base_weight = 1 + sum(base_weights)
     base_magnitude = 1 + sum(map(abs, base_weights))
@@ -304,13 +313,14 @@ def _total(
 
 
 def _scaled_identity(scale: float, groups: int, columns: int) -> Tensor:
+    """``[g, I', I']``."""
     return torch.eye(columns, dtype=torch.float64).mul_(scale).repeat(groups, 1, 1)
 
 
 def dense(
     parts: Sequence[Part], base_factors: Factors | None, delta: float, shape: tuple[int, int, int]
 ) -> Solver:
-    """:func:`solver` where every H multiplies rows with one matrix."""
+    """:func:`solver` where every H multiplies all rows by one matrix."""
     groups, _, columns = shape
     divide = _division(_total(parts, base_factors, delta, groups, columns))
     equation = _Equation(parts, base_factors, delta)
@@ -329,10 +339,10 @@ def dense(
 
 
 def _division(total: _Total) -> Division:
-    """A function of R, X and the number of R's first row.
+    """A function ``divide(R, X, low)`` of some rows, from row ``low`` on.
 
-    It gives R H̄⁻¹, with X in its place along the directions where H̄ is not positive, and how many
-    numbers X gives.
+    It returns R H̄⁻¹, in which X replaces the directions where H̄ is not positive, and the count of
+    numbers that X gives.
     """
     root, failed = torch.linalg.cholesky_ex(total.matrix)
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
@@ -368,7 +378,7 @@ def _division(total: _Total) -> Division:
 
 
 def _iterative(parts: Sequence[Part], base_factors: Factors | None, delta: float) -> Solver:
-    """:func:`solver` by conjugate gradients."""
+    """:func:`solver` by conjugate gradients, which start at W_r + Σ_t α_t (W_t − W_r)."""
     equation = _Equation(parts, base_factors, delta)
     weighted = _weighted(parts, base_factors)
     total_delta = delta * _base_weight(parts)
@@ -392,7 +402,7 @@ def _iterative(parts: Sequence[Part], base_factors: Factors | None, delta: float
             size += float(pull.norm())
         answer = conjugate_gradients(times, right, precondition, rounding=ROUNDING * size)
         has_no_solution = not answer.is_positive and not all_positive
-        if has_no_solution:  # H̄ has a direction that is not positive: task arithmetic stands
+        if has_no_solution:  # H̄ is not positive along some direction: task arithmetic stands
             undefined = arithmetic.numel()
             return reference + arithmetic, Solved(0.0, answer.iterations, undefined)
         solved = Solved(answer.residual, answer.iterations)
@@ -402,12 +412,12 @@ def _iterative(parts: Sequence[Part], base_factors: Factors | None, delta: float
 
 
 def _base_weight(parts: Sequence[Part]) -> float:
-    """How often H̄ has the base's precision."""
+    """The weight of H_0 in H̄: 1, and α_t of every model that takes it for its own."""
     return 1 + sum(part.weight for part in parts if part.takes_base)
 
 
 def _weighted(parts: Sequence[Part], base_factors: Factors | None) -> list[tuple[float, Factors]]:
-    """The factors whose sum, each by its weight, is H̄ without δ."""
+    """The factors in H̄, with their weights; δ is left out."""
     weighted = [
         (part.weight, part.precision) for part in parts if isinstance(part.precision, Factors)
     ]
@@ -417,7 +427,7 @@ def _weighted(parts: Sequence[Part], base_factors: Factors | None) -> list[tuple
 
 
 def _ridge(weighted: Sequence[tuple[float, Factors]], delta: float) -> float:
-    """What is added to H̄ where it is singular, so that the nearest solution is found; else 0."""
+    """A small number that is added to H̄ where H̄ is singular; 0 where it is not."""
     mean = sum(weight * float(factors.values.mean()) for weight, factors in weighted)
     smallest = delta + sum(weight * float(factors.values.min()) for weight, factors in weighted)
     ridge = SINGULAR * mean
@@ -426,7 +436,10 @@ def _ridge(weighted: Sequence[tuple[float, Factors]], delta: float) -> float:
 
 
 def _preconditioner(weighted: Sequence[tuple[float, Factors]], delta: float) -> Operator:
-    """The inverse of H̄'s diagonal in the eigenvectors of the average factors."""
+    """A function that multiplies by an approximate H̄⁻¹.
+
+    It inverts the diagonal of H̄ in the eigenvectors of the average factors.
+    """
     right = _average_inputs(weighted)
     left = _average_outputs(weighted)
     _, first_factors = weighted[0]
@@ -471,19 +484,19 @@ def _average_outputs(weighted: Sequence[tuple[float, Factors]]) -> Tensor | None
 
 
 def _eigenvectors(matrices: Sequence[Tensor]) -> Tensor:
-    """Those of the sum of some matrices."""
+    """The eigenvectors of the sum of some matrices."""
     total = sum(matrices[1:], matrices[0])
     _, vectors = torch.linalg.eigh(total)
     return vectors
 
 
 class Answer(NamedTuple):
-    """What conjugate gradients found.
+    """The result of conjugate gradients.
 
     Attributes:
-        solution: of H X = R.
+        solution: X of H X = R.
         residual: ‖H X − R‖ / ‖R‖.
-        iterations: how many.
+        iterations: their number.
         is_positive: whether H was positive along all directions that were searched.
     """
 
@@ -496,7 +509,14 @@ class Answer(NamedTuple):
 def conjugate_gradients(
     times: Operator, right: Tensor, precondition: Operator, *, rounding: float = 0.0
 ) -> Answer:
-    """H⁻¹ R from 0; the solution is 0 where R is no larger than ``rounding``."""
+    """H⁻¹ R by conjugate gradients that start at 0.
+
+    Args:
+        times: multiplies by H.
+        right: R.
+        precondition: multiplies by an approximate H⁻¹.
+        rounding: an R of at most this norm counts as 0, and the solution is 0.
+    """
     solution = torch.zeros_like(right)
     goal = float(right.norm())
     if goal <= rounding:

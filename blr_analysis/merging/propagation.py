@@ -1,4 +1,4 @@
-"""Merging by statistics of inputs that are taken behind merged layers, as RegMean++ does."""
+"""RegMean++: layers are merged by their inputs in the merge, one after the other."""
 
 from __future__ import annotations
 
@@ -24,21 +24,30 @@ from blr_analysis.task import Task
 def stream_propagated(
     plan: MergePlan, sink: Sink, report_progress: Callable[[int], object]
 ) -> Outcome:
-    """RegMean++: the inputs of every layer are taken after the layers below it were merged.
+    """Merge by RegMean++: each layer's inputs are measured behind the layers merged before it.
 
-    RegMean takes a layer's inputs in each task's own model. In the merge they come from merged
-    layers: so layer after layer, in the order in which the model runs them, the moments A_t of the
-    inputs are taken with everything below merged, and W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹ follows.
-    L layers and T tasks take L · T sweeps of forward passes that end at the layer, with its moments
-    in memory; layers that are given the same tensor (queries, keys and values) share theirs.
-    Without ``shrink``, the off-diagonals of A count less by the part of them that is chance.
+    RegMean measures a layer's inputs in each task's model. In the merge, however, they come from
+    merged layers. Here the layers are merged in the order in which the model runs them. For each
+    layer, the moments A_t of its inputs are measured with everything below it merged, and
+    W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹ follows. Without ``shrink``, the off-diagonals of A are
+    multiplied by 1 less the part of them that is chance. Tensors that are no matrix of a layer are
+    averaged.
 
-    One model at a time, and the merged one, are in memory. The data are ``plan.job.tasks``; what
-    is no layer with a matrix is averaged.
+    L layers and T tasks take L · T sweeps of forward passes, each of which ends at the layer.
+    Layers that read the same tensor (queries, keys and values) share a sweep. Two models are in
+    memory at a time, the merged one and one of the tasks', and the moments of one layer.
+
+    Args:
+        plan: the merge; its data are ``plan.job.tasks``.
+        sink: where the result is written.
+        report_progress: called with the bytes that were read.
+
+    Returns:
+        The outcome of the average, from which the merge starts.
 
     Raises:
-        InputError: weights by layer, below 0, or all 0; not one task per model.
-        ModelError: two tasks run other layers.
+        InputError: weights that differ by layer, are below 0, or all 0; not one task per model.
+        ModelError: two tasks run different layers.
 
     Source: Nguyen et al., "RegMean++: enhancing effectiveness and generalization of regression mean
     for model merging", 2025.
@@ -52,19 +61,19 @@ def stream_propagated(
     ]
     repeated = {key for order in orders for key in order.repeated}
     groups = _groups(orders, repeated)
-    in_layers = {name for group in groups for layer in group for name in layer.names}
-    merged = {name: value for name, value in average.items() if name not in in_layers}
+    names_in_layers = {name for group in groups for layer in group for name in layer.names}
+    merged = {name: value for name, value in average.items() if name not in names_in_layers}
     for group in track(groups, total=len(groups), label="layers", show=tasks[0].progress):
         keys = frozenset(layer.key for layer in group)
         is_repeated = bool(keys & repeated)
-        moments = [
+        moments_of_tasks = [
             _moments(plan, t, task, merged, keys, repeated=is_repeated)
             for t, task in enumerate(tasks)
         ]
         for layer in group:
-            layer_moments = [moments_by_layer[layer.key] for moments_by_layer in moments]
-            solution = _solved(plan, layer, layer_moments)
-            merged |= {name: value.to(average[name].dtype) for name, value in solution.items()}
+            moments = [moments_by_layer[layer.key] for moments_by_layer in moments_of_tasks]
+            for name, value in _solved(plan, layer, moments).items():
+                merged[name] = value.to(average[name].dtype)
     _put(plan, merged, sink)
     return outcome
 
@@ -86,7 +95,7 @@ def _check(plan: MergePlan) -> None:
 def _average(
     plan: MergePlan, report_progress: Callable[[int], object]
 ) -> tuple[dict[str, Tensor], Outcome]:
-    """The average of the models, in the dtypes that they are stored in."""
+    """The average of the models in memory, in the dtypes that they are stored in."""
     stored = plan.reference.specs
     tensors = tuple(
         replace(tensor, spec=replace(tensor.spec, dtype=stored[tensor.name].dtype))
@@ -112,11 +121,20 @@ def _moments(
     *,
     repeated: bool,
 ) -> dict[str, Moments]:
-    """Moments of the inputs of some layers, with everything below them merged.
+    """The moments of the inputs of some layers in task ``t``, with everything below merged.
+
+    Args:
+        merged: the tensors that are merged already.
+        keys: of the layers.
+        repeated: whether the model runs one of the layers several times.
+
+    Returns:
+        The moments by the layers' keys.
 
     Raises:
-        ModelError: the task does not run them.
+        ModelError: the task does not run the layers.
     """
+    # FirstMoments ends a forward pass after the last of the layers, which run once each.
     sums = InputMoments() if repeated else FirstMoments(layers=keys)
     state = {**_tensors(plan, t, plan.reference.specs), **merged}
     _sums_at(task, state, sums, keys)
@@ -135,26 +153,30 @@ def _moments(
 
 
 def _solved(plan: MergePlan, layer: Joint, moments: Sequence[Moments]) -> dict[str, Tensor]:
-    """One layer's parameters, W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹."""
+    """The merged parameters of one layer, W = (Σ_t α_t W_t A_t)(Σ_t α_t A_t)⁻¹, by name."""
     parts = []
     for member, member_moments in zip(plan.job.members, moments, strict=True):
         assert not callable(member.weight)
         parts.append(Part(float(member.weight), member_moments, takes_base=False))
     matrices = [_matrix(plan, t, layer) for t in range(len(parts))]
     groups, rows, columns = matrices[0].shape
-    solve = dense(parts, None, 0.0, (groups, rows, columns))
+    solve = dense(parts, base_factors=None, delta=0.0, shape=(groups, rows, columns))
     result, _ = solve(None, matrices, 0)
     return layer.split(result)
 
 
 def _matrix(plan: MergePlan, t: int, layer: Joint) -> Tensor:
-    """W_t of a layer."""
+    """W_t of a layer, ``[g, O, I']`` in float64."""
     tensors = _tensors(plan, t, layer.names)
     return layer.join({name: value.double().cpu() for name, value in tensors.items()})
 
 
 def _put(plan: MergePlan, merged: State, sink: Sink) -> None:
-    """Write the result, in the dtypes that are asked for."""
+    """Write the result in the dtypes of the plan.
+
+    Raises:
+        ModelError: a number does not fit into its dtype.
+    """
     for tensor in plan.tensors:
         values = merged[tensor.name].to(tensor.spec.dtype)
         if values.is_floating_point() and not bool(values.isfinite().all()):
@@ -166,12 +188,14 @@ def _put(plan: MergePlan, merged: State, sink: Sink) -> None:
 
 
 def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[Joint]]:
-    """Layers that are always given the same tensor together, in the order in which they run."""
+    """The layers in the order in which they run; those that read the same tensor are one group."""
     layers = orders[0].layers
-    starts_group = {key for order in orders for key in order.apart} | set(repeated)
+    starts_group = set(repeated)
+    for order in orders:
+        starts_group |= set(order.apart)
     orders_differ = any(list(order.layers) != list(layers) for order in orders)
     if orders_differ:
-        starts_group |= set(layers)
+        starts_group |= set(layers)  # each layer is a group of its own
     groups: list[list[Joint]] = []
     for key, layer in layers.items():
         if key in starts_group:
@@ -181,6 +205,10 @@ def _groups(orders: Sequence[RunOrder], repeated: Collection[str]) -> list[list[
 
 
 def _sums_at(task: Task, state: State, sums: Sums, layers: Collection[str] | None = None) -> Sums:
-    """Sums over a task's examples, at the weights of a state."""
+    """Add up a task's examples at these weights; the pass ends behind ``layers``.
+
+    Returns:
+        ``sums``, filled.
+    """
     with at_weights(task, state, "a model") as params:
         return swept(task, params, sums, only=layers)

@@ -1,7 +1,7 @@
 """Merges that pick entries of the steps Δ_t = θ_t − θ_0: where models agree or changed most.
 
-Each takes the steps of all models, stacked ``[T, …]``, and gives the step of the merge, entry by
-entry; what it knows of a row or of a whole tensor is said there. Sources:
+Each function takes the steps of all models, stacked ``[T, …]``, and returns the step of the merge.
+It works entry by entry; some also look at rows or at the whole tensor. Sources:
 
 * :func:`nearswap`: alchemonaut, model card of QuartetAnemoi-70B-t0.0001, 2024;
 * :func:`ram`, :func:`ramplus_tl`: Yuan et al., "Behavior knowledge merge in reinforced agentic
@@ -13,7 +13,7 @@ entry; what it knows of a row or of a whole tensor is said there. Sources:
 * :func:`middle`: Davari and Belilovsky, "Model breadcrumbs: scaling multi-task model merging with
   sparse masks", ECCV 2024.
 
-The numbers are mergekit's 0.1.5, by its documented formulas.
+Results agree with mergekit 0.1.5, whose documented formulas these are.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ import torch
 from torch import Tensor
 
 NO_WEIGHT = 1e-8  # no total is divided by a smaller sum of weights
-OUTLIER = 1.5  # interquartile ranges above the median
+OUTLIER = 1.5  # an outlier is so many interquartile ranges above the median
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What these merges can be told beside the weights.
+    """The settings of these merges.
 
     Attributes:
-        t: of nearswap, the largest change of an entry.
-        epsilon: of RAM, the size from which a step counts as a change.
-        select_topk: of SCE, the share of entries that stay.
-        r, alpha: of RAM+, how much a task's own entries grow by its overlap, and up to which.
+        t: nearswap: the largest change of an entry.
+        epsilon: RAM: a larger step counts as a change.
+        select_topk: SCE: the share of entries that stay.
+        r: RAM+: how much a task's own entries grow with its overlap.
+        alpha: RAM+: a larger overlap lets them grow no further.
     """
 
     t: float | None = None
@@ -47,7 +48,7 @@ class Selection:
 
 
 def nearswap(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
-    """Δ, but no entry further than t: what is near becomes the other model's.
+    """Δ, cut to [−t, t]: entries that are near become the other model's.
 
     >>> nearswap(torch.zeros(3), torch.tensor([[0.1, -0.5, 2.0]]), Selection(t=0.2))
     tensor([ 0.1000, -0.2000,  0.2000])
@@ -57,40 +58,50 @@ def nearswap(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
 
 
 def ram(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
-    """The mean over the models that changed an entry by more than ε; where one did, its own step.
+    """The mean of the steps that are larger than ε, entry by entry; 0 where there are none.
 
     >>> steps = torch.tensor([[0.4, 0.4, 0.0], [0.2, 0.0, 0.0]])
     >>> ram(torch.zeros(3), steps, Selection())
     tensor([0.3000, 0.4000, 0.0000])
     """
     is_changed = (steps.abs() > selection.epsilon).to(steps)
-    return (steps * is_changed).sum(0) / is_changed.sum(0).clamp_min(1)
+    n_changed = is_changed.sum(0)
+    total = (steps * is_changed).sum(0)
+    return total / n_changed.clamp_min(1)
 
 
 def ramplus_tl(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
-    """:func:`ram`, where an entry that one model alone changed is multiplied by 1 + r min(ρ, α).
+    """:func:`ram`, but entries that one model alone changed are multiplied by 1 + r min(ρ, α).
 
-    ρ is that model's number of entries that others changed too, by the number of its own, tensor by
-    tensor: the more of a task is averaged away, the more its own entries grow.
+    ρ is the overlap of that model in this tensor: the number of its changed entries that other
+    models changed too, over the number of those that it alone changed. The more of a task is
+    averaged away, the more the rest of it grows.
     """
+    n_models = len(steps)
     is_changed = (steps.abs() > selection.epsilon).to(steps)
-    count = is_changed.sum(0)
-    is_own = is_changed * (count == 1)
-    is_shared = is_changed * (count > 1)
-    own_entries = is_own.reshape(len(steps), -1).sum(1).clamp_min(1)
-    overlap = is_shared.reshape(len(steps), -1).sum(1) / own_entries
+    n_changed = is_changed.sum(0)
+    is_alone = is_changed * (n_changed == 1)
+    is_shared = is_changed * (n_changed > 1)
+    n_alone = is_alone.reshape(n_models, -1).sum(1)
+    n_shared = is_shared.reshape(n_models, -1).sum(1)
+    overlap = n_shared / n_alone.clamp_min(1)
     growth = 1 + selection.r * overlap.clamp_max(selection.alpha)
-    growth = growth.view(-1, *[1] * base.ndim)
-    shared = (steps * is_shared).sum(0) / count.clamp_min(1)
-    return shared + (steps * is_own * growth).sum(0)
+    mean_of_shared = (steps * is_shared).sum(0) / n_changed.clamp_min(1)
+    grown = (steps * is_alone * _by_model(growth, base)).sum(0)
+    return mean_of_shared + grown
+
+
+def _by_model(numbers: Tensor, base: Tensor) -> Tensor:
+    """A number for each model, ``[T]``, in the shape ``[T, 1, …]`` of stacked steps."""
+    return numbers.view(-1, *[1] * base.ndim)
 
 
 def sce(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
     """Select, calculate, erase: the entries that vary most over the models, averaged by energy.
 
-    Of a tensor, the ``select_topk`` share of entries with the largest variance over the models
-    stays. A model's weight is the sum of its squares there; only steps of the sign that their sum
-    has are averaged.
+    The share ``select_topk`` of a tensor's entries stays, those with the largest variance over the
+    models. A model's weight is its energy, the sum of squares of its entries that stay. Only steps
+    that have the sign of the steps' sum are averaged.
     """
     if selection.select_topk < 1:
         variance = steps.var(0, unbiased=False)
@@ -99,18 +110,20 @@ def sce(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
         steps = steps * (variance >= smallest)
     energy = steps.square().reshape(len(steps), -1).sum(1)
     weights = energy / energy.sum().clamp_min(torch.finfo(steps.dtype).tiny)
-    weights = weights.view(-1, *[1] * base.ndim)
     sign = torch.where(steps.sum(0) >= 0, 1.0, -1.0)
-    shares = weights * (steps * sign > 0)
-    total = shares.sum(0)
-    return (shares * steps).sum(0) / torch.where(total.abs() < NO_WEIGHT, 1.0, total)
+    has_sign = steps * sign > 0
+    weights_of_entries = _by_model(weights, base) * has_sign
+    total = (weights_of_entries * steps).sum(0)
+    total_weight = weights_of_entries.sum(0)
+    return total / torch.where(total_weight.abs() < NO_WEIGHT, 1.0, total_weight)
 
 
 def arcee_fusion(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
-    """Δ where it matters most: |Δ| times the row's divergence is an outlier within the tensor.
+    """Δ where its importance is an outlier in the tensor, 0 elsewhere.
 
-    The divergence is that of softmax(θ_1) from softmax(θ_0) along the last axis, and an outlier is
-    at least the median and 1.5 interquartile ranges.
+    The importance of an entry is |Δ| times the divergence of its row: of softmax(θ_1) from
+    softmax(θ_0) along the last axis. An outlier is at least 1.5 interquartile ranges above the
+    median.
     """
     step = steps[0]
     log_base = torch.log_softmax(base.double(), -1)  # float32 rounds small divergences away
@@ -118,17 +131,21 @@ def arcee_fusion(base: Tensor, steps: Tensor, selection: Selection) -> Tensor:
     divergence = (log_model.exp() * (log_model - log_base)).sum(-1, keepdim=True)
     importance = step.abs() * divergence
     first, median, third = _quartiles(importance)
-    return step * (importance >= median + OUTLIER * (third - first))
+    threshold = median + OUTLIER * (third - first)
+    return step * (importance >= threshold)
 
 
 def _quartiles(values: Tensor) -> list[Tensor]:
-    """The values below which a quarter, half and three quarters lie, without interpolation."""
+    """The first quartile, the median and the third quartile, each one of the values."""
     ordered = values.flatten().sort().values
-    return [ordered[int(share * (len(ordered) - 1))] for share in (0.25, 0.5, 0.75)]
+    last = len(ordered) - 1
+    return [ordered[int(share * last)] for share in (0.25, 0.5, 0.75)]
 
 
 def keep_probabilities(rows: Tensor, density: float, epsilon: float) -> Tensor:
-    """DELLA: density − ε for the smallest entry of a row to density + ε for the largest, evenly.
+    """DELLA's probabilities that entries stay, by the rank of their size in their row.
+
+    They rise in equal steps from density − ε for the smallest entry to density + ε for the largest.
 
     >>> keep_probabilities(torch.tensor([[0.0, -3.0, 1.0]]), 0.5, 0.2)
     tensor([[0.3000, 0.7000, 0.5000]])
@@ -143,37 +160,42 @@ def keep_probabilities(rows: Tensor, density: float, epsilon: float) -> Tensor:
 def drop_by_size(
     rows: Tensor, density: float, epsilon: float, *, rescale: bool, key: str, first_row: int
 ) -> Tensor:
-    """Rows whose entries stay with :func:`keep_probabilities`; these are divided by them.
+    """Rows whose entries stay with :func:`keep_probabilities`; the others become 0.
 
-    The draws of a row depend on the key and the number of the row alone.
+    Args:
+        rescale: whether entries that stay are divided by their probability.
+        key: seeds the draws, together with the number of the row alone.
+        first_row: the number of the first of the rows.
     """
+    n_rows, length = rows.shape
     probabilities = keep_probabilities(rows, density, epsilon)
     draws = torch.stack(
-        [_draws(f"{key}\0{first_row + row}", rows.shape[1]) for row in range(len(rows))]
+        [_uniform_draws(f"{key}\0{first_row + row}", length) for row in range(n_rows)]
     )
     thinned = rows * (draws.to(rows) < probabilities)
     return thinned / probabilities if rescale else thinned
 
 
-def _draws(key: str, count: int) -> Tensor:
-    """Uniform numbers of a row."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+def _uniform_draws(key: str, count: int) -> Tensor:
+    """``count`` numbers from 0 to 1 that depend on the key alone."""
+    digest = hashlib.sha256(key.encode()).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch takes them
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
 def middle(step: Tensor, density: float, gamma: float) -> Tensor:
-    """Breadcrumbs: without the γ share of largest entries, and without the smallest, so that the
-    ``density`` share stays.
+    """Breadcrumbs: the share ``density`` of entries stays, those of middle size.
 
-    Where that cannot be, fewer of the largest go.
+    The share γ of largest entries becomes 0, and so do the smallest. Where too few would stay,
+    fewer of the largest become 0.
 
     >>> middle(torch.tensor([4.0, -3.0, 2.0, 1.0]), 0.5, 0.25)
     tensor([ 0., -3.,  2.,  0.])
     """
-    count = step.numel()
-    middle_count = int(density * count)
-    largest_count = min(int(gamma * count), count - middle_count)
-    order = step.abs().flatten().argsort(descending=True, stable=True)
-    stays = torch.zeros(count, dtype=step.dtype)
-    stays[order[largest_count : largest_count + middle_count]] = 1
-    return step * stays.view_as(step)
+    n_entries = step.numel()
+    n_middle = int(density * n_entries)
+    n_largest = min(int(gamma * n_entries), n_entries - n_middle)
+    largest_first = step.abs().flatten().argsort(descending=True, stable=True)
+    mask = torch.zeros(n_entries, dtype=step.dtype)
+    mask[largest_first[n_largest : n_largest + n_middle]] = 1
+    return step * mask.view_as(step)

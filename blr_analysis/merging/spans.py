@@ -1,9 +1,9 @@
 """Merges of whole tensors as vectors: spherical means, and Model Stock.
 
-Each of these merges is a sum Σ_t c_t v_t of the models' tensors, or of their steps θ_t − θ_0. The
-coefficients c depend on the vectors' lengths and angles alone: one pass over a tensor gives the
-inner products G = V Vᵀ, the functions here compute c from G, and the sum then streams like any
-other.
+Each of these merges is a sum Σ_t c_t v_t, where the v_t are the models' tensors, or their steps
+θ_t − θ_0. The coefficients c_t depend on the lengths and angles of the v_t alone. One pass over a
+tensor gives their inner products G = V Vᵀ, the functions here compute c from G, and a second pass
+adds up.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from blr_analysis.errors import InputError
 
-STRAIGHT = 0.9995  # above this cosine an arc is taken as a line
-TINY = 1e-5  # lengths and angles up to this one count as 0 on the sphere
-NO_LENGTH = 1e-8  # a vector of at most this length has no angle in slerp
+STRAIGHT = 0.9995  # above this cosine an arc is replaced by a line
+TINY = 1e-5  # karcher takes lengths and angles up to this one for 0
+NO_LENGTH = 1e-8  # slerp takes lengths up to this one for 0
+SMALLEST_LENGTH = 1e-30  # a smaller length divides nothing
 
 
 def slerp(gram: Tensor, weights: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def slerp(gram: Tensor, weights: Tensor) -> Tensor:
 
         sin((1 − t)φ)/sin φ · v_1 + sin(tφ)/sin φ · v_2,      φ the angle between them
 
-    A vector of zeros has no angle; φ is a right angle then, as in mergekit.
+    A vector of zeros has no angle. φ is a right angle then, as in mergekit.
 
     Source: Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
 
@@ -34,8 +35,10 @@ def slerp(gram: Tensor, weights: Tensor) -> Tensor:
     """
     t = float(weights[1] / weights.sum())
     lengths = gram.diagonal().sqrt()
-    have_angle = bool((lengths > NO_LENGTH).all())
-    cosine = float(gram[0, 1] / lengths.prod()) if have_angle else 0.0
+    cosine = 0.0
+    vectors_have_angle = bool((lengths > NO_LENGTH).all())
+    if vectors_have_angle:
+        cosine = float(gram[0, 1] / lengths.prod())
     if abs(cosine) > STRAIGHT:
         return torch.tensor([1 - t, t], dtype=gram.dtype)
     angle = math.acos(cosine)
@@ -44,10 +47,10 @@ def slerp(gram: Tensor, weights: Tensor) -> Tensor:
 
 
 def multislerp(gram: Tensor, weights: Tensor) -> Tensor:
-    """The weighted mean of the directions, times the mean length: where :func:`karcher` starts.
+    """The direction of Σ α v/|v|, times the mean length: the start of :func:`karcher`.
 
-    The method of this name in mergekit then takes a step along the mean tangent. Its tangents are
-    orthogonal to that mean direction and average to 0, so that the step changes nothing.
+    The method of this name in mergekit takes one step more, along the mean of the tangents. They
+    are orthogonal to that direction and average to 0: the step changes nothing.
     """
     return karcher(gram, weights, steps=0)
 
@@ -56,8 +59,9 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     """The weighted mean of the directions on the sphere, times the mean length.
 
     The mean direction u starts at Σ α v/|v|, scaled to length 1. Each step moves u along the arc
-    of the tangent Σ α φ/sin φ (v/|v| − cos φ u), φ the angle between v and u. The steps end when
-    the tangent is shorter than 1e-5. Vectors are computed with by their coefficients.
+    of the tangent Σ α φ/sin φ (v/|v| − cos φ u), where φ is the angle between v and u. The steps
+    end when the tangent is shorter than 1e-5. ``direction`` and ``tangent`` are coefficients of the
+    v_t, as all vectors here.
 
     Source: Karcher, "Riemannian center of mass and mollifier smoothing", 1977.
 
@@ -68,16 +72,17 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
     lengths = gram.diagonal().sqrt()
     has_direction = lengths > TINY
     shares = torch.where(has_direction, weights, 0.0)
-    nothing_to_average = float(shares.sum()) == 0
-    if nothing_to_average:
+    total = shares.sum()
+    if float(total) == 0:  # there is no direction to average
         return torch.zeros_like(weights)
-    shares = shares / shares.sum()
+    shares = shares / total
     per_length = torch.where(has_direction, 1 / lengths, 0.0)
     direction = _unit(shares * per_length, gram)
     for _ in range(steps):
         cosines = (gram @ direction * per_length).clamp(-1, 1)
         angles = cosines.acos()
-        pulls = shares * torch.where(angles > TINY, angles / angles.sin(), 0.0)
+        angle_by_sine = torch.where(angles > TINY, angles / angles.sin(), 0.0)
+        pulls = shares * angle_by_sine
         tangent = pulls * per_length - (pulls @ cosines) * direction
         size = _length(tangent, gram)
         if size < TINY:
@@ -89,12 +94,12 @@ def karcher(gram: Tensor, weights: Tensor, *, steps: int = 10) -> Tensor:
 
 
 def _length(coefficients: Tensor, gram: Tensor) -> float:
-    """‖Σ c v‖."""
+    """‖Σ c v‖, the length of the vector with these coefficients."""
     return float((coefficients @ gram @ coefficients).clamp_min(0).sqrt())
 
 
 def _unit(coefficients: Tensor, gram: Tensor) -> Tensor:
-    """The coefficients of a vector of length 1."""
+    """The coefficients of the same vector at length 1."""
     length = _length(coefficients, gram)
     if length < TINY:
         raise InputError("the models point opposite ways: there is no spherical mean of them")
@@ -102,9 +107,10 @@ def _unit(coefficients: Tensor, gram: Tensor) -> Tensor:
 
 
 def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
-    """The mean of T steps, scaled by how far they agree: t = T c / (1 + (T − 1) c).
+    """The mean of T steps times t = T c / (1 + (T − 1) c), where c is their mean cosine.
 
-    c is the mean cosine between two steps; the coefficient of each step is t/T.
+    Steps that agree (c = 1) are averaged, orthogonal steps (c = 0) cancel. The coefficient of each
+    step is t/T.
 
     Source: Jang et al., "Model Stock: all we need is just a few fine-tuned models", ECCV 2024.
 
@@ -114,7 +120,7 @@ def model_stock(gram: Tensor, weights: Tensor) -> Tensor:
     """
     n_models = len(weights)
     n_pairs = n_models * (n_models - 1) / 2
-    lengths = gram.diagonal().sqrt().clamp_min(1e-30)
+    lengths = gram.diagonal().sqrt().clamp_min(SMALLEST_LENGTH)
     cosines = (gram / lengths / lengths[:, None]).clamp(-1, 1)
     mean_cosine = float(cosines.triu(1).sum()) / max(n_pairs, 1)
     coefficient = mean_cosine / (1 + (n_models - 1) * mean_cosine)

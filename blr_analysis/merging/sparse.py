@@ -1,20 +1,19 @@
 """Merges of task vectors that set a part of their entries to 0: TIES and DARE.
 
-Of every δ_t = θ_t − θ_0 a share ``density`` of the entries stays: the largest, or random ones.
-Entry by entry,
+A share ``density`` of the entries of every δ_t = θ_t − θ_0 stays: the largest (TIES), or random
+ones (DARE). The others become 0. The merge is, entry by entry,
 
     θ = θ_0 + λ Σ_t α_t H_t δ_t s_t / Σ_t α_t H_t s_t,      H_t = 1 where no precisions weigh
 
-where δ_t is 0 in the entries that do not stay. Without an election of signs, s_t is 1. With it, s_t
-is 1 for the models whose α_t H_t δ_t has the sign of Σ_t α_t H_t δ_t, and 0 for the others and
-where δ_t is 0. Without normalization there is no division. The size of an entry is |δ|, or |δ| √H,
-because the task's loss without the entry is higher by ½ H δ².
+Without an election of signs, s_t is 1. With an election, s_t is 1 for the models whose α_t H_t δ_t
+has the sign of Σ_t α_t H_t δ_t, and 0 for the other models and where δ_t is 0. Without
+normalization there is no division.
 
-A tensor of n entries keeps all that are at least as large as the k-th largest, with
-k = max(1, ⌊density · n⌋), as in the authors' code. The order of the entries therefore does not
-matter. Between bfloat16 models many |δ| are equal, so that a few more than k stay. Mergekit keeps
-exactly k, by position among equals: it differs at those entries (0.4 % of a small Llama's) and at
-no others.
+The size of an entry is |δ|. With precisions it is |δ| √H, because dropping the entry raises the
+task's loss by ½ H δ². A tensor of n entries keeps every entry that is at least as large as the k-th
+largest, with k = max(1, ⌊density · n⌋), as in the authors' code. Between bfloat16 models many |δ|
+are equal, so that a few more than k stay. Mergekit keeps exactly k, by position among equals, and
+differs at these entries alone (0.4 % of a small Llama's).
 
 Source: Yadav et al., "TIES-merging: resolving interference when merging models", NeurIPS 2023; Yu
 et al., "Language models are super Mario", ICML 2024 (DARE).
@@ -31,14 +30,15 @@ from torch import Tensor
 
 from blr_analysis.merging.formula import BLOCK, PrecisionValue
 
-VALUES_OF_HALF = 2**16  # values that the upper or lower half of a float32's bits can have
-NO_WEIGHT = 1e-8  # a sum of weights below it divides nothing
+VALUES_OF_HALF = 2**16  # the number of values of 16 bits, half of a float32
+NO_WEIGHT = 1e-8  # a smaller sum of weights divides nothing
 
 
 def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
-    """|δ| √H as whole numbers in the same order.
+    """|δ| √H as whole numbers (int32) that have the same order.
 
-    These are the bits of a float32: those of floats from 0 on have the order of their values.
+    They are the bits of a float32. The bits of floats from 0 on, read as integers, are in the order
+    of the floats.
     """
     size = step.abs()
     if isinstance(precision, Tensor):
@@ -46,15 +46,17 @@ def sizes(step: Tensor, precision: PrecisionValue) -> Tensor:
     return size.float().view(torch.int32)
 
 
-def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]) -> list[int]:
+def limits(
+    sizes_by_block: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
+) -> list[int]:
     """The k-th largest of each model's :func:`sizes`, exactly.
 
-    The first pass finds the upper half of the k-th largest number's bits. The second pass finds the
-    lower half, among the sizes with this upper half.
+    The first pass finds the upper 16 bits of the k-th largest size. The second pass finds its lower
+    16 bits, among the sizes with the same upper bits.
 
     Args:
-        walk: yields the sizes of all models, block by block; it is called twice.
-        counts: k ≥ 1 of each model.
+        sizes_by_block: yields the sizes of all models, block by block; it is called twice.
+        counts: k of each model, at least 1.
 
     >>> size = torch.tensor([3.0, 1.0, 2.0, 5.0]).view(torch.int32)
     >>> limit = limits(lambda: [[size[:2]], [size[2:]]], [2])
@@ -62,20 +64,26 @@ def limits(walk: Callable[[], Iterable[Sequence[Tensor]]], counts: Sequence[int]
     [True, False, False, True]
     """
     n_upper = VALUES_OF_HALF // 2  # the sign's bit is 0
-    upper = [torch.zeros(n_upper, dtype=torch.int64) for _ in counts]
-    for block in walk():
-        for histogram, size in zip(upper, block, strict=True):
+    upper_histograms = [torch.zeros(n_upper, dtype=torch.int64) for _ in counts]
+    for block in sizes_by_block():
+        for histogram, size in zip(upper_histograms, block, strict=True):
             histogram += torch.bincount(size >> 16, minlength=n_upper)
-    upper_halves = [_ranked(h, count) for h, count in zip(upper, counts, strict=True)]
-    lower = [torch.zeros(VALUES_OF_HALF, dtype=torch.int64) for _ in counts]
-    for block in walk():
-        for histogram, size, upper_half in zip(lower, block, upper_halves, strict=True):
+    upper_halves = [
+        _ranked(histogram, count) for histogram, count in zip(upper_histograms, counts, strict=True)
+    ]
+    lower_histograms = [torch.zeros(VALUES_OF_HALF, dtype=torch.int64) for _ in counts]
+    for block in sizes_by_block():
+        for histogram, size, upper_half in zip(lower_histograms, block, upper_halves, strict=True):
             candidates = size[size >> 16 == upper_half.value]
             lower_bits = candidates & (VALUES_OF_HALF - 1)
             histogram += torch.bincount(lower_bits, minlength=VALUES_OF_HALF)
+    lower_halves = [
+        _ranked(histogram, upper_half.rank_among_equals)
+        for histogram, upper_half in zip(lower_histograms, upper_halves, strict=True)
+    ]
     return [
-        (upper_half.value << 16) + _ranked(histogram, upper_half.rank_among_equals).value
-        for histogram, upper_half in zip(lower, upper_halves, strict=True)
+        (upper_half.value << 16) + lower_half.value
+        for upper_half, lower_half in zip(upper_halves, lower_halves, strict=True)
     ]
 
 
@@ -92,17 +100,19 @@ class _Ranked(NamedTuple):
 
 
 def _ranked(histogram: Tensor, rank: int) -> _Ranked:
-    """The ``rank``-th largest number that was counted."""
-    at_least = histogram.flip(0).cumsum(0)  # how many are at least the largest value, the next, …
-    position = int(torch.searchsorted(at_least, rank))
-    larger = 0
+    """The ``rank``-th largest of the numbers in a histogram."""
+    largest_first = histogram.flip(0)
+    n_at_least = largest_first.cumsum(0)  # of each value, how many numbers are as large or larger
+    position = int(torch.searchsorted(n_at_least, rank))
+    n_larger = 0
     if position > 0:
-        larger = int(at_least[position - 1])
-    return _Ranked(len(histogram) - 1 - position, rank - larger)
+        n_larger = int(n_at_least[position - 1])
+    value = len(histogram) - 1 - position
+    return _Ranked(value, rank - n_larger)
 
 
 def zero_below(limit: int, step: Tensor, size: Tensor) -> None:
-    """Set the entries of a step to 0 whose size is below a limit of :func:`limits`."""
+    """Set the entries of a step to 0 that are smaller than a limit of :func:`limits`."""
     float_limit = torch.tensor(limit, dtype=torch.int32).view(torch.float32).item()
     mask = torch.ge(size.view(torch.float32), float_limit, out=torch.empty_like(step))
     step *= mask
@@ -137,9 +147,13 @@ def combine_sparse(
     normalize: bool,
     scale: float,
 ) -> None:
-    """The module's formula for one block.
+    """The module's formula for one block, written into ``out``.
 
-    The entries of ``steps`` that do not stay are 0 already. The steps are overwritten.
+    Args:
+        steps: δ_t; entries that do not stay are 0 already. The steps are overwritten.
+        elect: whether signs are elected.
+        normalize: whether the sum is divided by the weights.
+        scale: λ.
     """
     shares = [
         weight * precision if isinstance(precision, Tensor) else weight
@@ -158,11 +172,15 @@ def combine_sparse(
         total.addcmul_(step, has_vote)
         total_weight += has_vote.mul_(share)
     if normalize:
-        # 1 or 0 as floats, because writing through a boolean mask takes twice as long
-        is_divisor = torch.ge(total_weight.abs(), NO_WEIGHT, out=torch.empty_like(total_weight))
-        total_weight.mul_(is_divisor).add_(1 - is_divisor)  # now 1 where nothing is divided
-        total /= total_weight
+        total /= _divisors(total_weight)
     torch.add(base, total, alpha=scale, out=out)
+
+
+def _divisors(weights: Tensor) -> Tensor:
+    """The weights, and 1 where a weight is too small to divide by; in place."""
+    # 1 or 0 as floats, because writing through a boolean mask takes twice as long.
+    is_divisor = torch.ge(weights.abs(), NO_WEIGHT, out=torch.empty_like(weights))
+    return weights.mul_(is_divisor).add_(1 - is_divisor)
 
 
 def _elected_signs(steps: Sequence[Tensor]) -> Tensor:
