@@ -12,7 +12,7 @@ from torch import Tensor
 
 import blr_analysis as blr
 from benchmarks.merging.cases import Case
-from blr_analysis.merging.forecast import FACTOR_WITH_FACTORS, SAFE_SHARE
+from blr_analysis.merging.forecast import RANGE_OF_KRONECKER, SAFE_SHARE
 from blr_analysis.merging.precisions import open_precision
 
 State = dict[str, Tensor]
@@ -62,7 +62,7 @@ def _row(kind: str, part: pd.DataFrame) -> dict[str, Any]:
     share = foretold / part["foretold_of_base"].to_numpy(float)
     is_worse = measured > part["measured_of_base"].to_numpy(float)
     is_safe = share < SAFE_SHARE
-    in_range = (ratio > 1 / FACTOR_WITH_FACTORS) & (ratio < FACTOR_WITH_FACTORS)
+    in_range = (ratio > 1 / RANGE_OF_KRONECKER) & (ratio < RANGE_OF_KRONECKER)
     return {
         "kind": kind,
         "merges × tasks": len(part),

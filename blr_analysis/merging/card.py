@@ -1,8 +1,7 @@
-"""What is saved beside a merged model: its card, the recipe as run, and the report.
+"""The documents beside a merged model: its card, the recipe as run, and the report.
 
-Everything that comes from users (paths, names of tensors, recipes) is escaped, and folders are
-called by their last name or by their name on the hub, so that no path of this machine is
-published with the model.
+Texts of users (paths, names of tensors, recipes) are escaped. Folders are named by their last part,
+or by their name on the hub, so that no path of this machine is published with the model.
 """
 
 from __future__ import annotations
@@ -29,13 +28,17 @@ MARKDOWN_CHARACTERS = re.compile(r"([\\`*_{}\[\]<>()#|~&])")
 
 
 def documents(report: MergeReport, recipe: str) -> dict[str, str]:
-    """The texts to be saved beside the weights, by file name; ``recipe``: its text."""
+    """The texts to be saved beside the weights, by file name.
+
+    Args:
+        recipe: the text of the recipe.
+    """
     recipe_as_run = AS_RUN.format(version=package_version()) + recipe
     return {CARD: model_card(report, recipe), REPORT: report_csv(report), RECIPE: recipe_as_run}
 
 
 def model_card(report: MergeReport, recipe: str) -> str:
-    """A Hugging Face model card: front matter, what was merged and how, and what came of it."""
+    """A Hugging Face model card: front matter, the models and the method, and the outcome."""
     plan = report.plan
     job = plan.job
     folder_name = os.path.basename(os.path.abspath(report.folder))
@@ -65,7 +68,7 @@ def model_card(report: MergeReport, recipe: str) -> str:
 
 
 def _precision_in_words(member: Member, model: OpenModel) -> str:
-    """Where a model's precision lies and of which kind it is; "" where there is none."""
+    """The place, structure and kind of a model's precision; "" where it has none."""
     if model.precision is None:
         return ""
     facts = [shown(member.precision), model.precision.structure, model.precision.kind]
@@ -81,7 +84,7 @@ def _fenced(recipe: str) -> list[str]:
 
 
 def outcome(report: MergeReport) -> list[str]:
-    """What a merge did, a sentence each."""
+    """The outcome of a merge in sentences: what was merged, copied, read and written."""
     plan = report.plan
     n_numbers = sum(tensor.spec.numel for tensor in plan.tensors)
     n_copied = sum(tensor.fate == COPIED for tensor in plan.tensors)
@@ -124,7 +127,7 @@ def _solves(report: MergeReport) -> str:
 
 
 def report_csv(report: MergeReport) -> str:
-    """One row per tensor of the result, in the order of reading."""
+    """A CSV table with a row for each tensor of the result, in the order of reading."""
     text = io.StringIO()
     plan = report.plan
     writer = csv.writer(text, lineterminator="\n")

@@ -29,10 +29,10 @@ from blr_analysis.merging.sources import is_place
 from blr_analysis.merging.stream import Memory, Outcome, stream
 from blr_analysis.progress import bar
 
-SHARD = 5_000_000_000
+SHARD = 5_000_000_000  # bytes of a file of weights, unless the user asks for others
 RECORD = "merge_files.json"  # the checksums of all files of a merge by recipe
 FORMAT = {"format": "blr_analysis.merge", "version": 1}
-# What tells a model how to run, or its user what it is allowed to do.
+# Files that configure a model, and licences.
 CONFIG = (
     "config.json",
     "generation_config.json",
@@ -68,17 +68,18 @@ Documents = Callable[["MergeReport"], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge of folders did.
+    """The report of a merge that was written to a folder.
 
     Attributes:
         folder: the merged model.
-        plan: what was done.
-        fallback: by tensor, the entries without a precision, where task arithmetic stands.
-        files: the fate of every file beside the weights.
+        plan: the plan that was carried out.
+        fallback: by tensor, the number of entries without a precision, where task arithmetic
+            stands.
+        files: what became of every file beside the weights.
         shards: the files with weights.
-        seconds: that it took.
-        solves: by layer merged as one matrix, the residual and iterations of its equation.
-        choice: of method "auto".
+        seconds: how long it took.
+        solves: by layer that was merged as one matrix, how its equation was solved.
+        choice: the merges that "auto" has tried, and its choice.
     """
 
     folder: Path
@@ -92,7 +93,7 @@ class MergeReport:
 
     @property
     def fallback_total(self) -> int:
-        """All entries where task arithmetic stands."""
+        """The number of entries of all tensors where task arithmetic stands."""
         return sum(self.fallback.values())
 
 
@@ -130,15 +131,15 @@ def execute(
     Args:
         plan: of :func:`blr_analysis.merging.plan.make_plan`.
         out: a folder that is new or empty.
-        max_shard_bytes: the length of a shard, at most (a larger tensor has its own).
-        documents: texts by file name to be saved beside the weights, made from the report; with
-            them the checksums of all files (``merge_files.json``).
-        progress: a progress bar with the throughput.
+        max_shard_bytes: the largest size of a shard (a larger tensor has its own).
+        documents: a function of the report that returns texts by file name. They are saved beside
+            the weights, and so are the checksums of all files (``merge_files.json``).
+        progress: whether a bar shows the throughput.
 
     Raises:
         StorageError: ``out`` is not empty, the disk is full, a file changed or cannot be read.
-        ModelError, PosteriorError: NaN, inf, or negative precisions were met on the way. Nothing
-            is left behind.
+        ModelError, PosteriorError: a model holds NaN or inf, or a precision negative numbers too.
+            Nothing is left behind.
     """
     started = time.perf_counter()
     target = Path(out).expanduser()
@@ -155,13 +156,13 @@ def execute(
         outcome = fill(plan, shards, progress)
         files = _copy_files(plan, draft)
         report = MergeReport(
-            target,
-            plan,
-            dict(outcome.fallback),
-            files,
-            tuple(shards.names),
-            time.perf_counter() - started,
-            dict(outcome.solves),
+            folder=target,
+            plan=plan,
+            fallback=dict(outcome.fallback),
+            files=files,
+            shards=tuple(shards.names),
+            seconds=time.perf_counter() - started,
+            solves=dict(outcome.solves),
         )
         if documents is not None:
             for name, text in documents(report).items():
@@ -171,9 +172,9 @@ def execute(
     return report
 
 
-def _write_record(folder: Path, of_shards: Mapping[str, str]) -> None:
-    """The checksums of all files of a merge, which ``blr-analysis verify`` reads."""
-    checksums = dict(of_shards)
+def _write_record(folder: Path, checksums_of_shards: Mapping[str, str]) -> None:
+    """Write the checksums of all files of a merge, which ``blr-analysis verify`` reads."""
+    checksums = dict(checksums_of_shards)
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if file.is_file() and name not in checksums:
@@ -182,7 +183,7 @@ def _write_record(folder: Path, of_shards: Mapping[str, str]) -> None:
 
 
 def reference_folder(job: Job) -> Path | None:
-    """The folder whose configuration and other files the result takes over."""
+    """The folder whose configuration is copied to the result; None: no model is a folder."""
     if is_place(job.base):
         return Path(job.base).expanduser()
     for member in job.members:
@@ -192,11 +193,13 @@ def reference_folder(job: Job) -> Path | None:
 
 
 def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
-    """Copy configuration, tokenizer and chat template; the fate of every file comes back.
+    """Copy configuration, tokenizer and chat template to the result.
 
-    Weights, indices of weights, cards, optimizer states and whatever else a folder holds stay
-    where they are. The dtype and the number of tokens, where they are given, are written into the
-    copied configuration.
+    Weights, indices of weights, cards, optimizer states and all other files are not copied. The
+    dtype and the number of tokens are written into the copied configuration, where they change.
+
+    Returns:
+        By the name of every file, what became of it.
     """
     fates: dict[str, str] = {}
     reference = reference_folder(plan.job)
@@ -206,7 +209,7 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
     for folder, patterns in ((reference, CONFIG), (plan.tokens.folder, TOKENIZER)):
         for path in _files_of(folder):
             if _is_one_of(path, patterns):
-                copy = shutil.copytree if path.is_dir() else shutil.copyfile  # which follow links
+                copy = shutil.copytree if path.is_dir() else shutil.copyfile  # both follow links
                 copy(path, target / path.name)
                 fates[path.name] = f"copied from {str(folder)!r}"
     if (target / "config.json").is_file():
@@ -215,7 +218,7 @@ def _copy_files(plan: MergePlan, target: Path) -> dict[str, str]:
 
 
 def _files_of(folder: Path | None) -> list[Path]:
-    """What stands in a folder, in order."""
+    """The files and folders in a folder, by name; empty where there is no folder."""
     if folder is None or not folder.is_dir():
         return []
     return sorted(folder.iterdir())
@@ -236,12 +239,11 @@ def _adapt_config(plan: MergePlan, config: Path) -> None:
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in document else "dtype"
         document[key] = str(dtype).removeprefix("torch.")
-    if rows is not None:
-        for section in (document, document.get("text_config") or {}):
-            if "vocab_size" in section:
-                section["vocab_size"] = rows
-    if is_untied:
-        for section in (document, document.get("text_config") or {}):
+    sections = (document, document.get("text_config") or {})
+    for section in sections:
+        if rows is not None and "vocab_size" in section:
+            section["vocab_size"] = rows
+        if is_untied:
             section["tie_word_embeddings"] = False
     text = json.dumps(document, indent=2, ensure_ascii=False)
     config.write_text(f"{text}\n", encoding="utf-8")

@@ -1,24 +1,24 @@
-"""Will it work? What a merge costs each task, foretold by the precisions before it is written.
+"""Will it work? How far a merge raises each task's loss, predicted by precisions.
 
-With θ_t the weights of task t and H_t the precision of its data, near θ_t its loss rises by
+With θ_t the weights of task t and H_t the precision of its data, the loss near θ_t rises by
 
     Q_t(θ) = ½ (θ − θ_t)ᵀ H_t (θ − θ_t)        nats, summed over the task's examples
 
-tensor by tensor, or layer by layer where H_t has factors. A merge is carried out piece by piece
-into a sink that keeps nothing but these sums, for the merge and for the base.
+The sum runs over tensors, or over layers where H_t has factors. The merge is carried out piece by
+piece into a sink that keeps only these sums, for the merge and for the base.
 
-Merges leave the region in which this holds: over all merges, tasks and kinds of
-``python -m benchmarks.merging.contest`` the measured rise was between a tenth of Q_t and ten times
-it for Kronecker factors, which is the range that is given here; for diagonals, which leave out how
-weights act together, thirty times. The order of the rises is what can be relied on. A task is
-called safe where Q_t of the merge is below a tenth of Q_t of the base: none that ended worse than
-its base was below that. Moments of inputs ("gram") are in no unit of the loss: of these the share
-of the base's Q_t alone is given.
+Merges are often further from θ_t than this approximation reaches. The range around the rise is
+therefore wide: a factor of 10 for Kronecker factors and of 30 for diagonals, which ignore how
+weights act together. All rises that ``python -m benchmarks.merging.contest`` measures are within
+it. The order of the rises can be relied on. A task is called safe if Q_t of the merge is below a
+tenth of Q_t of the base: there, no task below that was worse than with the base. Moments of inputs
+("gram") have no unit of the loss. For them, only the share of the base's Q_t is given.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -38,23 +38,25 @@ from blr_analysis.merging.precisions import (
     open_precision,
 )
 
-FACTOR_WITH_FACTORS = 10.0  # of the range; python -m benchmarks.merging.contest measures both
-FACTOR_OF_DIAGONALS = 30.0
+# The range of a rise is from the rise divided by a factor to the rise times it.
+# `python -m benchmarks.merging.contest` measures both.
+RANGE_OF_KRONECKER = 10.0
+RANGE_OF_DIAGONALS = 30.0
 SAFE_SHARE = 0.1  # of the base's rise
 REMEDY = "merge fewer models, use a smaller weight, gram or kron precisions, or a common base"
 
 
 @dataclass(frozen=True)
 class TaskForecast:
-    """What a merge is foretold to cost one task.
+    """The expected rise of one task's loss.
 
     Attributes:
         task: the name of its fine-tuned model.
         rise: Q_t at the merge, in nats for each example; NaN where the precision has no such unit.
         low, high: the range of the rise.
-        base_rise: Q_t at the base; NaN without one.
-        share: of the base's, that of the merge; NaN without a base.
-        tensors: the share of each tensor, or of each layer, in Q_t of the merge, largest first.
+        base_rise: Q_t at the base; NaN without a base.
+        share: Q_t at the merge over Q_t at the base; NaN without a base.
+        tensors: by tensor, or by layer, its share in Q_t of the merge, largest first.
     """
 
     task: str
@@ -75,13 +77,13 @@ class TaskForecast:
 
 @dataclass(frozen=True)
 class MergeForecast:
-    """What a merge is foretold to cost its tasks, in the order of the models."""
+    """The expected rises of all tasks' losses, in the order of the models."""
 
     tasks: tuple[TaskForecast, ...]
 
     @property
     def note(self) -> str:
-        """One line where a task is better served by the base, else ""."""
+        """One line about the tasks that the base serves as well; "" where there are none."""
         far = [task.task for task in self.tasks if task.verdict == "too far apart"]
         if not far:
             return ""
@@ -96,7 +98,7 @@ class MergeForecast:
 @torch.no_grad()
 @torch.inference_mode(False)
 def forecast(plan: MergePlan, progress: bool | None = None) -> MergeForecast:
-    """Carry a plan out, keep nothing, and say what it would cost every task.
+    """Carry a plan out without keeping the result, and add up how every task's loss would rise.
 
     Raises:
         InputError: a model without a precision, whatever the method, or models whose tables of
@@ -120,7 +122,7 @@ def forecast(plan: MergePlan, progress: bool | None = None) -> MergeForecast:
 
 
 def _precision(plan: MergePlan, t: int) -> StoredPrecision:
-    """H_t as it is stored: neither damped nor raised to a power."""
+    """H_t as it is stored, without damping and power."""
     member = plan.job.members[t]
     if member.precision is None:
         raise InputError(
@@ -135,7 +137,7 @@ def _precision(plan: MergePlan, t: int) -> StoredPrecision:
 
 
 class _Sums:
-    """A sink that keeps sums; pieces of a layer with factors until the layer is whole."""
+    """A sink that adds each piece to the sums of all tasks, and then forgets it."""
 
     def __init__(self, tasks: Sequence[_Task]) -> None:
         self._tasks = tasks
@@ -149,11 +151,13 @@ class _Sums:
 class _Task:
     """The sums of one task.
 
+    The pieces of a layer with factors are kept until the layer is complete.
+
     Attributes:
         model: θ_t.
         precision: H_t.
-        plan: of the merge.
-        at_merge, at_base: Q_t by tensor or layer.
+        plan: the plan of the merge.
+        at_merge, at_base: Q_t at the merge and at the base, by tensor or layer.
     """
 
     model: OpenModel
@@ -169,47 +173,50 @@ class _Task:
             for layer, (joint, _) in self.precision.layers.items()
             for name in joint.names
         }
-        self._merged: dict[str, Tensor] = {}
-        self._missing = {
+        self._merged: dict[str, Tensor] = {}  # tensors of layers that are incomplete
+        self._n_missing = {
             layer: sum(self._entries(name) for name in joint.names)
             for layer, (joint, _) in self.precision.layers.items()
         }
 
     def _entries(self, name: str) -> int:
+        """The number of entries of a tensor."""
         return self.plan.reference.specs[name].numel
 
     def add(self, name: str, start: int, values: Tensor) -> None:
-        """Take a piece of the merge."""
+        """Add a piece of the merge to the sums; tensors without a precision add nothing."""
         if name in self._layer_of:
             self._add_to_layer(name, start, values)
         elif name in self.precision.stored:
-            scratch = Scratch()
-            stop = start + len(values)
-            h = self.precision.read(name, start, stop, scratch, torch.float64).double().cpu()
-            home = self._home(name, start, stop, scratch)
-            merged_rise = float((h * (values.double().cpu() - home).square()).sum()) / 2
-            base_rise = 0.0
-            if self.plan.base is not None:
-                base = self.plan.base.read(name, start, stop, scratch).double().cpu()
-                base_rise = float((h * (base - home).square()).sum()) / 2
-            with self._lock:
-                self.at_merge[name] += merged_rise
-                self.at_base[name] += base_rise
+            self._add_entries(name, start, values.double().cpu())
 
-    def _home(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
-        """θ_t, which may be read into the same buffers as others."""
+    def _add_entries(self, name: str, start: int, merged: Tensor) -> None:
+        """Add entries that have a diagonal precision."""
+        scratch = Scratch()
+        stop = start + len(merged)
+        h = self.precision.read(name, start, stop, scratch, torch.float64).double().cpu()
         stored_name = self.model.names[name]
-        return self.model.source.read(stored_name, start, stop, scratch).double().cpu().clone()
+        theta = self.model.source.read(stored_name, start, stop, scratch).double().cpu()
+        theta = theta.clone()  # the base is read into the same buffer
+        merged_rise = float((h * (merged - theta).square()).sum()) / 2
+        base_rise = 0.0
+        if self.plan.base is not None:
+            base = self.plan.base.read(name, start, stop, scratch).double().cpu()
+            base_rise = float((h * (base - theta).square()).sum()) / 2
+        with self._lock:
+            self.at_merge[name] += merged_rise
+            self.at_base[name] += base_rise
 
     def _add_to_layer(self, name: str, start: int, values: Tensor) -> None:
+        """Add entries of a layer with factors; its sum is formed with its last entries."""
         layer = self._layer_of[name]
         joint, _ = self.precision.layers[layer]
         with self._lock:
             if name not in self._merged:
                 self._merged[name] = torch.empty(self._entries(name), dtype=torch.float64)
             self._merged[name][start : start + len(values)] = values.double().cpu()
-            self._missing[layer] -= len(values)
-            if self._missing[layer] > 0:
+            self._n_missing[layer] -= len(values)
+            if self._n_missing[layer] > 0:
                 return
             merged = {part: self._merged.pop(part) for part in joint.names}
         self.at_merge[layer] = self._rise(layer, merged)
@@ -218,42 +225,42 @@ class _Task:
             self.at_base[layer] = self._rise(layer, base)
 
     def _rise(self, layer: str, weights: Mapping[str, Tensor]) -> float:
-        """Q_t of one layer."""
+        """Q_t of one layer at some weights, which are flat and by name."""
         joint, _ = self.precision.layers[layer]
-        steps = {
-            name: (values - _flat(self.model.source, self.model.names[name])).view(
-                self.plan.reference.specs[name].shape
-            )
-            for name, values in weights.items()
-        }
+        steps = {}
+        for name, values in weights.items():
+            theta = _flat(self.model.source, self.model.names[name])
+            steps[name] = (values - theta).view(self.plan.reference.specs[name].shape)
         step = joint.join(steps)
         factors = self.precision.factors(layer)
         return float((step * factors.times(step)).sum()) / 2
 
     def forecast(self) -> TaskForecast:
-        """What the sums say."""
-        examples = self.precision.n_data or 1
+        """The forecast by the sums, which must be complete."""
+        n_data = self.precision.n_data or 1
         total = sum(self.at_merge.values())
         base_total = sum(self.at_base.values())
         has_base = self.plan.base is not None
-        rise = total / examples
+        rise = total / n_data
         structure = self.precision.structure
-        factor = FACTOR_OF_DIAGONALS if structure == "diag" else FACTOR_WITH_FACTORS
-        parts = {name: part / max(total, 1e-300) for name, part in self.at_merge.items()}
+        factor = RANGE_OF_DIAGONALS if structure == "diag" else RANGE_OF_KRONECKER
+        divisor = max(total, sys.float_info.min)
+        parts = {name: part / divisor for name, part in self.at_merge.items()}
         result = TaskForecast(
             self.model.source.name,
             rise=rise,
             low=rise / factor,
             high=rise * factor,
-            base_rise=base_total / examples if has_base else math.nan,
+            base_rise=base_total / n_data if has_base else math.nan,
             share=total / base_total if has_base and base_total > 0 else math.nan,
             tensors=dict(sorted(parts.items(), key=lambda part: -part[1])),
         )
         if structure != "gram":
             return result
-        nothing = math.nan
-        return replace(result, rise=nothing, low=nothing, high=nothing, base_rise=nothing)
+        no_unit = math.nan
+        return replace(result, rise=no_unit, low=no_unit, high=no_unit, base_rise=no_unit)
 
 
 def _flat(source: Source, name: str) -> Tensor:
+    """All entries of a tensor in one row, in float64 on the CPU."""
     return source.tensor(name).double().cpu().reshape(-1)

@@ -1,4 +1,4 @@
-"""What to merge with what: what recipes and calls both lead to."""
+"""A merge as data: its models, method and settings. Recipes and calls both lead to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from blr_analysis.errors import InputError
 from blr_analysis.merging.methods import CURVED, METHODS, Method, method_of
 from blr_analysis.task import Task
 
-MISSING_PRECISION = ("error", "base", "zero")  # what stands where a model has no precision
+MISSING_PRECISION = ("error", "base", "zero")  # what replaces a precision that is missing
 PROPAGATED = (
     "(Σ α_t W_t A_t)(Σ α_t A_t)⁻¹, A_t = Σ a aᵀ behind merged layers; else Σ α_t θ_t / Σ α_t"
 )
 # The arguments of merge that say how precisions are used.
 OF_PRECISIONS = frozenset({*CURVED, "base_precision", "delta", "trust"})
+BREADCRUMBS_GAMMA = 0.01  # the share of largest entries that breadcrumbs drops, unless told
 
-# Arguments that one number, or one function of the tensor's name, gives for all models.
+# Arguments that may be one number, or one function of the tensor's name, for all models.
 BY_NAME = ("weights", "density", "epsilon", "gamma")
 Weight = float | Callable[[str], float]
 
@@ -33,15 +34,15 @@ class Member:
     Attributes:
         model: a folder (or ``.safetensors`` file), the folder of a LoRA adapter, a state dict, or
             a module.
-        precision: H_t: where it is stored, tensors by name, or a posterior; None where the method
-            needs none, or where :attr:`Job.missing_precision` says what stands for it.
+        precision: H_t: the folder or file where it is stored, tensors by name, or a posterior.
+            None where the method needs no precision, or :attr:`Job.missing_precision` replaces it.
         weight: α_t, a number or a function of the tensor's name.
-        n_data: the number of examples that averages over them are multiplied by.
+        n_data: the number of examples, by which a precision that is an average is multiplied.
         density: the share of θ_t − θ_0 that stays, a number or a function of the tensor's name.
-        epsilon: of DELLA, half of the range of the chances to stay; of RAM the size of a change;
-            None: 0.15 and 1e-5.
-        gamma: of breadcrumbs, the share of largest entries that goes.
-        data: the file of examples that its statistics are taken of, in a precision's place.
+        epsilon: DELLA: half the range of the probabilities to stay, 0.15 where it is None. RAM:
+            the size above which a step is a change, 1e-5 where it is None.
+        gamma: breadcrumbs: the share of largest entries that is dropped.
+        data: a file of examples, by which the layers' inputs are measured in place of a precision.
     """
 
     model: Any
@@ -50,7 +51,7 @@ class Member:
     n_data: int | None = None
     density: Weight = 1.0
     epsilon: Weight | None = None
-    gamma: Weight = 0.01
+    gamma: Weight = BREADCRUMBS_GAMMA
     data: Path | None = None
 
 
@@ -61,37 +62,40 @@ class Job:
     Attributes:
         method: a name of :data:`blr_analysis.merging.methods.METHODS`.
         members: the fine-tuned models, in order.
-        base: θ_0, the model that they started from; of the same kinds.
+        base: θ_0, the model that they started from: a folder, a state dict or a module.
         base_precision: H_0 without δ; None: 0.
         delta: δ, added to every entry of H_0.
-        missing_precision: what stands for a precision that is not there: ``"error"`` refuses,
-            ``"base"`` takes the base's (δ included), ``"zero"`` takes 0.
-        normalize: divide the weights by their sum; None: as the method does by itself.
+        missing_precision: what replaces a precision that is missing: ``"base"`` is the base's (δ
+            included), ``"zero"`` is 0, and ``"error"`` refuses the merge.
+        normalize: whether the weights are divided by their sum; None: as the method's row says.
         dtype: of the arithmetic, float32 or float64.
         out_dtype: of the result; None: each tensor as in the base.
-        shrink: of precisions with factors, the factor of their off-diagonals; RegMean: 0.9. None:
-            1; with ``tasks``, and where each model's moments of a layer ("gram") are of fewer rows
-            than inputs and there is no H_0, 1 less the part of them that is chance, as measured.
-        power: of "kron" A ⊗ G, the power of G, 0 to 1; of diagonals that of every number, which
-            0.5 puts half way, in logarithms, between the average and the Fisher average; with 1 and
-            no H_0 a merge can end below the average.
-        damping: d of H + d mean(H) 1, layer by layer, of diagonals tensor by tensor, after their
-            power; None: 1 for "kron", 0 for "gram" and diagonals. The larger it is, the nearer is
-            the merge to an average by the tasks' mean precisions. Where losses are quadratic and H
-            are their Hessians, 0 gives the optimum of all tasks and 1 misses it; networks are
-            merged more safely with 1. With 0, what no precision decides stays at the average (with
-            a base, at task arithmetic).
-        trust: take precisions that were recorded for other weights than the model's.
-        scale: λ of task arithmetic, TIES and DARE, a number or a function of the name.
-        seed: of what DARE leaves out; the same seed leaves the same entries, whatever the shards.
-        rescale: what DARE and DELLA leave is divided by its share.
-        t: of nearswap, the largest change of an entry.
-        select_topk: of SCE, the share of entries that stay.
-        r, alpha: of RAM+, how much a task's own entries grow with its overlap, and up to which.
-        tasks: the models' data, in the place of precisions (:mod:`.propagation`).
-        tokenizer_source: of models in folders: ``"base"``, ``"union"``, or the folder of a
-            tokenizer; rows of tokens are merged by their words, and models borrow the rows that
-            they lack. None: the first model's, and rows are merged by their number.
+        shrink: the factor of the off-diagonals of precisions with factors; RegMean uses 0.9.
+            None is 1, with two exceptions: with ``tasks``, and where all models have moments of a
+            layer ("gram") from fewer rows than inputs and there is no H_0. It is then 1 less the
+            measured part of the off-diagonals that is chance.
+        power: "kron", A ⊗ G: the power of G, 0 to 1. Diagonals: the power of every number; 0.5 is
+            half way, in logarithms, between the average and the Fisher average. With power 1 and
+            no H_0, a merge can be worse than the average.
+        damping: d of H + d mean(H) 1. The mean is over a layer, or for diagonals over a tensor,
+            after their power. None: 1 for "kron", 0 for "gram" and diagonals. The larger d is, the
+            nearer is the merge to an average by the tasks' mean precisions. If losses are
+            quadratic and H are their Hessians, 0 gives the optimum of all tasks and 1 misses it;
+            networks are merged more safely with 1. With 0, directions without a precision stay at
+            the average (with a base, at task arithmetic).
+        trust: whether precisions are accepted that were recorded for other weights.
+        scale: λ of task arithmetic, TIES and DARE, a number or a function of the tensor's name.
+        seed: chooses the entries that DARE and DELLA drop, whatever the shards.
+        rescale: whether DARE and DELLA divide the entries that stay by their probability.
+        t: nearswap: the largest change of an entry.
+        select_topk: SCE: the share of entries that stay.
+        r, alpha: RAM+: how much a task's own entries grow with its overlap, and up to which
+            overlap.
+        tasks: the models' data, in place of precisions (:mod:`.propagation`).
+        tokenizer_source: for models in folders: ``"base"``, ``"union"``, or the folder of a
+            tokenizer. Rows of tokens are then merged by their words, and models borrow the rows
+            that they lack. None: rows are merged by their number, and the tokenizer is the first
+            model's.
     """
 
     method: str
@@ -119,13 +123,15 @@ class Job:
 
     @property
     def propagates(self) -> bool:
-        """Whether statistics of the layers' inputs are taken on the way."""
+        """Whether the layers' inputs are measured during the merge (RegMean++)."""
         return self.tasks is not None or any(m.data is not None for m in self.members)
 
     @property
     def row(self) -> Method:
-        """The method's row of the registry. Where statistics are propagated, layers are solved by
-        them and all other tensors are averaged."""
+        """The method's row of the registry.
+
+        A merge by data solves the layers by their inputs, and averages all other tensors.
+        """
         if self.propagates:
             return replace(METHODS["linear"], name="fisher", formula=PROPAGATED)
         return method_of(self.method)
@@ -136,7 +142,7 @@ class Job:
         return self.row.normalize if self.normalize is None else self.normalize
 
 
-# What each argument of merge is when nobody gives it.
+# The defaults of merge's arguments, by name.
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Job)}
 DEFAULTS |= {"density": 1.0, "epsilon": None, "gamma": None}
 DEFAULTS |= {"n_data": None, "precisions": None, "weights": None, "validate": None}
@@ -148,22 +154,22 @@ def job_of(base: Any, models: Sequence[Any], method: str, **arguments: Any) -> J
     count = len(models)
     if method == "slerp" and arguments.get("t") is not None:
         arguments["weights"] = _weights_of_arc(arguments.pop("t"), arguments.get("weights"))
-    arguments.pop("validate", None)  # only "auto" needs it, and has used it by now
+    arguments.pop("validate", None)  # it is no part of a job: "auto" takes it from the call
     precisions = _one_per_model("precisions", arguments.pop("precisions", None), None, count)
     weights = _one_per_model("weights", arguments.pop("weights", None), 1.0, count)
     n_data = _one_per_model("n_data", arguments.pop("n_data", None), None, count)
     densities = _one_per_model("density", arguments.pop("density", None), 1.0, count)
     epsilons = _one_per_model("epsilon", arguments.pop("epsilon", None), None, count)
-    gammas = _one_per_model("gamma", arguments.pop("gamma", None), 0.01, count)
+    gammas = _one_per_model("gamma", arguments.pop("gamma", None), BREADCRUMBS_GAMMA, count)
     members = tuple(map(Member, models, precisions, weights, n_data, densities, epsilons, gammas))
     return Job(method=method, members=members, base=base, **arguments)
 
 
 def _weights_of_arc(t: Any, weights: Any) -> list[float]:
-    """The weights of two models by where between them the merge is.
+    """The weights of two models for a merge at t, which is 0 at the first and 1 at the second.
 
     Raises:
-        InputError: no number from 0 to 1, or weights beside it.
+        InputError: t is no number from 0 to 1, or weights are given too.
     """
     is_number = isinstance(t, int | float) and not isinstance(t, bool)
     if not (is_number and 0 <= t <= 1):
@@ -190,12 +196,12 @@ def _one_per_model(name: str, argument: Any, default: Any, count: int) -> list[A
 
 @dataclass(frozen=True)
 class Call:
-    """A call of :func:`merge`, as its arguments are judged.
+    """The arguments of a call of :func:`merge`, for :data:`RULES`.
 
     Attributes:
         rows: the methods that may be used.
-        arguments: by name, those that were given and those that were not.
-        method: as the user names it; None where several are compared.
+        arguments: all arguments by name, also those that were left out.
+        method: the name that the user gave; None where several methods are compared.
     """
 
     rows: Sequence[Method]
@@ -204,35 +210,39 @@ class Call:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The method or methods, for messages."""
         return self.method or some([row.name for row in self.rows])
 
     @property
     def is_auto(self) -> bool:
-        """Whether the method is chosen."""
+        """Whether "auto" chooses the method."""
         return self.method == "auto"
 
     @property
     def has_tasks(self) -> bool:
-        """Whether statistics are propagated."""
+        """Whether the data of the tasks are given."""
         return self.arguments.get("tasks") is not None
 
     @property
     def has_precisions(self) -> bool:
-        """Whether precisions are given, or stand beside these arguments, as in a curve."""
+        """Whether the merge may have precisions.
+
+        A call without precisions, tasks and "auto" is judged as if it had them: curves pass them
+        beside these arguments, and methods without precisions refuse their settings themselves.
+        """
         are_given = self.arguments.get("precisions") is not None
-        stand_beside = not self.has_tasks and not self.is_auto
-        return are_given or stand_beside
+        may_come_otherwise = not self.has_tasks and not self.is_auto
+        return are_given or may_come_otherwise
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When some arguments have no effect.
+    """A case in which some arguments have no effect.
 
     Attributes:
-        names: of the arguments.
-        applies: whether they have no effect in a call.
-        remedy: what to do instead.
+        names: the arguments.
+        applies: whether a call is such a case.
+        remedy: what the user can do instead.
     """
 
     names: frozenset[str]
@@ -243,7 +253,7 @@ class Rule:
 RULES = (
     # Only "auto" chooses by data.
     Rule(frozenset({"validate"}), lambda call: not call.is_auto, 'use method="auto"'),
-    # The statistics of the tasks stand in the place of precisions; "auto" tries both.
+    # The tasks' statistics replace precisions; "auto" tries both.
     Rule(
         frozenset({"precisions"}),
         lambda call: call.has_tasks and not call.is_auto,
@@ -272,8 +282,8 @@ def refuse_idle(
     """Raise where an argument has no effect on any of these methods.
 
     Raises:
-        InputError: an argument that there is not, or one that is not its default and is for none
-            of the methods, or is of precisions or tasks that are not there.
+        InputError: an unknown argument; or an argument that differs from its default and has no
+            effect on these methods, or needs precisions or tasks that are missing.
     """
     unknown = sorted(arguments.keys() - DEFAULTS.keys())
     if unknown:
@@ -292,6 +302,7 @@ def refuse_idle(
 
 
 def _is_default(name: str, value: Any) -> bool:
+    """Whether an argument has its default value."""
     default = DEFAULTS[name]
     is_comparable = isinstance(value, int | float | str)  # tensors, for one, are not
     return value is default or (is_comparable and value == default)

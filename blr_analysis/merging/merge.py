@@ -22,7 +22,7 @@ from blr_analysis.merging.tensor_plans import number
 from blr_analysis.task import Task
 
 State = Mapping[str, torch.Tensor]
-# What bounds the work and changes no number.
+# Arguments that bound the work and change no number, with their defaults.
 LIMITS: dict[str, Any] = {
     "max_memory": MAX_MEMORY,
     "threads": None,
@@ -32,7 +32,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Merged(dict[str, torch.Tensor]):
-    """A merged state dict that knows how it was chosen."""
+    """A merged state dict, with the choice of "auto" that led to it."""
 
     choice: Choice
 
@@ -55,55 +55,60 @@ def merge(
 
         θ = θ_0 + Σ_t α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),      H̄ = H_0 + Σ_t α_t H_t
 
-    entry by entry; where H̄ ≤ 0, or α_t < 0 leave less of it than a tenth of H_0 + Σ_t abs(α_t) H_t,
-    task arithmetic θ_0 + Σ_t α_t (θ_t − θ_0). H_0 is ``base_precision`` plus δ. Without H_0, and
-    with no method named, of every H_t the diagonal is taken and damped by its mean in each layer,
-    diag(H_t) + 3 mean(H_t) 1: the merge Σ_t α_t H_t θ_t / Σ_t α_t H_t then leans on what the
-    precisions can bear, and the rest is an average (``python -m benchmarks.merging.contest``).
-    ``shrink=1`` takes factors as a whole, ``damping=0`` precisions as they are.
+    The formula holds entry by entry. H_0 is ``base_precision`` plus δ. Task arithmetic,
+    θ_0 + Σ_t α_t (θ_t − θ_0), stands where H̄ ≤ 0, or where negative α_t leave less of H̄ than a
+    tenth of H_0 + Σ_t abs(α_t) H_t.
+
+    With precisions but without H_0, and with no method named, the default is another: the average
+    Σ_t α_t H_t θ_t / Σ_t α_t H_t with damped diagonals diag(H_t) + 3 mean(H_t) 1 for H_t, the mean
+    over each layer. It follows the precisions only as far as they can be trusted, and is close to a
+    plain average elsewhere (``python -m benchmarks.merging.contest``). ``shrink=1`` takes factors
+    as a whole, ``damping=0`` precisions as they are.
 
     Args:
         base: θ_0: a state dict, a model, or a folder; None for "linear" and "fisher".
         models: θ_t: the same, or the folder of a LoRA adapter of the base.
         method: "gradient_matching" (the formula above as it stands), "fisher", "task_arithmetic",
-            "linear", "ties" (also weighed by precisions: "fisher_ties"), "dare_linear",
-            "dare_ties", "slerp", "multislerp", "karcher", "model_stock", or "auto", which chooses
-            among the first four, α, shrink, power and damping by the losses on ``validate``, or
-            else on half of ``tasks``; without both it is the default, and without precisions too
-            the average, see :mod:`blr_analysis.merging.auto`. None: the average by damped
-            diagonals, or "gradient_matching" where H_0 is given or a weight is negative.
+            "linear", "ties" (weighed by precisions: "fisher_ties"), "dare_linear", "dare_ties",
+            "slerp", "multislerp", "karcher", "model_stock", or another name in
+            :data:`blr_analysis.merging.methods.METHODS`. "auto" chooses among the first four, and
+            α, shrink, power and damping, by the losses on ``validate``, or else on half of
+            ``tasks``. Without both it is the default, and without precisions the average, see
+            :mod:`blr_analysis.merging.auto`. None: the average by damped diagonals, or
+            "gradient_matching" where H_0 is given or a weight is negative.
         precisions: H_t, the precision of each task's data, a SUM over its examples: tensors by
             name; a :class:`~blr_analysis.Posterior` of structure "diag", "gram" or "kron", whose
-            prior is taken off; or where one is stored. Those with factors are solved layer
-            by layer, see :mod:`blr_analysis.merging.layers`; those of "kron" are damped by their
-            mean, and ``damping=0`` gives the optimum of all tasks where losses are quadratic.
-            None, or None for one model: see ``missing_precision``.
+            prior is taken off; or the folder or file of one. Precisions with factors are solved
+            layer by layer, see :mod:`blr_analysis.merging.layers`. Those of "kron" are damped by
+            their mean; ``damping=0`` gives the optimum of all tasks where losses are quadratic.
+            ``missing_precision`` says what stands for None, or for a None in the list.
         weights: α_t: numbers, or functions of the tensor's name; one for all, or one per model;
             1 if None. Negative ones remove a task.
         base_precision: H_0 without δ, given like one of ``precisions``.
         delta: δ, added to every entry of H_0.
-        tasks: the data of each model, instead of ``precisions``: those of structure "gram", with
-            every layer's inputs taken after the layers below it were merged (RegMean++,
-            ``blr_analysis.merging.propagation``); method "fisher" or "auto".
+        tasks: the data of each model, instead of ``precisions``, for method "fisher" or "auto".
+            Precisions of structure "gram" are then measured during the merge: every layer's inputs
+            come from the layers merged before it (RegMean++,
+            ``blr_analysis.merging.propagation``).
         validate: tasks with data that no model was trained on, for method "auto".
-        out: the folder to write, new or empty; None: the result comes back in memory.
-        settings: how, all others of :class:`blr_analysis.merging.Job` (``missing_precision``,
-            ``normalize``, ``dtype``, ``out_dtype``, ``shrink``, ``power``, ``damping``, ``trust``,
-            ``scale``, ``seed``, ``rescale``); ``density`` of TIES and DARE, the share of each
-            θ_t − θ_0 that stays, given like ``weights``; ``n_data``, of each task, where its
-            precision is an average; ``max_memory``, bytes of buffers at most, on top of what Python
-            and torch take; ``threads``, ``max_shard_bytes``, ``progress``.
+        out: the folder to write, new or empty; None: the result is returned in memory.
+        settings: further settings. Most are fields of :class:`blr_analysis.merging.Job`:
+            ``missing_precision``, ``normalize``, ``dtype``, ``out_dtype``, ``shrink``, ``power``,
+            ``damping``, ``trust``, ``scale``, ``seed``, ``rescale``. ``density`` is, for TIES and
+            DARE, the share of each θ_t − θ_0 that stays, given like ``weights``. ``n_data`` is the
+            number of examples of each task whose precision is an average. ``max_memory`` is the
+            most bytes of buffers, on top of what Python and torch take. There are also
+            ``threads``, ``max_shard_bytes`` and ``progress``.
 
     Returns:
         A state dict, with the names, shapes and devices of the base; with ``out`` a
-        :class:`~blr_analysis.merging.MergeReport`. Of method "auto" both have ``choice``: what was
-        tried and taken.
+        :class:`~blr_analysis.merging.MergeReport`. After method "auto" both have ``choice``: the
+        merges that were tried, and the one that was chosen.
 
     Raises:
         InputError, ModelError, PosteriorError, StorageError: see
-            :func:`~blr_analysis.merging.plan.make_plan`; nothing half-written is left behind.
-            An argument that has no effect on the method is refused, and what is said of precisions
-            where there are none.
+            :func:`~blr_analysis.merging.plan.make_plan`; no half-written folder is left behind. An
+            argument is refused if it has no effect: on this method, or without precisions.
 
     Source: Daheim et al., "Model merging by uncertainty-based gradient matching", ICLR 2024.
 
@@ -130,7 +135,7 @@ def merge(
         "validate": validate,
         **settings,
     }
-    job, choice = _described(base, models, method, arguments)
+    job, choice = _job_and_choice(base, models, method, arguments)
     plan = make_plan(job, max_memory=limits["max_memory"], threads=limits["threads"])
     for note in plan.notes:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -146,10 +151,10 @@ def merge(
     return merged
 
 
-def _described(
+def _job_and_choice(
     base: Any, models: Sequence[Any], method: str | None, arguments: Mapping[str, Any]
 ) -> tuple[Job, Choice | None]:
-    """What to merge with what; the choice where the method was to be chosen."""
+    """The merge that the arguments describe, and the choice of "auto", which is None otherwise."""
     takes_default = method is None and _is_average(arguments)
     row = _row(method, base, takes_default=takes_default)
     refuse_idle([row], arguments, row.name if method is None else method)
@@ -164,14 +169,14 @@ def _described(
 
 
 def _is_average(arguments: Mapping[str, Any]) -> bool:
-    """Whether precisions are there and nothing asks for an H_0."""
+    """Whether precisions are given, and no argument asks for H_0."""
     has_start = arguments["base_precision"] is not None or arguments["delta"] != 0
     has_precisions = arguments["precisions"] is not None
     return has_precisions and not has_start
 
 
 def _has_negative_weights(job: Job) -> bool:
-    """Whether a weight, or the value of one for a tensor's name, takes a model out."""
+    """Whether a weight is negative, for some tensor if it depends on the tensor's name."""
     weights = [member.weight for member in job.members]
     if not any(map(callable, weights)):
         return any(number(weight, "a model", "weight") < 0 for weight in weights)

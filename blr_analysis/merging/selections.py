@@ -169,14 +169,12 @@ def drop_by_size(
     """
     n_rows, length = rows.shape
     probabilities = keep_probabilities(rows, density, epsilon)
-    draws = torch.stack(
-        [_uniform_draws(f"{key}\0{first_row + row}", length) for row in range(n_rows)]
-    )
+    draws = torch.stack([_draws(f"{key}\0{first_row + row}", length) for row in range(n_rows)])
     thinned = rows * (draws.to(rows) < probabilities)
     return thinned / probabilities if rescale else thinned
 
 
-def _uniform_draws(key: str, count: int) -> Tensor:
+def _draws(key: str, count: int) -> Tensor:
     """``count`` numbers from 0 to 1 that depend on the key alone."""
     digest = hashlib.sha256(key.encode()).digest()
     seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch takes them

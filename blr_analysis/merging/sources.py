@@ -1,7 +1,8 @@
-"""Models opened, and which tensor of one is which of another: all, or an error that lists why.
+"""Models are opened here, and their tensors matched: which tensor of one is which of another.
 
-Nothing is dropped: a tensor that only one model has is accepted if it is a tied copy (the same
-bytes as another tensor of that model, which the others have), and refused otherwise.
+No tensor is dropped. A tensor that only one model has is accepted if it is a tied copy: if another
+tensor of that model has the same bytes, and the other models have that one. Otherwise the models
+are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from blr_analysis.files import Folder, Loaded, Owned, Scratch, Source, Spec, sam
 from blr_analysis.files.names import TOKEN_TABLES, module_word
 from blr_analysis.models import unwrapped
 
-FIRST_LOOK = 4096  # entries of each tensor that are compared first
+FIRST_LOOK = 4096  # entries at the start of each tensor that are compared before the others
+# Dtypes of numbers that are merged; tensors of others must be the same in all models.
 MERGEABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Names = Mapping[str, str]
 
@@ -32,7 +34,12 @@ def is_place(model: Any) -> bool:
 
 
 def open_model(model: Any, name: str, base: Source | None = None) -> Source:
-    """A folder's tensors, an adapter's added to ``base``, or those of a state dict or module."""
+    """The tensors of a folder or file, an adapter added to its base, a state dict or a module.
+
+    Args:
+        name: of a model in memory, for messages.
+        base: the base of an adapter.
+    """
     if isinstance(model, nn.Module):
         return Loaded(name, unwrapped(model).state_dict())
     if not is_place(model):
@@ -80,7 +87,7 @@ def match(reference: Source, other: Source) -> dict[str, str]:
 
 
 def _difference(name: str, expected: Spec, spec: Spec) -> str:
-    """What makes one tensor another than is expected, in words; "" where nothing does."""
+    """How a tensor differs from the one that is expected, in words; "" where it does not."""
     if expected.shape != spec.shape:
         only_rows_differ = expected.shape[1:] == spec.shape[1:]
         is_table = only_rows_differ and module_word(name) in TOKEN_TABLES
@@ -92,7 +99,7 @@ def _difference(name: str, expected: Spec, spec: Spec) -> str:
 
 
 def _twin(source: Source, name: str, fits: Callable[[str], bool]) -> str | None:
-    """Another tensor of the same source with the very same bytes, such as a tied head."""
+    """Another tensor with the same bytes, such as a tied head, whose name ``fits``; or None."""
     spec = source.specs[name]
     if len(spec.shape) < 2:
         return None
@@ -104,21 +111,24 @@ def _twin(source: Source, name: str, fits: Callable[[str], bool]) -> str | None:
 
 
 def differs_somewhere(base: Source, other: Source, names: Names) -> bool:
-    """Whether a model has any entry that its base has not: a look at every tensor's beginning
-    finds nearly every fine-tune out at once; only if none differs is all of it read."""
-    numbers = [name for name, spec in base.specs.items() if spec.dtype in MERGEABLE]
+    """Whether some entry of a model differs from its base.
+
+    The start of every tensor is compared first, which is enough for nearly every fine-tuned model.
+    Only if all starts are equal are the tensors read as a whole.
+    """
+    mergeable = [name for name, spec in base.specs.items() if spec.dtype in MERGEABLE]
     return any(
         not same_bytes(base, name, other, names[name], limit)
         for limit in (FIRST_LOOK, None)
-        for name in numbers
+        for name in mergeable
     )
 
 
-Counted = tuple[Source, int]  # a model, and how many rows of its tables stand for tokens
+Counted = tuple[Source, int]  # a model, and the number of its tokens
 
 
 def table_lengths(source: Source) -> frozenset[int]:
-    """How many rows the tables of a model have, by the names of their modules."""
+    """The numbers of rows of a model's token tables, which their modules' names tell."""
     tables = [
         spec
         for name, spec in source.specs.items()
@@ -128,10 +138,10 @@ def table_lengths(source: Source) -> frozenset[int]:
 
 
 def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
-    """The tensors that have a row, or a number, for each token.
+    """The names of the tensors that have a row, or a number, for each token.
 
-    These have one of the usual names. Where the models' tables differ in length, a tensor that is
-    as long as the tables in every model is one of them, too.
+    Most are recognised by their usual names. Where the models' tables differ in length, tensors
+    that are as long as the tables in every model count too.
     """
     lengths = [max(table_lengths(source), default=0) for source, _ in models]
     names = {name for source, _ in models for name, spec in source.specs.items() if spec.shape}
@@ -144,7 +154,7 @@ def token_tensors(models: Sequence[Counted]) -> frozenset[str]:
 
 
 def _is_table(name: str, models: Sequence[Counted]) -> bool:
-    """Whether a tensor is named as a table, and long enough for the tokens."""
+    """Whether a tensor has the name of a table, and is long enough for the tokens."""
     return module_word(name) in TOKEN_TABLES and all(
         _length(source.specs[name]) >= min(count, max(table_lengths(source)))
         for source, count in models
@@ -166,74 +176,104 @@ def _length(spec: Spec) -> int:
 
 
 class Lengthened(Source):
-    """A model whose tables have as many rows as are asked for.
+    """A model whose token tables have a new number of rows.
 
-    A row is the model's own as far as it stands for a token, else that of the first lender that has
-    the token, else what the model's own table has there.
+    A row that stands for one of the model's tokens is its own. Another row is that of the first
+    lender that has the token. If no lender has it, the row is what the model's own table holds
+    there.
 
     Args:
-        rows: how many.
-        own: the model.
+        rows: the number of rows.
+        borrower: the model.
         lenders: models that rows are borrowed from.
         tables: the names of the tensors with a row for each token.
-        empty: by tensor, what stands where nobody has a row.
+        empty: by tensor, the number that fills rows that no model has.
     """
 
     def __init__(
         self,
         rows: int,
-        own: Counted,
+        borrower: Counted,
         lenders: Sequence[Counted],
         tables: Collection[str],
         *,
         empty: Mapping[str, float] | None = None,
     ) -> None:
-        model, _ = own
-        self._own = model
+        model, _ = borrower
+        self._model = model
         self.name = model.name
         self.origin = model.origin
         self.whole = model.whole or model
         self._empty = empty or {}
         self.specs = dict(model.specs)
-        # By tensor: a source, its name of the tensor, and the end of the entries that it gives.
-        self._owners: dict[str, list[tuple[Source, str, int]]] = {}
+        self._owners: dict[str, list[_Owner]] = {}
         for name in model.specs.keys() & tables:
             spec = model.specs[name]
             axis = spec.shape.index(_length(spec))
             shape = (*spec.shape[:axis], rows, *spec.shape[axis + 1 :])
             self.specs[name] = Spec(shape, spec.dtype)
-            width = math.prod(shape[axis + 1 :])
-            owners = [
-                (source, _name_in(source, model, name), count) for source, count in (own, *lenders)
-            ]
+            entries_per_row = math.prod(shape[axis + 1 :])
+            counted = [borrower, *lenders]
             if lenders:
-                owners.append((model, name, rows))
-            self._owners[name] = [
-                (source, stored_name, min(count, _length(source.specs[stored_name])) * width)
-                for source, stored_name, count in owners
-                if stored_name is not None
-            ]
+                counted.append((model, rows))
+            self._owners[name] = _owners_of(name, model, counted, entries_per_row)
 
     def words(self, name: str) -> str:
-        return self._own.words(name)
+        return self._model.words(name)
 
     def read(self, name: str, start: int, stop: int, scratch: Scratch) -> Tensor:
         if name not in self._owners:
-            return self._own.read(name, start, stop, scratch)
+            return self._model.read(name, start, stop, scratch)
         spec = self.specs[name]
         scratch = Owned(scratch, self)
-        out = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
+        values = scratch.array("rows", stop - start, spec.dtype).fill_(self._empty.get(name, 0.0))
         low = start
-        for source, stored_name, end in self._owners[name]:
-            high = min(stop, end)
+        for owner in self._owners[name]:
+            high = min(stop, owner.end)
             if low < high:
-                out[low - start : high - start] = source.read(stored_name, low, high, scratch)
+                borrowed = owner.source.read(owner.name, low, high, scratch)
+                values[low - start : high - start] = borrowed
                 low = high
-        return out
+        return values
+
+
+class _Owner(NamedTuple):
+    """A model that gives the next rows of a lengthened table.
+
+    Attributes:
+        source: the model.
+        name: its name of the table.
+        end: the entry before which its rows end.
+    """
+
+    source: Source
+    name: str
+    end: int
+
+
+def _owners_of(
+    name: str, model: Source, counted: Sequence[Counted], entries_per_row: int
+) -> list[_Owner]:
+    """The owners of a table's rows, in the order in which they give rows.
+
+    Args:
+        name: the name of the table in ``model``.
+        counted: the models, and up to which row each has rows.
+    """
+    owners = []
+    for source, count in counted:
+        stored_name = _name_in(source, model, name)
+        if stored_name is not None:
+            n_rows = min(count, _length(source.specs[stored_name]))
+            owners.append(_Owner(source, stored_name, n_rows * entries_per_row))
+    return owners
 
 
 def _name_in(lender: Source, model: Source, name: str) -> str | None:
-    """The lender's name of a model's table: its own, or that of the table it is tied to."""
+    """The lender's name of a model's table, or of a table that the model ties it to.
+
+    None where the lender has neither.
+    """
     if name in lender.specs:
         return name
     return _twin(model, name, lambda twin: twin in lender.specs)
