@@ -1,4 +1,4 @@
-"""A merge that can be carried out: which tensors, and what they are read from."""
+"""A merge that can be carried out: the models, opened, and what becomes of every tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blr_analysis.merging.precisions import StoredPrecision
 from blr_analysis.merging.selections import Selection
 from blr_analysis.merging.tokens import Tokens
 
-RAM_EPSILON = 1e-5
+RAM_EPSILON = 1e-5  # RAM takes a larger step for a change, unless told otherwise
 CHUNK = 2**19  # the largest number of a tensor's entries that a thread merges at a time
 
 # What becomes of a tensor.
@@ -25,10 +25,10 @@ MERGED = "merged"
 AVERAGED = "averaged"
 COPIED = "copied"
 
-# What stands for the precision of one model in one tensor.
+# The precision of one model in one tensor.
 ZERO = "zero"
-OWN = "own"
-BASE = "base"
+OWN = "own"  # the model has one
+BASE = "base"  # the base's replaces it
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,11 @@ class OpenModel:
         source: θ_t.
         precision: H_t, or None.
         weight: α_t, a number or a function of the tensor's name.
-        density: the share of θ_t − θ_0 that stays, the same.
-        epsilon, gamma: what the methods "della" and "breadcrumbs" are told of it, the same.
+        density: the share of θ_t − θ_0 that stays, likewise.
+        epsilon: the setting of "della", likewise.
+        gamma: the setting of "breadcrumbs", likewise.
         buffers: the names of tensors that are known to be no parameters.
-        names: the model's name of every tensor of the result.
+        names: by tensor of the result, the model's name for it.
     """
 
     source: Source
@@ -60,18 +61,18 @@ class TensorPlan:
     """What becomes of one tensor of the result.
 
     Attributes:
-        name: in the result.
-        fate: "merged", "averaged" (a running statistic, under every method) or "copied".
-        spec: shape and the dtype that is written.
-        names: what each model calls it.
+        name: its name in the result.
+        fate: "merged", "averaged" (running statistics are, under every method) or "copied".
+        spec: its shape, and the dtype that is written.
+        names: its name in each model.
         weights: α_t, normalised where the method says so.
-        precisions: what stands for each H_t: "own", "base" (H_0 + δ) or "zero".
-        note: what a reader of the report should know.
-        layer: the weight of the layer whose matrix it is part of, where that is solved as one.
-        densities: of methods that leave a part of θ_t − θ_0 out, the share that stays.
-        scale: of the same methods, λ.
-        epsilons, gammas: of some of these, for each model.
-        scope: what must be merged at once: "entries", "rows", "tensors" or "matrices".
+        precisions: H_t of each model: "own", "base" (H_0 + δ) or "zero".
+        note: a remark for the report.
+        layer: the weight of the layer that it is solved with; "" where it is no part of one.
+        densities: for each model the share of θ_t − θ_0 that stays; empty if the method keeps all.
+        scale: λ.
+        epsilons, gammas: the settings of "della" and of "breadcrumbs", for each model.
+        scope: the part that must be merged at once: "entries", "rows", "tensors" or "matrices".
     """
 
     name: str
@@ -90,12 +91,12 @@ class TensorPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it must be merged at once."""
+        """Whether the whole tensor must be merged at once."""
         return self.scope in (TENSORS, MATRICES)
 
     @property
     def row_length(self) -> int:
-        """Entries of a row: of a matrix along its first axis, of a vector all."""
+        """The number of entries of a row, along the first axis; a vector is one row."""
         if len(self.spec.shape) < 2:
             return max(1, self.spec.numel)
         return max(1, self.spec.numel // max(1, self.spec.shape[0]))
@@ -106,15 +107,15 @@ class MergePlan:
     """A merge that can be carried out.
 
     Attributes:
-        job: what to merge with what, and how.
+        job: the models, the method and the settings.
         base: θ_0, or None.
         models: the fine-tuned models.
         base_precision: H_0 without δ, or None.
-        tensors: those of the result, in the order of reading.
+        tensors: the tensors of the result, in the order of reading.
         tokens: the tokenizer of the result, and the rows of its tables.
-        chunk: entries in hand at a time.
-        workers: threads.
-        memory: bytes of buffers that this takes at most.
+        chunk: the number of a tensor's entries that a thread merges at a time.
+        workers: the number of threads.
+        memory: bytes of buffers that all threads use at most.
     """
 
     job: Job
@@ -129,7 +130,7 @@ class MergePlan:
 
     @cached_property
     def method(self) -> Method:
-        """The row of the registry."""
+        """The method's row of the registry."""
         return self.job.row
 
     @cached_property
@@ -139,13 +140,19 @@ class MergePlan:
 
     @cached_property
     def selection(self) -> Selection:
-        """What the methods of :mod:`.selections` are told."""
+        """The settings of the methods in :mod:`.selections`."""
         job = self.job
         epsilons = [model.epsilon for model in self.models if model.epsilon is not None]
         epsilon = epsilons[0] if epsilons else RAM_EPSILON
         if callable(epsilon):
             raise InputError(f"epsilon of {self.method.name} must be one number")
-        return Selection(job.t, float(epsilon), job.select_topk, job.r, job.alpha)
+        return Selection(
+            t=job.t,
+            epsilon=float(epsilon),
+            select_topk=job.select_topk,
+            r=job.r,
+            alpha=job.alpha,
+        )
 
     @property
     def delta(self) -> float:
@@ -155,8 +162,8 @@ class MergePlan:
     def factor_settings(self, layer: str) -> tuple[float | None, float, float | None]:
         """Shrink, power and damping of a layer's precisions with factors.
 
-        Shrink is None, as measured, where the user leaves it open, all moments of the layer are
-        singular, and no H_0 says what they leave out.
+        Shrink is None, which means as measured, under three conditions: the user has not set it,
+        all moments of the layer are singular, and there is no H_0 to fill what they leave out.
         """
         shrink = self.job.shrink
         has_base_precision = self.base_precision is not None or self.delta > 0
@@ -168,19 +175,19 @@ class MergePlan:
 
     @property
     def model_precisions(self) -> list[StoredPrecision]:
-        """H_t of the models that have one."""
+        """H_t of the models that have a precision."""
         return [model.precision for model in self.models if model.precision is not None]
 
     @property
     def precisions(self) -> list[StoredPrecision]:
-        """All precisions, the base's first."""
+        """All precisions; the base's is the first."""
         if self.base_precision is None:
             return self.model_precisions
         return [self.base_precision, *self.model_precisions]
 
     @cached_property
     def layers(self) -> dict[str, Joint]:
-        """The layers that are solved as one matrix, by their weights."""
+        """The layers that are solved as one matrix, by the names of their weights."""
         solved = {tensor.layer for tensor in self.tensors}
         return {
             layer: joint
@@ -196,7 +203,7 @@ class MergePlan:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should be told about the models."""
+        """Remarks about tokenizers and precisions, for the user."""
         names = [precision.name for precision in self.model_precisions]
         kinds = {precision.kind for precision in self.model_precisions if precision.kind}
         shared = sorted({name for name in names if names.count(name) > 1})
@@ -217,7 +224,7 @@ class MergePlan:
         return sum(self.bytes_of(tensor) for tensor in self.tensors)
 
     def bytes_of(self, tensor: TensorPlan) -> int:
-        """What the merge reads for one tensor, with the factors of its layer at its weight."""
+        """Bytes that the merge reads for one tensor; a layer's weight counts its factors too."""
         bytes_of_entries = tensor.spec.numel * stored_per_entry(self, tensor) * self.passes(tensor)
         bytes_of_entries += tensor.spec.numel * _damped_per_entry(self, tensor)
         is_weight_of_solved_layer = tensor.layer == tensor.name
@@ -229,8 +236,8 @@ class MergePlan:
     def passes(self, tensor: TensorPlan) -> int:
         """How often a tensor is read.
 
-        The merge reads it once, products of the steps take one pass more, and the limit of the
-        largest entries takes two passes more.
+        The merge reads it once. Inner products of the steps take one pass more. To find the
+        smallest entry that stays takes two passes more.
         """
         if tensor.fate != MERGED:
             return 1
@@ -241,7 +248,7 @@ class MergePlan:
 
 
 def _damped_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
-    """Bytes of precisions that are read once more, for their mean."""
+    """Bytes of precisions for each entry that are read once more, for their mean."""
     specs = [
         model.precision.spec(tensor.name)
         for model, kind in zip(plan.models, tensor.precisions, strict=False)
@@ -253,7 +260,7 @@ def _damped_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
 
 
 def stored_per_entry(plan: MergePlan, tensor: TensorPlan) -> int:
-    """Bytes on disk that stand behind one entry of a tensor, factors apart."""
+    """Bytes of all models and precisions for one entry of a tensor; factors are not counted."""
     if tensor.fate == COPIED:
         return plan.reference.specs[tensor.name].dtype.itemsize
     specs: list[Spec | None] = []

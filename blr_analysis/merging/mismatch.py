@@ -30,14 +30,14 @@ from blr_analysis.views import Plottable, Tabular
 
 @dataclass(frozen=True)
 class GradientMismatch(Tabular, Plottable):
-    """What :func:`gradient_mismatch` found.
+    """The result of :func:`gradient_mismatch`.
 
     Attributes:
-        rows: one mapping per merge and task; ``table`` is made of them.
-        joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖: 0 where all tasks' data together have an optimum,
-            however hard the single tasks pull there.
-        tensors: by merge and task, the part of each tensor in ``gap_by_gradient``, largest first:
-            where the merge goes wrong.
+        rows: one mapping for each merge and task, the rows of ``table``.
+        joint: by merge, ‖Σ_t ∇ℓ̄_t(θ_merged)‖. It is 0 at an optimum of all tasks' data together,
+            even if single tasks have large gradients there.
+        tensors: by merge and task, the part of each tensor in ``gap_by_gradient``, largest first.
+            Its first tensors are those where the merge goes wrong.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ class GradientMismatch(Tabular, Plottable):
         """One number per merge: the sum of a column over the tasks.
 
         Raises:
-            InputError: no such column, or one without numbers.
+            InputError: there is no such column, or it does not hold numbers.
         """
         totals: dict[str, float] = {}
         for row in self.rows:
@@ -80,51 +80,53 @@ def gradient_mismatch(
     tests: Any = None,
     progress: bool | None = None,
 ) -> GradientMismatch:
-    """How much a merge disturbs each task: its gradient there against its gradient at home.
+    """How much a merge disturbs each task: its gradient at the merge against that at its own θ_t.
 
         mismatch_t = ‖∇ℓ̄_t(θ_merged) − ∇ℓ̄_t(θ_t)‖,      ℓ̄_t(θ) = Σ_{i in task t} ℓ_i(θ)
 
-    Averaging goes wrong by exactly these differences: if each θ_t is an optimum of ℓ̄_t plus
-    ½‖θ − θ_0‖² in the metric H_0, then the optimum θ* of all losses together and task arithmetic
-    θ_TA = θ_0 + Σ_t α_t(θ_t − θ_0) are apart by
+    Averaging goes wrong by exactly these differences. Let each θ_t be an optimum of ℓ̄_t plus
+    ½‖θ − θ_0‖² in the metric H_0. Then the optimum θ* of all losses together differs from task
+    arithmetic, θ_TA = θ_0 + Σ_t α_t(θ_t − θ_0), by
 
         θ* − θ_TA = −Σ_t α_t H_0⁻¹ [∇ℓ̄_t(θ*) − ∇ℓ̄_t(θ_t)]
 
-    Of two merges, that with the smaller mismatches disturbs its tasks less. Tasks that contradict
-    each other leave some mismatch in every merge: at the optimum of all data together it is their
-    gradients' sum that vanishes, which ``joint`` measures. ℓ̄_t is the loss of the task's data;
-    the prior belongs to all tasks together and has no share in it.
+    A merge with smaller mismatches disturbs its tasks less. Tasks that contradict each other leave
+    some mismatch in every merge: at the optimum of all data together, the sum of their gradients
+    is 0, and ``joint`` measures this sum. ℓ̄_t is the loss of the task's data alone. The prior
+    belongs to all tasks together, and is not part of it.
 
-    Beside the gradients stand the losses: the gap ℓ̄_t(θ_merged) − ℓ̄_t(θ_t), and what it would be
-    if the loss were quadratic between the two, (θ_merged − θ_t)ᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2.
-    Where those two disagree, the weights have left the region in which curvature at θ_t says
-    anything, and no precision can make the merge right.
+    The result also holds losses: the gap ℓ̄_t(θ_merged) − ℓ̄_t(θ_t), and what the gap would be if
+    the loss were quadratic between the two points,
+    (θ_merged − θ_t)ᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2. Where the two disagree, the merge is too far
+    from θ_t for the curvature there to hold, and no precision can make the merge right.
 
     Args:
-        tasks: the tasks with their training data, a list or a dict by name. θ_t are the model's
-            own weights, unless ``models`` names them. Tasks may share one model.
-        merged: the merge to look at, with the names of the tasks' model: a state dict, a module, a
-            folder of safetensors, or what :func:`blr_analysis.merge` returned; or several, as a
-            dict by name. A merge may also be a function of no arguments that returns one: it is
-            called (a folder is read) when its turn comes, and let go of before the next.
-        models: the fine-tuned θ_t, in the same forms, for tasks whose model stands elsewhere.
-        precisions: H_t, one per task, by parameter name or a posterior: adds the gap that they
-            foretell, ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ with Δ = θ_merged − θ_t, and the mismatch in their
-            metric, √(Σ v²/S_t) in units of √nats. S_t is H_t, infinite where that is 0 and the
-            gradients differ, or of a posterior its precision with the prior. Where S_t = H_t is
-            the curvature and θ_t an optimum, half the square of the second is the first.
-        tests: tasks with held-out data, by the same names: adds the losses there. They are run
-            at the same weights, in their own models.
+        tasks: the tasks with their training data, a list or a dict by name. θ_t are the weights of
+            the task's model, unless ``models`` is given. Tasks may share one model.
+        merged: the merge, with the names of the tasks' model: a state dict, a module, a folder of
+            safetensors, or the result of :func:`blr_analysis.merge`. Several merges are a dict by
+            name. A merge may also be a function without arguments that returns one. It is called
+            (and a folder is read) only when its turn comes, so that one merge at a time is in
+            memory.
+        models: the fine-tuned θ_t, in the same forms, where the tasks' models hold other weights.
+        precisions: H_t for each task, tensors by parameter name or a posterior. Two columns are
+            added: the gap that they predict, ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ with Δ = θ_merged − θ_t; and
+            the mismatch v in their metric, √(Σ v²/S_t), in √nats. S_t is H_t, or a posterior's
+            precision with its prior. The metric is infinite where S_t is 0 and gradients differ.
+            If S_t = H_t is the curvature and θ_t an optimum, the predicted gap is half the square
+            of the mismatch in the metric.
+        tests: tasks with held-out data, by the same names; their losses are added. They are run at
+            the same weights, in their own models.
 
-    Frozen parameters and buffers (BatchNorm statistics) that a state dict names are put into the
-    model while it is looked at; gradients are of the trainable parameters. Weights in another
-    dtype than the model's are converted to it. Memory: θ_t and one gradient for every task.
+    Gradients are those of the trainable parameters. A state dict may also name frozen parameters
+    and buffers (BatchNorm statistics); they are put into the model meanwhile. Weights are converted
+    to the model's dtype. Memory: θ_t and one gradient for every task.
 
     Returns:
-        One row per merge and task; ``table`` and ``plot()`` (mismatch against loss gap).
+        One row for each merge and task, with ``table`` and ``plot()`` (mismatch against loss gap).
 
     Raises:
-        InputError: weights of other names or shapes, NaN or inf in them, ``models``,
+        InputError: weights of other names or shapes, NaN or inf in them; ``models``,
             ``precisions`` or ``tests`` that do not belong to the tasks; several tasks with one
             model and no ``models``.
         StorageError: a folder that cannot be read.
@@ -171,7 +173,7 @@ def _named_merges(merged: Any) -> dict[str, Any]:
 
 
 def _state(merge: Any, name: str) -> State:
-    """The weights of a merge, or of what a function makes."""
+    """The weights of a merge; a function is called for it."""
     if callable(merge) and not isinstance(merge, torch.nn.Module):
         merge = merge()
     return state_of(merge, name)
@@ -179,13 +181,13 @@ def _state(merge: Any, name: str) -> State:
 
 @dataclass(frozen=True)
 class _View:
-    """What a task shows at some weights.
+    """A task at some weights.
 
     Attributes:
-        weights: the trainable ones.
+        weights: the trainable parameters.
         gradient: ∇ℓ̄_t.
-        losses: on the task.
-        test_losses: on its held-out data, or None.
+        losses: the losses on the task's data.
+        test_losses: the losses on its held-out data; None without these.
     """
 
     weights: Tree
@@ -196,18 +198,18 @@ class _View:
 
 @dataclass(frozen=True)
 class _Metric:
-    """What a precision says of a step.
+    """A precision, which measures changes of gradients and of weights.
 
     Attributes:
         data: H_t.
-        whole: S_t, with a posterior's prior.
+        whole: S_t: H_t, with the prior of a posterior.
     """
 
     data: State
     whole: State
 
     def length(self, change: Tree) -> float:
-        """√(Σ v²/S_t); infinite where S is 0 and the gradients differ."""
+        """√(Σ v²/S_t) of a change v of the gradient; infinite where S_t is 0 and v is not."""
         total = 0.0
         for name, values in change.items():
             squares = values.double().square()
@@ -216,7 +218,7 @@ class _Metric:
         return math.sqrt(total)
 
     def curvature(self, step: Tree) -> float:
-        """ΔᵀH_tΔ."""
+        """ΔᵀH_tΔ of a step Δ of the weights."""
         total = 0.0
         for name, values in step.items():
             squares = values.double().square()
@@ -226,11 +228,11 @@ class _Metric:
 
 @dataclass(frozen=True)
 class _Disturbance:
-    """What a merge does to a task.
+    """The effect of a merge on a task.
 
     Attributes:
-        values: by the keys of the mismatch table.
-        parts: of each tensor in ``gap_by_gradient``.
+        values: the row of the mismatch table.
+        parts: by tensor, its part in ``gap_by_gradient``.
         gradient: ∇ℓ̄_t at the merge.
     """
 
@@ -241,7 +243,16 @@ class _Disturbance:
 
 @dataclass
 class _Lookout:
-    """A task at its own fine-tuned weights, kept while merges come and go."""
+    """A task with its fine-tuned weights, to which merges are compared.
+
+    Attributes:
+        name: the task's name.
+        task: its training data and model.
+        test: its held-out data; None: there are none.
+        model: θ_t.
+        metric: its precision; None: it has none.
+        home: the task at θ_t.
+    """
 
     name: str
     task: Task
@@ -253,7 +264,7 @@ class _Lookout:
         self.home = self._view(self.model, f"the fine-tuned model of task {self.name!r}")
 
     def _view(self, state: State, who: str) -> _View:
-        """Weights, gradient, and losses on the task and on its held-out data."""
+        """The task at these weights, which messages call ``who``."""
         test_losses = None
         try:
             with at_weights(self.task, state, who) as params:
@@ -267,9 +278,9 @@ class _Lookout:
         return _View(weights, gradient, losses, test_losses)
 
     def disturbed(self, state: State, who: str) -> _Disturbance:
-        """How far a merge takes the task from home.
+        """The task at a merge compared with the task at θ_t.
 
-        H_t foretells the gap ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ.
+        The gap that H_t predicts is ∇ℓ̄_t(θ_t)ᵀΔ + ½ ΔᵀH_tΔ.
         """
         home = self.home
         merged = self._view(state, who)
@@ -303,23 +314,26 @@ class _Lookout:
 
 
 def _parts(merged: _View, home: _View, step: Tree) -> dict[str, float]:
-    """Of each tensor in Δᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2, largest first."""
+    """By tensor, its part in Δᵀ(∇ℓ̄_t(θ_merged) + ∇ℓ̄_t(θ_t))/2, largest first."""
     slopes = add(merged.gradient, 1.0, home.gradient)
     parts = {name: float((slopes[name] * step[name]).sum()) / 2 for name in step}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def _scores(nll: str, accuracy: str, losses: Evaluation | None) -> dict[str, float]:
-    """Mean loss and accuracy under these names; NaN where there is none."""
-    if losses is None:
-        return {nll: math.nan, accuracy: math.nan}
-    return {nll: losses.nll, accuracy: math.nan if losses.accuracy is None else losses.accuracy}
+    """Mean loss and accuracy under these names; NaN where they do not exist."""
+    scores = {nll: math.nan, accuracy: math.nan}
+    if losses is not None:
+        scores[nll] = losses.nll
+    if losses is not None and losses.accuracy is not None:
+        scores[accuracy] = losses.accuracy
+    return scores
 
 
 def _lookouts(
     tasks: Mapping[str, Task], models: Any, precisions: Any, tests: Any
 ) -> list[_Lookout]:
-    """Every task at home."""
+    """Every task with its fine-tuned weights, its precision and its held-out data."""
     names = list(tasks)
     homes = _homes(tasks, models)
     metrics: list[Any] = [None] * len(names)
@@ -335,7 +349,7 @@ def _lookouts(
 
 
 def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
-    """θ_t, by task."""
+    """θ_t by task, from ``models`` or else from the tasks' own models."""
     task_models = [task.model for task in tasks.values()]
     if models is None and len({id(model) for model in task_models}) < len(tasks):
         raise InputError(
@@ -350,7 +364,7 @@ def _homes(tasks: Mapping[str, Task], models: Any) -> dict[str, State]:
 
 
 def _metric(name: str, precision: Any, task: Task) -> _Metric | None:
-    """A precision, checked against the task's model."""
+    """The metric of a precision, checked against the task's model."""
     if precision is None:
         return None
     if isinstance(precision, Posterior):

@@ -1,11 +1,13 @@
-"""Every model opened and every tensor's fate decided before the first byte is written."""
+"""The plan of a merge: models are opened and all is checked before the first byte is written."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,11 +46,13 @@ from blr_analysis.merging.tensor_plans import plan_tensors
 from blr_analysis.merging.tokens import Tokens, tokens_of
 from blr_analysis.models import unwrapped
 
-BUFFERED = 2**24  # bytes of buffers a thread, where no fewer are asked for
+BUFFERED = 2**24  # bytes of buffers that a thread uses at most; more make nothing faster
 ENTRIES_OF_ROWS = 2**18  # entries of a layer's rows that are merged together
-WORKERS = 8
-MAX_MEMORY = 256 * 2**20
-# What changes a model's outputs and not the shapes of its weights.
+SMALLEST_ROWS = 64  # rows of a layer that are merged together at least
+WORKERS = 8  # threads at most, unless the user asks for more
+MAX_MEMORY = 256 * 2**20  # bytes of buffers, unless the user allows more
+FLOAT64_BYTES = 8
+# Settings of a model that change its outputs and not the shapes of its weights.
 SAME = (
     "model_type",
     "num_attention_heads",
@@ -59,27 +63,26 @@ SAME = (
     "rope_theta",
     "rope_scaling",
 )
-# The largest value of a setting, which is at least 0.
+# The largest value of each setting of a job; the smallest is 0.
 LIMITS = {"delta": 1e38, "shrink": 1, "power": 1, "damping": 1e6, "seed": 2**63}
 LIMITS |= {"t": 1e38, "select_topk": 1, "r": 1e6, "alpha": 1e6}
 
 
 def make_plan(job: Job, *, max_memory: int = MAX_MEMORY, threads: int | None = None) -> MergePlan:
-    """Open and check everything that can be checked without reading all of the weights.
+    """Open the models, and check everything that can be checked without reading all weights.
 
     Args:
-        job: what to merge with what.
-        max_memory: bytes of buffers, at most; Python and torch themselves (some 0.2 GB) come on
-            top of that.
-        threads: None: one per core, up to 8.
+        job: the merge.
+        max_memory: the most bytes of buffers; Python and torch (some 0.2 GB) come on top.
+        threads: their number; None: one per core, up to 8.
 
     Raises:
-        InputError: settings or weights that make no sense, adapters without a base, tokenizers
-            that do not fit each other.
-        ModelError: models that are not the same, tensors that cannot be merged, or a fine-tuned
-            model that equals its base.
-        PosteriorError: precisions of another model, of other shapes, or missing.
-        StorageError: folders or files that are missing, truncated or foreign.
+        InputError: a setting or weight is out of range, an adapter has no base, or tokenizers do
+            not fit each other.
+        ModelError: the models differ in their tensors, a tensor cannot be merged, or a fine-tuned
+            model equals its base.
+        PosteriorError: a precision is missing, has other shapes, or belongs to another model.
+        StorageError: a folder or file is missing, truncated or of another format.
     """
     _check_settings(job)
     _compare_configs(job)
@@ -106,20 +109,20 @@ def _unplanned(
     precisions: Sequence[StoredPrecision | None],
     tokens: Tokens,
 ) -> MergePlan:
-    """A plan whose tensors are still to be planned."""
+    """The plan without its tensors, which are planned next."""
     has_base = job.base is not None
     uses_base = has_base and job.row.uses_base
     reference = sources[1] if has_base and not uses_base else sources[0]
     models = [
         OpenModel(
-            source,
-            precision,
-            member.weight,
-            member.density,
-            member.epsilon,
-            member.gamma,
-            _buffers(member),
-            match(reference, source),
+            source=source,
+            precision=precision,
+            weight=member.weight,
+            density=member.density,
+            epsilon=member.epsilon,
+            gamma=member.gamma,
+            buffers=_buffers(member),
+            names=match(reference, source),
         )
         for source, precision, member in zip(sources, precisions, members, strict=True)
     ]
@@ -130,7 +133,10 @@ def _unplanned(
 
 
 def _opened(job: Job) -> list[Source]:
-    """The models, the base first where there is one."""
+    """The models, opened; the base is the first of them where there is one.
+
+    A weight that one model unties from another is untied in all of them.
+    """
     base = None if job.base is None else open_model(job.base, "base")
     models = [
         open_model(member.model, f"models[{t}]", base) for t, member in enumerate(job.members)
@@ -148,22 +154,28 @@ def _lengthened(
     models: Sequence[Source],
     precisions: Sequence[StoredPrecision | None],
 ) -> tuple[list[Source], list[StoredPrecision | None]]:
-    """Models with the rows of tokens that they lack borrowed from others, the first first, and
-    precisions that say nothing of these rows."""
+    """Models and precisions whose token tables have as many rows as the result.
+
+    A model borrows rows that it lacks from the first model that has them. The precision of borrowed
+    rows is 0.
+    """
     counted = list(zip(models, counts, strict=True))
     tables = token_tensors(counted)
-    longer = []
+    lengthened_precisions = []
     for precision, count in zip(precisions, counts, strict=True):
         if precision is not None:
             stored = {key for name, key in precision.stored.items() if name in tables}
             source = Lengthened(rows, (precision.source, count), (), stored, empty=precision.prior)
             precision = replace(precision, source=source)
-        longer.append(precision)
-    return [Lengthened(rows, model, counted, tables) for model in counted], longer
+        lengthened_precisions.append(precision)
+    lengthened_models: list[Source] = [
+        Lengthened(rows, model, counted, tables) for model in counted
+    ]
+    return lengthened_models, lengthened_precisions
 
 
 def _check_models(plan: MergePlan) -> None:
-    """Raise where a model is no fine-tuned one, or a precision belongs to another model."""
+    """Raise where a model equals its base, or a precision belongs to another model."""
     base = plan.base
     for model in plan.models:
         if base is not None and not differs_somewhere(base, model.source, model.names):
@@ -174,16 +186,16 @@ def _check_models(plan: MergePlan) -> None:
     _check_precision(plan, plan.base_precision, base)
     for model in plan.models:
         _check_precision(plan, model.precision, model.source)
-    if not plan.precisions or any(precision.layers for precision in plan.precisions):
-        return
-    if plan.job.shrink not in (None, 1):
+    has_factors = any(precision.layers for precision in plan.precisions)
+    only_diagonals = bool(plan.precisions) and not has_factors
+    if only_diagonals and plan.job.shrink not in (None, 1):
         raise InputError("shrink is of precisions with factors: leave it out of diagonals")
 
 
 def _check_precision(
     plan: MergePlan, precision: StoredPrecision | None, model: Source | None
 ) -> None:
-    """Raise where a precision has other shapes than the result, or is of another model."""
+    """Raise where a precision has other shapes than the result, or belongs to another model."""
     if precision is None:
         return
     check_fits(precision, plan.reference)
@@ -192,22 +204,23 @@ def _check_precision(
 
 
 def _precision(job: Job, member: Member, model: Source) -> StoredPrecision | None:
+    """The precision of a model, opened; None where it has none or the method takes none."""
     if member.precision is None or not job.row.uses_precisions:
         return None
     label = f"the precision of {model.name}"
-    return open_precision(member.precision, member.n_data, label=label).adjusted(
-        job.power, job.damping
-    )
+    precision = open_precision(member.precision, member.n_data, label=label)
+    return precision.adjusted(job.power, job.damping)
 
 
 def _buffers(member: Member) -> frozenset[str]:
-    """The tensors that are known to be no parameters."""
+    """The names of a module's buffers; empty for other models, whose buffers are unknown."""
     if not isinstance(member.model, nn.Module):
         return frozenset()
     return frozenset(name for name, _ in unwrapped(member.model).named_buffers())
 
 
 def _check_settings(job: Job) -> None:
+    """Raise :class:`InputError` where a setting is out of range or does not suit the method."""
     method = job.row
     if not job.members:
         raise InputError("models is empty: name at least one fine-tuned model")
@@ -252,90 +265,127 @@ def _compare_configs(job: Job) -> None:
 
 
 def _within(plan: MergePlan, max_memory: int, threads: int | None) -> MergePlan:
-    """The same plan with as many threads and as long pieces as the memory allows."""
+    """The same plan with as many threads and as long pieces as the memory allows.
+
+    Pieces are shortened first, then threads are given up.
+    """
     positive_int("max_memory", max_memory)
     workers = min(_cores(), WORKERS) if threads is None else positive_int("threads", threads)
-    per_entry = _bytes_per_entry(plan)
-    per_block = _bytes_per_block(plan)
-    at_once = [_bytes_of_layer(plan, layer) for layer in plan.layers]
-    at_once += [_bytes_of_scope(plan, tensor) for tensor in plan.tensors]
-    per_layer = max(at_once, default=0)
-
-    def need(workers: int, chunk: int) -> int:
-        return workers * max(chunk * per_entry + per_block, per_layer)
-
-    longest = max((tensor.spec.numel for tensor in plan.tensors), default=1)
-    blocks = max(1, -(-longest // BLOCK))
-    chunk = min(CHUNK, blocks * BLOCK)
-    while chunk > BLOCK and (chunk * per_entry > BUFFERED or need(workers, chunk) > max_memory):
+    memory = _Memory.of(plan)
+    longest_tensor = max((tensor.spec.numel for tensor in plan.tensors), default=1)
+    n_blocks = max(1, math.ceil(longest_tensor / BLOCK))
+    chunk = min(CHUNK, n_blocks * BLOCK)
+    while chunk > BLOCK and (
+        chunk * memory.per_entry > BUFFERED or memory.needed(workers, chunk) > max_memory
+    ):
         chunk = max(BLOCK, chunk // 2 // BLOCK * BLOCK)
-    while need(workers, chunk) > max_memory and workers > 1:
+    while memory.needed(workers, chunk) > max_memory and workers > 1:
         workers -= 1
-    if need(workers, chunk) > max_memory:
+    if memory.needed(workers, chunk) > max_memory:
         raise InputError(
             f"max_memory={max_memory} bytes is too little for {len(plan.models)} models: at least "
-            f"{need(1, BLOCK)}"
+            f"{memory.needed(1, BLOCK)}"
         )
-    return replace(plan, chunk=chunk, workers=workers, memory=need(workers, chunk))
+    return replace(plan, chunk=chunk, workers=workers, memory=memory.needed(workers, chunk))
+
+
+class _Memory(NamedTuple):
+    """The bytes that one thread of a merge needs.
+
+    Attributes:
+        per_entry: for each entry of a piece.
+        arithmetic: for the buffers of the arithmetic.
+        largest: for the largest layer, tensor or row that must be merged at once.
+    """
+
+    per_entry: int
+    arithmetic: int
+    largest: int
+
+    @classmethod
+    def of(cls, plan: MergePlan) -> _Memory:
+        """The memory of a plan."""
+        at_once = [_bytes_of_layer(plan, layer) for layer in plan.layers]
+        at_once += [_bytes_of_scope(plan, tensor) for tensor in plan.tensors]
+        return cls(_bytes_per_entry(plan), _bytes_per_block(plan), max(at_once, default=0))
+
+    def needed(self, workers: int, chunk: int) -> int:
+        """The bytes of so many threads with pieces of so many entries."""
+        per_worker = max(chunk * self.per_entry + self.arithmetic, self.largest)
+        return workers * per_worker
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _bytes_per_entry(plan: MergePlan) -> int:
-    """Bytes that an entry of a tensor takes: what is read, H = S − δ and H_0 + δ computed from it,
-    the result, and its rounded copy."""
+    """Bytes of buffers for each entry of a piece.
+
+    They hold the entry as it is stored everywhere, H = S − δ of every model, H_0 + δ, the result
+    and its rounded copy.
+    """
     stored = max((stored_per_entry(plan, tensor) for tensor in plan.tensors), default=0)
     return stored + plan.job.dtype.itemsize * (len(plan.models) + 3)
 
 
 def _bytes_per_block(plan: MergePlan) -> int:
-    """Bytes of the buffers of the arithmetic."""
-    arithmetic = 7 * BLOCK * plan.job.dtype.itemsize
+    """Bytes of the buffers of the arithmetic, which works block by block."""
+    n_buffers = 7  # as in blr_analysis.merging.formula
+    arithmetic = n_buffers * BLOCK * plan.job.dtype.itemsize
     if not plan.method.thinned and plan.method.span is None:
         return arithmetic
-    return arithmetic + (2 * len(plan.models) + 8) * BLOCK * 8  # all steps of a block, in float64
+    n_steps = 2 * len(plan.models) + 8  # all steps of a block, copies and masks of them
+    return arithmetic + n_steps * BLOCK * FLOAT64_BYTES
 
 
 def _bytes_of_scope(plan: MergePlan, tensor: TensorPlan) -> int:
-    """Bytes of what must be merged at once: steps, and the singular vectors or masks of them."""
-    models = len(plan.models)
+    """Bytes for a tensor that is merged whole, or by rows; 0 where entries can be merged alone.
+
+    They hold the steps of all models, and singular vectors or masks of them.
+    """
+    n_models = len(plan.models)
+    bytes_per_entry = plan.job.dtype.itemsize * (4 * n_models + 10)
     if tensor.scope == MATRICES:
-        return 8 * (4 * models + 8) * tensor.spec.numel
+        return FLOAT64_BYTES * (4 * n_models + 8) * tensor.spec.numel
     if tensor.scope == TENSORS:
-        return plan.job.dtype.itemsize * (4 * models + 10) * tensor.spec.numel
+        return bytes_per_entry * tensor.spec.numel
     if tensor.scope == ROWS:
-        return plan.job.dtype.itemsize * (4 * models + 10) * max(tensor.row_length, BLOCK)
+        return bytes_per_entry * max(tensor.row_length, BLOCK)
     return 0
 
 
 def _bytes_of_layer(plan: MergePlan, layer: str) -> int:
-    """Bytes that a layer's factors, solve and rows take, in float64."""
+    """Bytes for the factors of a layer, the solution of its equation, and its rows, in float64."""
     joint = plan.layers[layer]
-    groups = joint.layout.groups
-    outputs = joint.layout.rows
-    inputs = joint.layout.columns + (joint.bias is not None)
-    models = len(plan.models)
-    precisions = len(plan.precisions)
+    n_outputs = joint.layout.rows
+    n_inputs = joint.layout.columns
+    if joint.bias is not None:
+        n_inputs += 1
+    n_models = len(plan.models)
+    n_precisions = len(plan.precisions)
     if any(precision.has_outputs(layer) for precision in plan.precisions):
-        factors = outputs * outputs + inputs * inputs + 2 * outputs * inputs
-        matrices = (2 * models + 8) * outputs * inputs
-        return 8 * groups * ((precisions + 3) * factors + matrices)
-    per_number = 2 * models + 6
-    if any(precision.by_row(layer) for precision in plan.precisions):
-        per_number += 6
-    moments = (precisions + 5) * inputs * inputs
-    return 8 * groups * (moments + per_number * rows_at_once(joint) * inputs)
+        factors = n_outputs * n_outputs + n_inputs * n_inputs + 2 * n_outputs * n_inputs
+        matrices = (2 * n_models + 8) * n_outputs * n_inputs
+        numbers = (n_precisions + 3) * factors + matrices
+    else:
+        copies_of_rows = 2 * n_models + 6
+        if any(precision.by_row(layer) for precision in plan.precisions):
+            copies_of_rows += 6
+        moments = (n_precisions + 5) * n_inputs * n_inputs
+        numbers = moments + copies_of_rows * rows_at_once(joint) * n_inputs
+    return FLOAT64_BYTES * joint.layout.groups * numbers
 
 
 def rows_at_once(joint: Joint) -> int:
-    """Rows of a layer's matrix that are merged together where all have one matrix H: always the
-    same, so that the result's bits do not depend on the memory."""
+    """The number of rows of a layer that are merged together where H is the same for all rows.
+
+    It does not depend on the memory, and so the bits of the result do not either.
+    """
     layout = joint.layout
     if layout.groups > 1 or layout.transposed:
         return layout.rows
-    return min(layout.rows, max(64, ENTRIES_OF_ROWS // layout.columns))
+    return min(layout.rows, max(SMALLEST_ROWS, ENTRIES_OF_ROWS // layout.columns))

@@ -1,8 +1,8 @@
-"""The precision of a model's weights as a merge needs it: what the task's data alone have said.
+"""The precision of a model's weights as a merge needs it: the part H that comes from the data.
 
-A stored precision S = H + δ holds a prior δ and a sum H over n_data examples. The merge takes
-H = S − δ; a file without a record (a Fisher averaged over examples, as published scripts write
-it) is multiplied by the n_data that the user names.
+A stored precision S = H + δ holds a prior δ and a sum H over n_data examples. The merge uses
+H = S − δ. Files without a record hold averages over examples, as published scripts write them.
+They are multiplied by the n_data that the user names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from blr_analysis.merging.formula import BLOCK, is_precision
 from blr_analysis.merging.layers import Factors
 from blr_analysis.posterior import FACTORED, Posterior, Prior, n_data_of, take_off
 
-# What a layer's factors are called, behind the name of its weight.
+# The ends of the names of a layer's factors; they begin with the name of its weight.
 VALUES = ".eigenvalues"
 INPUT_VECTORS = ".input_eigenvectors"
 OUTPUT_VECTORS = ".output_eigenvectors"
-ROWS = ".row_eigenvalues"  # of a table that is head and embedding: what its look-ups add
+ROWS = ".row_eigenvalues"  # of a table that is head and embedding: counts of look-ups
 FACTORS = (VALUES, ROWS, INPUT_VECTORS, OUTPUT_VECTORS)
+ROUNDING = 1e-5  # of the largest eigenvalue: by so much rounding may put one below the prior
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,23 @@ class StoredPrecision:
     """Named precisions, read piecewise as Hᵖ + d mean(Hᵖ), H = scale · (S − δ).
 
     Attributes:
-        source: where the numbers are.
-        stored: parameter name → the source's name for it, tied names included.
-        prior: δ by parameter name, where it is not 0.
+        source: the tensors with S.
+        stored: by parameter, its name in the source; tied names are included.
+        prior: δ by parameter, where it is not 0.
         scale: 1, or n_data for averages over examples.
-        frozen: parameters that were not trained: H = 0 by intention.
-        kind: what the numbers are, as the record says it.
-        layers: those with factors, by their weights: how they are read as matrices, and the mean
-            eigenvalue of their inputs' moments, where it is known.
-        sha256: the fingerprint of the model that it belongs to, where it was recorded, and how
-            many numbers of each tensor it is of.
-        mean: the weights that it belongs to, where they are in memory.
+        frozen: parameters that were not trained: their H is 0 on purpose.
+        kind: the kind of precision in the record, such as "fisher_mc".
+        layers: the layers with factors, by their weights: how their parameters form a matrix, and
+            the mean eigenvalue of their inputs' moments (None: unknown).
+        sha256: the fingerprint of the model that it belongs to, and the number of entries of each
+            tensor that the fingerprint covers (None: all). None where it was not recorded.
+        mean: the weights that it belongs to, if they are in memory.
         adapter: whether the fingerprint is that of an adapter's file.
-        power: p, of diagonals.
-        damping: d, of diagonals; the mean is that of the tensor.
-        n_data: how many examples it is a sum over, where it is known.
-        chance: by layer of "gram", the part of the off-diagonals of its moments that is chance,
-            where there were fewer rows than inputs.
+        power: p; for diagonals only.
+        damping: d; for diagonals only. The mean is that of the tensor.
+        n_data: the number of examples that it is a sum over; None: unknown.
+        chance: by layer of "gram" with fewer rows than inputs, the part of the off-diagonals of its
+            moments that is chance.
     """
 
     source: Source
@@ -77,7 +78,7 @@ class StoredPrecision:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The source's name, for messages."""
         return self.source.name
 
     def spec(self, name: str) -> Spec | None:
@@ -97,16 +98,17 @@ class StoredPrecision:
         return "kron" if any(self.has_outputs(layer) for layer in self.layers) else "gram"
 
     def by_row(self, layer: str) -> bool:
-        """Whether each row of a layer's matrix has a number of its own on top of the others' H."""
+        """Whether each row of a layer's matrix adds a number to its eigenvalues (look-ups)."""
         return layer + ROWS in self.source.specs
 
     def adjusted(self, power: float, damping: float | None) -> StoredPrecision:
-        """Hᵖ + d mean(Hᵖ) of what has no factors; factors are adjusted as they are read.
+        """The precision as Hᵖ + d mean(Hᵖ) for the tensors that have no factors.
 
-        The power is for precisions without any factors.
+        The power is for precisions without any factors. Factors are adjusted when they are read.
         """
-        own_power = 1.0 if self.layers else power
-        return replace(self, power=own_power, damping=damping or 0.0, _means={})
+        if self.layers:
+            power = 1.0
+        return replace(self, power=power, damping=damping or 0.0, _means={})
 
     @property
     def reads_twice(self) -> bool:
@@ -114,14 +116,14 @@ class StoredPrecision:
         return self.damping > 0
 
     def has_outputs(self, layer: str) -> bool:
-        """Whether a layer's H is no matrix for all rows alike."""
+        """Whether a layer's H differs between the rows of its matrix, as "kron" does."""
         if layer + OUTPUT_VECTORS in self.source.specs:
             return True
         values = self.source.specs.get(layer + VALUES)
         return layer in self.layers and values is not None and values.shape[1] > 1
 
     def factor_bytes(self, layer: str) -> int:
-        """What a layer's factors take on disk."""
+        """The bytes of a layer's factors on disk; 0 where it has none."""
         if layer not in self.layers:
             return 0
         specs = [self.source.specs.get(layer + part) for part in FACTORS]
@@ -134,12 +136,16 @@ class StoredPrecision:
         power: float = 1.0,
         damping: float | None = 0.0,
     ) -> Factors:
-        """H of a layer, in float64; ``shrink`` None: 1 less the part that is chance.
+        """H of a layer with factors, in float64.
+
+        Args:
+            shrink: the factor of its off-diagonals; None: 1 less the part of them that is chance.
+            power, damping: as in :class:`blr_analysis.merging.Job`.
 
         Raises:
             PosteriorError: NaN, inf, or eigenvalues below 0.
         """
-        joint, inputs = self.layers[layer]
+        joint, mean_of_inputs = self.layers[layer]
         values = self._factor(layer + VALUES)
         rows = self._factor(layer + ROWS)
         right = self._factor(layer + INPUT_VECTORS)
@@ -147,10 +153,11 @@ class StoredPrecision:
         assert values is not None
         assert right is not None
         prior = self.prior.get(layer, 0.0)
-        rounding = 1e-5 * (prior + float(values.abs().max()))
-        is_sound = bool((values >= prior - rounding).all())
-        is_sound = is_sound and all(_is_finite(part) for part in (values, right, left))
-        if not is_sound or not (rows is None or is_precision(rows)):
+        rounding = ROUNDING * (prior + float(values.abs().max()))
+        are_positive = bool((values >= prior - rounding).all())
+        are_finite = all(_is_finite(part) for part in (values, right, left))
+        rows_are_sound = rows is None or is_precision(rows)
+        if not (are_positive and are_finite and rows_are_sound):
             raise PosteriorError(
                 f"the factors of {layer!r} in {self.name!r} are negative, NaN or inf: fit them "
                 "again"
@@ -158,13 +165,13 @@ class StoredPrecision:
         if rows is not None:
             rows = rows * self.scale
         values = (values - prior).clamp_min_(0).mul_(self.scale)
-        basis = Basis(joint.weight, joint.bias, joint.layout, right, left, inputs)
+        basis = Basis(joint.weight, joint.bias, joint.layout, right, left, mean_of_inputs)
         if shrink is None:
             shrink = 1.0 - self.chance.get(layer, 0.0)
         return Factors(basis, values, shrink, rows).raised(power).damped(damping)
 
     def _factor(self, key: str) -> Tensor | None:
-        """One part of a layer's factors, in float64; None where it has none."""
+        """One of a layer's factors, in float64 on the CPU; None where it is not stored."""
         if key not in self.source.specs:
             return None
         return self.source.tensor(key).double().cpu()
@@ -172,7 +179,9 @@ class StoredPrecision:
     def read(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
     ) -> Tensor:
-        """H of entries ``[start, stop)``; in ``dtype`` if it had to be computed.
+        """H of entries ``[start, stop)``.
+
+        It is in ``dtype`` if it had to be computed from S, else in the dtype that is stored.
 
         Raises:
             PosteriorError: S holds negative numbers, NaN or inf.
@@ -184,7 +193,7 @@ class StoredPrecision:
         return h.add_(self.damping * self.tensor_mean(name))
 
     def tensor_mean(self, name: str) -> float:
-        """The mean of a tensor's Hᵖ; a tensor is read for it once."""
+        """The mean of a tensor's Hᵖ; the tensor is read for it once, and the mean is kept."""
         key = self.stored[name]
         with self._lock:
             if key not in self._means:
@@ -192,18 +201,20 @@ class StoredPrecision:
             return self._means[key]
 
     def _measured_mean(self, name: str) -> float:
+        """The mean of a tensor's Hᵖ, read block by block."""
         count = self.source.specs[self.stored[name]].numel
         scratch = Scratch()
         total = 0.0
         for start in range(0, count, BLOCK):
             stop = min(start + BLOCK, count)
-            total += float(self._undamped(name, start, stop, scratch, torch.float64).double().sum())
+            h = self._undamped(name, start, stop, scratch, torch.float64)
+            total += float(h.double().sum())
         return total / max(count, 1)
 
     def _undamped(
         self, name: str, start: int, stop: int, scratch: Scratch, dtype: torch.dtype
     ) -> Tensor:
-        """Hᵖ of some entries."""
+        """Hᵖ of entries ``[start, stop)``."""
         values = self.source.read(self.stored[name], start, stop, scratch)
         if values.numel() and not is_precision(values):
             low, high = map(float, torch.aminmax(values))
@@ -211,7 +222,7 @@ class StoredPrecision:
                 f"the precision of {name!r} in {self.name!r} is negative, NaN or inf "
                 f"({low:g} to {high:g}): compute it again"
             )
-        prior = self.prior.get(self.stored[name], 0.0)  # of a tied name too
+        prior = self.prior.get(self.stored[name], 0.0)  # by the stored name, for tied ones too
         if prior == 0 and self.scale == 1 and self.power == 1:
             return values
         h = scratch.array((self, "H"), values.numel(), dtype, values.device).copy_(values)
@@ -226,7 +237,7 @@ class StoredPrecision:
 
 
 def _is_finite(values: Tensor | None) -> bool:
-    """Whether there is neither NaN nor inf in what there is."""
+    """Whether a tensor holds neither NaN nor inf; True where there is none."""
     return values is None or bool(values.isfinite().all())
 
 
@@ -236,13 +247,14 @@ def open_precision(
     """A precision folder or file on disk, a :class:`Posterior`, or tensors H by name.
 
     Args:
-        n_data: where the numbers are averages over so many examples: of tensors, and of files
-            without a record, which need it.
+        n_data: the number of examples of averages, by which these are multiplied. Tensors may be
+            averages; files without a record are, and need it.
+        label: the name of a precision in memory, for messages.
 
     Raises:
-        StorageError: nothing there, damaged, or of a structure that is not diagonal.
-        InputError: no record and no ``n_data``, or an ``n_data`` that contradicts the record.
-        PosteriorError: a posterior of a structure that does not merge.
+        StorageError: there is no such file, or it is damaged.
+        InputError: neither a record nor ``n_data``, or an ``n_data`` that contradicts the record.
+        PosteriorError: a posterior of a structure that cannot be merged.
     """
     if isinstance(precision, Posterior):
         return _of_posterior(precision, label)
@@ -269,12 +281,13 @@ def open_precision(
 
 
 def _plain(source: Source, n_data: int) -> StoredPrecision:
-    """Averages over so many examples, without a record."""
+    """A precision without a record: averages over ``n_data`` examples, or sums where it is 1."""
     names = {name: name for name in source.specs}
     return StoredPrecision(source, names, scale=n_data_of(n_data), n_data=n_data)
 
 
 def _of_posterior(posterior: Posterior, label: str) -> StoredPrecision:
+    """The precision of a posterior in memory."""
     prior = posterior.prior.numbers(posterior.mean)
     if posterior.structure in FACTORED:
         record = {**posterior.record, **posterior.form.record()}
@@ -296,7 +309,7 @@ def _of_posterior(posterior: Posterior, label: str) -> StoredPrecision:
 def _recorded(
     source: Source, record: Mapping[str, Any], prior: Mapping[str, float]
 ) -> StoredPrecision:
-    """A precision by what its record says of it."""
+    """A precision with a record."""
     try:
         blocks = [(Joint.read(entry), entry) for entry in record.get("blocks", ())]
         layers = {joint.key: (joint, entry.get("inputs")) for joint, entry in blocks}
@@ -322,7 +335,10 @@ def _recorded(
 
 
 def _recorded_fingerprint(record: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """The fingerprint of the model, and how many numbers of each tensor it is of; None: all."""
+    """The fingerprint of the model, and the number of entries of each tensor that it covers.
+
+    The number is None for all entries. Without a recorded fingerprint, None is returned.
+    """
     if record.get("sample_sha256"):
         return record["sample_sha256"], SAMPLE
     if record.get("model_sha256"):
@@ -331,7 +347,7 @@ def _recorded_fingerprint(record: Mapping[str, Any]) -> tuple[str, int | None] |
 
 
 def _frozen(record: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that were not trained, by all their names."""
+    """The parameters that were not trained, by all of their names."""
     tied = record.get("tied") or {}
     frozen = record.get("frozen") or ()
     return frozenset(alias for name in frozen for alias in (name, *tied.get(name, ())))

@@ -27,23 +27,23 @@ from blr_analysis.merging.merge_plan import (
 from blr_analysis.merging.methods import MATRICES
 from blr_analysis.merging.sources import MERGEABLE
 
-# What BatchNorm counts; it matters only to a running average without momentum.
-COUNTER = "num_batches_tracked"
-# What BatchNorm measured: no weights, and a variance extrapolated may be negative.
+COUNTER = "num_batches_tracked"  # of BatchNorm; only averages without momentum use it
+# BatchNorm's statistics are averaged: a method could make a variance negative.
 STATISTICS = ("running_mean", "running_var")
-DELLA_EPSILON = 0.15
-MISSING = ""  # a precision that is not there
-ALIKE = "the same in all models"
+DELLA_EPSILON = 0.15  # unless the user sets epsilon
+SMALLEST_TOTAL = 1e-12  # a smaller sum of weights divides nothing
+MISSING = ""  # a precision that a model lacks
+ALIKE = "the same in all models"  # a note
 
 
 def plan_tensors(plan: MergePlan) -> tuple[TensorPlan, ...]:
-    """Every tensor of the plan's reference.
+    """What becomes of every tensor of the plan's reference.
 
     Raises:
-        InputError: weights that are not finite, or sum to 0 where their sum divides.
-        ModelError: integers in which the models differ.
-        PosteriorError: precisions are missing and ``missing_precision`` is "error", or of different
-            structures in one layer.
+        InputError: a weight is not finite, or the weights sum to 0 where their sum divides.
+        ModelError: the models differ in a tensor of integers.
+        PosteriorError: a precision is missing and ``missing_precision`` is "error", or precisions
+            have different structures in one layer.
     """
     tensors = [_plan_tensor(plan, name) for name in plan.reference.specs]
     if not plan.method.uses_precisions:
@@ -56,7 +56,7 @@ def plan_tensors(plan: MergePlan) -> tuple[TensorPlan, ...]:
 
 
 def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
-    """One tensor's fate; a precision that is missing is still named so."""
+    """What becomes of one tensor; its missing precisions are not replaced yet."""
     spec = plan.reference.specs[name]
     weights = _weights(plan, name)
     origins = [_origin(model, name) for model in plan.models]
@@ -67,11 +67,11 @@ def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
     written = Spec(spec.shape, plan.job.out_dtype or spec.dtype)
     precisions = _precisions(plan, name)
     all_have_precisions = all(model.precision is not None for model in plan.models)
-    says_nothing = all_have_precisions and not any(precisions)
-    if says_nothing and written == spec and not _models_that_differ(plan, name):
+    no_precision_covers_it = all_have_precisions and not any(precisions)
+    if no_precision_covers_it and written == spec and not _models_that_differ(plan, name):
         return _with_note(tensor, ALIKE)
     is_statistic = name.rpartition(".")[2] in STATISTICS
-    is_buffer = says_nothing and any(name in model.buffers for model in plan.models)
+    is_buffer = no_precision_covers_it and any(name in model.buffers for model in plan.models)
     if is_statistic or is_buffer:
         mean = replace(tensor, fate=AVERAGED, spec=written, weights=_shares(weights))
         mean = replace(mean, precisions=(ZERO,) * len(plan.models))
@@ -81,7 +81,7 @@ def _plan_tensor(plan: MergePlan, name: str) -> TensorPlan:
 
 
 def _plan_of_method(plan: MergePlan, merged: TensorPlan) -> TensorPlan:
-    """A tensor that is merged, with what the method is told of it."""
+    """A tensor that is merged, with the settings of the method for it."""
     name = merged.name
     weights = merged.weights
     scale = number(plan.job.scale, name, "scale") if plan.method.takes("scale") else 1.0
@@ -95,7 +95,7 @@ def _plan_of_method(plan: MergePlan, merged: TensorPlan) -> TensorPlan:
     merged = replace(merged, scope=plan.method.scope)
     if plan.method.matrix is not None:
         return replace(merged, scale=scale)
-    if plan.method.thinned:  # which divides entry by entry
+    if plan.method.thinned:  # these methods divide by the weights entry by entry
         merged = replace(merged, densities=_densities(plan, name), scale=scale)
         return _with_options(plan, merged)
     scaled = tuple(weight * scale for weight in _normalized(plan, name, weights))
@@ -103,12 +103,12 @@ def _plan_of_method(plan: MergePlan, merged: TensorPlan) -> TensorPlan:
 
 
 def _weights(plan: MergePlan, name: str) -> list[float]:
-    """α_t."""
+    """α_t of every model for one tensor."""
     return [number(model.weight, name, f"weight of {model.source.name!r}") for model in plan.models]
 
 
 def _densities(plan: MergePlan, name: str) -> tuple[float, ...]:
-    """The share of each θ_t − θ_0 that stays."""
+    """For each model, the share of θ_t − θ_0 that stays."""
     densities = tuple(
         number(model.density, name, f"density of {model.source.name!r}") for model in plan.models
     )
@@ -120,10 +120,10 @@ def _densities(plan: MergePlan, name: str) -> tuple[float, ...]:
 
 
 def _with_options(plan: MergePlan, tensor: TensorPlan) -> TensorPlan:
-    """A tensor with ε and γ of the methods that have them.
+    """A tensor with ε or γ, where the method has one.
 
     Raises:
-        InputError: chances to stay that are no probabilities.
+        InputError: γ, or density ± ε, is not between 0 and 1.
     """
     if plan.method.takes("gamma"):
         gammas = tuple(
@@ -160,7 +160,7 @@ def _is_matrix(name: str, spec: Spec) -> bool:
 
 
 def _shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights of an average: α_t by their sum, or the same for all where these are none."""
+    """Weights of an average: α_t over their sum; all equal if an α_t is negative or all are 0."""
     total = sum(weights)
     if min(weights) < 0 or total <= 0:
         return (1 / len(weights),) * len(weights)
@@ -168,14 +168,14 @@ def _shares(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def _normalized(plan: MergePlan, name: str, weights: Sequence[float]) -> Sequence[float]:
-    """α_t by their sum, where the method or the user says so.
+    """α_t, over their sum where the method or the user says so.
 
-    The Fisher average does not change with a factor of all; without a base, the average must stand
-    where no model has a precision.
+    A Fisher average stays the same if all weights are multiplied by a number. Without a base, its
+    weights are divided too, so that entries without any precision are averaged.
     """
     total = sum(weights)
     by_precisions = plan.method.divides_by_precisions
-    if (plan.job.divides or by_precisions) and not abs(total) > 1e-12:
+    if (plan.job.divides or by_precisions) and not abs(total) > SMALLEST_TOTAL:
         raise InputError(
             f"the weights of {name!r} sum to {total:g}: change them, or set normalize: false"
         )
@@ -185,10 +185,10 @@ def _normalized(plan: MergePlan, name: str, weights: Sequence[float]) -> Sequenc
 
 
 def _reason_to_copy(plan: MergePlan, name: str) -> str:
-    """Why a tensor that cannot be merged may be copied.
+    """The note of a tensor that cannot be merged and is copied.
 
     Raises:
-        ModelError: it may not.
+        ModelError: the models differ in it.
     """
     different = _models_that_differ(plan, name)
     if not different:
@@ -202,7 +202,7 @@ def _reason_to_copy(plan: MergePlan, name: str) -> str:
 
 
 def _models_that_differ(plan: MergePlan, name: str) -> list[str]:
-    """The models whose tensor is not that of the reference."""
+    """The names of the models whose tensor differs from the reference's."""
     reference = plan.reference
     if reference.specs[name].numel == 0:
         return []
@@ -214,7 +214,7 @@ def _models_that_differ(plan: MergePlan, name: str) -> list[str]:
 
 
 def _origin(model: OpenModel, name: str) -> str:
-    """Where one model's tensor comes from, if that needs saying."""
+    """A note on where one model's tensor comes from; "" where its name is the result's."""
     stored_name = model.names[name]
     facts = []
     if stored_name != name:
@@ -225,7 +225,11 @@ def _origin(model: OpenModel, name: str) -> str:
 
 
 def number(weight: Weight, name: str, role: str) -> float:
-    """A weight or the like for one tensor.
+    """The value of a weight, density or the like for one tensor.
+
+    Args:
+        weight: a number, or a function of the tensor's name.
+        role: what the number is, for the error.
 
     Raises:
         InputError: it is no finite number.
@@ -241,13 +245,14 @@ def number(weight: Weight, name: str, role: str) -> float:
 
 
 def _precisions(plan: MergePlan, name: str) -> tuple[str, ...]:
-    """What each model has for H_t."""
+    """H_t of each model: "own", "zero", or "" where it is missing."""
     if not plan.method.uses_precisions:
         return (ZERO,) * len(plan.models)
     return tuple(_precision(model, name) for model in plan.models)
 
 
 def _precision(model: OpenModel, name: str) -> str:
+    """H_t of one model: "own", "zero" of frozen weights, or "" where it is missing."""
     if model.precision is None:
         return MISSING
     if model.precision.covers(name):
@@ -256,6 +261,7 @@ def _precision(model: OpenModel, name: str) -> str:
 
 
 def _refuse_missing(plan: MergePlan, tensors: Sequence[TensorPlan]) -> None:
+    """Raise :class:`PosteriorError` where a model lacks the precision of a merged tensor."""
     for k, model in enumerate(plan.models):
         lacking = [
             tensor.name
@@ -264,17 +270,17 @@ def _refuse_missing(plan: MergePlan, tensors: Sequence[TensorPlan]) -> None:
         ]
         if not lacking:
             continue
-        fault = f"the precision of {model.source.name!r} is missing"
+        model_name = repr(model.source.name)
+        fault = f"the precision of {model_name} is missing"
         if model.precision is not None:
-            fault = f"{model.precision.name!r} has none for {some(lacking)} of "
-            fault += repr(model.source.name)
+            fault = f"{model.precision.name!r} has none for {some(lacking)} of {model_name}"
         raise PosteriorError(
             f"{fault}: compute it (`blr-analysis fisher`), or set missing_precision"
         )
 
 
 def _with_stand_in(tensor: TensorPlan, stand_in: str) -> TensorPlan:
-    """A tensor with something in the place of every precision that is missing."""
+    """A tensor whose missing precisions are replaced."""
     if MISSING not in tensor.precisions:
         return tensor
     precisions = tuple(precision or stand_in for precision in tensor.precisions)
@@ -282,15 +288,17 @@ def _with_stand_in(tensor: TensorPlan, stand_in: str) -> TensorPlan:
 
 
 def _with_note(tensor: TensorPlan, note: str) -> TensorPlan:
+    """A tensor with one note more."""
     return replace(tensor, note=_joined(tensor.note, note))
 
 
 def _joined(*notes: str) -> str:
+    """Notes as one text; empty ones are left out."""
     return "; ".join(note for note in notes if note)
 
 
 def _in_layers(plan: MergePlan, tensors: Sequence[TensorPlan]) -> tuple[TensorPlan, ...]:
-    """The tensors with the layers that they are solved in."""
+    """The tensors, each with the name of the layer that it is solved with."""
     joints = {
         layer: joint
         for precision in plan.precisions
@@ -304,7 +312,7 @@ def _in_layers(plan: MergePlan, tensors: Sequence[TensorPlan]) -> tuple[TensorPl
 
 
 def _check_layer(plan: MergePlan, layer: str, joint: Joint, tensors: Sequence[TensorPlan]) -> None:
-    """Raise where one layer's precisions, or the weights of its tensors, do not go together."""
+    """Raise where one layer's precisions, or the weights of its tensors, differ."""
     for precision in plan.precisions:
         has_same_structure = layer in precision.layers and precision.layers[layer][0] == joint
         if not has_same_structure and any(precision.covers(name) for name in joint.names):
