@@ -1,4 +1,4 @@
-"""A task's model at weights that are not its own: by the model's names, checked, put in place."""
+"""A task's model is run at other weights: they are checked, and put into the model meanwhile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ State = Mapping[str, Tensor]
 
 
 def named_tasks(tasks: Any, name: str = "tasks") -> dict[str, Task]:
-    """Tasks by name: as given, or ``"1"``, ``"2"``, … for a list; one task stands for a list.
+    """Tasks by name; those of a list are named ``"1"``, ``"2"``, …
+
+    Args:
+        tasks: a dict, a list or a single task.
 
     Raises:
-        InputError: none at all, or something that is no task.
+        InputError: there are no tasks, or one of them is no Task.
     """
     by_name = named([tasks] if isinstance(tasks, Task) else tasks, name, "blr_analysis.Task")
     for key, task in by_name.items():
@@ -40,10 +43,10 @@ def named(entries: Any, name: str, kind: str = "state dict") -> dict[str, Any]:
 
 
 def in_order(entries: Any, names: Sequence[str], argument: str = "precisions") -> list[Any]:
-    """One entry per name, of a list in their order or a dict by them.
+    """One entry for each name, from a list in the same order or a dict with these names.
 
     Raises:
-        InputError: another number of them, or other names.
+        InputError: the list has another length, or the dict other names.
     """
     by_name = named(entries, argument, "entry")
     if isinstance(entries, Mapping) and by_name.keys() != set(names):
@@ -56,12 +59,16 @@ def in_order(entries: Any, names: Sequence[str], argument: str = "precisions") -
 
 
 def state_of(state: Any, name: str) -> State:
-    """Detached tensors by name: of a mapping, a module, a folder or file of weights, or of what a
-    merge of folders reported.
+    """Detached tensors by name.
+
+    Args:
+        state: a mapping, a module, a folder or file of weights, or the report of a merge, whose
+            folder is read.
+        name: its name, for messages.
 
     Raises:
-        InputError: something else, or nothing in it.
-        StorageError: a folder that cannot be read.
+        InputError: it is none of these, or empty.
+        StorageError: the folder cannot be read.
     """
     place = getattr(state, "folder", state)
     return open_model(place, name).tensors()
@@ -69,18 +76,21 @@ def state_of(state: Any, name: str) -> State:
 
 @contextmanager
 def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor]]:
-    """The trainable parameters of a state dict, with all else that it names put into the model.
+    """A context in which a task's model can be run at the weights of a state dict.
 
-    What comes out is what :meth:`Task.run` takes: by the model's own names (tied tensors once),
-    in its dtype, on its device. Frozen parameters and buffers (BatchNorm's statistics) cannot be
-    handed over like that: inside, they stand in the model itself, and afterwards it has its own
-    back, to the bit.
+    :meth:`Task.run` is given trainable parameters alone. Frozen parameters and buffers (BatchNorm's
+    statistics) are therefore copied into the model itself; when the context ends, the model has its
+    own back, to the bit.
+
+    Yields:
+        The trainable parameters, for :meth:`Task.run`: by the model's names (tied tensors once), in
+        its dtype, on its device.
 
     Raises:
-        InputError: names that the model does not have, trainable parameters that are missing,
-            other shapes, NaN or inf, tied tensors that differ, complex or whole numbers where
-            the model has real ones.
-        ModelError: nothing in the model is trainable.
+        InputError: the state has names that the model lacks, or lacks trainable parameters; shapes
+            differ; numbers are NaN or inf; tied tensors differ; numbers are complex or integers
+            where the model's are real.
+        ModelError: the model has no trainable parameter.
     """
     model_tensors = task.model.state_dict(keep_vars=True)
     trainable = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
@@ -109,23 +119,21 @@ def at_weights(task: Task, state: State, name: str) -> Iterator[dict[str, Tensor
 def _fixed_tensors(
     model_tensors: Mapping[str, Tensor], trainable: Mapping[str, Tensor], values: dict[int, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """What is not trainable and has another value: each tensor of the model once, and the value."""
+    """The model's frozen tensors that must be changed, each once, and their values."""
     trainable_ids = {id(parameter) for parameter in trainable.values()}
-    once = {
-        id(tensor): tensor.detach() for tensor in model_tensors.values() if id(tensor) in values
-    }
+    tensors_by_id = {id(tensor): tensor.detach() for tensor in model_tensors.values()}
     return [
-        (once[key], value)
+        (tensors_by_id[key], value)
         for key, value in values.items()
-        if key not in trainable_ids and not torch.equal(once[key], value)
+        if key not in trainable_ids and not torch.equal(tensors_by_id[key], value)
     ]
 
 
 def _by_tensor(model_tensors: Mapping[str, Tensor], state: State, name: str) -> dict[int, Tensor]:
-    """The values of a state by the identity of the model's tensor that they are for, checked."""
-    strange = [key for key in state if key not in model_tensors]
-    if strange:
-        raise InputError(f"{name} belongs to another model: the task's has no {some(strange)}")
+    """The values of a state, checked, by the ``id`` of the model's tensor that each is for."""
+    unknown = [key for key in state if key not in model_tensors]
+    if unknown:
+        raise InputError(f"{name} belongs to another model: the task's has no {some(unknown)}")
     values: dict[int, Tensor] = {}
     names: dict[int, str] = {}
     for key, value in state.items():
@@ -133,7 +141,7 @@ def _by_tensor(model_tensors: Mapping[str, Tensor], state: State, name: str) -> 
         _check_value(f"{name}: {key!r}", value, tensor.detach())
         value = value.to(tensor.detach())
         if value.is_inference() and not torch.is_inference_mode_enabled():
-            value = value.clone()  # or autograd would not take it
+            value = value.clone()  # autograd refuses tensors of inference mode
         if id(tensor) in values and not torch.equal(values[id(tensor)], value):
             raise InputError(
                 f"{name}: {names[id(tensor)]!r} and {key!r} differ, but the task's model ties them"
@@ -144,7 +152,7 @@ def _by_tensor(model_tensors: Mapping[str, Tensor], state: State, name: str) -> 
 
 
 def _check_value(name: str, value: Tensor, tensor: Tensor) -> None:
-    """Raise where a value cannot stand for a tensor of the task's model."""
+    """Raise where a value cannot replace a tensor of the task's model."""
     if value.shape != tensor.shape:
         raise InputError(
             f"{name} is {tuple(value.shape)}, the task's {tuple(tensor.shape)}: it belongs to "

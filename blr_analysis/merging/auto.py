@@ -1,22 +1,27 @@
-"""Which merge? Several are tried on data, and the best is taken; without data a safe one is.
+"""Which merge? Several are tried on data, and the best is chosen; without data a safe one is.
 
-Tried are the average; where there is a base, the base itself and task arithmetic over a few α; and
-merges by the precisions: diagonals as they are, by their roots, and damped; "gram" over shrinkages
-and dampings; "kron" over powers of G and dampings; the user's own settings first. Where the base's
-precision is given there is gradient matching, and where there are tasks propagated statistics.
+These merges are tried:
 
-The best mean NLL on the validation tasks decides. Without them that of the tasks whose statistics
-are propagated: these are of every other example then, and the rest are judged by, since merges fit
-best what their statistics are of (what is taken is made with all examples again); the models have
-seen them all the same, which validation tasks avoid. The average stays unless the best is ahead of
-it by more than the standard error of that, of the differences example by example.
+* the average;
+* with a base, the base itself, and task arithmetic over a few α;
+* with precisions, the Fisher average: diagonals as they are, their roots, and damped; "gram" over
+  shrinkages and dampings; "kron" over powers of G and dampings. The user's settings come first;
+* with the base's precision, gradient matching over the same settings;
+* with the models' data, RegMean++ over shrinkages.
 
-Without any data nothing is tried. Precisions then decide as far as they can bear: Σ α H θ / Σ α H,
-of each H the diagonal, damped by its own mean in every layer, diag(H) + 3 mean(H) 1, so that three
-quarters of every weight are an average. That is also what :func:`blr_analysis.merge` does by
-default. Factors as a whole are better on some networks and worse than the average on others, which
-only data can tell. Without precisions the average is taken. This was chosen on seeds 11 to 14 of
-the networks of ``python -m benchmarks.merging.contest``, which reports other seeds.
+The mean NLL on the validation tasks decides. Without these, the models' own data decide. A merge
+does best on the examples that its statistics are measured on. So the statistics come from every
+other example, and the remaining examples judge; the chosen merge is then made with all of them. The
+models were trained on these examples, however, which validation tasks avoid. The average is chosen
+unless the best merge is ahead of it by more than a standard error, which is taken over the
+differences example by example.
+
+Without any data nothing is tried. With precisions, the merge is then Σ α H θ / Σ α H with damped
+diagonals diag(H) + 3 mean(H) 1 for H, the mean over each layer: three quarters of every weight are
+an average. This is also the default of :func:`blr_analysis.merge`. Whole factors are better on some
+networks and worse than the average on others, which only data can tell. Without precisions, the
+average is chosen. These settings were selected on seeds 11 to 14 of the networks of
+``python -m benchmarks.merging.contest``, which reports other seeds.
 """
 
 from __future__ import annotations
@@ -43,11 +48,12 @@ from blr_analysis.merging.tokens import tokens_of
 from blr_analysis.posterior import FACTORED
 from blr_analysis.task import Task
 
+# The settings that are tried.
 ALPHAS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of task arithmetic, beside 1/T
 SHRINK = (1.0, 0.9, 0.5)
 POWERS = (1.0, 0.5, 0.0)
 DAMPINGS = (1.0, 0.1)
-# Where nothing is tried; python -m benchmarks.merging.contest measures both.
+# The settings without data; python -m benchmarks.merging.contest measures both.
 SAFE_DAMPING = 3.0
 SAFE_SHRINK = 0.0
 ROOT = 0.5  # the power of diagonals
@@ -59,15 +65,15 @@ WITHOUT_PRECISIONS = {**PLAIN, "base_precision": None, "delta": 0.0}
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``method="auto"`` took, and what it tried.
+    """The merge that ``method="auto"`` has chosen, and those that it has tried.
 
     Attributes:
-        name: of the candidate that was taken.
-        settings: by which it differs from what was given: fields of :class:`.Job`, and the weights.
-        points: every candidate with what it came to; none where there were no data to try them on.
-        gain: by how much the best that was tried is ahead of the average, in nats, and the standard
-            error of that; None where the average is the best.
-        seen: whether it was judged by examples that the models were trained on.
+        name: the name of the chosen candidate.
+        settings: its changes to the job: fields of :class:`.Job`, and ``weights``.
+        points: every candidate with its losses; empty where there were no data to try them on.
+        gain: by how much the best candidate is ahead of the average, in nats, and the standard
+            error of this; None where the average is the best.
+        seen: whether the examples that judged are among those the models were trained on.
     """
 
     name: str
@@ -78,15 +84,16 @@ class Choice:
 
     @property
     def average(self) -> MergePoint:
-        """What the average came to."""
+        """The average with its losses."""
         return self._point(AVERAGE)
 
     @property
     def best(self) -> MergePoint:
-        """What was taken came to."""
+        """The chosen merge with its losses."""
         return self._point(self.name)
 
     def _point(self, name: str) -> MergePoint:
+        """The candidate of this name with its losses."""
         for point in self.points:
             if point.method == name:
                 return point
@@ -114,7 +121,10 @@ class Choice:
 
 
 def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
-    """The merge by the best of :func:`candidates`, or :func:`untried` where there are no data.
+    """The job with the best of :func:`candidates`, or :func:`untried` where there are no data.
+
+    Args:
+        validate: tasks with held-out data; None: the models' own data judge.
 
     Raises:
         InputError: precisions of some models only.
@@ -151,7 +161,7 @@ def chosen(job: Job, validate: Any) -> tuple[Job, Choice]:
 
 
 def untried(job: Job) -> tuple[Job, Choice]:
-    """The merge that is taken where there are no data to try others on."""
+    """The merge that is chosen where there are no data to try others on."""
     if all(member.precision is None for member in job.members):
         settings = _average(job)
         return changed(job, settings), Choice(AVERAGE, settings, (), None, seen=False)
@@ -171,10 +181,9 @@ def untried(job: Job) -> tuple[Job, Choice]:
 
 
 def by_precisions(job: Job) -> Job:
-    """The average by precisions: their diagonals, damped by their means, unless the user says
-    otherwise.
+    """The average by the damped diagonals of precisions, unless the user sets it otherwise.
 
-    Weights are normalized, so that the average stands where no model has a precision.
+    Weights are normalized, so that entries without any precision are averaged.
     """
     damping = SAFE_DAMPING if job.damping is None else job.damping
     shrink = job.shrink
@@ -193,7 +202,7 @@ def by_precisions(job: Job) -> Job:
 
 
 def _have_factors(job: Job) -> bool:
-    """Whether precisions are of layers as matrices; what is missing has none."""
+    """Whether some precision has factors of layers."""
     precisions = [
         open_precision(member.precision, member.n_data)
         for member in job.members
@@ -203,12 +212,16 @@ def _have_factors(job: Job) -> bool:
 
 
 def _average(job: Job) -> dict[str, Any]:
+    """The settings of the average."""
     ones = [1.0] * len(job.members)
     return {**WITHOUT_PRECISIONS, "method": "linear", "weights": ones, "normalize": True}
 
 
 def candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]:
-    """What each candidate changes of a job, by its name; ``weights`` are the members'."""
+    """By the name of each candidate, its changes to a job.
+
+    The keys are fields of :class:`.Job`, and ``weights``, which are those of its members.
+    """
     settings = {AVERAGE: _average(job)}
     settings |= _arithmetic_candidates(job)
     if structure:
@@ -245,7 +258,7 @@ def _precision_candidates(job: Job, structure: str) -> dict[str, dict[str, Any]]
 
 
 def _propagated_candidates(job: Job) -> dict[str, dict[str, Any]]:
-    """Statistics of the tasks, taken behind merged layers."""
+    """RegMean++ over shrinkages."""
     settings = {}
     for shrink in dict.fromkeys((job.shrink, None, *SHRINK)):
         words = "" if shrink is None else f", shrink {shrink:g}"
@@ -260,7 +273,7 @@ def _propagated_candidates(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def families(structure: str, job: Job) -> list[dict[str, Any]]:
-    """Shrinkage, power of G and damping that are tried for a structure, the user's own first."""
+    """The shrinkages, powers and dampings that are tried for a structure, the user's first."""
     if structure not in FACTORED:
         users_pair = (job.power, job.damping)
         pairs = dict.fromkeys((users_pair, (ROOT, None), (1.0, None), *_damped(1.0)))
@@ -277,7 +290,7 @@ def families(structure: str, job: Job) -> list[dict[str, Any]]:
 
 
 def _damped(setting: float) -> list[tuple[float, float]]:
-    """A setting beside every damping that is tried."""
+    """Pairs of a setting with every damping that is tried."""
     return [(setting, damping) for damping in DAMPINGS]
 
 
@@ -295,7 +308,10 @@ def changed(job: Job, settings: Mapping[str, Any]) -> Job:
 
 
 def _in_memory(job: Job) -> tuple[Job, str]:
-    """A job whose models are state dicts, and the structure of their precisions."""
+    """The job with its models in memory, and the structure of their precisions.
+
+    The structure is "" without precisions, and names several if they differ.
+    """
     base = None if job.base is None else open_model(job.base, "base")
     sources = [
         open_model(member.model, f"models[{t}]", base) for t, member in enumerate(job.members)
@@ -321,8 +337,8 @@ def _in_memory(job: Job) -> tuple[Job, str]:
 
 
 def _refuse_borrowed_rows(job: Job, base: Source | None, sources: Sequence[Source]) -> None:
-    """Raise where models have other tokens, which no task can be asked about for all of them."""
-    models = [m.model for m in job.members]
+    """Raise where models have different tokens: a task's model reads only one vocabulary."""
+    models = [member.model for member in job.members]
     opened = list(sources)
     if base is not None:
         models.insert(0, job.base)
@@ -332,7 +348,7 @@ def _refuse_borrowed_rows(job: Job, base: Source | None, sources: Sequence[Sourc
 
 
 def _halves(task: Task) -> tuple[Task, Task]:
-    """Every other example, and the rest."""
+    """A task of every other example, and a task of the remaining ones."""
     if task.n_data == 1:
         return task, task
     order = torch.arange(task.n_data)
@@ -340,8 +356,16 @@ def _halves(task: Task) -> tuple[Task, Task]:
 
 
 def _gain(ours: Sequence[Evaluation], average: Sequence[Evaluation]) -> tuple[float, float]:
-    """By how much a merge is better in the mean over the tasks, and the standard error of that."""
-    gains = [(b.counted - a.counted).double() for a, b in zip(ours, average, strict=True)]
-    variances = [float(gain.var()) / len(gain) if len(gain) > 1 else math.inf for gain in gains]
+    """How much a merge is better than the average, in nats, and the standard error of this.
+
+    Both are means over the tasks, each of which counts the same.
+    """
+    gains = [
+        (losses_of_average.counted - losses.counted).double()
+        for losses, losses_of_average in zip(ours, average, strict=True)
+    ]
+    squared_errors = [
+        float(gain.var()) / len(gain) if len(gain) > 1 else math.inf for gain in gains
+    ]
     mean = sum(float(gain.mean()) for gain in gains) / len(gains)
-    return mean, math.sqrt(sum(variances)) / len(gains)
+    return mean, math.sqrt(sum(squared_errors)) / len(gains)

@@ -1,4 +1,4 @@
-"""Which α? Merges over a grid of weights, tried on validation tasks; nothing is written."""
+"""Which α? Merges over a grid of weights are tried on validation tasks; nothing is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from blr_analysis.task import Task
 from blr_analysis.views import Plottable, Tabular
 
 STEPS = tuple(k / 10 for k in range(16))  # weights from 0 to 1.5, unless the user gives others
-SMALLEST_TOTAL = 1e-12  # of weights that a merge can be divided by
+SMALLEST_TOTAL = 1e-12  # a smaller sum of weights divides nothing
+DECIMALS = 6  # points whose losses agree to so many decimals are equal
 Weights = tuple[float, ...]
 
 
@@ -40,11 +41,12 @@ class MergePoint:
     """One merge that was tried.
 
     Attributes:
-        method: its name.
+        method: the name of the method.
         weights: α_t, in the order of the models.
-        nlls: mean loss on each validation task, nats per example; infinite where it failed.
-        accuracies: fraction right on each; NaN for regression.
-        failure: why it could not be run; "" where it could.
+        nlls: the mean loss on each validation task, nats per example; infinite where the merge
+            failed.
+        accuracies: the fraction of correct predictions on each task; NaN for regression.
+        failure: why the merge could not be run; "" where it could.
     """
 
     method: str
@@ -55,12 +57,12 @@ class MergePoint:
 
     @property
     def nll(self) -> float:
-        """The mean over the tasks, each counting the same whatever its size."""
+        """The mean NLL over the tasks; each counts the same, whatever its size."""
         return sum(self.nlls) / len(self.nlls)
 
     @property
     def accuracy(self) -> float:
-        """The mean over the tasks that have one; NaN where none has."""
+        """The mean accuracy over the classification tasks; NaN where there are none."""
         numbers = [accuracy for accuracy in self.accuracies if not math.isnan(accuracy)]
         return sum(numbers) / len(numbers) if numbers else math.nan
 
@@ -71,9 +73,10 @@ class MergeCurve(Tabular, Plottable):
 
     Attributes:
         points: every merge that was tried, in order.
-        models, tasks: their names, in the order of the points' numbers.
-        shape: which weights were tried: "shared" (one α for all models), "grid" (all combinations),
-            "rows" (as listed).
+        models: the names of the models, in the order of a point's weights.
+        tasks: the names of the tasks, in the order of a point's losses.
+        shape: the weights that were tried: "shared" (one α for all models), "grid" (all
+            combinations) or "rows" (as listed).
     """
 
     points: Sequence[MergePoint]
@@ -83,12 +86,15 @@ class MergeCurve(Tabular, Plottable):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(p.method for p in self.points))
+        """The names of the methods that were tried."""
+        return tuple(dict.fromkeys(point.method for point in self.points))
 
     @cached_property
     def best(self) -> MergePoint:
-        """The point with the smallest mean NLL over the tasks, each counting the same. Among equals
-        (to six decimals) the accuracy decides, then the smallest Σ|α| (nearest to the base).
+        """The point with the smallest mean NLL over the tasks, each of which counts the same.
+
+        Among points that are equal to six decimals the accuracy decides, then the smallest Σ|α|,
+        which is nearest to the base.
         """
         return self.best_of()
 
@@ -100,7 +106,7 @@ class MergeCurve(Tabular, Plottable):
         """
         if method is not None:
             one_of("method", method, self.methods)
-        points = [p for p in self.points if method in (None, p.method)]
+        points = [point for point in self.points if method in (None, point.method)]
         return min(points, key=_rank)
 
     @property
@@ -125,15 +131,19 @@ class MergeCurve(Tabular, Plottable):
 
 
 def _rank(point: MergePoint) -> tuple[float, float, float]:
-    """What decides between points, the smaller the better: loss, then misses, then Σ|α|."""
-    loss = round(point.nll, 6) if math.isfinite(point.nll) else math.inf
-    inaccuracy = math.inf if math.isnan(point.accuracy) else -round(point.accuracy, 6)
+    """The key by which points are compared, the smaller the better: loss, −accuracy, Σ|α|."""
+    loss = math.inf
+    if math.isfinite(point.nll):
+        loss = round(point.nll, DECIMALS)
+    negative_accuracy = math.inf
+    if not math.isnan(point.accuracy):
+        negative_accuracy = -round(point.accuracy, DECIMALS)
     length = sum(abs(weight) for weight in point.weights)
-    return loss, inaccuracy, length
+    return loss, negative_accuracy, length
 
 
 def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
-    """The shape and the rows that the argument ``weights`` of :func:`merge_curve` asks for."""
+    """The shape and the rows of weights that the argument of :func:`merge_curve` describes."""
     if isinstance(weights, Mapping):
         axes = [_table(axis).tolist() for axis in in_order(weights, models, "weights")]
         return "grid", list(itertools.product(*axes))
@@ -148,7 +158,7 @@ def _grid(weights: Any, models: Sequence[str]) -> tuple[str, list[Weights]]:
 
 
 def _table(values: Any) -> torch.Tensor:
-    """Finite numbers, one- or two-dimensional."""
+    """The numbers as a tensor, ``[K]`` or ``[K, T]``, which must be finite."""
     with told_as(InputError, "weights must be numbers, rows of numbers, or a dict of them"):
         table = torch.as_tensor(values, dtype=torch.float64)
     is_list_or_table = table.ndim in (1, 2) and table.numel() > 0
@@ -158,7 +168,7 @@ def _table(values: Any) -> torch.Tensor:
 
 
 def evaluations(tasks: Mapping[str, Task], state: State, who: str) -> list[Evaluation]:
-    """Losses and hits of each task at a merge's weights."""
+    """Losses and correct predictions on each task at a merge's weights."""
     losses = []
     for task in tasks.values():
         with at_weights(task, state, f"the merge by {who!r}") as params:
@@ -167,7 +177,7 @@ def evaluations(tasks: Mapping[str, Task], state: State, who: str) -> list[Evalu
 
 
 def point_of(name: str, weights: Weights, losses: Sequence[Evaluation]) -> MergePoint:
-    """What a merge came to."""
+    """A merge with its losses on each task."""
     nlls = tuple(loss.nll for loss in losses)
     accuracies = tuple(math.nan if loss.accuracy is None else loss.accuracy for loss in losses)
     return MergePoint(name, weights, nlls, accuracies)
@@ -186,43 +196,41 @@ def merge_curve(
     progress: bool | None = None,
     **options: Any,
 ) -> MergeCurve:
-    """Merge with many weights α, look at each on validation tasks, and say which is best.
+    """Merge with many weights α, and find those that do best on validation tasks.
 
-    Every merge is made in memory, run, and let go of: no checkpoint is written, and no more than
-    one merge is held at a time.
+    One merge at a time is made in memory, run and forgotten. No checkpoint is written.
 
     Args:
         base: θ_0: a state dict, a module, or a folder of safetensors, which is read into memory.
-        models: the θ_t, a list or a dict by name, of the same.
-        tasks: validation tasks, a list or a dict by name, with the names that tables shall show.
-            Held-out data: on training data, the largest α wins too often. They may be as many as
-            one likes, and share one model; the model gives the architecture, not the weights.
-        method: the name of a merge method, or a list of several, compared in one call.
-        weights: which α are tried.
+        models: the θ_t, a list or a dict by name; each a state dict, a module or a folder.
+        tasks: validation tasks, a list or a dict by the names that tables show. Their data should
+            be held out: on training data, the largest α wins too often. Tasks may share one model,
+            which gives the architecture, not the weights.
+        method: the name of a merge method, or a list of several that are compared.
+        weights: the α that are tried.
 
-            * numbers: one α for all models, each in turn;
-            * rows of T numbers: as listed;
+            * numbers: each of them is one α for all models;
+            * rows of T numbers: each row is the α of the T models;
             * a dict model → numbers: all combinations;
             * None: 0, 0.1, …, 1.5 for all models, and the method's own default.
-        precisions, base_precision: H_t and H_0 as :func:`blr_analysis.merge` takes them.
-        options: what :func:`blr_analysis.merge` takes beside these: ``delta``, ``normalize``,
-            ``missing_precision``, ``n_data``, ``dtype``; each goes to the methods that it is for.
+        precisions, base_precision: H_t and H_0, as in :func:`blr_analysis.merge`.
+        options: further arguments of :func:`blr_analysis.merge`: ``delta``, ``normalize``,
+            ``missing_precision``, ``n_data``, ``dtype``. A method gets those that it takes.
 
-    Where H_0 + δ is small beside the H_t, only the ratios of the α_t matter to gradient matching
-    (as to "fisher" and "linear" anyhow): one α for all draws a flat line, and there is nothing to
-    choose. Rows then show what does matter.
+    "fisher" and "linear" depend on the ratios of the α_t alone. So does gradient matching, if
+    H_0 + δ is small beside the H_t. One α for all models then draws a flat line; use rows.
 
-    A merge that overflows (a negative α can bring H̄ close to 0) gets an infinite NLL and the reason
-    in the table; only if none can be run is it an error.
+    A merge that overflows (a negative α can bring H̄ close to 0) has an infinite NLL, and the reason
+    is in the table. It is an error only if no merge can be run.
 
     Returns:
-        ``best`` (a point: method, weights, nll, accuracy), ``weights`` of it by model, ``table``,
-        and ``plot()``: curves, or a map for two models.
+        A curve with ``best`` (a point: method, weights, nll, accuracy), its ``weights`` by model,
+        ``table``, and ``plot()``: curves, or a map for two models.
 
     Raises:
-        InputError: no weights, weights of another number than the models, NaN or inf, an unknown
-            method or option, state dicts that do not belong to the tasks' models.
-        ModelError: no merge could be run; as :meth:`Task.run`.
+        InputError: no weights, not as many weights as models, NaN or inf, an unknown method or
+            option, or state dicts that do not belong to the tasks' models.
+        ModelError: no merge could be run, or a task cannot be run (:meth:`Task.run`).
 
     Example:
         >>> import blr_analysis as blr
@@ -271,7 +279,7 @@ class _Trials:
         base: θ_0.
         models: θ_t.
         tasks_by_name: the validation tasks, by name.
-        arguments: all others of :func:`blr_analysis.merge`; a method gets those that it takes.
+        arguments: further arguments of :func:`blr_analysis.merge`.
         progress: whether a bar is shown.
     """
 
@@ -282,7 +290,7 @@ class _Trials:
     progress: bool | None
 
     def points(self, row: Method, rows: Sequence[Weights]) -> list[MergePoint]:
-        """What one method comes to with each of these weights."""
+        """The points of one method, one for each row of weights."""
         arguments = {key: value for key, value in self.arguments.items() if row.takes(key)}
         label = f"merges: {row.name}"
         points = []
@@ -303,7 +311,7 @@ def _methods(method: Any, options: Mapping[str, Any]) -> dict[str, Method]:
 
 
 def _point_of_job(job: Job, alphas: Weights, tasks_by_name: Mapping[str, Task]) -> MergePoint:
-    """One merge: made, run on every task, and forgotten."""
+    """The point of one merge, which is made, run on every task, and forgotten."""
     name = job.method
     total = sum(alphas)
     try:

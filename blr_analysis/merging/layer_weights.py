@@ -1,16 +1,16 @@
 """How a model's weight changes over its layers: α_t as a function of the tensor's name.
 
-A recipe gives a weight as
+A recipe gives a weight in one of three forms:
 
 * a number, for every tensor;
-* a list of numbers, a gradient: the line through these numbers, equally spaced over the depth
-  d ∈ [0, 1] of the model. Layer i of L stands at d = i / (L − 1), a single layer at d = 1;
-* a list of rules ``[{filter: mlp, value: ...}, {value: ...}]``: the first whose filter is a part
-  of the tensor's name decides; no filter, or ``*``, speaks of every tensor.
+* a list of numbers, a gradient: the line through these numbers, which are equally spaced over the
+  depth d ∈ [0, 1] of the model. Layer i of L has d = i / (L − 1), a single layer has d = 1;
+* a list of rules ``[{filter: mlp, value: ...}, {value: ...}]``. The first rule whose filter is part
+  of the tensor's name decides. A rule without a filter, or with ``*``, is for every tensor.
 
-How many layers there are, and what stands outside of them, is taken from the tensors' names, so
-that every model can be merged. Outside the layers everything, before them (embeddings) and after
-(final norm, ``lm_head``, pooler, classifier), stands at d = 0, as in mergekit.
+The layers are found by the names of the tensors, so that every model can be merged. Tensors outside
+the layers, before them (embeddings) and behind them (final norm, ``lm_head``, pooler, classifier),
+have d = 0, as in mergekit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+DIGITS = 6  # a longer number in a name is no number of a layer
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class LayerWeights:
     """α by tensor name.
 
     Attributes:
-        rules: the first that speaks of a tensor decides.
+        rules: the first rule whose part is in a tensor's name decides.
         depths: the number of layers of each stack, as :func:`depths` finds them.
-        default: where no rule speaks.
+        default: α of tensors that no rule is for.
 
     Example:
         >>> names = ["embed.weight", *(f"layers.{i}.mlp.weight" for i in range(3)), "norm.weight"]
@@ -70,8 +72,10 @@ class LayerWeights:
 
     def __call__(self, name: str) -> float:
         """α of one tensor."""
-        rule = next((rule for rule in self.rules if rule.part in name), None)
-        return self.default if rule is None else rule.at(depth_of(name, self.depths))
+        for rule in self.rules:
+            if rule.part in name:
+                return rule.at(depth_of(name, self.depths))
+        return self.default
 
     def __repr__(self) -> str:
         facts = []
@@ -85,10 +89,10 @@ class LayerWeights:
 
 
 def depths(names: Iterable[str]) -> dict[str, int]:
-    """The number of layers of each stack, by what stands before the layer's number.
+    """The number of layers of each stack, by the part of the names before the layer's number.
 
-    A stack is a prefix whose next part is a number that runs from 0 without a gap; what has gaps
-    (``classifier.0``, ``classifier.3``) is no stack of layers.
+    The numbers of a stack run from 0 without a gap. Names whose numbers have gaps
+    (``classifier.0``, ``classifier.3``) are no layers of a stack.
 
     >>> depths(["h.0.w", "h.1.w", "h.1.experts.0.w", "head.0.w", "head.2.w", "wte.weight"])
     {'h': 2}
@@ -106,23 +110,25 @@ def depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def depth_of(name: str, depths: Mapping[str, int]) -> float:
-    """Where a tensor stands between the first layer (0) and the last (1); 0 outside of them.
+    """The depth of a tensor, from 0 in the first layer to 1 in the last; 0 outside the layers.
 
     >>> [depth_of(n, {"h": 5}) for n in ("wte.weight", "h.1.mlp.weight", "ln_f.weight")]
     [0.0, 0.25, 0.0]
     """
     prefix, index = layer_of(name)
-    layers = depths.get(prefix)
-    if index is not None and layers is not None:
-        return min(index / (layers - 1), 1.0) if layers > 1 else 1.0
-    return 0.0
+    n_layers = depths.get(prefix)
+    if index is None or n_layers is None:
+        return 0.0
+    if n_layers == 1:
+        return 1.0
+    return min(index / (n_layers - 1), 1.0)
 
 
 def layer_of(name: str) -> tuple[str, int | None]:
-    """What stands before the first number among the parts of a name, and that number."""
+    """The parts of a name before its first number, and that number; "" and None without one."""
     parts = name.split(".")
     for position, part in enumerate(parts):
-        is_index = part.isascii() and part.isdecimal() and len(part) < 7
+        is_index = part.isascii() and part.isdecimal() and len(part) <= DIGITS
         if is_index:
             return ".".join(parts[:position]), int(part)
     return "", None

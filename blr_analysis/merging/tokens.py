@@ -1,8 +1,9 @@
-"""Which word stands behind each row of a model's token tables, and which words a merge has.
+"""The words of models' token tables, compared: which word does each row stand for?
 
-Models are merged row by row, so that a row must stand for the same word in all of them. One model
-may append words to those of another; the other then borrows the rows that it lacks. Anything else
-(a word at two numbers, a number of two words) is refused, or said where the user left the choice.
+Models are merged row by row, so that a row must stand for the same word in all models. A model may
+have more words at the end than another; that one then borrows the rows that it lacks. Other
+differences are refused: a word with two numbers, or a number with two words. Where the user names
+no tokenizer, rows are merged by their number, and a note says what differs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from blr_analysis.merging.sources import is_place, table_lengths
 READ_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 ADDED_FILE = "added_tokens.json"
 SETTINGS_FILE = "tokenizer_config.json"
-# What a tokenizer is stored in that is not read here.
+# Files that show that there is a tokenizer, even if they cannot be read here.
 FOREIGN_FILES = ("*.model", "*.tiktoken", "*.spm", SETTINGS_FILE, *READ_FILES)
 BY_NUMBER = "leave tokenizer_source out to merge rows by number (perhaps mergekit does this)"
 
@@ -35,9 +36,9 @@ class Tokens:
 
     Attributes:
         folder: where the tokenizer is copied from; None: no model is a folder.
-        rows: how many rows the tables of the result have, where models borrow rows; else None.
-        counts: how many rows of each model's tables stand for words, where models borrow rows.
-        notes: what a user should know.
+        rows: the number of rows of the result's tables; None where no model borrows rows.
+        counts: the number of words of each model; empty where no model borrows rows.
+        notes: remarks for the user.
     """
 
     folder: Path | None = None
@@ -48,12 +49,12 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The words of one model, and how many rows its token tables have.
+    """The words of one model, and the numbers of rows of its token tables.
 
     Attributes:
-        folder: of the model.
+        folder: the model's folder.
         words: the number of every word; empty where they cannot be read.
-        lengths: of the tables that have a row for each token.
+        lengths: the numbers of rows of the tables with a row for each token.
     """
 
     folder: Path
@@ -62,29 +63,29 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The folder's name, for messages."""
         return self.folder.name
 
     @property
     def count(self) -> int:
-        """How many rows the words need."""
+        """The number of rows that the words need."""
         return 1 + max(self.words.values(), default=-1)
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows of the longest table."""
         return max(self.lengths, default=0)
 
     @property
     def rowless(self) -> list[str]:
-        """The words that have no row."""
+        """The words whose number is beyond the rows of the tables."""
         if not self.lengths:
             return []
         return [word for word, number in self.words.items() if number >= self.rows]
 
     @property
     def is_foreign(self) -> bool:
-        """Whether there are files of a tokenizer, and none of them is understood."""
+        """Whether the folder has a tokenizer that cannot be read here."""
         if self.words:
             return False
         return any(any(self.folder.glob(pattern)) for pattern in FOREIGN_FILES)
@@ -96,13 +97,16 @@ def tokens_of(
     """Compare the tokenizers of models that are folders.
 
     Args:
-        models: folders, adapters, state dicts and modules; the base first, where there is one.
+        models: folders, adapters, state dicts and modules; the base is the first, if there is one.
         sources: the same models, opened.
-        tokenizer_source: "base", "union" or the folder of a tokenizer, which merge rows by their
-            words; None merges rows by their number.
+        tokenizer_source: "base", "union" or the folder of a tokenizer: rows are merged by their
+            words. None: rows are merged by their number.
+
+    Returns:
+        The tokenizer of the result, and the rows that models borrow.
 
     Raises:
-        InputError: no tokenizer has the words of all models.
+        InputError: the rows of the models cannot be matched by their words.
         StorageError: a tokenizer is damaged.
     """
     tokenizers = _tokenizers(models, sources)
@@ -130,7 +134,7 @@ def tokens_of(
 
 
 def _tokenizers(models: Sequence[Any], sources: Sequence[Source]) -> list[Tokenizer]:
-    """Those of the models in folders; an adapter without one has that of its base."""
+    """The tokenizers of the models in folders; an adapter without one has its base's words."""
     tokenizers: list[Tokenizer] = []
     for model, source in zip(models, sources, strict=True):
         if not is_place(model):
@@ -165,7 +169,7 @@ def _chosen(tokenizers: Sequence[Tokenizer], tokenizer_source: str | Path | None
 
 
 def _refuse_moved(tokenizer: Tokenizer, result: Tokenizer) -> None:
-    """Raise where a word has two numbers."""
+    """Raise where a word has another number than in the result."""
     moved = [
         word for word, number in tokenizer.words.items() if result.words.get(word, number) != number
     ]
@@ -177,7 +181,7 @@ def _refuse_moved(tokenizer: Tokenizer, result: Tokenizer) -> None:
 
 
 def _refuse_other_words(tokenizer: Tokenizer, result: Tokenizer) -> None:
-    """Raise where one number stands for two words, or words are missing in between."""
+    """Raise where one number stands for two words, or a model lacks a word before its last one."""
     word_at = {number: word for word, number in result.words.items()}
     for word, number in tokenizer.words.items():
         if word_at.get(number, word) != word:
@@ -198,7 +202,7 @@ def _refuse_other_words(tokenizer: Tokenizer, result: Tokenizer) -> None:
 
 
 def _refuse_lost(tokenizer: Tokenizer, result: Tokenizer) -> None:
-    """Raise where the longest vocabulary lacks a word."""
+    """Raise where the longest vocabulary lacks a word of this model."""
     lost = [word for word in tokenizer.words if word not in result.words]
     if lost:
         raise InputError(
@@ -208,14 +212,18 @@ def _refuse_lost(tokenizer: Tokenizer, result: Tokenizer) -> None:
 
 
 def _must_borrow(tokenizers: Sequence[Tokenizer], result: Tokenizer) -> bool:
-    """Whether tables differ in length, or a model lacks rows for words of the result."""
+    """Whether tables differ in length, or a model lacks words of the result."""
     lengths = {tokenizer.lengths for tokenizer in tokenizers}
     counts = [tokenizer.count for tokenizer in tokenizers if tokenizer.words]
     return len(lengths) > 1 or any(count < result.count for count in counts)
 
 
 def _rows_of_result(tokenizers: Sequence[Tokenizer], result: Tokenizer) -> int:
-    """How many rows the tables have: as many as in all models, else one for each token."""
+    """The number of rows of the result: that of all models if it is the same, else of its words.
+
+    Raises:
+        InputError: a tokenizer cannot be read, or a word of the result has no row in any model.
+    """
     unread = [tokenizer.name for tokenizer in [*tokenizers, result] if not tokenizer.words]
     if unread:
         raise InputError(f"tokenizer_source: borrowed rows need a tokenizer.json in {some(unread)}")
@@ -231,7 +239,7 @@ def _rows_of_result(tokenizers: Sequence[Tokenizer], result: Tokenizer) -> int:
 
 
 def _unread_notes(tokenizers: Sequence[Tokenizer]) -> list[str]:
-    """The models whose words are not known, where others' are or there is a tokenizer."""
+    """Notes on models whose tokenizer cannot be read, although it exists or others' can."""
     any_read = any(tokenizer.words for tokenizer in tokenizers)
     return [
         f"the tokenizer of {tokenizer.name!r} is not read: its rows are merged by their number"
@@ -241,7 +249,7 @@ def _unread_notes(tokenizers: Sequence[Tokenizer]) -> list[str]:
 
 
 def _rowless_notes(tokenizers: Sequence[Tokenizer]) -> list[str]:
-    """The models that have words without a row."""
+    """Notes on models that have words without a row."""
     return [
         f"{len(tokenizer.rowless):,} tokens of {tokenizer.name!r} have none of its "
         f"{tokenizer.rows:,} rows, such as {tokenizer.rowless[0]!r}: resize its embeddings"
@@ -251,13 +259,13 @@ def _rowless_notes(tokenizers: Sequence[Tokenizer]) -> list[str]:
 
 
 def _difference_notes(tokenizer: Tokenizer, result: Tokenizer) -> list[str]:
-    """The words of a model that the result's tokenizer has not."""
+    """Notes on the words of a model that the result's tokenizer lacks."""
     if not result.words:
         return []
     word_at = {number: word for word, number in result.words.items()}
-    strange = [word for word in tokenizer.words if word not in result.words]
-    renamed = [word for word in strange if tokenizer.words[word] in word_at]
-    lost = [word for word in strange if tokenizer.words[word] not in word_at]
+    unknown = [word for word in tokenizer.words if word not in result.words]
+    renamed = [word for word in unknown if tokenizer.words[word] in word_at]
+    lost = [word for word in unknown if tokenizer.words[word] not in word_at]
     notes = []
     if renamed:
         word_of_result = word_at[tokenizer.words[renamed[0]]]
@@ -275,13 +283,13 @@ def _difference_notes(tokenizer: Tokenizer, result: Tokenizer) -> list[str]:
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
-    """The number of every token of a model's folder; empty where no file says it.
+    """The number of every token of a model's folder; empty where no file holds them.
 
-    Tokens that were added stand in ``tokenizer.json``, ``added_tokens.json`` or
-    ``tokenizer_config.json``, by the age of the library that wrote them.
+    Added tokens are in ``tokenizer.json``, ``added_tokens.json`` or ``tokenizer_config.json``; it
+    depends on the version of transformers that wrote them.
 
     Raises:
-        StorageError: a file that should have them is damaged.
+        StorageError: one of these files is damaged.
     """
     file = next((folder / name for name in READ_FILES if (folder / name).is_file()), None)
     if file is None:
@@ -300,6 +308,7 @@ def vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _main_words(file: Path) -> Iterable[tuple[str, int]]:
+    """The words and numbers of one of :data:`READ_FILES`."""
     text = file.read_text("utf-8")
     if file.name == "vocab.txt":
         lines = text.removesuffix("\n").split("\n")
@@ -308,13 +317,14 @@ def _main_words(file: Path) -> Iterable[tuple[str, int]]:
     if file.name == "vocab.json":
         return document.items()
     words = document.get("model", {}).get("vocab", {})
-    if isinstance(words, list):  # of words and their scores
+    if isinstance(words, list):  # pairs of a word and its score; the position is the number
         words = {word: number for number, (word, _) in enumerate(words)}
     added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
     return (words | added).items()
 
 
 def _added_words(file: Path) -> Iterable[tuple[str, int]]:
+    """The words and numbers of a file with added tokens."""
     document = json.loads(file.read_text("utf-8"))
     if file.name == ADDED_FILE:
         return document.items()
@@ -323,7 +333,7 @@ def _added_words(file: Path) -> Iterable[tuple[str, int]]:
 
 
 def _numbered(words: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Words with their numbers, checked."""
+    """Words with their numbers; ValueError where a number is none."""
     numbers = dict(words)
     for word, number in numbers.items():
         if not isinstance(word, str) or type(number) is not int or number < 0:
