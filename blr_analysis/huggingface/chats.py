@@ -1,7 +1,7 @@
 """Conversations as token ids, written by the chat template; the assistant's turns count.
 
-A template that marks these turns, ``{% generation %}``, is believed. Of others a turn counts from
-behind its header to its end, which is where the next turn begins.
+Some templates mark these turns with ``{% generation %}``; the marks are used. With other templates,
+a turn counts from the end of its header to the start of the next turn.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 from blr_analysis.errors import DataError, InputError, told_as
 from blr_analysis.huggingface.models import Pretrained
 
-IGNORED = -100
+IGNORED = -100  # the label of tokens that do not count, as in transformers
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ROLES = {  # of ShareGPT's turns, which have "from" and "value"
+# The roles of ShareGPT's turns, which have "from" and "value".
+ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -36,13 +37,14 @@ def turns_of(value: Any, column: str, place: str) -> list[Turn]:
     """The messages of a row, as JSON or Parquet give them, with "role" and "content".
 
     Raises:
-        DataError: no list of messages, or a turn of somebody unknown.
+        DataError: the value is no list of messages, or a turn has an unknown role.
 
     >>> turns_of([{"from": "human", "value": "hello"}], "conversations", "row 1")
     [{'role': 'user', 'content': 'hello'}]
     """
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
-    turns: list[Any] = list(value) if is_list else []
+    turns: list[Any] = []
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        turns = list(value)
     are_messages = bool(turns) and all(isinstance(turn, Mapping) for turn in turns)
     if are_messages and all("role" in turn for turn in turns):
         return [dict(turn) for turn in turns]
@@ -55,6 +57,7 @@ def turns_of(value: Any, column: str, place: str) -> list[Turn]:
 
 
 def _of_sharegpt(turn: Mapping[str, Any], place: str) -> Turn:
+    """A turn of ShareGPT's form as a message with role and content."""
     speaker = str(turn["from"])
     if speaker not in ROLES:
         raise DataError(f"{place} has a turn of {speaker!r}: write one of {', '.join(ROLES)}")
@@ -62,7 +65,10 @@ def _of_sharegpt(turn: Mapping[str, Any], place: str) -> Turn:
 
 
 def encoded_chat(loaded: Pretrained, turns: list[Turn], first: int, place: str) -> dict[str, Ids]:
-    """The ids of a conversation, and their labels: every assistant's turn from ``first`` on.
+    """The ids of a conversation and their labels.
+
+    Args:
+        first: the assistant's turns from this one on count.
 
     Raises:
         InputError: the tokenizer has no chat template.
@@ -82,7 +88,7 @@ def encoded_chat(loaded: Pretrained, turns: list[Turn], first: int, place: str) 
 
 
 def labelled(row: Mapping[str, Ids], spans: Iterable[tuple[int, int]]) -> dict[str, Ids]:
-    """With labels, which are the ids in these spans."""
+    """The row with "labels": the ids themselves within the spans, and IGNORED elsewhere."""
     labels = [IGNORED] * len(row["input_ids"])
     for start, stop in spans:
         labels[start:stop] = row["input_ids"][start:stop]
@@ -90,13 +96,13 @@ def labelled(row: Mapping[str, Ids], spans: Iterable[tuple[int, int]]) -> dict[s
 
 
 def ids_of(loaded: Pretrained, *texts: str, **settings: Any) -> dict[str, Any]:
-    """What the model takes of a text, or of a pair."""
+    """The inputs that the model takes of a text, or of a pair of texts, as lists by name."""
     encoded: Any = loaded.tokenizer(*texts, verbose=False, **settings)
     return {name: list(encoded[name]) for name in loaded.inputs if name in encoded}
 
 
 def common_start(left: Ids, right: Ids) -> int:
-    """How many ids at the start are the same."""
+    """The number of ids at the start that are the same."""
     for k, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return k
@@ -104,6 +110,7 @@ def common_start(left: Ids, right: Ids) -> int:
 
 
 def _written(loaded: Pretrained, turns: Sequence[Turn], place: str, **settings: Any) -> Any:
+    """The turns as the chat template writes them."""
     with told_as(DataError, f"{place}: the chat template does not take it"):
         return loaded.tokenizer.apply_chat_template(list(turns), **settings)
 
@@ -111,7 +118,7 @@ def _written(loaded: Pretrained, turns: Sequence[Turn], place: str, **settings: 
 def _with_marks(
     loaded: Pretrained, turns: Sequence[Turn], first: int, place: str
 ) -> dict[str, Ids]:
-    """What stands between the template's own marks counts."""
+    """The ids and labels of a template with marks: tokens between the marks count."""
     encoded = _written(
         loaded, turns, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -129,26 +136,30 @@ def _with_marks(
 
 
 def _by_turns(loaded: Pretrained, turns: Sequence[Turn], first: int, place: str) -> dict[str, Ids]:
-    """Every assistant's turn counts, from its header to its end."""
+    """The ids and labels of a template without marks: turns count from header to end.
 
-    def text(upto: int, *, prompt: bool = False) -> str:
-        settings = {"add_generation_prompt": prompt, "tokenize": False}
-        return _written(loaded, turns[:upto], place, **settings)
+    A turn begins where the text with the header of an answer ends, and ends where the text with the
+    turn ends.
+    """
 
-    def row(words: str) -> dict[str, Ids]:
-        return ids_of(loaded, words, add_special_tokens=False)
+    def text_of(n_turns: int, *, with_header: bool = False) -> str:
+        written = turns[:n_turns]
+        return _written(loaded, written, place, add_generation_prompt=with_header, tokenize=False)
 
-    whole_text = text(len(turns))
-    whole = row(whole_text)
+    def encoded(text: str) -> dict[str, Ids]:
+        return ids_of(loaded, text, add_special_tokens=False)
+
+    whole_text = text_of(len(turns))
+    row = encoded(whole_text)
     spans = []
     for k in range(first, len(turns)):
         if turns[k]["role"] != "assistant":
             continue
-        before = text(k, prompt=True)
-        after = text(k + 1)
+        before = text_of(k, with_header=True)
+        after = text_of(k + 1)
         if not whole_text.startswith(after) or not after.startswith(before):
             raise DataError(f"{place}: the chat template rewrites earlier turns; give the text")
-        start = common_start(row(before)["input_ids"], whole["input_ids"])
-        stop = common_start(row(after)["input_ids"], whole["input_ids"])
+        start = common_start(encoded(before)["input_ids"], row["input_ids"])
+        stop = common_start(encoded(after)["input_ids"], row["input_ids"])
         spans.append((start, stop))
-    return labelled(whole, spans)
+    return labelled(row, spans)

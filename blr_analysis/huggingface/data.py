@@ -1,12 +1,12 @@
-"""Rows of texts and labels: .jsonl, .json, .csv, .tsv, .parquet, .txt, datasets, nothing guessed.
+"""Rows of texts and labels: from .jsonl, .json, .csv, .tsv, .parquet and .txt files, and datasets.
 
     train.jsonl                        a file
     train.jsonl:train[:500]            some of its rows, as ``datasets`` writes a split
     ./saved:train                      a split of ``Dataset.save_to_disk``, or of a folder of files
     org/dataset:train[:50000]          of the Hub, where that is allowed
 
-Columns that are not named are looked for under the names that datasets commonly give them; where
-several or none are there, the error says which columns the data have.
+Columns that the user does not name are found by their usual names. If several columns or none have
+such a name, the error lists the columns of the data.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PAIRS = (
     ("text1", "text2"),
     ("text_a", "text_b"),
 )
-TEXT_NAMES = (*((n,) for n in ("text", "sentence", "content", "review", "document")), *PAIRS)
+# The usual names of columns; each is a tuple of the columns that belong together.
+TEXT_NAMES = (("text",), ("sentence",), ("content",), ("review",), ("document",), *PAIRS)
 LABEL_NAMES = (("label",), ("labels",), ("target",), ("class",))
-
 
 SPLIT = r"[\w.]+(?:\[[^\]]*\])?"
 ADDRESS = re.compile(rf"(?P<place>.+?):(?P<split>{SPLIT}(?:\+{SPLIT})*)")
@@ -48,20 +48,23 @@ OF_A_FILE = "train"  # the one split of a file, as datasets calls it
 
 
 def read_rows(data: Any, *, online: bool = False) -> tuple[pd.DataFrame, str]:
-    """The rows of a file, of a folder that ``datasets`` saved, or of a ``datasets.Dataset``, and
-    what to call them. The index says "line" or "row", from 1.
+    """The rows of a file, of a folder that ``datasets`` saved, or of a ``datasets.Dataset``.
 
-    ``.jsonl``: an object per line. ``.json``: a list of them. ``.csv``: a header, commas, double
-    quotes around fields. ``.tsv``: a header, tabs, no quotes. ``.txt``: a text per line, without
-    labels; blank lines are passed over. All in UTF-8, and what is read of them is text. A split
-    may stand behind a colon; of ``train[a:b]``, counted in rows, no more is read or fetched.
+    All files are in UTF-8. ``.jsonl`` has an object per line, and ``.json`` a list of objects.
+    ``.csv`` has a header, commas, and double quotes around fields; ``.tsv`` has a header, tabs and
+    no quotes; fields of both are text. ``.txt`` has a text per line, and no labels; blank lines are
+    skipped. A split may follow behind a colon. If it is a stretch ``train[a:b]``, counted in rows,
+    only these rows are read or fetched.
 
     Args:
-        online: fetch a data set from the Hub, where its name is no file or folder here.
+        online: fetch a data set from the Hub if no file or folder has its name.
+
+    Returns:
+        The table, whose index "line" or "row" counts from 1; and a name of the data for messages.
 
     Raises:
-        DataError: no rows can be read from it, or several splits at once.
-        StorageError: it is not there.
+        DataError: no rows can be read, or the data have several splits and none is named.
+        StorageError: the data do not exist.
 
     Example:
         >>> import tempfile
@@ -85,7 +88,7 @@ def read_rows(data: Any, *, online: bool = False) -> tuple[pd.DataFrame, str]:
 
 
 def parts_of_address(data: str | os.PathLike[str]) -> tuple[str, str]:
-    """Where data are, and of which split; "" where none is named.
+    """The place and the split of an address; the split is "" where none is named.
 
     >>> parts_of_address("org/dataset:train[:50]"), parts_of_address("train.jsonl")
     (('org/dataset', 'train[:50]'), ('train.jsonl', ''))
@@ -98,7 +101,7 @@ def parts_of_address(data: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def absolute_address(data: str | os.PathLike[str]) -> str:
-    """The same data, named from the root where they are here."""
+    """The same address, with an absolute path if it is a file or folder."""
     name, split = parts_of_address(data)
     place = Path(name).expanduser()
     if place.exists():
@@ -107,6 +110,7 @@ def absolute_address(data: str | os.PathLike[str]) -> str:
 
 
 def _table_at(name: str, split: str, described: str, *, online: bool) -> pd.DataFrame:
+    """The rows at a place, which messages call ``described``."""
     place = Path(name).expanduser()
     kind = "folder" if place.is_dir() else place.suffix.lower()
     is_on_the_hub = not place.exists() and kind not in READERS and HUB_NAME.fullmatch(name)
@@ -130,15 +134,21 @@ def _table_at(name: str, split: str, described: str, *, online: bool) -> pd.Data
 
 
 def places_of(table: pd.DataFrame, place: str) -> list[str]:
-    """Where each row stands: its line, as an editor counts them; of other files the row, from 1
-    and without a header."""
+    """A name of each row for messages: "line 3 of 'a.jsonl'", or "row 3" of other formats.
+
+    Rows count from 1; a header is not counted.
+    """
     return [f"{table.index.name} {number} of {place}" for number in table.index]
 
 
 def text_columns(
     table: pd.DataFrame, place: str, text: str | Sequence[str] | None
 ) -> tuple[str, ...]:
-    """The column of the texts, or the two of pairs: those named, or those of a usual name."""
+    """The column of the texts, or the two columns of pairs.
+
+    Args:
+        text: the names that the user gives; None: they are found by their usual names.
+    """
     names = (text,) if isinstance(text, str) else text
     if names is not None and not 1 <= len(names) <= 2:
         raise DataError(f"a text has one column, or two for a pair, got {list(names)}")
@@ -146,7 +156,7 @@ def text_columns(
 
 
 def label_column(table: pd.DataFrame, place: str, label: str | None) -> str:
-    """The column of the labels: that named, or that of a usual name."""
+    """The column of the labels: ``label``, or for None the one with a usual name."""
     names = None if label is None else [label]
     return _chosen(table, place, names, LABEL_NAMES, "label")[0]
 
@@ -158,21 +168,23 @@ def _chosen(
     usual: Sequence[tuple[str, ...]],
     role: str,
 ) -> tuple[str, ...]:
-    """The columns of a role ("text", "label"): those named, or those of one usual name."""
+    """The columns of a role ("text", "label"): ``names``, or for None those with usual names."""
     candidates = usual if names is None else [tuple(names)]
     present = [columns for columns in candidates if set(columns) <= set(table)]
-    # A pair that contains a lone name (question + sentence) is what is meant.
-    fits = [one for one in present if not any(set(one) < set(pair) for pair in present)]
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
+    # A single column may be part of a pair (question + sentence): the pair is meant then.
+    matches = [
+        columns for columns in present if not any(set(columns) < set(pair) for pair in present)
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         fault = "several columns that could be"
     elif names is None:
         fault = "no column of a usual name for"
     else:
         fault = f"no column of the name {some(names)} for"
-    columns = some(list(table), 12)
-    raise DataError(f"{place} has {fault} the {role}; of {columns} name it: {role}= (--{role})")
+    all_columns = some(list(table), 12)
+    raise DataError(f"{place} has {fault} the {role}; of {all_columns} name it: {role}= (--{role})")
 
 
 def class_indices(
@@ -181,7 +193,7 @@ def class_indices(
     """Each label as a class of the model: a name that it knows, or a number 0 … classes − 1.
 
     Raises:
-        DataError: a label that is neither, with its row and the names that the model knows.
+        DataError: a label is neither; the message names its row and the model's classes.
     """
     indices = [_class_index(label, label2id) for label in labels]
     for label, place, index in zip(labels, places, indices, strict=True):
@@ -194,11 +206,12 @@ def class_indices(
 
 
 def _class_index(label: Any, label2id: Mapping[str, int]) -> int:
-    """The class; −1 for none."""
+    """The number of a label's class; −1 where it has none."""
+    if isinstance(label, str) and label in label2id:
+        return label2id[label]
     if isinstance(label, str):
         text = label.strip()
-        is_number = text.isascii() and text.isdigit()
-        return label2id.get(label, int(text) if is_number else -1)
+        return int(text) if text.isascii() and text.isdigit() else -1
     is_number = isinstance(label, int | float) and not isinstance(label, bool)
     return int(label) if is_number and float(label).is_integer() else -1
 
@@ -221,7 +234,7 @@ def _of_folder(place: Path, split: str) -> pd.DataFrame:
 
 
 def _of_datasets(name: str, split: str) -> pd.DataFrame:
-    """The rows that ``datasets`` loads; of a stretch ``train[a:b]`` no more than these are read."""
+    """The rows that ``datasets`` loads; of a stretch ``train[a:b]``, only its rows are read."""
     from datasets import load_dataset
 
     stretch = STRETCH.fullmatch(split)
@@ -238,11 +251,17 @@ def _of_datasets(name: str, split: str) -> pd.DataFrame:
 
 
 def _refuse_several(name: str, splits: Sequence[str]) -> NoReturn:
+    """Raise: the user must name one of the splits."""
     raise DataError(f"{name!r} holds several splits: name one, '{name}:{splits[0]}'")
 
 
 def _of_splits(splits: Mapping[str, Any], split: str) -> pd.DataFrame:
-    """The rows that ``train[:100]+test`` and the like name, of tables or data sets by name."""
+    """The rows of an address such as ``train[:100]+test``.
+
+    Args:
+        splits: tables or data sets, by the names of the splits.
+        split: the address.
+    """
     from datasets import ReadInstruction
 
     lengths = {name: len(rows) for name, rows in splits.items()}
@@ -260,7 +279,7 @@ def _of_splits(splits: Mapping[str, Any], split: str) -> pd.DataFrame:
 
 
 def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
-    """A table with a header, every field as text, every row of its length."""
+    """A table with a header; every field is text, and every row is as long as the header."""
     with open(path, encoding=ENCODING, newline="") as file:
         rows = [row for row in csv.reader(file, strict=True, **dialect) if row]
     header = rows.pop(0) if rows else []
@@ -273,7 +292,11 @@ def _separated(path: Path, **dialect: Any) -> pd.DataFrame:
 
 
 def _lines(path: Path, read: Callable[[str], Any]) -> pd.DataFrame:
-    """A row of every line that is not blank; the index counts from 1 with those that are."""
+    """A row for every line that is not blank; the index counts all lines from 1.
+
+    Args:
+        read: from a line to a mapping.
+    """
     rows: dict[int, dict[str, Any]] = {}
     with open(path, encoding=ENCODING) as file:
         for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""What a Trainer's evaluation adds: the perplexity, and the loss of averaged predictions."""
+"""Figures for a Trainer's evaluation: the perplexity, and the loss of averaged predictions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from blr_analysis.checks import positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.huggingface.chats import IGNORED
 
-BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}  # first label counted
+# Losses that are a mean over tokens, and the first label of a row that counts.
+BY_TOKEN = {"ForCausalLM": 1, "ForMaskedLM": 0, "ForTokenClassification": 0}
+# Losses of one label for each example.
 OF_CLASSES = ("ForSequenceClassification", "ForImageClassification")
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss per token; inf where that is beyond a float.
+    """exp of a mean loss per token; inf where it exceeds the largest float.
 
     >>> perplexity(0.0), perplexity(1e6)
     (1.0, inf)
@@ -40,15 +42,15 @@ def averaged_loss(
 
         −1/M Σ_m log 1/K Σ_k p(y_m | x_m, θ_k),   θ_k ~ q
 
-    over the labels that count.
+    over the M labels that count, in nats.
 
     Args:
-        batches: gone through once for every draw.
-        draw: a function that gives a context with drawn weights.
+        batches: read once for every draw.
+        draw: a function that opens a context with drawn weights.
         draws: K.
 
     Raises:
-        InputError: a model whose answers are no classes.
+        InputError: the model's answers are no classes or tokens.
     """
     total: Tensor | None = None
     for _ in range(positive_int("draws", draws)):
@@ -62,7 +64,7 @@ def averaged_loss(
 
 
 def log_probabilities(model: nn.Module, batch: Any) -> Tensor:
-    """log p of every label of a batch that counts, in float64 on the CPU."""
+    """log p of every label that counts in a batch, in one row, in float64 on the CPU."""
     loss_type = getattr(model, "loss_type", "")
     inputs = {name: column for name, column in batch.items() if name != "labels"}
     labels = batch["labels"]

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning's Trainer: draws around every microbatch, a monitor, checkpoints."""
+"""Callbacks of Lightning's Trainer: drawn weights for every microbatch, a monitor, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
 else:
     from pytorch_lightning import Callback
 
-FULL = ("32", "32-true", "64", "64-true")  # precisions that recipes repeat
+FULL = ("32", "32-true", "64", "64-true")  # floating-point precisions that recipes repeat
 
 
 class LightningCheckpoints(RecordedTraining, Callback):
@@ -38,8 +38,9 @@ class LightningCheckpoints(RecordedTraining, Callback):
         )
 
     Args:
-        checkpoints: your own, for instance with a ``folder``, without which they stay in memory.
-        submodule: the part of the LightningModule that the task is of.
+        checkpoints: your own, for instance with a ``folder``. None: the callback makes them, and
+            they stay in memory.
+        submodule: the name of the part of the LightningModule that is the task's model; "": all.
     """
 
     def __init__(self, checkpoints: Checkpoints | None = None, *, submodule: str = "") -> None:
@@ -57,11 +58,11 @@ class LightningCheckpoints(RecordedTraining, Callback):
         )
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """Record the rate."""
+        """Record the learning rate of the step."""
         self.record_rate(trainer.optimizers[0], trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """Tell the checkpoints of each step of the optimizer."""
+        """Count the optimizer's step, if the batch has ended with one."""
         if self.checkpoints is not None and trainer.global_step > self.checkpoints.done:
             self.checkpoints.step()
 
@@ -86,11 +87,12 @@ class LightningCheckpoints(RecordedTraining, Callback):
 
 
 def _clips_values(trainer: Any) -> bool:
+    """Whether gradients are clipped entry by entry, not by their norm."""
     return str(trainer.gradient_clip_algorithm or "norm").endswith("value")
 
 
 def _missing(trainer: Any, factors: Any) -> list[str]:
-    """What a trainer did that recipes do not repeat."""
+    """What a trainer has done and a recipe does not repeat, a phrase each."""
     missing = []
     if factors is None:
         missing.append("the schedule of the rate")
@@ -104,25 +106,26 @@ def _missing(trainer: Any, factors: Any) -> list[str]:
 
 
 class _Unused(Exception):
-    """Ends a draw whose batch was not used."""
+    """Ends the context of a draw whose batch had no backward pass."""
 
 
 class VariationalSteps(Callback):
-    """Weights drawn for each microbatch, in automatic optimisation.
+    """Draw weights for each microbatch, in automatic optimisation.
 
-    A module whose ``configure_optimizers`` returns ``blr.IVON(...)`` trains without this, one draw
-    a step. With it gradients accumulate over draws and keep their scale, and clipping and loss
-    scales (``precision="16-mixed"``) act on their mean:
+    A module whose ``configure_optimizers`` returns ``blr.IVON(...)`` also trains without this
+    callback, with one draw for each step. With it, gradients accumulate over draws and keep their
+    scale; clipping and loss scaling (``precision="16-mixed"``) act on the mean over the draws:
 
         trainer = lightning.Trainer(accumulate_grad_batches=4, callbacks=[VariationalSteps()])
 
-    Every row of ``blr_analysis.learning_rule.optim`` works; bSAM calls ``training_step`` twice for
-    each batch, the second time at the adversary. With manual optimisation leave this out, and write
+    Every optimizer of ``blr_analysis.learning_rule.optim`` that draws weights works. bSAM calls
+    ``training_step`` twice for each batch, the second time at the adversary. For manual
+    optimisation leave this out, and write
     ``with self.optimizers().sampled_params(train=True):`` around forward and ``manual_backward``.
 
     Raises:
-        InputError: when training begins, of manual optimisation, several optimizers, one that
-            draws no weights.
+        InputError: when training begins, if optimisation is manual, there are several optimizers,
+            or the optimizer draws no weights.
     """
 
     def __init__(self) -> None:
@@ -132,7 +135,10 @@ class VariationalSteps(Callback):
         self._batch: tuple[Any, int] = (None, 0)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Let the optimizer's step run Lightning's closure first, whose pass draws by itself."""
+        """Replace the optimizer's step by one that runs Lightning's closure first.
+
+        The closure makes the forward and backward pass, during which weights are drawn.
+        """
         if not pl_module.automatic_optimization:
             raise InputError(
                 "with manual optimisation leave VariationalSteps out: "
@@ -156,8 +162,9 @@ class VariationalSteps(Callback):
             return loss
 
         optimizer.step = after_closure
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
-            # Lightning refuses to clip (bf16-mixed) where step() might unscale
+        scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if not scales_loss:
+            # Lightning would refuse to clip (bf16-mixed): it takes step() for one that unscales.
             optimizer._step_supports_amp_scaling = False
 
     def on_train_batch_start(
@@ -167,14 +174,13 @@ class VariationalSteps(Callback):
         self._leave()
         self._batch = (batch, batch_idx)
         if self._optimizer is not None:
-            count = trainer.accumulate_grad_batches  # by which Lightning divides each loss
-            context = self._optimizer.sampled_params(train=True, divided_by=count)
+            n_microbatches = trainer.accumulate_grad_batches  # Lightning divides each loss by it
+            context = self._optimizer.sampled_params(train=True, divided_by=n_microbatches)
             context.__enter__()
             self._context = context
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Put the mean back: the gradient counts for the next step, or moves bSAM to where its
-        second gradient is computed."""
+        """Put the mean back and record the gradient; bSAM then computes its second gradient."""
         if self._context is None:
             return
         context = self._context
@@ -184,19 +190,20 @@ class VariationalSteps(Callback):
             self._backward_at_adversary(trainer, pl_module)
 
     def _backward_at_adversary(self, trainer: Any, pl_module: Any) -> None:
-        count = trainer.accumulate_grad_batches
+        """The second forward and backward pass of bSAM, on the same batch."""
+        n_microbatches = trainer.accumulate_grad_batches
         n_arguments = len(signature(pl_module.training_step).parameters)
-        with self._optimizer.adversarial_params(divided_by=count):
+        with self._optimizer.adversarial_params(divided_by=n_microbatches):
             output = trainer.strategy.training_step(*self._batch[:n_arguments])
             loss = output["loss"] if isinstance(output, Mapping) else output
-            trainer.strategy.backward(loss / count, self._optimizer)
+            trainer.strategy.backward(loss / n_microbatches, self._optimizer)
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Drop the draw of a batch that had no backward pass."""
         self._leave()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the optimizer as it was."""
+        """Give the optimizer its own step again."""
         self._leave()
         if self._optimizer is None:
             return
@@ -208,7 +215,7 @@ class VariationalSteps(Callback):
             optimizer.step = self._step_of_schedule
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the optimizer as it was, with the mean put back."""
+        """Put the mean back, and give the optimizer its own step again."""
         self.on_train_end(trainer, pl_module)
 
     def _leave(self) -> None:
@@ -222,21 +229,22 @@ class VariationalSteps(Callback):
 class LightningMonitor(MonitoredTraining, Callback):
     """Let a :class:`blr_analysis.Monitor` look at the model after every epoch.
 
-    What it finds is in ``monitor.table`` and logged as ``loo_nll`` and the like, which loggers and,
-    behind it in ``callbacks``, ``EarlyStopping(monitor="loo_nll")`` read. Of a ``Monitor(every=2)``
-    nothing is logged between its looks: ``EarlyStopping("loo_nll", strict=False)``, whose patience
-    then counts looks, and ``ModelCheckpoint(monitor="loo_nll", every_n_epochs=2)`` wait for the
-    next. It is saved and restored with Lightning's checkpoints.
+    Its rows are in ``monitor.table``. Their losses and accuracies are logged as ``loo_nll`` and the
+    like; loggers read them, and so does ``EarlyStopping(monitor="loo_nll")`` if it is behind the
+    monitor in ``callbacks``. A ``Monitor(every=2)`` logs nothing in the epochs between:
+    ``EarlyStopping("loo_nll", strict=False)`` and
+    ``ModelCheckpoint(monitor="loo_nll", every_n_epochs=2)`` wait for the next row, and patience
+    counts rows. The monitor is saved and restored with Lightning's checkpoints.
 
         monitor = blr.Monitor(blr.Task(module.net, data), test=test_task, examples=200)
         trainer = lightning.Trainer(callbacks=[LightningMonitor(monitor)])
 
     Args:
-        monitor: made with a task of the module, or of its part, that is trained.
+        monitor: made with a task of the module that is trained, or of a part of it.
         posterior_settings: as in :class:`blr_analysis.huggingface.MonitorCallback`.
 
     Raises:
-        InputError: when training begins, of a monitor that has watched another run.
+        InputError: when training begins, if the monitor has watched another run.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -244,18 +252,18 @@ class LightningMonitor(MonitoredTraining, Callback):
         self.monitor.check_epoch(trainer.current_epoch + 1)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Forget what an earlier epoch has logged."""
+        """Remove the values that an earlier epoch has logged."""
         for name in LOGGED:
             trainer.callback_metrics.pop(name, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Add a row to the monitor, where this epoch is due."""
+        """Add a row to the monitor and log it, if this epoch is due."""
         pl_module.log_dict(self.look(trainer.optimizers[0], trainer.current_epoch + 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The monitor's."""
+        """The state of the monitor."""
         return self.monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The monitor's."""
+        """Restore the state of the monitor."""
         self.monitor.load_state_dict(state_dict)

@@ -1,11 +1,12 @@
-"""Preference pairs, of which a model was trained to prefer one answer to another (DPO).
+"""Preference pairs: a model was trained to prefer one answer to another (DPO).
 
 The loss of a pair is that of Rafailov et al. (2023), eq. 7,
 
     ℓ_i = −log σ(z_i),   z_i = β (log π(y_w|x) − log π_ref(y_w|x) − log π(y_l|x) + log π_ref(y_l|x))
 
-with y_w the chosen and y_l the rejected answer: a Bernoulli of one output z_i, whose target is 1.
-π_ref is the model before training: an adapter's base, or the first weights of the run.
+Here y_w is the chosen and y_l the rejected answer. This is the loss of a Bernoulli likelihood with
+one output z_i and target 1. π_ref is the model before training: an adapter's base, or the first
+weights of the training.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from blr_analysis.runs import training_of
 from blr_analysis.task import Task
 
 PAIR = ("chosen", "rejected")
-BETA = 0.1  # of DPO, as its paper and TRL have it
-REFERENCE = "reference"  # in a batch: the margins of the model before training
+BETA = 0.1  # β, as in the paper of DPO and in TRL
+REFERENCE = "reference"  # the key of a batch with the margins of the model before training
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Pairs:
 
     @property
     def tokenizer(self) -> Any:
-        """What made the ids."""
+        """The tokenizer of the ids."""
         return self.chosen.tokenizer
 
     @property
     def cut(self) -> int:
-        """How many answers were longer than what was read."""
+        """The number of answers that were cut."""
         return self.chosen.cut + self.rejected.cut
 
     def __len__(self) -> int:
@@ -94,8 +95,13 @@ def preference_task(
 
     Answers are texts after a prompt, or lists of messages whose common start is the prompt.
 
+    Args:
+        place: the name of the data in errors.
+        max_length: longer answers are cut to so many tokens; None: they are an error.
+        beta: β.
+
     Raises:
-        InputError: the model before training is not there.
+        InputError: the model before training is not known.
         DataError: as :func:`~blr_analysis.huggingface.questions.language_task`.
     """
     training = training_of(loaded.folder)
@@ -125,7 +131,7 @@ def preference_task(
 def _encoded_rows(
     loaded: Pretrained, values_of_rows: Sequence[Mapping[str, Any]], places: Sequence[str]
 ) -> tuple[list[str], dict[str, list[dict[str, Ids]]]]:
-    """The words of every chosen answer, and the ids of both answers of every row."""
+    """The text of every chosen answer; and by "chosen" and "rejected" the ids of every row."""
     encoded = [
         _encoded_pair(loaded, values, place)
         for values, place in zip(values_of_rows, places, strict=True)
@@ -160,7 +166,7 @@ def margin_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def log_probability(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Of the labels that count, summed over each row, ``[B]``."""
+    """The log-probability of the labels that count, summed over each row, ``[B]``."""
     inputs = {name: column for name, column in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1].float()
     labels = batch["labels"][:, 1:]
@@ -173,7 +179,7 @@ def log_probability(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 def _encoded_pair(
     loaded: Pretrained, values: Mapping[str, Any], place: str
 ) -> tuple[str, dict[str, dict[str, Ids]]]:
-    """The words of the chosen answer, and the ids of both."""
+    """The text of the chosen answer, and the ids of both answers."""
     prompt: Any = values.get("prompt")
     answers = [values[name] for name in PAIR]
     are_texts = all(isinstance(answer, str) and answer.strip() for answer in answers)
@@ -199,7 +205,7 @@ def _encoded_pair(
 
 
 def _common_turns(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many turns at the start are the same."""
+    """The number of turns at the start that are the same."""
     for k, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return k
@@ -207,10 +213,10 @@ def _common_turns(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def _model_before(model: Any, recipe: Any) -> Any:
-    """A context in which the model is the one before training.
+    """A function that opens a context in which the model has the weights before training.
 
     Raises:
-        InputError: nobody has it.
+        InputError: these weights are not known.
     """
     if hasattr(model, "disable_adapter"):
         return model.disable_adapter
@@ -235,7 +241,7 @@ def _model_before(model: Any, recipe: Any) -> Any:
 
 @torch.no_grad()
 def _margins(model: Any, model_before: Any, chosen: Tokens, rejected: Tokens) -> list[float]:
-    """log π_ref(y_w|x) − log π_ref(y_l|x) of each pair."""
+    """log π_ref(y_w|x) − log π_ref(y_l|x) of each pair, in batches."""
     device = next(model.parameters()).device
     margins = []
     with model_before():

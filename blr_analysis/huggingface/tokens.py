@@ -23,9 +23,9 @@ from blr_analysis.huggingface.chats import (
 from blr_analysis.huggingface.models import Pretrained
 from blr_analysis.task import Task
 
-SHOWN = 200  # characters of a text that are kept beside its example
-BATCH = 8
-Encoded = tuple[str, dict[str, Ids]]  # a row's words, and its ids with labels
+SHOWN = 200  # characters of a text that become metadata of its example
+BATCH = 8  # examples of a batch
+Encoded = tuple[str, dict[str, Ids]]  # the text of a row, and its ids with labels
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Tokens:
     """Examples as token ids: a dataset whose batches are padded.
 
     Attributes:
-        rows: the model's inputs of each example as lists of ids, and "labels": a list as well, or
+        rows: the model's inputs of each example as lists of ids, and "labels": a list of ids, or
             a class.
-        pad_id: what fills up short rows.
-        max_length: tokens that are kept of a row; None: all.
-        cut: how many rows were longer.
-        tokenizer: what made the ids.
-        side: where short rows are filled up, "right" or "left".
+        pad_id: the token that fills up short rows.
+        max_length: the number of tokens that rows were cut to; None: no row was cut.
+        cut: the number of rows that were cut.
+        tokenizer: the tokenizer of the ids.
+        side: the side on which short rows are filled up, "right" or "left".
     """
 
     rows: list[dict[str, Any]]
@@ -66,17 +66,19 @@ class Tokens:
         return {name: self._column(name, [row[name] for row in rows]) for name in rows[0]}
 
     def _column(self, name: str, values: Sequence[Any]) -> Tensor:
+        """One input of a batch, padded; classes are stacked."""
         tensors = [torch.tensor(value) for value in values]
-        if not tensors[0].ndim:
+        are_classes = tensors[0].ndim == 0
+        if are_classes:
             return torch.stack(tensors)
         fill = {"input_ids": self.pad_id, "labels": IGNORED}.get(name, 0)
         return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=self.side)
 
     def task(self, loaded: Pretrained, **settings: Any) -> Task:
-        """These examples under their model.
+        """The task of a model on these examples.
 
         Args:
-            settings: what else :class:`~blr_analysis.Task` takes.
+            settings: further arguments of :class:`~blr_analysis.Task`.
         """
         padded: Any = replace(self, side=padding_side(loaded, self))
         loader: Any = DataLoader(padded, batch_size=BATCH, collate_fn=padded.collate)
@@ -85,21 +87,25 @@ class Tokens:
 
 
 def padding_side(loaded: Pretrained, tokens: Tokens) -> str:
-    """Where a short row is filled up: on the right, unless its output changes there and the
-    tokenizer says left (XLNet reads a text's last position)."""
+    """The side on which short rows are filled up.
+
+    It is "right", unless the tokenizer says "left" and filling up on the right changes the model's
+    outputs (XLNet reads the last position of a text).
+    """
     by_length = sorted(tokens.rows, key=lambda row: len(row["input_ids"]))
     shortest = by_length[0]
     longest = by_length[-1]
     lengths_differ = len(shortest["input_ids"]) < len(longest["input_ids"])
     side = getattr(loaded.tokenizer, "padding_side", "right")
     if side == "right" or loaded.task == "causal_lm" or not lengths_differ:
-        return "right"  # in causal models nothing behind a text changes its outputs
+        return "right"  # in causal models, later tokens do not change a text's outputs
     alone = _logits(loaded, tokens, [shortest])
     padded = _logits(loaded, tokens, [shortest, longest])
     return "right" if torch.allclose(alone[0], padded[0], rtol=1e-3, atol=1e-5) else side
 
 
 def _logits(loaded: Pretrained, tokens: Tokens, rows: Sequence[dict[str, Any]]) -> Tensor:
+    """The model's outputs for some rows, as one batch."""
     device = next(loaded.model.parameters()).device
     batch = {name: column.to(device) for name, column in tokens.collate(rows).items()}
     batch.pop("labels")
@@ -108,7 +114,7 @@ def _logits(loaded: Pretrained, tokens: Tokens, rows: Sequence[dict[str, Any]]) 
 
 
 def metadata_of(table: Any, columns: Sequence[str], words: Sequence[str]) -> dict[str, list[Any]]:
-    """The texts in short, and the columns of words and numbers that are not read as texts."""
+    """The starts of the texts, and the columns of words and numbers that are no texts."""
     metadata = {"text": [" ".join(text.split())[:SHOWN] for text in words]}
     for name in table:
         values = table[name].tolist()
@@ -121,27 +127,28 @@ def metadata_of(table: Any, columns: Sequence[str], words: Sequence[str]) -> dic
 def encoded_turns(
     loaded: Pretrained, turns: list[dict[str, Any]], first_answer: int, place: str
 ) -> Encoded:
-    """The words and ids of a conversation, whose answers count from that turn on."""
+    """The text and ids of a conversation; the assistant's turns from ``first_answer`` on count."""
     words = " ".join(str(turn.get("content") or "") for turn in turns)
     return words, encoded_chat(loaded, turns, first_answer, place)
 
 
 def encoded_answer(loaded: Pretrained, prompt: str, answer: str) -> dict[str, Ids]:
-    """The ids of both; the labels are those of the answer."""
+    """The ids of a prompt with its answer; the answer's tokens are the labels."""
     row = ids_of(loaded, prompt + answer)
     start = common_start(ids_of(loaded, prompt)["input_ids"], row["input_ids"])
     return labelled(row, [(start, len(row["input_ids"]))])
 
 
 def check_ids(loaded: Pretrained, row: dict[str, Ids], max_length: int | None, place: str) -> None:
-    """Raise :class:`DataError` of a row that the model cannot read, or without an answer."""
+    """Raise :class:`DataError` where the model cannot read a row, or no token of it counts."""
     ids = row["input_ids"]
     if max_length is None and len(ids) > loaded.longest:
         raise DataError(
             f"{place} has {len(ids):,} tokens, the model reads {loaded.longest:,}: cut with "
             "max_length (--max-length)"
         )
-    if set(row["labels"][1:max_length]) <= {IGNORED}:
+    predicted_labels = row["labels"][1:max_length]  # the first token is not predicted
+    if set(predicted_labels) <= {IGNORED}:
         raise DataError(f"{place} leaves nothing to predict; drop or shorten it")
     vocabulary = len(loaded.model.get_input_embeddings().weight)  # type: ignore[operator]
     if max(ids) >= vocabulary:
