@@ -28,7 +28,7 @@ from blr_analysis.adapters import is_adapter
 from blr_analysis.checks import install, path_of
 from blr_analysis.errors import BLRError, InputError, told_as
 from blr_analysis.files import Folder
-from blr_analysis.merging.job import Job, Member
+from blr_analysis.merging.job import BREADCRUMBS_GAMMA, Job, Member
 from blr_analysis.merging.layer_weights import LayerWeights, Rule, depths
 from blr_analysis.merging.methods import default_weights, method_of, widest
 from blr_analysis.merging.recipe_text import (
@@ -299,12 +299,14 @@ class _Reader:
         default = 1.0
         if not method.normalize:
             default = default_weights(method.name, len(self.entries))[0]
-        # slerp's t is the weight of its end; the base, its start, has 1 − t.
+        # slerp's t is the weight of the model at its end; the base, at its start, has 1 − t.
         is_start = key == "t" and self.base is not None and model.samefile(self.base)
         weight = self._by_layer(key, entry, default, complement=is_start)
         density = self._by_layer("density", entry, 1.0) if method.thinned else 1.0
         epsilon = self._by_layer("epsilon", entry, None) if method.takes("epsilon") else None
-        gamma = self._by_layer("gamma", entry, 0.01) if method.takes("gamma") else 0.01
+        gamma = BREADCRUMBS_GAMMA
+        if method.takes("gamma"):
+            gamma = self._by_layer("gamma", entry, BREADCRUMBS_GAMMA)
         return Member(
             model,
             precision=self._precision(model, entry),
