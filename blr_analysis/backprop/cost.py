@@ -1,4 +1,4 @@
-"""How much memory one example takes, measured on a plan's probe: what sets the chunk size."""
+"""How much memory one example takes, measured on a plan's probe; the chunk size follows from it."""
 
 from __future__ import annotations
 
@@ -18,39 +18,51 @@ from blr_analysis.half import working
 from blr_analysis.models import parameter_places
 from blr_analysis.task import Task
 
-SCORED = 3  # copies of a sequence's outputs in memory at once beside those of its last layer
-GRAMS = 3  # K × K products of an example's columns in memory: their sum, a layer's share, one more
+COPIES_OF_OUTPUTS = 3  # of a sequence, in memory at once beside those of its last layer
+GRAM_MATRICES = 3  # K × K, of one example, in memory at once: the sum, a layer's share, one more
+COPIES_OF_DENSE_GRADIENTS = 2.5  # in memory at once: the gradients and temporary tensors
 
 
 @dataclass(frozen=True)
 class ExampleCost:
-    """Numbers of the parameters' dtype held per example of a chunk, by what they are.
+    """How many numbers of the parameters' dtype one example of a chunk takes, by what they are.
 
-    Called with the number of columns K of each example's gradient, it gives their sum.
+    Attributes:
+        graph: those that autograd saves, for the model and for a module that is run again.
+        inputs: those of the layers' inputs.
+        outputs: those of the layers' outputs, where every column has a gradient.
+        last: those of the model's outputs.
+        dense: those of one column's gradients that are not factored.
+        terms: the costs of the terms.
+        is_sequence: whether an example is a sequence.
+        width: the size of a number that is computed with, in numbers of the parameters' dtype.
     """
 
-    graph: float  # that autograd saves, of the whole model and of the module that is run again
-    inputs: float  # of the layers
-    outputs: float  # of the layers: every column has a gradient there
-    last: float  # of the model
-    dense: float  # one column's gradients that are not factored
+    graph: float
+    inputs: float
+    outputs: float
+    last: float
+    dense: float
     terms: Sequence[TermCost]
     is_sequence: bool
-    wide: int  # a sum's number, in numbers of half precision
+    width: int
 
     def __call__(self, columns: int, *, by_parts: bool = False) -> float:
-        """``by_parts`` leaves out the products that :meth:`Chunk.parts` makes of some examples at
-        a time, and the columns at the outputs themselves, unit vectors that all examples share."""
+        """The sum of all numbers, where K ``columns`` are asked of each example.
+
+        ``by_parts`` leaves out what :meth:`Chunk.parts` computes for some examples at a time, and
+        the columns at the outputs themselves, which are unit vectors that all examples share.
+        """
         numbers = self.graph + 2 * self.inputs
         if self.is_sequence:
-            numbers += self.wide * SCORED * self.last
+            numbers += self.width * COPIES_OF_OUTPUTS * self.last
         outputs = self.outputs
         if by_parts:
             outputs -= min(self.last, outputs)
-        numbers += (self.wide * columns + 1) * outputs
-        numbers += self.wide * 2.5 * columns * self.dense
+        numbers += (self.width * columns + 1) * outputs
+        numbers += self.width * COPIES_OF_DENSE_GRADIENTS * columns * self.dense
         if not by_parts:
-            numbers += self.wide * gram_floats(self.terms, columns)
+            numbers += self.width * gram_floats(self.terms, columns)
         return numbers
 
 
@@ -61,7 +73,7 @@ def cost_of(
     graph: int,
     terms: Sequence[TermCost],
 ) -> ExampleCost:
-    """What an example of a chunk costs, measured on the probe's recording.
+    """The cost of one example of a chunk, measured on the probe's recording.
 
     ``graph``: bytes that autograd keeps for the recording; ``terms``: the costs of its terms.
     """
@@ -78,7 +90,7 @@ def cost_of(
         dense=sum(term.column for term in terms),
         terms=terms,
         is_sequence=task.likelihood.is_sequence,
-        wide=working(dtype).itemsize // dtype.itemsize,
+        width=working(dtype).itemsize // dtype.itemsize,
     )
 
 
@@ -95,9 +107,9 @@ def _saved_again(
 
 
 def gram_floats(costs: Iterable[TermCost], columns: int) -> float:
-    """Numbers held per example while the K × K products of its columns are made."""
+    """How many numbers one example takes while the K × K products of its columns are computed."""
     largest = max((cost.gram(columns) for cost in costs), default=0)
-    return largest + GRAMS * columns**2
+    return largest + GRAM_MATRICES * columns**2
 
 
 def batch_numbers(batch: Any) -> int:

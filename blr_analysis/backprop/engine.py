@@ -1,7 +1,7 @@
 """Chunks of a dataset with everything per-example that the analyses ask for.
 
-The loop that every analysis shares: run a chunk at the posterior's mean, then ask for the
-gradients of as many output directions (columns) as needed, in factored form.
+:func:`chunks` is the loop that every analysis shares. It runs a chunk at the posterior's mean; the
+analysis then asks for gradients of as many output directions (columns) as it needs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from blr_analysis.likelihoods import Likelihood
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
-DEFAULT_MEMORY = 56 * 2**20  # bytes of working memory where the user names no bound
-TOGETHER = 8.5  # examples that the working memory should hold
-MAX_DEFAULT_MEMORY = 2**30  # bytes of working memory for these, where the user names no bound,
-SHARE = 4  # or so many times the bytes of the parameters, if that is more
+# The working memory, where the user names no bound. It is raised above its least, so that several
+# examples fit in, as far as one of two bounds allows, whichever is larger.
+MIN_BYTES_ON_CPU = 56 * 2**20
+MIN_BYTES_ON_GPU = 2**30
+EXAMPLES_IN_MEMORY = 8.5
+MAX_BYTES = 2**30
+MAX_PARAMETER_COPIES = 4  # times the bytes of the parameters
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,11 @@ class Chunk:
     _params: Mapping[str, Tensor]
     _plan: Plan
     _recording: Recording
-    _room: int  # bytes for what is made of the gradients of some examples at a time
+    _bytes_for_parts: int  # of working memory in :meth:`parts`
 
     @property
     def likelihood(self) -> Likelihood:
-        """That of these examples, with their weights."""
+        """The likelihood of these examples, with their weights."""
         return self._task.likelihood.at(self.indices)
 
     @property
@@ -62,8 +65,8 @@ class Chunk:
     def terms(self, cotangents: Tensor, *, last: bool = False) -> list[Term]:
         """G_ik = J_iᵀ c_ik for cotangents ``[B, K, C]``: K backward passes, factored per layer.
 
-        Of sequences ``[B, K, T, C]``, where J_i has a row for every output of every token.
-        ``last``: no more will be asked of this chunk, and its graph is freed.
+        For sequences the cotangents are ``[B, K, T, C]``: J_i has a row for every output of every
+        token. ``last`` frees the chunk's graph, after which no more gradients can be computed.
         """
         columns = list(cotangents.detach().unbind(1))
         return self._plan.terms(
@@ -82,13 +85,15 @@ class Chunk:
         return self.terms(eye.expand(b, c, c))
 
     def parts(self) -> Iterator[tuple[slice, list[Term]]]:
-        """:meth:`jacobian_terms` of some examples at a time, and which examples these are: so few
-        that their C × C matrices fit into memory."""
+        """:meth:`jacobian_terms` of some examples at a time, with the slice of these examples.
+
+        A part has so few examples that their C × C matrices fit into memory.
+        """
         terms = self.jacobian_terms()
         numbers = gram_floats((term.cost() for term in terms), self.outputs.shape[-1])
         bytes_per_example = self.outputs.element_size() * numbers
         start = 0
-        for piece in pieces(terms, int(self._room // bytes_per_example)):
+        for piece in pieces(terms, int(self._bytes_for_parts // bytes_per_example)):
             rows = slice(start, start + piece[0].n_examples)
             yield rows, piece
             start = rows.stop
@@ -103,18 +108,19 @@ def chunks(
     by_parts: bool = False,
     indices: Tensor | None = None,
     label: str = "reading examples",
-    kept: Unfinished | None = None,
+    unfinished: Unfinished | None = None,
     divided: bool = False,
 ) -> Iterator[Chunk]:
     """Run the dataset (or ``indices`` of it) in chunks at ``params``.
 
     Args:
-        size: examples per chunk; None: the task's batch size, or as many as its memory holds.
+        size: examples per chunk; None: the task's ``chunk_size``, or as many as its memory holds.
         columns: gradients asked of each example at most; None: one per output. It sets the
             chunk size together with the memory budget.
         by_parts: whether all C gradients are read by :meth:`Chunk.parts`, for which a quarter of
             the memory budget is set aside.
-        kept: results of an earlier run that was cut short; chunks that it has done are left out.
+        unfinished: sums of an earlier run that was interrupted; the chunks that they contain are
+            left out.
         divided: whether the ranks take turns, chunk by chunk of what one process would visit.
 
     Raises:
@@ -126,12 +132,10 @@ def chunks(
     plan = plan_for(task, params)
     order = torch.arange(task.n_data) if indices is None else indices
     columns = plan.outputs if columns is None else columns
-    budget = _budget(task, params, plan, columns, by_parts)
-    room = budget // 4 if by_parts else budget
+    bytes_for_graph, bytes_for_parts = _shares_of_memory(task, params, plan, columns, by_parts)
     exact_size = size or task.chunk_size
-    for_graph = budget - room if by_parts else budget
     fitting_size = plan.chunk_size(
-        columns, for_graph, _itemsize(params), len(order), by_parts=by_parts
+        columns, bytes_for_graph, _itemsize(params), len(order), by_parts=by_parts
     )
     batches = order.split(exact_size or fitting_size)
     if divided:
@@ -139,15 +143,50 @@ def chunks(
     shown = track(batches, total=len(batches), label=label, show=task.progress)
     start = time.perf_counter()
     for number, (chosen, batch) in enumerate(_fitted(task, plan, shown, exact=bool(exact_size))):
-        if kept is not None and number < kept.done:
-            continue
-        recording = record(
-            task, params, batch, plan.units, size=len(chosen), indices=chosen, shared=plan.shared
-        )
-        outputs = recording.outputs.detach()
-        yield Chunk(chosen, outputs, recording.targets, task, params, plan, recording, room)
-        del recording, batch, outputs
+        # The number of passes that are done rises when the first one is added to the sums.
+        is_done = unfinished is not None and number < unfinished.done
+        if not is_done:
+            yield _recorded(task, params, plan, chosen, batch, bytes_for_parts)
+        del batch  # before the next one is fetched
     plan.without_rule.warn(time.perf_counter() - start)
+
+
+def _recorded(
+    task: Task,
+    params: Mapping[str, Tensor],
+    plan: Plan,
+    indices: Tensor,
+    batch: Any,
+    bytes_for_parts: int,
+) -> Chunk:
+    """The chunk of these examples, after their forward pass."""
+    recording = record(
+        task, params, batch, plan.units, size=len(indices), indices=indices, shared=plan.shared
+    )
+    return Chunk(
+        indices=indices,
+        outputs=recording.outputs.detach(),
+        targets=recording.targets,
+        _task=task,
+        _params=params,
+        _plan=plan,
+        _recording=recording,
+        _bytes_for_parts=bytes_for_parts,
+    )
+
+
+def _shares_of_memory(
+    task: Task, params: Mapping[str, Tensor], plan: Plan, columns: int, by_parts: bool
+) -> tuple[int, int]:
+    """Bytes of working memory for a chunk's graph and for what its parts compute.
+
+    If ``by_parts``, the parts have a quarter of the memory; else both have all of it.
+    """
+    budget = _budget(task, params, plan, columns, by_parts)
+    if not by_parts:
+        return budget, budget
+    for_parts = budget // 4
+    return budget - for_parts, for_parts
 
 
 def _itemsize(params: Mapping[str, Tensor]) -> int:
@@ -160,32 +199,35 @@ def _budget(
     """Bytes of working memory: the user's bound, or what suits the model."""
     if task.memory_budget is not None:
         return task.memory_budget
-    least = DEFAULT_MEMORY if task.device.type == "cpu" else MAX_DEFAULT_MEMORY
+    least = MIN_BYTES_ON_CPU if task.device.type == "cpu" else MIN_BYTES_ON_GPU
     bytes_per_example = _itemsize(params) * plan.floats(columns, by_parts=by_parts)
     return default_memory(params, least, bytes_per_example)
 
 
 def default_memory(params: Mapping[str, Tensor], least: int, bytes_per_example: float) -> int:
-    """Bytes of working memory where nobody names a bound."""
-    most = max(MAX_DEFAULT_MEMORY, SHARE * sum(p.nbytes for p in params.values()))
-    return max(least, min(int(TOGETHER * bytes_per_example), most))
+    """Bytes of working memory where the user names no bound: at least ``least``."""
+    parameter_bytes = sum(p.nbytes for p in params.values())
+    max_bytes = max(MAX_BYTES, MAX_PARAMETER_COPIES * parameter_bytes)
+    return max(least, min(int(EXAMPLES_IN_MEMORY * bytes_per_example), max_bytes))
 
 
 def _fitted(
     task: Task, plan: Plan, pieces: Iterable[Tensor], *, exact: bool
 ) -> Iterator[tuple[Tensor, Any]]:
-    """The batches of these pieces; one whose examples are longer than the plan's is divided.
+    """The batches of these indices; a batch of longer examples than the plan's probe is divided.
 
-    A padded batch is as long as its longest sequence, and attention may take the square of it.
+    A padded batch is as long as its longest sequence, and attention may take memory that grows with
+    the square of that length. ``exact``: no batch is divided.
     """
     for indices in pieces:
         batch = task.fetch(indices)
-        length = batch_numbers(batch) / max(1.0, len(indices) * plan.numbers)
-        if exact or length <= 1 or len(indices) == 1:
+        probe_numbers = max(1.0, len(indices) * plan.numbers)
+        relative_length = batch_numbers(batch) / probe_numbers
+        if exact or relative_length <= 1 or len(indices) == 1:
             yield indices, batch
         else:
             del batch
-            for part in indices.split(max(1, int(len(indices) / length**2))):
+            for part in indices.split(max(1, int(len(indices) / relative_length**2))):
                 yield part, task.fetch(part)
 
 

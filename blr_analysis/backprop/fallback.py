@@ -1,8 +1,8 @@
 """Per-example gradients of layers that have no rule: ``torch.func`` for that module alone.
 
-A module is differentiated with respect to its own parameters by ``vmap`` over the examples of a
-vector–Jacobian product; where ``vmap`` cannot go (data-dependent control flow, kernels without a
-batching rule) the examples are taken one by one.
+A vector–Jacobian product differentiates the module with respect to its own parameters, and ``vmap``
+maps it over the examples. Where ``vmap`` cannot go (data-dependent control flow, kernels without a
+batching rule), the examples are differentiated one by one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def module_columns(
     """G_ic for the unit's own parameters, ``[B, K, *shape]`` each.
 
     Args:
-        params: every parameter's value by canonical name.
-        places: every place below this module that holds a parameter → its canonical name.
+        params: the values of all the model's parameters, by canonical name.
+        places: canonical names of the parameters in this module, by their name inside of it.
         axes: batch axes of the input leaves (None: not a tensor) and of the output leaves.
         grads: ``[output leaf][column]`` gradients.
     """
@@ -60,17 +60,23 @@ def module_columns(
 class _OneExample:
     """A module's call for a single example, as a function of its parameters.
 
-    ``inputs`` are the leaves of the arguments. Those of which every example has its own are put
-    with examples first, and copied, because a module may work on them in place.
+    Attributes:
+        values: the parameters that are differentiated, by canonical name.
+        all_values: all the model's parameters, by canonical name.
+        places: canonical names by the parameter's name inside of the module.
+        inputs: the leaves of the arguments. A leaf that has rows for each example comes with
+            examples first, and as a copy, because a module may work on it in place.
+        axes: where the examples are in each leaf; None where it is no tensor.
+        structure: of the arguments, from which pytree puts the leaves together again.
     """
 
     module: nn.Module
-    values: dict[str, Tensor]  # of the parameters that are differentiated
-    others: Mapping[str, Tensor]  # of all parameters
+    values: dict[str, Tensor]
+    all_values: Mapping[str, Tensor]
     places: Mapping[str, str]
     inputs: list[Any]
     axes: Sequence[Axis | None]
-    structure: Any  # of the arguments
+    structure: Any
 
     @classmethod
     def of(
@@ -87,19 +93,29 @@ class _OneExample:
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
         values = {name: params[name] for name in visit.unit.names.values()}
-        return cls(visit.unit.module, values, params, places, inputs, axes, structure)
+        return cls(
+            module=visit.unit.module,
+            values=values,
+            all_values=params,
+            places=places,
+            inputs=inputs,
+            axes=axes,
+            structure=structure,
+        )
 
     @property
     def mapped_inputs(self) -> list[Tensor]:
-        """The inputs of which every example has its own, ``[B, ...]``."""
+        """The inputs that have rows for each example, ``[B, ...]``."""
         return [x for x, axis in zip(self.inputs, self.axes, strict=True) if _is_mapped(axis)]
 
     def outputs(
         self, values: Mapping[str, Tensor], example: list[Tensor], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Outputs of an example, in the shapes and dtypes of ``like``, at values of parameters.
+        """The outputs of one example at these values of the parameters.
 
-        ``example``: its rows of the mapped inputs.
+        Args:
+            example: the example's rows of :attr:`mapped_inputs`.
+            like: tensors that have the shapes and dtypes of the outputs.
         """
         rows = iter(example)
         arguments = [
@@ -107,8 +123,10 @@ class _OneExample:
             for x, axis in zip(self.inputs, self.axes, strict=True)
         ]
         args, kwargs = tree_unflatten(arguments, self.structure)
-        placed = {place: values.get(name, self.others[name]) for place, name in self.places.items()}
-        output = functional_call(self.module, placed, args, kwargs, tie_weights=False)
+        module_values = {
+            place: values.get(name, self.all_values[name]) for place, name in self.places.items()
+        }
+        output = functional_call(self.module, module_values, args, kwargs, tie_weights=False)
         leaves = filter(is_floating, tree_leaves(output))
         return [x.reshape(c.shape).to(c.dtype) for x, c in zip(leaves, like, strict=True)]
 
@@ -121,20 +139,22 @@ class _OneExample:
 
 
 def _columns_of(cotangents: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """From ``[K, ...]`` by output to one column of all outputs after the other."""
-    return zip(*(c.unbind() for c in cotangents), strict=True)
+    """One column of all outputs after the other, from K columns ``[K, ...]`` of each output."""
+    return zip(*(cotangent.unbind() for cotangent in cotangents), strict=True)
 
 
 def _one_by_one(call: _OneExample, cotangents: list[Tensor]) -> dict[str, Tensor]:
-    """The same for all examples by plain autograd, ``[B, K, *shape]`` by name."""
+    """:meth:`_OneExample.columns` of all examples by plain autograd, ``[B, K, *shape]``."""
     inputs = call.mapped_inputs
     gradients: dict[str, list[Tensor]] = {name: [] for name in call.values}
     for i in range(len(cotangents[0])):
         leaves = leaves_of(call.values)
-        of_example = [c[i] for c in cotangents]
+        example = [x[i] for x in inputs]
+        example_cotangents = [cotangent[i] for cotangent in cotangents]
+        like = [cotangent[0] for cotangent in example_cotangents]
         with torch.enable_grad():
-            outputs = call.outputs(leaves, [x[i] for x in inputs], [c[0] for c in of_example])
-        columns = [pulled(outputs, column, leaves) for column in _columns_of(of_example)]
+            outputs = call.outputs(leaves, example, like)
+        columns = [pulled(outputs, column, leaves) for column in _columns_of(example_cotangents)]
         for name, column in zip(call.values, zip(*columns, strict=True), strict=True):
             gradients[name].append(torch.stack(column))
     return {name: torch.stack(rows) for name, rows in gradients.items()}
@@ -147,17 +167,18 @@ def pulled(
     *,
     last: bool = False,
 ) -> list[Tensor]:
-    """One vector–Jacobian product by plain autograd; zeros where nothing depends on a leaf.
+    """One vector–Jacobian product by plain autograd: the gradient at each leaf, in their order.
 
-    ``last`` frees what the forward pass saved.
+    It is 0 at a leaf that the outputs do not depend on. ``last`` frees what the forward pass saved.
     """
-    pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
-    if not pairs:
+    pairs = zip(outputs, cotangents, strict=True)
+    differentiable = [(f, cotangent) for f, cotangent in pairs if f.requires_grad]
+    if not differentiable:
         return [torch.zeros_like(leaf) for leaf in leaves.values()]
     grads = torch.autograd.grad(
-        [f for f, _ in pairs],
+        [f for f, _ in differentiable],
         list(leaves.values()),
-        [c for _, c in pairs],
+        [cotangent for _, cotangent in differentiable],
         retain_graph=not last,
         allow_unused=True,
         materialize_grads=True,
@@ -172,7 +193,11 @@ def task_columns(
     indices: Tensor,
     cotangents: Sequence[Tensor],
 ) -> Dense:
-    """The same through the whole model, one example at a time: the last resort, always exact."""
+    """G_ic of these parameters through the whole model, one example at a time.
+
+    This is the last resort: slow, and always exact. ``cotangents``: K tensors ``[B, C]``, one for
+    each column.
+    """
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for position, index in enumerate(indices.split(1)):
         row = slice(position, position + 1)
@@ -180,9 +205,9 @@ def task_columns(
             leaves = leaves_of({name: params[name] for name in names})
             model = task.at({**params, **leaves})
             outputs, _ = model.run(index)
-            if outputs.shape[1:] != cotangents[0].shape[1:]:  # it was padded in company
+            if outputs.shape[1:] != cotangents[0].shape[1:]:  # padding depends on the batch
                 outputs = model.run(indices)[0][row]
-        columns = [pulled([outputs], [c[row]], leaves) for c in cotangents]
+        columns = [pulled([outputs], [cotangent[row]], leaves) for cotangent in cotangents]
         for name, column in zip(names, zip(*columns, strict=True), strict=True):
             gradients[name].append(torch.stack(column))
     return Dense({name: upcast(torch.stack(rows)) for name, rows in gradients.items()})
@@ -194,12 +219,12 @@ def _is_mapped(axis: Axis | None) -> TypeGuard[Axis]:
 
 
 def _split(tensor: Tensor, axis: Axis, batch: int) -> Tensor:
-    """Examples first: ``[B, ...]`` or ``[B, r, ...]``."""
+    """A tensor with examples first: ``[B, ...]``, or ``[B, r, ...]`` of r rows an example."""
     if axis.repeats > 1:
         return tensor.reshape(batch, axis.repeats, *tensor.shape[1:])
     return axis.first(tensor, batch)
 
 
 def _join(example: Tensor, axis: Axis) -> Tensor:
-    """One example as the batch of one that the module expects."""
+    """One example's rows as a batch of one, which is what the module expects."""
     return example if axis.repeats > 1 else example.unsqueeze(axis.dim)

@@ -1,10 +1,11 @@
 """The layer that gives the outputs: its share of Σ_i J_iᵀ Λ_i J_i in closed form.
 
-Its gradient for a column c is c aᵀ, a the layer's inputs, so that with Λ = diag(s) − v vᵀ
+The layer's gradient for a column c of a root of Λ_i is c a_iᵀ, with the layer's inputs a_i. Its
+share of the Kronecker factors and of the diagonal in their basis is
 
-    Σ_c c cᵀ = Λ,    Σ_i diag(U_Gᵀ Λ_i U_G) (U_Aᵀ a_i)²ᵀ
+    Σ_i Λ_i,    Σ_i diag(U_Gᵀ Λ_i U_G) (U_Aᵀ a_i)²ᵀ.
 
-need no column of a root of Λ: N C² multiplications in place of N C³.
+With Λ = diag(s) − v vᵀ these sums need no root of Λ: N C² multiplications in place of N C³.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from blr_analysis.backprop.terms import Term, Tree
 
 @dataclass(frozen=True)
 class Head(Outer):
-    """Σ_c G_c ⊗ G_c of a linear layer with Σ_c d_c d_cᵀ = diag(s) − v vᵀ: its sums, no columns.
+    """A linear layer with Σ_c d_c d_cᵀ = diag(s) − v vᵀ, which gives sums over columns alone.
 
-    ``scale`` s and ``low`` v: ``[B, O]`` in float64, as probabilities near 1 cancel in s − v².
+    Attributes:
+        scale: s, ``[B, O]`` in float64, because probabilities near 1 cancel in s − v².
+        low: v, likewise.
+        basis: the basis U_A, U_G of the sums; None: that of the parameters.
     """
 
     scale: Tensor
@@ -41,7 +45,7 @@ class Head(Outer):
         return Head(self.joint, self.inputs, self.grads, self.scale, self.low, basis)
 
     def add_square_sum(self, into: Tree) -> None:
-        """Add Σ_i diag(U_Gᵀ Λ_i U_G) (U_Aᵀ a_i)²ᵀ, with U = 1 where no basis is set."""
+        """Add Σ_i diag(U_Gᵀ Λ_i U_G) (U_Aᵀ a_i)²ᵀ, with U = I where no basis is set."""
         basis = self.basis
         inputs = self.inputs.flatten(1)
         if self.bias is not None:
@@ -68,8 +72,11 @@ class Head(Outer):
 def with_head(
     terms: Sequence[Term], weight: str | None, parts: tuple[Tensor, Tensor] | None
 ) -> list[Term]:
-    """These terms, that of the head's ``weight`` with the exact Λ = diag(s) − v vᵀ as its
-    ``parts``; all as they are where there is no head, or another Λ."""
+    """The terms, with a :class:`Head` in the place of the term of ``weight``.
+
+    ``parts``: s and v of Λ = diag(s) − v vᵀ. Where it is None, or ``weight`` is, the terms are
+    returned as they are.
+    """
     if weight is None or parts is None:
         return list(terms)
     return [

@@ -1,4 +1,4 @@
-"""The Hessian of a summed loss as products with vectors, v ↦ Σ_i ∇²ℓ_i v: no matrix is held.
+"""The Hessian of a summed loss as products with vectors, v ↦ Σ_i ∇²ℓ_i v, without the matrix.
 
 The model is run once per chunk of examples; its graph then serves any number of vectors, several
 at a time, and stays in memory between calls as far as the task's memory budget allows.
@@ -21,14 +21,20 @@ from blr_analysis.errors import ModelError
 from blr_analysis.progress import track
 from blr_analysis.task import Task
 
-PROBES = 8  # random vectors that tell whether a matrix is symmetric
-ASYMMETRY = 1e-3  # ‖H − Hᵀ‖ / ‖H‖; rounding makes 4e-6 at most in float32
-HELD = 512 * 2**20  # bytes of graphs that stay between products where the user names no bound
+RANDOM_VECTORS = 8  # that the matrix is multiplied with to tell whether it is symmetric
+MAX_ASYMMETRY = 1e-3  # ‖H − Hᵀ‖ / ‖H‖; rounding makes 4e-6 at most in float32
+GRAPH_BYTES = 512 * 2**20  # of graphs that stay between products where the user names no bound
 
 
 @dataclass(frozen=True)
 class SummedGradient:
-    """Σ_i ∇ℓ_i of one chunk with the graph that it was made by, which holds ``size`` bytes."""
+    """Σ_i ∇ℓ_i of one chunk, with the graph that it was computed by.
+
+    Attributes:
+        leaves: the parameters, with respect to which the gradient is differentiated again.
+        gradient: Σ_i ∇ℓ_i, in the order of the leaves.
+        size: bytes that the graph takes.
+    """
 
     leaves: list[Tensor]
     gradient: tuple[Tensor, ...]
@@ -58,25 +64,28 @@ class SummedGradient:
     def times(self, vectors: list[Tensor]) -> list[Tensor]:
         """Σ_i ∇²ℓ_i v for stacked vectors v ``[K, *shape]``, all at once where autograd can."""
         pairs = zip(self.gradient, vectors, strict=True)
-        live = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
-        if not live:
+        differentiable = [(gradient, v) for gradient, v in pairs if gradient.requires_grad]
+        if not differentiable:  # the loss is linear in the parameters
             return [torch.zeros_like(v) for v in vectors]
-        ends, columns = zip(*live, strict=True)
+        gradients, columns = zip(*differentiable, strict=True)
         try:
-            products = self._second_derivatives(ends, columns, batched=True)
+            products = self._second_derivatives(gradients, columns, batched=True)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, ValueError):
-            rows = [self._second_derivatives(ends, column) for column in zip(*columns, strict=True)]
+            rows = [
+                self._second_derivatives(gradients, column) for column in zip(*columns, strict=True)
+            ]
             return [torch.stack(column) for column in zip(*rows, strict=True)]
         triples = zip(products, self.leaves, vectors, strict=True)
         return [_stacked(product, leaf, v) for product, leaf, v in triples]
 
     def _second_derivatives(
-        self, ends: tuple[Tensor, ...], vectors: tuple[Tensor, ...], batched: bool = False
+        self, gradients: tuple[Tensor, ...], vectors: tuple[Tensor, ...], batched: bool = False
     ) -> tuple[Tensor, ...]:
+        """The derivative of the gradients along the vectors, or along each of a stack of them."""
         return torch.autograd.grad(
-            ends,
+            gradients,
             self.leaves,
             vectors,
             retain_graph=True,
@@ -87,7 +96,8 @@ class SummedGradient:
 
 
 def _stacked(product: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
-    """A product ``[K, *shape]``: one that does not depend on the vectors comes without K."""
+    """The product as ``[K, *shape]``; autograd leaves K out where it does not depend on the
+    vectors."""
     return product if product.ndim > leaf.ndim else product.expand_as(vectors)
 
 
@@ -111,7 +121,7 @@ class Hessian:
         self._task = task
         self._params = params
         self._order = indices_of_rank(task, params)
-        self._budget = task.memory_budget or HELD
+        self._budget = task.memory_budget or GRAPH_BYTES
         self._gradients: dict[int, SummedGradient] = {}  # those that stay in memory, by chunk
 
     @torch.inference_mode(False)
@@ -133,7 +143,7 @@ class Hessian:
         return dict(zip(self._params, totals, strict=True))
 
     def _gradient(self, number: int, indices: Tensor) -> SummedGradient:
-        """That of one chunk, which is kept where the budget allows."""
+        """The summed gradient of one chunk, stored for later calls where the budget allows."""
         if number in self._gradients:
             return self._gradients[number]
         gradient = SummedGradient.of(self._task, self._params, indices)
@@ -152,24 +162,24 @@ class Hessian:
                 total[rows] += share
 
     def check_symmetric(self) -> None:
-        """Raise :class:`ModelError` unless uᵀHv = vᵀHu, as where torch's second derivative of an
-        operation is wrong.
+        """Raise :class:`ModelError` unless uᵀHv = vᵀHu.
 
-        Of K standard normal columns V, E‖VᵀHV − (VᵀHV)ᵀ‖² = K(K − 1) ‖H − Hᵀ‖², and
-        E‖HV‖² = K ‖H‖².
+        It fails where torch's second derivative of an operation is wrong. For K standard normal
+        columns V, E‖VᵀHV − (VᵀHV)ᵀ‖² = K(K − 1) ‖H − Hᵀ‖² and E‖HV‖² = K ‖H‖².
         """
         generator = torch.Generator().manual_seed(0)
         probes = {
-            name: torch.randn(PROBES, *p.shape, generator=generator).to(p)
+            name: torch.randn(RANDOM_VECTORS, *p.shape, generator=generator).to(p)
             for name, p in self._params.items()
         }
         v = _rows(probes)
         hv = _rows(self.product(probes))
         inner = v @ hv.mT
-        asymmetry = float((inner - inner.mT).norm() / ((PROBES - 1) ** 0.5 * hv.norm()))
+        scale = (RANDOM_VECTORS - 1) ** 0.5 * hv.norm()
+        asymmetry = float((inner - inner.mT).norm() / scale)
         parameters = self._task.model.named_parameters()
         dtype = next(p.dtype for name, p in parameters if name in self._params)
-        if asymmetry > max(ASYMMETRY, 100 * torch.finfo(dtype).eps):
+        if asymmetry > max(MAX_ASYMMETRY, 100 * torch.finfo(dtype).eps):
             raise ModelError(
                 f"the loss's second derivative is not symmetric ({asymmetry:.1%}): torch has an "
                 "operation's wrong, as that of weight_norm (remove_parametrizations takes it out); "

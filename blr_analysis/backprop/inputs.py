@@ -1,13 +1,16 @@
-"""What layers see: second moments of their inputs, from forward passes alone.
+"""Second moments of the layers' inputs, from forward passes alone.
 
 For a layer that multiplies its inputs a with a matrix, A = Σ a aᵀ over examples and positions, with
-a 1 joined to a for the bias; for an embedding how often each row was looked up, which is the same
-matrix of its one-hot inputs. Padding does not count: what a batch's ``attention_mask`` hides, or,
-without one, what follows the last label that counts of a causal language model.
+a 1 joined to a for the bias. For an embedding, whose inputs are one-hot, A is diagonal: how often
+each row was looked up.
+
+Padding does not count. It is what a batch's ``attention_mask`` hides. Without a mask it is, in a
+causal language model, what follows the last label that counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,15 +39,18 @@ from blr_analysis.progress import track
 from blr_analysis.task import Task
 
 
-class _Enough(BaseException):
+class _PassIsDone(BaseException):
     """Ends a forward pass whose remaining layers are of no interest."""
 
 
 @dataclass
 class InputMoments:
-    """Sums over the data: A ``[g, I', I']`` by the layer's joint matrix, look-ups by embedding.
+    """Sums over the data, by the name of a layer's weight.
 
-    ``spread`` holds Σ over the rows of Σ_{i≠j} (a_i a_j)², and the number of rows, by layer.
+    Attributes:
+        moments: the layer's joint matrix, and A ``[g, I', I']`` in float64.
+        counts: how often each row of an embedding was looked up.
+        spread: Σ_{i≠j} (a_i a_j)² summed over the input rows a of a layer, and their number.
     """
 
     moments: dict[str, tuple[Joint, Tensor]] = field(default_factory=dict)
@@ -52,50 +58,60 @@ class InputMoments:
     spread: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Called before every forward pass."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All sums by a name."""
+        """All sums by a name of their own."""
         moments = {f"moments of {key}": total for key, (_, total) in self.moments.items()}
-        moments |= {f"spread of {key}": total for key, total in self.spread.items()}
-        return moments | {f"counts of {key}": total for key, total in self.counts.items()}
+        spread = {f"spread of {key}": total for key, total in self.spread.items()}
+        counts = {f"counts of {key}": total for key, total in self.counts.items()}
+        return moments | spread | counts
 
     def noise(self, key: str, *, whole: bool = False) -> float:
         """How much of A's off-diagonals is chance: Σ Var(Ā_ij) / Σ Ā_ij² over i ≠ j, at most 1.
 
-        The rows count as drawn one by one. ``whole`` divides by the sum over all of A, which makes
-        the ratio small for many rows of uncorrelated inputs, too.
+        Ā is the mean over the rows, which count as independent draws. ``whole`` divides by the sum
+        over all i and j instead: that ratio is small for many rows of uncorrelated inputs, too.
 
         Source: Schäfer & Strimmer, "A shrinkage approach to large-scale covariance matrix
         estimation", 2005.
         """
-        fourth, count = self.spread[key].tolist()
-        mean = self.moments[key][1] / count
-        everything = float(mean.square().sum())
-        off_diagonal = float(mean.square().sum() - mean.diagonal(dim1=-2, dim2=-1).square().sum())
+        fourth, n_rows = self.spread[key].tolist()
+        mean = self.moments[key][1] / n_rows
+        squares = mean.square()
+        all_squares = float(squares.sum())
+        off_diagonal = float(squares.sum() - squares.diagonal(dim1=-2, dim2=-1).sum())
         if off_diagonal == 0:
             return 0.0
-        if count == 1:  # one row shows no variance
+        if n_rows == 1:  # one row shows no variance
             return 1.0
-        variance = (fourth / count - off_diagonal) / (count - 1)
-        ratio = variance / (everything if whole else off_diagonal)
+        variance = (fourth / n_rows - off_diagonal) / (n_rows - 1)
+        ratio = variance / (all_squares if whole else off_diagonal)
         return min(1.0, max(0.0, ratio))
 
     def singular(self, key: str) -> bool:
-        """Whether fewer rows were added up than A has columns."""
-        return float(self.spread[key][1]) < self.moments[key][1].shape[-1]
+        """Whether A was summed over fewer rows than it has columns."""
+        _, n_rows = self.spread[key].tolist()
+        return n_rows < self.moments[key][1].shape[-1]
 
     def looked_up(self, joint: Joint) -> Tensor | None:
-        """How often each row of a layer's matrix was looked up, ``[1, O, 1]``, where the matrix is
-        the table of an embedding too; None beside a bias, which no row of an embedding has."""
+        """How often each row of a layer's matrix was looked up, ``[1, O, 1]``.
+
+        None where the matrix is not the table of an embedding as well, or is joined to a bias: an
+        embedding has none.
+        """
         if joint.bias is not None or joint.key not in self.counts:
             return None
         return self.counts[joint.key].double().cpu()[None, :, None]
 
     def add(self, joint: Joint, rows: Tensor, times: int, tensor: Tensor) -> None:
-        """Add Σ a aᵀ of a layer's input rows a ``[g, R, I]``, each of them ``times`` times.
+        """Add Σ a aᵀ over a layer's input rows.
 
-        ``tensor``: the layer's argument that the rows were read from.
+        Args:
+            joint: the layer's matrix.
+            rows: the input rows a, ``[g, R, I]``.
+            times: how often each row counts.
+            tensor: the layer's argument that the rows were read from.
         """
         g, n_rows, i = rows.shape
         has_bias = joint.bias is not None
@@ -116,8 +132,10 @@ class InputMoments:
 
 
 def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
-    """Σ over the rows a of Σ_{i≠j} (a_i a_j)² = (Σ_i a_i²)² − Σ_i a_i⁴, with a 1 joined to a for
-    the bias."""
+    """Σ_{i≠j} (a_i a_j)² = (Σ_i a_i²)² − Σ_i a_i⁴, summed over the rows a.
+
+    A 1 is joined to every row where there is a bias.
+    """
     squares = rows.square()
     second = squares.sum(-1).double()
     fourth = squares.square().sum(-1).double()
@@ -129,10 +147,15 @@ def _off_diagonal_squares(rows: Tensor, has_bias: bool) -> Tensor:
 
 @dataclass
 class FirstMoments(InputMoments):
-    """The sums of layers that run once each: a forward pass ends after the last of them."""
+    """The sums of some layers alone, each of which runs once; a pass ends after the last of them.
+
+    Attributes:
+        layers: the layers' names, like those of the sums.
+        waiting: the layers that have not run yet in this pass.
+    """
 
     layers: frozenset[str] = frozenset()
-    waiting: set[str] = field(default_factory=set)  # layers that did not run yet in this pass
+    waiting: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
         self.waiting = set(self.layers)
@@ -141,7 +164,7 @@ class FirstMoments(InputMoments):
         super().add(joint, rows, times, tensor)
         self.waiting.discard(joint.key)
         if not self.waiting:
-            raise _Enough
+            raise _PassIsDone
 
 
 @dataclass
@@ -149,16 +172,16 @@ class RunOrder(InputMoments):
     """The order in which layers run, without any sums.
 
     Attributes:
-        layers: by key, in the order of their first runs.
+        layers: the layers' matrices by key, in the order of their first runs.
         repeated: keys of layers that run more than once in a forward pass.
-        apart: keys of layers that ever had another input tensor than the layer that ran before.
+        apart: keys of layers whose input, at least once, was not the input of the layer before.
     """
 
     layers: dict[str, Joint] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     _ran: set[str] = field(default_factory=set)
-    _input_before: tuple[Tensor, int] | None = None  # and its version
+    _input_before: tuple[Tensor, int] | None = None  # the last layer's input and its version
 
     def begin(self) -> None:
         self._ran = set()
@@ -174,7 +197,7 @@ class RunOrder(InputMoments):
         self._input_before = None if tensor.is_inference() else (tensor, tensor._version)
 
     def _is_input_before(self, tensor: Tensor) -> bool:
-        """Whether the layer that ran before had this tensor, with the same numbers."""
+        """Whether the layer that ran before had this tensor as its input, with the same numbers."""
         if self._input_before is None or tensor.is_inference():
             return False
         before, version = self._input_before
@@ -185,10 +208,10 @@ Sums = TypeVar("Sums", bound=InputMoments)
 
 
 def input_moments(
-    task: Task, params: Mapping[str, Tensor], *, kept: Unfinished | None = None
+    task: Task, params: Mapping[str, Tensor], *, unfinished: Unfinished | None = None
 ) -> InputMoments:
     """The moments of all layers with a matrix, by :func:`swept`."""
-    return swept(task, params, InputMoments(), label="layer inputs", kept=kept)
+    return swept(task, params, InputMoments(), label="layer inputs", unfinished=unfinished)
 
 
 @torch.no_grad()
@@ -199,40 +222,42 @@ def swept(
     *,
     only: Collection[str] | None = None,
     label: str = "",
-    kept: Unfinished | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Sums:
     """One sweep of forward passes over the task's data, at ``params``.
 
     Args:
-        sums: is shown the layers' inputs, and returned.
-        label: of a progress bar; without a label there is none.
+        sums: what the layers' inputs are added to; it is returned.
         only: parameters whose layers are watched; None: all layers with a matrix.
-        kept: where the sums are stored on the way, and an earlier run's are found.
+        label: of a progress bar; without a label there is none.
+        unfinished: a file for the sums so far, from which an interrupted run goes on.
 
     Raises:
         ModelError, DataError: see :meth:`Task.run`.
     """
-    watched_names = set(params if only is None else only)
+    names = set(params if only is None else only)
     units = [
         unit
         for unit in units_of(task.model, set(params))
-        if watched_names.intersection(unit.names.values())
+        if not names.isdisjoint(unit.names.values())
     ]
     model = task.at(task.cast(params))
     order = indices_of_rank(task, model.params)
-    count = -(-len(order) // task.batch_size)
+    n_batches = math.ceil(len(order) / task.batch_size)
     show = task.progress if label else False
-    batches = track(task.batches(indices=order), total=count, label=label, show=show)
+    batches = track(task.batches(indices=order), total=n_batches, label=label, show=show)
     for number, (indices, batch) in enumerate(batches):
-        if kept is not None and number < kept.done:
+        # The number of passes that are done rises when the first one is added to the sums.
+        is_done = unfinished is not None and number < unfinished.done
+        if is_done:
             continue
         mask = _mask(batch, task.likelihood.kind)
         sums.begin()
         see = partial(_see, sums, mask, len(indices))
-        with watched(units, see), suppress(_Enough):
+        with watched(units, see), suppress(_PassIsDone):
             model.run_batch(batch, indices)
-        if kept is not None:
-            kept.follow(sums.tensors())
+        if unfinished is not None:
+            unfinished.follow(sums.tensors())
     ranks.total(sums.tensors().values())
     return sums
 
@@ -246,9 +271,10 @@ def _see(
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
-    """Add the inputs of one call of a layer."""
+    """Add the inputs of one call of a layer to the sums."""
     arguments = [*args, *kwargs.values()]
-    times = batch if len(arguments[0]) == 1 else 1  # one row that all examples share
+    is_shared = len(arguments[0]) == 1  # one row that all examples share
+    times = batch if is_shared else 1
     module: Any = unit.module
     if isinstance(unit.module, nn.MultiheadAttention) and "in_proj_weight" in unit.names:
         joint, rows = _attention_rows(module, unit, arguments)
@@ -286,7 +312,8 @@ def _count(sums: InputMoments, module: Any, name: str, ids: Tensor, times: int) 
 def _matrix_rows(
     module: Any, unit: Unit, x: Tensor, mask: Tensor | None
 ) -> tuple[MatrixShape, Tensor] | None:
-    """A layer's matrix and the rows ``[g, R, I]`` that it multiplies; None: it has no matrix."""
+    """A layer's matrix and the rows ``[g, R, I]`` that it multiplies; None where it has no
+    matrix."""
     shape = tuple(module.weight.shape)
     if unit.rule is convolution:
         patches = unfold(upcast(x), module)  # [R, g, I, T]
@@ -298,12 +325,12 @@ def _matrix_rows(
         return MatrixShape(1, o, i, shape), _rows(upcast(x), mask).unsqueeze(0)
     if unit.rule is transposed_linear:
         i, o = shape
-        return MatrixShape(1, o, i, shape, True), _rows(upcast(x), mask).unsqueeze(0)
+        return MatrixShape(1, o, i, shape, transposed=True), _rows(upcast(x), mask).unsqueeze(0)
     return None
 
 
 def _mask(batch: Any, likelihood: Likelihood) -> Tensor | None:
-    """Which positions ``[B, T]`` of a batch are no padding; None where nothing says that."""
+    """Which positions ``[B, T]`` of a batch are not padding; None where the batch does not say."""
     mask, labels = mask_and_labels(batch)
     if mask is not None:
         return mask

@@ -1,4 +1,4 @@
-"""Where the examples are in what every layer sees, found out by running batches of two sizes.
+"""Which dimension of a layer's inputs and outputs are the examples, from batches of two sizes.
 
 A dimension belongs to the examples when it grows with the batch. A tensor that does not grow at all
 (a table of position embeddings) is made once for all examples. It is lifted to one row per example,
@@ -30,8 +30,12 @@ from blr_analysis.backprop.record import (
 from blr_analysis.errors import BLRError
 from blr_analysis.task import Task
 
-LARGER = (2, 0, 1, 0, 1)  # the probe's examples in a larger batch: all at other places, some twice
-SIZES = (3, len(LARGER))
+PROBE_SIZE = 3  # examples
+ORDER_IN_LARGER_BATCH = (2, 0, 1, 0, 1)
+"""The probe's examples in a larger batch: all at other places, and some twice."""
+ROUNDING_EXPONENT = 0.6
+"""Two norms that differ by less than eps^0.6 of the larger one count as equal: 7e-5 in float32."""
+BATCH_SIZES = (PROBE_SIZE, len(ORDER_IN_LARGER_BATCH))
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,16 @@ class Layout:
 
 
 def probe_indices(n_data: int) -> tuple[Tensor, Tensor]:
-    """Three examples from all over the data, and the same ones as a batch of five.
+    """Indices of the probe, three examples from all over the data, and of them in a batch of five.
 
-    The same ones, so that a collate function that pads to the longest gives equal lengths. Five,
-    some of them twice, so that whatever depends on an example changes in number.
+    The larger batch has the same examples, so that a collate function that pads to the longest one
+    gives equal lengths. Some come twice, so that a dimension of the examples grows.
     """
-    spread = [0, n_data // 2, n_data - 1]
-    if n_data < SIZES[0]:
-        spread = [i % n_data for i in range(SIZES[0])]
-    return torch.tensor(spread), torch.tensor([spread[k] for k in LARGER])
+    probe = [0, n_data // 2, n_data - 1]
+    if n_data < PROBE_SIZE:
+        probe = [i % n_data for i in range(PROBE_SIZE)]
+    larger = [probe[k] for k in ORDER_IN_LARGER_BATCH]
+    return torch.tensor(probe), torch.tensor(larger)
 
 
 def layout_of(
@@ -71,22 +76,22 @@ def layout_of(
     units: Sequence[Unit],
     check: Callable[[Tensor], None] = lambda larger: None,
 ) -> Layout:
-    """Run the probe in both sizes, lifting what the examples share as long as that works.
+    """Run the probe in both sizes, and lift the outputs that the examples share as far as possible.
 
-    ``check`` is shown the outputs of the larger batch.
+    ``check`` is called with the outputs of the larger batch.
     """
     runs = _run_both(task, params, units, frozenset(), check)
     outputs_before_lifting = runs.small.outputs.detach()
     eps = rounding(runs.small.outputs)
     shared: SharedOutputs = frozenset()
-    while more := _first_shared(runs):
+    while next_shared := _first_shared(runs):
         try:
-            lifted = _run_both(task, params, units, shared | more)
+            lifted = _run_both(task, params, units, shared | next_shared)
         except BLRError:  # the model does not compute with one row per example there
             break
         if not agrees(lifted.small.outputs, outputs_before_lifting, eps):
             break
-        shared |= more
+        shared |= next_shared
         runs = lifted
     located = [(small, _axes_between(small, large)) for small, large in runs.pairs()]
     unknown = [visit.unit.names.values() for visit, axes in located if axes is None]
@@ -101,7 +106,7 @@ def layout_of(
 
 @dataclass(frozen=True)
 class _Runs:
-    """The probe's recording, and what the units saw of the larger batch: shapes alone."""
+    """The probe's recording, and the shapes of what the units saw of the larger batch."""
 
     small: Recording
     saved: int  # bytes that autograd keeps for the recording, without the weights
@@ -122,13 +127,39 @@ def _run_both(
 ) -> _Runs:
     """Run the larger batch, then the probe.
 
-    The larger outputs are freed as soon as ``check`` has seen them: those of a language model take
-    much memory.
+    The larger outputs are freed as soon as ``check`` has been called with them: those of a language
+    model take much memory.
     """
     probe, larger_probe = probe_indices(task.n_data)
+    larger = _shapes_of(task, params, units, shared, larger_probe)
+    check(larger.outputs.detach())
+    visits = larger.visits
+    del larger
+    saved = SavedBytes(task, params)
+    with saved:
+        small = record(
+            task,
+            params,
+            task.fetch(probe),
+            units,
+            shared=shared,
+            size=len(probe),
+            indices=probe,
+        )
+    return _Runs(small, saved.total, visits)
 
-    def recorded(indices: Tensor, *, shapes: bool = False) -> Recording:
-        batch = task.fetch(indices)
+
+def _shapes_of(
+    task: Task,
+    params: Mapping[str, Tensor],
+    units: Sequence[Unit],
+    shared: SharedOutputs,
+    indices: Tensor,
+) -> Recording:
+    """The outputs of a batch, and the shapes of what its units saw."""
+
+    def run() -> Recording:
+        batch = task.fetch(indices)  # fresh for each run: a model may work on it in place
         return record(
             task,
             params,
@@ -137,51 +168,45 @@ def _run_both(
             shared=shared,
             size=len(indices),
             indices=indices,
-            shapes=shapes,
+            shapes=True,
         )
 
     try:
         with saved_tensors_hooks(lambda _: None, lambda x: x):  # no backward pass will need them
-            larger = recorded(larger_probe, shapes=True)
+            return run()
     except (BLRError, TypeError):  # a model that differentiates inside needs its saved tensors
-        larger = recorded(larger_probe, shapes=True)
-    check(larger.outputs.detach())
-    visits = larger.visits
-    del larger
-    saved = SavedBytes(task, params)
-    with saved:
-        small = recorded(probe)
-    return _Runs(small, saved.total, visits)
+        return run()
 
 
-def agrees(ours: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
+def agrees(computed: Tensor | None, truth: Tensor, eps: float, floor: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding, relative to the truth's norm.
 
-    ``ours`` is None where there is no gradient: it counts as 0.
+    ``computed`` is None where there is no gradient: it counts as 0.
     """
     truth = truth.detach()
-    if ours is None:
+    if computed is None:
         return within(norm_of(truth), norm_of(truth), eps, floor)
-    if ours.shape != truth.shape:
+    if computed.shape != truth.shape:
         return False
-    gap = ours.detach() - truth
+    gap = computed.detach() - truth
     return within(norm_of(gap), norm_of(truth), eps, floor)
 
 
 def norm_of(tensor: Tensor) -> float:
+    """The Euclidean norm, computed in single precision at least."""
     return float(torch.linalg.vector_norm(upcast(tensor)))
 
 
 def within(gap: float, size: float, eps: float, floor: float = 0.0) -> bool:
     """Whether rounding explains a gap of this norm to a truth of the norm ``size``.
 
-    The bound, eps^0.6 of the size, leaves room for many roundings that add up.
+    The exponent leaves room for many roundings that add up. ``floor`` is a gap that always passes.
     """
-    return gap <= eps**0.6 * size + floor
+    return gap <= eps**ROUNDING_EXPONENT * size + floor
 
 
 def _first_shared(runs: _Runs) -> SharedOutputs:
-    """The outputs of the first visit that are the same, whatever the batch."""
+    """The outputs of one size in both batches, of the first visit that has such outputs."""
     for small, large in runs.pairs():
         if large is None or len(small.outputs) != len(large.outputs):
             continue
@@ -217,4 +242,4 @@ def _axis_of(small: Any, large: Any) -> Axis | None:
     """Where the examples are in a tensor that comes in both sizes."""
     if not isinstance(small, Tensor) or not isinstance(large, Tensor):
         return None
-    return axis_between(small.shape, large.shape, SIZES)
+    return axis_between(small.shape, large.shape, BATCH_SIZES)

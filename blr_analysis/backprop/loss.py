@@ -102,7 +102,7 @@ class SequenceEvaluation(PerToken, Evaluation):
     Attributes:
         nll: the mean of ``losses``, in nats per SEQUENCE.
         nll_per_token, perplexity: Σ losses / Σ tokens in nats per token, and exp of it.
-        accuracy: the fraction of right ones among all tokens that count.
+        accuracy: the fraction of tokens that the model predicts right, of all that count.
         tokens: how many tokens of each sequence count, ``[M]``.
     """
 
@@ -125,7 +125,7 @@ class SequenceEvaluation(PerToken, Evaluation):
 
 
 class Tally:
-    """Losses, hits and targets of the batches that were seen, on the CPU."""
+    """Collects losses, hits and targets batch by batch, on the CPU."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood = likelihood
@@ -136,8 +136,8 @@ class Tally:
         likelihood = self._likelihood.at(indices)
         losses = likelihood.nll(outputs, targets)
         hits = likelihood.correct(outputs, targets)
-        counted = likelihood.counted(targets)
-        tokens = None if counted is None else counted.sum(-1)
+        is_counted = likelihood.counted(targets)
+        tokens = None if is_counted is None else is_counted.sum(-1)
         rows = (losses, hits, tokens)
         self._rows.append(tuple(row.cpu() for row in rows if row is not None))
         self._targets.append(targets.cpu())

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-WORTH = 2**21  # multiplications in one product from which on oneDNN is faster
-EACH = 2**22  # the same in each of a batch of products, which MKL does in one call
+MULTIPLICATIONS = 2**21  # of one product, from which on oneDNN is faster
+MULTIPLICATIONS_IN_BATCH = 2**22  # of each product of a batch, which MKL does in one call
 
 
 @cache
@@ -43,9 +43,10 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> product(torch.ones(2, 3), torch.ones(3, 4), torch.ones(4))[0]
     tensor([4., 4., 4., 4.])
     """
-    is_one_product = b.ndim == 2 or (b.ndim == a.ndim == 3 and len(a) == len(b) == 1)
-    pays = is_one_product and a.numel() * b.shape[-1] >= WORTH
-    if pays and _better(a, b):
+    is_batch_of_one = a.ndim == b.ndim == 3 and len(a) == len(b) == 1
+    is_one_product = b.ndim == 2 or is_batch_of_one
+    is_large = is_one_product and a.numel() * b.shape[-1] >= MULTIPLICATIONS
+    if is_large and _one_dnn_is_faster(a, b):
         right = b if b.ndim == 2 else b[0]
         if not _rows_or_columns_contiguous(right):
             right = right.contiguous()  # oneDNN is slow on part of a matrix
@@ -63,7 +64,8 @@ def batch_product(a: Tensor, b: Tensor) -> Tensor:
     >>> batch_product(torch.ones(2, 3, 4), torch.ones(2, 4, 5)).shape
     torch.Size([2, 3, 5])
     """
-    if not len(a) or a[0].numel() * b.shape[-1] < EACH or not _better(a, b):
+    is_large = len(a) > 0 and a[0].numel() * b.shape[-1] >= MULTIPLICATIONS_IN_BATCH
+    if not is_large or not _one_dnn_is_faster(a, b):
         return torch.bmm(a, b)
     if not (a[0].is_contiguous() and _rows_or_columns_contiguous(b[0])):
         return torch.bmm(a, b)
@@ -79,8 +81,8 @@ def _rows_or_columns_contiguous(matrix: Tensor) -> bool:
     return matrix.is_contiguous() or matrix.mT.is_contiguous()
 
 
-def _better(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN may multiply these, and does so faster."""
+def _one_dnn_is_faster(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN can multiply these two, and is faster than MKL on this processor."""
     is_float32_on_cpu = a.dtype == b.dtype == torch.float32 and a.device.type == "cpu"
     is_differentiated = a.requires_grad or b.requires_grad
     return is_float32_on_cpu and not is_differentiated and slow_mkl()

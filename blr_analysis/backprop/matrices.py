@@ -45,7 +45,7 @@ class Joint:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Joint:
-        """The joint that :meth:`record` wrote."""
+        """The joint of which :meth:`record` made this entry."""
         layout = MatrixShape(
             groups=entry["groups"],
             rows=entry["rows"],
@@ -56,7 +56,7 @@ class Joint:
         return Joint(entry["weight"], entry["bias"], layout)
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold, for :meth:`read`."""
+        """The joint as JSON can store it, for :meth:`read`."""
         layout = asdict(self.layout) | {"shape": list(self.layout.shape)}
         return {"weight": self.weight, "bias": self.bias} | layout
 
@@ -66,12 +66,12 @@ class Joint:
 
     @property
     def key(self) -> str:
-        """The name by which both are called."""
+        """The name of the joint: the weight's, or without a weight the bias's."""
         return self.names[0]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters' own shapes."""
+        """The shapes of the parameters, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.weight is not None:
             shapes[self.weight] = self.layout.shape
@@ -107,8 +107,8 @@ class Basis(Joint):
 
     right: Tensor  # U_A [g, I', I'] of the layer's inputs
     left: Tensor | None = None  # U_G [g, O, O] of its output gradients; None: the identity
-    inputs: float | None = None  # the mean eigenvalue of Σ a aᵀ, where it is known
-    chance: float = 0.0  # the part of its off-diagonals that is chance, where it was measured
+    inputs: float | None = None  # the mean eigenvalue of Σ a aᵀ; None: unknown
+    chance: float = 0.0  # which part of the off-diagonals of Σ a aᵀ is chance; 0: not measured
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -116,7 +116,7 @@ class Basis(Joint):
         return len(self.right), self.layout.rows, self.right.shape[-1]
 
     def turn(self, matrices: Tensor) -> Tensor:
-        """U_Gᵀ G U_A of ``[..., g, O, I']``."""
+        """U_Gᵀ G U_A, from matrices G ``[..., g, O, I']``."""
         if self.left is not None:
             matrices = self.left.mT @ matrices
         return matrices @ self.right
@@ -128,7 +128,7 @@ class Basis(Joint):
         return matrices @ self.right.mT
 
     def squares(self, values: Tensor) -> Tensor:
-        """The diagonal of U diag(s) Uᵀ for s ``[g, O, I']``."""
+        """The diagonal of U diag(s) Uᵀ, U = U_G ⊗ U_A, from the values s ``[g, O, I']``."""
         if self.left is not None:
             values = self.left.square() @ values
         return values @ self.right.square().mT

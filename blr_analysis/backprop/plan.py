@@ -25,9 +25,9 @@ from blr_analysis.backprop.fallback import task_columns
 from blr_analysis.backprop.layers import Rule, inherited, rule_for
 from blr_analysis.backprop.layout import Layout, agrees, layout_of, norm_of, probe_indices, within
 from blr_analysis.backprop.reading import Plan, names_of, read, values_of
-from blr_analysis.backprop.record import Unit, watched
+from blr_analysis.backprop.record import Unit, Visit, watched
 from blr_analysis.backprop.recurrent import RECURRENT, recurrence
-from blr_analysis.backprop.terms import HELD, Term, TermCost, Tree, merged, slices
+from blr_analysis.backprop.terms import TEMPORARY_NUMBERS, Term, TermCost, Tree, merged, slices
 from blr_analysis.backprop.truth import (
     Truth,
     autograd_gradients,
@@ -58,18 +58,23 @@ def plan_for(task: Task, params: Mapping[str, Tensor]) -> Plan:
         with torch.inference_mode(False), _single_precision(task.device), task.frozen.off():
             plan = _make(task, task.cast(params))
         task.frozen.look(task, params)
-        task.plans[key] = (plan, forwards)  # no other function gets the id of one that lives on
+        # The functions are stored too: while they live, no other function gets one of their ids.
+        task.plans[key] = (plan, forwards)
     return task.plans[key][0]
 
 
 def _forward_of(module: nn.Module) -> Any:
+    """The function that a call of the module runs: its own, or that of its class."""
     return module.__dict__.get("forward", getattr(type(module), "forward", None))
 
 
 @contextmanager
 def _single_precision(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU multiplies float32 in full precision. In TF32, the default of convolutions, two
-    ways to the same gradient differ by more than the check allows."""
+    """Inside, a GPU multiplies float32 in full precision.
+
+    In TF32, the default of convolutions, two ways to compute the same gradient differ by more than
+    the check allows.
+    """
     if device.type == "cpu":
         yield
         return
@@ -89,14 +94,17 @@ def _single_precision(device: torch.device) -> Iterator[None]:
 
 
 def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
-    """At most three passes over the probe: a forward and a backward pass by autograd, the same by
-    the rules, and forward passes of other batches."""
+    """The plan, from three passes over the probe or more.
+
+    These are a forward and a backward pass by autograd, the same two by the rules, and a forward
+    pass of a larger batch. The rules are tried again where they gave a wrong gradient.
+    """
     units = units_of(task.model, set(params))  # first: an embedding with max_norm may not run
     probe = probe_indices(task.n_data)[0]
-    truth, plain = autograd_gradients(task, params, probe)
+    truth, outputs_and_targets = autograd_gradients(task, params, probe)
     _check_finite(truth)
-    unchecked = [plain]
-    del plain  # the check below frees it: outputs of a language model are large
+    unchecked = [outputs_and_targets]
+    del outputs_and_targets  # freed by the check below: outputs of a language model are large
 
     def check_once(larger: Tensor) -> None:
         if unchecked:
@@ -105,30 +113,47 @@ def _make(task: Task, params: Mapping[str, Tensor]) -> Plan:
     routes = Routes(units, frozenset(), frozenset())
     while True:
         layout = layout_of(task, params, routes.units, check_once)
-        plan = Plan(
-            units=tuple(routes.units),
-            whole_model=tuple(sorted(routes.whole_model)),
-            axes=layout.axes,
-            shared=layout.shared,
-            floats=lambda _: 1.0,
-        )
-        moves_rows = layout.recording.routes()
+        plan = _uncosted_plan(routes, layout)
         comparison = _compared(plan, task, values_of(task, params), layout, probe, truth)
         if not comparison.wrong:
-            outputs = layout.recording.outputs
-            return replace(
-                plan,
-                floats=cost_of(task, params, layout.recording, layout.saved, comparison.costs),
-                numbers=batch_numbers(task.fetch(probe)) / len(probe),
-                outputs=1 if task.likelihood.is_sequence else outputs.shape[-1],
-                routes=moves_rows,
-            )
-        if wrong := sorted(comparison.wrong & routes.whole_model):
+            return _with_costs(plan, task, params, layout, comparison.costs)
+        wrong_in_whole_model = sorted(comparison.wrong & routes.whole_model)
+        if wrong_in_whole_model:
             raise ModelError(
-                f"per-example gradients of {wrong[:5]} disagree with autograd's; "
+                f"per-example gradients of {wrong_in_whole_model[:5]} disagree with autograd's; "
                 "the forward pass may mix examples, be random or keep state"
             )
         routes = _rerouted(task, params, routes, comparison.wrong)
+
+
+def _uncosted_plan(routes: Routes, layout: Layout) -> Plan:
+    """The plan of these routes, before it is known what an example costs."""
+    return Plan(
+        units=tuple(routes.units),
+        whole_model=tuple(sorted(routes.whole_model)),
+        axes=layout.axes,
+        shared=layout.shared,
+        floats=lambda _: 1.0,
+        routes=layout.recording.routes(),  # before a backward pass frees the graph
+    )
+
+
+def _with_costs(
+    plan: Plan,
+    task: Task,
+    params: Mapping[str, Tensor],
+    layout: Layout,
+    costs: list[TermCost],
+) -> Plan:
+    """The plan with what one example of it costs, as measured on the probe."""
+    outputs = layout.recording.outputs
+    probe = probe_indices(task.n_data)[0]
+    return replace(
+        plan,
+        floats=cost_of(task, params, layout.recording, layout.saved, costs),
+        numbers=batch_numbers(task.fetch(probe)) / len(probe),
+        outputs=1 if task.likelihood.is_sequence else outputs.shape[-1],
+    )
 
 
 def _check_finite(truth: Truth) -> None:
@@ -138,21 +163,20 @@ def _check_finite(truth: Truth) -> None:
             raise ModelError(f"gradients of {name!r} are NaN or inf in {dtype}: use model.float()")
 
 
-def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
-    """Every module with parameters of its own among the ``wanted`` ones, and its rule if it has
-    one."""
+def units_of(model: nn.Module, names: set[str]) -> list[Unit]:
+    """Every module that owns one of the parameters ``names``, with its rule if it has one."""
     canonical = names_of(model)
     units = []
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(path, module)
-        names = {
+        by_attribute = {
             attribute: canonical[id(p)]
             for attribute, p in module._parameters.items()
-            if p is not None and canonical[id(p)] in wanted
+            if p is not None and canonical[id(p)] in names
         }
-        if names and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            units.append(Unit(path, module, names, _rule_of(module, names)))
+        if by_attribute and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            units.append(Unit(path, module, by_attribute, _rule_of(module, by_attribute)))
     return units
 
 
@@ -172,12 +196,20 @@ def _rule_of(module: nn.Module, names: Collection[str]) -> Rule | None:
 
 @dataclass
 class Comparison:
-    """What terms give for the probe, beside autograd's sums."""
+    """The terms' gradients for the probe, compared with autograd's sums.
+
+    Attributes:
+        truth: autograd's sums.
+        unreadable: parameters with a visit that cannot be read.
+        disagreeing: parameters whose gradients were compared and are wrong.
+        compared: parameters whose gradients were compared.
+        costs: of the terms that were compared.
+    """
 
     truth: Truth
-    unreadable: set[str]  # parameters with a visit that cannot be read
+    unreadable: set[str]
     disagreeing: set[str] = field(default_factory=set)
-    read: set[str] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
     costs: list[TermCost] = field(default_factory=list)
 
     @cached_property
@@ -188,21 +220,21 @@ class Comparison:
 
     @property
     def wrong(self) -> set[str]:
-        """The parameters whose gradients are not read, or read wrong."""
-        unread = {
+        """The parameters whose gradients are missing or wrong."""
+        missing = {
             name
             for name, gradient in self.truth.sums.items()
-            if name not in self.read and not agrees(None, gradient, self.truth.eps, self.floor)
+            if name not in self.compared and not agrees(None, gradient, self.truth.eps, self.floor)
         }
-        return self.unreadable | self.disagreeing | unread
+        return self.unreadable | self.disagreeing | missing
 
     def add(self, terms: list[Term]) -> None:
-        """Compare these terms, and let go of them."""
+        """Compare these terms; the list is emptied, so that their memory is freed."""
         distinct = merged(terms)
         terms.clear()
         for term in distinct:
             if self.unreadable.isdisjoint(term.names):
-                self.read.update(term.names)
+                self.compared.update(term.names)
                 self.costs.append(term.cost())
                 self.disagreeing |= self._disagreeing(term)
 
@@ -212,24 +244,26 @@ class Comparison:
         sizes = dict.fromkeys(term.names, 0.0)
         weights = self.truth.weights.view(-1, 1, 1)
         for part, expected in _blocks(term, {name: self.truth.sums[name] for name in term.names}):
-            found = {
-                name: t.new_zeros(1, *t.shape, dtype=working(t.dtype))
-                for name, t in expected.items()
+            sums = {
+                name: gradient.new_zeros(1, *gradient.shape, dtype=working(gradient.dtype))
+                for name, gradient in expected.items()
             }
             try:
-                part.combined(weights, found)
+                part.combined(weights, sums)
             except RuntimeError:  # gradients of another shape than the parameter
                 return set(term.names)
-            for name, t in expected.items():
-                gaps[name] = math.hypot(gaps[name], norm_of(found[name][0].sub_(t)))
-                sizes[name] = math.hypot(sizes[name], norm_of(t))
+            for name, gradient in expected.items():
+                gaps[name] = math.hypot(gaps[name], norm_of(sums[name][0].sub_(gradient)))
+                sizes[name] = math.hypot(sizes[name], norm_of(gradient))
         eps = self.truth.eps
         return {n for n, gap in gaps.items() if not within(gap, sizes[n], eps, self.floor)}
 
 
 def _blocks(term: Term, sums: Tree) -> Iterator[tuple[Term, Tree]]:
-    """The term and the sums that are expected of it; a large matrix some rows at a time, so that
-    no second table of all words is made."""
+    """The term and autograd's ``sums`` for it; a large matrix comes some rows at a time.
+
+    No second table of all words is made in this way.
+    """
     layout = term.matrix
     shapes = [tuple(t.shape) for t in sums.values()]
     if layout is None or shapes != [layout.shape]:
@@ -237,7 +271,7 @@ def _blocks(term: Term, sums: Tree) -> Iterator[tuple[Term, Tree]]:
         return
     ((name, gradient),) = sums.items()
     matrix = gradient.reshape(layout.rows, layout.columns)
-    for rows in slices(layout.rows, HELD // layout.columns):
+    for rows in slices(layout.rows, TEMPORARY_NUMBERS // layout.columns):
         yield term.rows(rows), {name: matrix[rows]}
 
 
@@ -249,14 +283,13 @@ def _compared(
     probe: Tensor,
     truth: Truth,
 ) -> Comparison:
-    """The probe's terms beside autograd's sums.
+    """Compare the probe's terms with autograd's sums.
 
-    One layer's numbers after the other are read, compared and let go; those of weights that several
-    calls share at the end.
+    One layer's numbers after the other are read, compared and freed. Weights that several calls
+    share are compared at the end.
     """
     comparison = Comparison(truth, set(layout.unknown))
     recording = layout.recording
-    canonical = names_of(task.model)
     calls = Counter(n for visit in recording.visits for n in visit.unit.names.values())
     terms_of_several_calls: list[Term] = []
     try:
@@ -266,20 +299,14 @@ def _compared(
     with torch.no_grad(), task.evaluation():
         for number, visit in enumerate(recording.visits):
             columns = grads[number]
-            grads[number] = []
+            grads[number] = []  # freed with this layer
             names = set(visit.unit.names.values())
-            axes = plan.axes_of(visit, len(probe))
-            if axes is None or names & comparison.unreadable:
+            terms = None
+            if comparison.unreadable.isdisjoint(names):
+                terms = _probe_terms(plan, task, values, visit, columns, len(probe))
+            if terms is None:
                 comparison.unreadable |= names
-                continue
-            try:
-                terms = read(canonical, values, visit, axes, columns, len(probe))
-            except Exception:  # whatever a layer makes of inputs that its rule did not expect
-                comparison.unreadable |= names
-                continue
-            if visit.unit.rule is not None:  # the others are called again, to measure their cost
-                visit.shrink()
-            if any(calls[name] > 1 for name in names):
+            elif any(calls[name] > 1 for name in names):
                 terms_of_several_calls += terms
             else:
                 comparison.add(terms)
@@ -290,32 +317,64 @@ def _compared(
     return comparison
 
 
+def _probe_terms(
+    plan: Plan,
+    task: Task,
+    values: Mapping[str, Tensor],
+    visit: Visit,
+    columns: list[list[Tensor]],
+    batch: int,
+) -> list[Term] | None:
+    """The terms of one visit of the probe; None where it cannot be read.
+
+    The visit's inputs are freed, but for a module without a rule: that is called again, to measure
+    its cost.
+    """
+    axes = plan.axes_of(visit, batch)
+    if axes is None:
+        return None
+    try:
+        terms = read(names_of(task.model), values, visit, axes, columns, batch)
+    except Exception:  # whatever a layer makes of inputs that its rule did not expect
+        return None
+    if visit.unit.rule is not None:
+        visit.shrink()
+    return terms
+
+
 @dataclass(frozen=True)
 class Routes:
-    """Which units answer for which parameters."""
+    """How each parameter is differentiated.
+
+    Attributes:
+        units: modules with the parameters whose gradients are read there.
+        adopted: parameters whose gradients are read at a module above the one that owns them.
+        whole_model: parameters that are differentiated through the whole model.
+    """
 
     units: list[Unit]
-    adopted: frozenset[str]  # parameters that a module above their own answers for
-    whole_model: frozenset[str]  # parameters that are differentiated through the whole model
+    adopted: frozenset[str]
+    whole_model: frozenset[str]
 
 
 def _rerouted(task: Task, params: Mapping[str, Tensor], routes: Routes, wrong: set[str]) -> Routes:
-    """Each wrong parameter given to the nearest called module above all modules that hold it.
+    """Routes in which other modules differentiate the ``wrong`` parameters.
 
-    E.g. ``MultiheadAttention`` uses ``out_proj``'s weight without calling ``out_proj``. A weight
-    that such a module gets wrong too is left to the whole model.
+    Each parameter goes to the nearest called module above all modules that own it. For example,
+    ``MultiheadAttention`` uses ``out_proj``'s weight without calling ``out_proj``. A weight that
+    such a module gets wrong too goes to the whole model.
     """
     modules = dict(task.model.named_modules(remove_duplicate=False))
     adopters = _adopters(task, params, modules, wrong - routes.adopted)
     adopted = {name for names in adopters.values() for name in names}
     units: list[Unit] = []
     for unit in routes.units:
-        names = {a: name for a, name in unit.names.items() if name not in wrong}
+        right_names = {a: name for a, name in unit.names.items() if name not in wrong}
         adopted_here = adopters.pop(unit.path, None)
         if adopted_here is not None:
-            units.append(replace(unit, names=names | adopted_here, rule=None))
-        elif names:
-            units.append(replace(unit, names=names))
+            units.append(replace(unit, names=right_names | adopted_here, rule=None))
+        elif right_names:
+            units.append(replace(unit, names=right_names))
     units += [Unit(path, modules[path], names, None) for path, names in adopters.items()]
     whole_model = routes.whole_model | (wrong - adopted)
     return Routes(units, routes.adopted | adopted, whole_model)
@@ -327,38 +386,44 @@ def _adopters(
     modules: Mapping[str, nn.Module],
     names: Collection[str],
 ) -> dict[str, dict[str, str]]:
-    """Paths of the modules that these parameters are given to, with the names for each."""
+    """The nearest called module above each parameter's owners: parameters by the module's path.
+
+    A parameter without such a module is left out. Every name stands as key and as value, like the
+    ``names`` of a :class:`Unit`.
+    """
     canonical = names_of(task.model)
-    ids = _called(task, params)
-    called = [
+    called_ids = _called(task, params)
+    called_paths = [
         path
         for path, module in modules.items()
-        if id(module) in ids and not isinstance(module, torch.jit.ScriptModule)
+        if id(module) in called_ids and not isinstance(module, torch.jit.ScriptModule)
     ]
-    result: dict[str, dict[str, str]] = {}
+    adopters: dict[str, dict[str, str]] = {}
     for name in names:
-        holders = [
+        owner_paths = [
             path
             for path, module in modules.items()
             for p in module._parameters.values()
             if p is not None and canonical[id(p)] == name
         ]
-        above = [path for path in called if all(_is_above(path, h) for h in holders)]
+        above = [
+            path for path in called_paths if all(_is_above(path, owner) for owner in owner_paths)
+        ]
         if above:
             nearest = max(above, key=len)
-            result.setdefault(nearest, {})[name] = name
-    return result
+            adopters.setdefault(nearest, {})[name] = name
+    return adopters
 
 
-def _is_above(path: str, other: str) -> bool:
-    """Whether the module at a path contains the one at another; the model's own path is "".
+def _is_above(path: str, inner_path: str) -> bool:
+    """Whether the module at ``path`` contains the one at ``inner_path``; the model's path is "".
 
     >>> _is_above("", "layer"), _is_above("layer", "layer.0"), _is_above("layer", "layers.0")
     (True, True, False)
     """
-    if path == other:
+    if path == inner_path:
         return False
-    return path == "" or other.startswith(f"{path}.")
+    return path == "" or inner_path.startswith(f"{path}.")
 
 
 def _called(task: Task, params: Mapping[str, Tensor]) -> set[int]:

@@ -1,8 +1,8 @@
-"""A recorded chunk read into terms: every parameter's gradients, by the way its plan chose.
+"""From a recorded chunk to terms: every parameter's gradients, as its plan says.
 
-A plan is learned on a handful of examples and checked against every chunk. A layer that sees other
-shapes than the plan expects (experts that a router fills, say) is not misread: it is differentiated
-through the whole model for that chunk, one example at a time.
+A plan is made on a handful of examples, and every chunk is compared with it. A layer may see other
+shapes than the plan expects (experts that a router fills, say). For that chunk it is differentiated
+through the whole model, one example at a time.
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ from torch.utils._pytree import tree_leaves
 
 from blr_analysis.backprop.fallback import module_columns, task_columns
 from blr_analysis.backprop.layers import Axis, Call, linear
-from blr_analysis.backprop.record import Recording, Unit, Visit, rounding
+from blr_analysis.backprop.record import Recording, SharedOutputs, Unit, Visit, rounding
 from blr_analysis.backprop.terms import Term, merged
 from blr_analysis.checks import some
 from blr_analysis.models import parameter_places
 from blr_analysis.task import Task
 
-Axes = tuple[list[Axis | None], list[Axis]]  # of a visit's input leaves and output leaves
+GOLDEN_RATIO = 0.6180339887498949  # whose multiples, modulo 1, all differ
+
+Axes = tuple[list[Axis | None], list[Axis]]
+"""Where the examples are in a visit's input leaves and in its output leaves."""
 
 
 @dataclass
 class WithoutRule:
-    """Parameters that no layer rule reads, and how many seconds their gradients take, until a
-    warning names them."""
+    """Parameters that no layer rule reads, and how long their gradients take.
+
+    Attributes:
+        names: of these parameters.
+        seconds: that their gradients have taken, until the warning.
+        has_warned: whether a warning has named them.
+    """
 
     names: set[str] = field(default_factory=set)
     seconds: float = 0.0
-    named: bool = False
+    has_warned: bool = False
 
     @contextmanager
     def timed(self, names: Iterable[str], device: torch.device) -> Iterator[None]:
-        """Count what happens inside as the work for these parameters."""
-        if self.named:
+        """Count the seconds inside as those of these parameters' gradients."""
+        if self.has_warned:
             yield
             return
         start = _clock(device)
@@ -50,10 +58,10 @@ class WithoutRule:
         self.names.update(names)
 
     def warn(self, sweep: float) -> None:
-        """Name them once, with their share of the seconds of a sweep."""
-        if self.named or not self.names:
+        """Warn of them once, with their share of a sweep that took ``sweep`` seconds."""
+        if self.has_warned or not self.names:
             return
-        self.named = True
+        self.has_warned = True
         share = min(1.0, self.seconds / max(sweep, 1e-9))
         warnings.warn(
             f"no layer rule reads {some(sorted(self.names))}: their gradients, by torch.func, took "
@@ -63,7 +71,7 @@ class WithoutRule:
 
 
 def _clock(device: torch.device) -> float:
-    """Seconds, after a GPU has finished its work."""
+    """The time in seconds, after a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -71,16 +79,28 @@ def _clock(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Units with their rules, the batch axes of what they see, and the cost of one example."""
+    """How every parameter of a model is differentiated, and what one example costs.
+
+    Attributes:
+        units: modules with the rules that read them.
+        whole_model: parameters that are differentiated through the whole model.
+        axes: where the examples are in a call, by path and number of the call.
+        shared: outputs that are lifted to one row per example.
+        floats: numbers in memory per example, as a function of the number of columns K.
+        outputs: C; 1 for sequences, whose outputs are never asked for one by one.
+        numbers: how many numbers the data of one example of the probe have.
+        routes: whether rows of examples change places on the way to the outputs.
+        without_rule: the parameters that no layer rule reads.
+    """
 
     units: tuple[Unit, ...]
-    whole_model: tuple[str, ...]  # parameters differentiated through the whole model
-    axes: dict[tuple[str, int], Axes]  # by unit and occurrence
-    shared: frozenset[tuple[str, int, int]]  # outputs that are lifted to one row per example
-    floats: Callable[..., float]  # K columns → numbers held per example
-    outputs: int = 0  # C; 1 for sequences, whose outputs are never asked for one by one
-    numbers: float = 0.0  # in the data of one example of the probe
-    routes: bool = False  # whether rows of examples change places on the way to the outputs
+    whole_model: tuple[str, ...]
+    axes: dict[tuple[str, int], Axes]
+    shared: SharedOutputs
+    floats: Callable[..., float]
+    outputs: int = 0
+    numbers: float = 0.0
+    routes: bool = False
     without_rule: WithoutRule = field(default_factory=WithoutRule)
 
     def chunk_size(
@@ -91,8 +111,10 @@ class Plan:
         return int(max(1, min(n_data, budget // bytes_per_example)))
 
     def head_of(self, recording: Recording) -> str | None:
-        """The weight of the linear layer whose outputs are the model's, one row an example; None
-        where no layer is that, or where the weight is used elsewhere too."""
+        """The weight of the linear layer that gives the model's outputs, one row an example.
+
+        None where no such layer does, or where its parameters are used elsewhere too.
+        """
         outputs = recording.outputs
         visits = recording.visits
         if outputs.ndim != 2 or outputs.grad_fn is None or not visits or self.whole_model:
@@ -103,10 +125,9 @@ class Plan:
             return None
         used_before = {name for visit in visits[:-1] for name in visit.unit.names.values()}
         axes = self.axes_of(last, len(outputs))
-        is_plain = axes is not None and axes[0][0] == Axis() == axes[1][0]
-        if not is_plain or "weight" not in names or not used_before.isdisjoint(names.values()):
-            return None
-        return names["weight"]
+        has_row_per_example = axes is not None and axes[0][0] == Axis() == axes[1][0]
+        is_used_once = used_before.isdisjoint(names.values())
+        return names.get("weight") if has_row_per_example and is_used_once else None
 
     def terms(
         self,
@@ -118,7 +139,10 @@ class Plan:
         *,
         last: bool = False,
     ) -> list[Term]:
-        """G_ic of every unit for these cotangents, each parameter in exactly one term."""
+        """G_ic for these cotangents, with every parameter in exactly one term.
+
+        ``last``: no more gradients of this recording are needed, and its graph is freed.
+        """
         grads = recording.backward(cotangents, last=last and not self.routes)
         values = values_of(task, params)
         terms, unread = self._read(task, values, recording.visits, grads, len(indices))
@@ -185,13 +209,13 @@ class Plan:
     def _misplaced(
         self, recording: Recording, cotangent: Tensor, grads: list[list[list[Tensor]]]
     ) -> set[str]:
-        """The names of layers with a row that belongs to another example than its place says.
+        """The parameters of layers with a row that belongs to another example than its place says.
 
-        Where every example's cotangent is multiplied by a number of its own, so must be the
-        gradients of its rows. This takes one more backward pass.
+        One more backward pass is made, in which every example's cotangent is multiplied by a factor
+        of its own. The gradients of the example's rows must then change by the same factor.
         """
         batch = len(cotangent)
-        steps = torch.arange(batch, dtype=torch.float64) * 0.6180339887498949
+        steps = torch.arange(batch, dtype=torch.float64) * GOLDEN_RATIO
         factors = (1 + steps.frac()).to(cotangent)
         by_example = factors.view(batch, *[1] * (cotangent.ndim - 1))
         scaled_grads = recording.backward([cotangent * by_example])
@@ -207,17 +231,17 @@ class Plan:
         return names
 
     def axes_of(self, visit: Visit, batch: int) -> Axes | None:
-        """Where the examples are in what a layer saw; None where the plan does not know.
+        """Where the examples are in a call's inputs and outputs; None where the plan cannot tell.
 
-        A call beyond those that the plan saw (a loop over longer sequences) is read as the last
-        one that it did see.
+        The probe may have had fewer calls of the layer than this pass (a loop over longer
+        sequences). The calls beyond them are read like the last one of the probe.
         """
         path = visit.unit.path
         occurrences = range(visit.occurrence, -1, -1)
-        last_seen = next((o for o in occurrences if (path, o) in self.axes), None)
-        if visit.stale or last_seen is None:
+        of_probe = next((number for number in occurrences if (path, number) in self.axes), None)
+        if visit.stale or of_probe is None:
             return None
-        axes = self.axes[path, last_seen]
+        axes = self.axes[path, of_probe]
         leaves = [*tree_leaves((visit.args, visit.kwargs)), *visit.outputs]
         expected = [*axes[0], *axes[1]]
         if len(leaves) != len(expected):
@@ -232,7 +256,7 @@ class Plan:
 def _scales_by_example(
     axis: Axis, before: Tensor, after: Tensor, factors: Tensor, tolerance: float
 ) -> bool:
-    """Whether the rows of every example, and no others, were multiplied by its factor."""
+    """Whether each example's rows, from ``before`` to ``after``, were multiplied by its factor."""
     batch = len(factors)
     rows = axis.first(before, batch).reshape(batch * axis.repeats, -1)
     expected = rows * factors.repeat_interleave(axis.repeats).unsqueeze(1)
@@ -242,13 +266,13 @@ def _scales_by_example(
 
 
 def values_of(task: Task, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values of all the model's parameters by name, these ones in place of its own."""
+    """The values of all the model's parameters by name, with ``params`` in place of its own."""
     values = {name: p.detach() for name, p in task.model.named_parameters()}
     return {**values, **params}
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Every parameter's name by its id, tied ones once."""
+    """Every parameter's name by its id; tied parameters have one name."""
     return {id(p): n for n, p in model.named_parameters()}
 
 
@@ -262,11 +286,15 @@ def read(
 ) -> list[Term]:
     """G_ic of one visited unit, by its rule or by ``torch.func``.
 
-    ``canonical``: names of parameters by id; ``grads``: ``[output leaf][column]``.
+    Args:
+        canonical: names of the model's parameters by id.
+        values: of all the model's parameters, by name.
+        grads: gradients at the visit's outputs, ``[output leaf][column]``.
+        batch: the number of examples.
     """
     unit = visit.unit
     if unit.rule is None:
-        places = {a: canonical[id(p)] for a, p in parameter_places(unit.module).items()}
+        places = {place: canonical[id(p)] for place, p in parameter_places(unit.module).items()}
         return [module_columns(visit, values, places, axes, grads, batch)]
     (input_axis, *_), (output_axis, *_) = axes
     assert input_axis is not None

@@ -23,39 +23,55 @@ from blr_analysis.backprop.layers import Rule, lifted
 from blr_analysis.data.outputs import check_rows
 from blr_analysis.task import Task
 
-# Autograd's names of the operations that move rows to places that the data choose.
 ROUTING = ("Index", "Gather", "Scatter", "Masked", "Take", "Put", "CopySlices")
-
+"""What autograd's names begin with for operations that move rows to places that the data choose."""
 MANY_BATCHES = 4  # with more batches than this it pays to look for a larger size
 MAX_EXAMPLES = 4096  # in one pass over data that are tensors
-MAX_SAVED_BYTES = 64 * 2**20  # that autograd may keep for such a pass
+MAX_SAVED_BYTES = 64 * 2**20  # that autograd may save for such a pass
 TF32_EPS = 2.0**-10
 
-SharedOutputs = frozenset[tuple[str, int, int]]  # path of a unit, occurrence, number of the output
+SharedOutputs = frozenset[tuple[str, int, int]]
+"""Outputs that all examples share: path of the unit, number of its call, number of the output."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose own parameters are analysed, and the rule that reads its gradients."""
+    """A module whose parameters are analysed, and the rule that reads its gradients.
+
+    Attributes:
+        path: the module's name in the model.
+        names: the model's names of the parameters, by the module's attribute; a parameter that
+            belongs to a module inside of it stands under the model's name.
+        rule: None where ``torch.func`` differentiates the module by itself.
+    """
 
     path: str
     module: nn.Module
-    names: dict[str, str]  # attribute (its own name for an adopted parameter) → canonical name
-    rule: Rule | None  # None: torch.func on this module alone
+    names: dict[str, str]
+    rule: Rule | None
 
 
 @dataclass
 class Visit:
-    """One forward call of a unit."""
+    """One forward call of a unit.
+
+    Attributes:
+        occurrence: the number of the call, from 0, in its forward pass.
+        args, kwargs: the arguments of the call.
+        outputs: its floating outputs as tensors without numbers, which have their shapes.
+        edges: the places of these outputs in autograd's graph.
+        versions: input tensors, and how often each had been overwritten before the call.
+        stale: whether an input was overwritten in place after the layer read it.
+    """
 
     unit: Unit
     occurrence: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[Tensor]  # the shapes of its floating outputs, without their numbers
+    outputs: list[Tensor]
     edges: list[Any]
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    stale: bool = False  # the input was overwritten in place after the layer read it
+    stale: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,17 +83,17 @@ class Visit:
         return is_plain(self.args, self.kwargs)
 
     def note_stale(self) -> None:
-        """Note whether an input was overwritten after the layer read it."""
+        """Set :attr:`stale`, and forget the versions."""
         self.stale = any(tensor._version != version for tensor, version in self.versions)
         self.versions = []
 
     def settle(self) -> None:
-        """After the forward pass: note overwritten inputs, and release the inputs' graph."""
+        """Called after the forward pass: note overwritten inputs, and release their graph."""
         self.note_stale()
         self.args, self.kwargs = tree_map(_detached, (self.args, self.kwargs))
 
     def shrink(self) -> None:
-        """Release the inputs' numbers; their shapes stay."""
+        """Free the memory of the inputs; their shapes stay."""
         self.args, self.kwargs = tree_map(without_numbers, (self.args, self.kwargs))
 
 
@@ -90,7 +106,7 @@ class Recording:
     visits: list[Visit]
 
     def routes(self) -> bool:
-        """Whether rows are picked or put by index between the layers and the outputs."""
+        """Whether the model picks or moves rows by index on the way to its outputs."""
         return any(node.name().startswith(ROUTING) for node in graph(self.outputs))
 
     def backward(
@@ -100,7 +116,7 @@ class Recording:
 
         Args:
             cotangents: K tensors in the shape of the outputs, each for one backward pass.
-            last: whether the last pass frees what the forward pass saved for it.
+            last: whether the last of these passes frees what the forward pass saved.
         """
         leaves = [leaf for visit in self.visits for leaf in visit.outputs]
         columns: list[list[Tensor]] = [[] for _ in leaves]
@@ -138,13 +154,14 @@ def record(
     indices: Tensor | None = None,
     shapes: bool = False,
 ) -> Recording:
-    """Run one batch and catch what the units see.
+    """Run one batch, and record the inputs and outputs of the units.
 
     Args:
         shared: outputs that all examples share. They are lifted to one row per example, so that
             each example gets its own gradient.
         size: the number of examples in the batch.
-        shapes: whether only the shapes of what the units see are recorded.
+        indices: their places in the dataset.
+        shapes: whether only shapes are recorded.
 
     Raises:
         ModelError: the model fails, or does not return one row of outputs per example.
@@ -160,23 +177,23 @@ def record(
 
 @dataclass
 class _Recorder:
-    """Notes the units' calls in one forward pass, and where the backward pass meets them."""
+    """Records the units' calls in one forward pass."""
 
     shared: SharedOutputs
     n_examples: int
     shapes_only: bool
     visits: list[Visit] = field(default_factory=list)
-    calls: Counter[str] = field(default_factory=Counter)  # by path
+    calls: Counter[str] = field(default_factory=Counter)  # their number so far, by path
 
     def visit(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        """Note one call; returns the output with which the model goes on."""
+        """Record one call; returns the output with which the model goes on."""
         inputs = tree_leaves((args, kwargs))
         leaves, structure = tree_flatten(output)
         if any(map(inside_transform, (*inputs, *leaves))):
             return output  # the model's own torch.func: its tensors mean nothing outside of it
         occurrence = self.calls[unit.path]
         self.calls[unit.path] += 1
-        visit = Visit(unit, occurrence, args, kwargs, [], [])
+        visit = Visit(unit, occurrence, args, kwargs, outputs=[], edges=[])
         has_several_outputs = sum(map(is_floating, leaves)) > 1
         for position, leaf in enumerate(leaves):
             if is_floating(leaf):
@@ -188,13 +205,13 @@ class _Recorder:
             visit.shrink()
             visit.edges = []
         else:
-            usable = [x for x in inputs if isinstance(x, Tensor) and not x.is_inference()]
-            visit.versions = [(tensor, tensor._version) for tensor in usable]
+            tensors = [x for x in inputs if isinstance(x, Tensor) and not x.is_inference()]
+            visit.versions = [(tensor, tensor._version) for tensor in tensors]
         self.visits.append(visit)
         return tree_unflatten(leaves, structure)
 
     def _with_edge(self, visit: Visit, leaf: Tensor) -> Tensor:
-        """The output that the model goes on with; its place in autograd's graph is noted."""
+        """Record one output and its place in the graph; returns what the model goes on with."""
         if (visit.unit.path, visit.occurrence, len(visit.outputs)) in self.shared:
             leaf = lifted(leaf, self.n_examples)
         if leaf.requires_grad:
@@ -209,8 +226,10 @@ class _Recorder:
 
 @contextmanager
 def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``visit(unit, args, kwargs, output)`` sees every call of the units, and may answer
-    with another output."""
+    """Inside, every call of the units is passed to ``visit(unit, args, kwargs, output)``.
+
+    Where that returns something else than None, the model goes on with it in place of the output.
+    """
     with ExitStack() as hooks:
         for unit in units:
             hooks.callback(hooked(unit, visit).remove)
@@ -218,9 +237,9 @@ def watched(units: Sequence[Unit], visit: Callable[..., Any]) -> Iterator[None]:
 
 
 def hooked(unit: Unit, visit: Callable[..., Any]) -> Any:
-    """The handle of a hook by which ``visit(unit, args, kwargs, output)`` sees a unit's calls.
+    """The handle of a hook that passes a unit's calls to ``visit(unit, args, kwargs, output)``.
 
-    A copy of the module has a copy of the hook; the copy's calls are ignored.
+    A copy of the module gets a copy of the hook; the calls of the copy are ignored.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -239,11 +258,12 @@ def is_floating(leaf: Any) -> TypeGuard[Tensor]:
 
 
 def inside_transform(leaf: Any) -> bool:
+    """Whether this is a tensor inside of a ``torch.func`` transform."""
     return isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf)
 
 
 def without_numbers(leaf: Any) -> Any:
-    """A tensor of the same shape that stores one 0; anything else as it is."""
+    """A tensor of the same shape that stores a single 0; what is no tensor is returned as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().new_zeros(()).expand(leaf.shape)
@@ -254,7 +274,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def graph(outputs: Tensor) -> Iterator[Any]:
-    """Every operation that the outputs were made by."""
+    """Every operation in the graph of the outputs."""
     visited: set[Any] = set()
     waiting: list[Any] = [outputs.grad_fn]
     while waiting:
@@ -268,8 +288,8 @@ def graph(outputs: Tensor) -> Iterator[Any]:
 def rounding(outputs: Tensor) -> float:
     """The eps of the coarsest dtype on the way to the outputs.
 
-    It may be coarser than the outputs' own: by half precision, by autocast, by a norm that is taken
-    in single precision inside of a double model, or by TF32 in a GPU's convolutions.
+    It may be coarser than the eps of the outputs' dtype: because of half precision, autocast, a
+    norm that a double model computes in single precision, or TF32 in a GPU's convolutions.
     """
     nodes = list(graph(outputs))
     dtypes = {outputs.dtype}
@@ -293,8 +313,8 @@ def _rounds_convolutions() -> bool:
 def examples_per_pass(task: Task, params: Mapping[str, Tensor], indices: Tensor) -> int:
     """How many of these examples one forward and backward pass takes.
 
-    It is the task's batch size, unless the data are tensors and there are many batches: tensors
-    cost nothing to fetch, so a pass then takes as many as MAX_SAVED_BYTES and MAX_EXAMPLES allow.
+    It is the task's batch size, unless the data are tensors and there are many batches. Tensors
+    cost nothing to fetch: a pass then takes as many as MAX_SAVED_BYTES and MAX_EXAMPLES allow.
     """
     size = task.batch_size
     if not task.examples.is_tensors or len(indices) <= MANY_BATCHES * size:
@@ -314,7 +334,7 @@ def leaves_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def indices_of_rank(
     task: Task, params: Mapping[str, Tensor], indices: Tensor | None = None
 ) -> Tensor:
-    """The share of these examples (None: of all) that this rank visits; all of them on one rank.
+    """Those of the examples ``indices`` (None: of all) that this rank visits.
 
     Raises:
         InputError: more ranks than examples, or ranks with other weights or data.
@@ -323,15 +343,15 @@ def indices_of_rank(
     if ranks.count() == 1:
         return order
     ranks.check_enough(task.n_data)
-    # Ranks that have the same weights and data have the same norms, which are compared.
-    example = tree_leaves(task.fetch(torch.zeros(1, dtype=torch.long)))
-    norms = [x.double().norm() for x in example if isinstance(x, Tensor)]
+    # The norms are compared between the ranks: other weights or data have other norms.
+    first_example = tree_leaves(task.fetch(torch.zeros(1, dtype=torch.long)))
+    norms = [x.double().norm() for x in first_example if isinstance(x, Tensor)]
     norms += [torch.linalg.vector_norm(p, dtype=torch.float64) for p in params.values()]
     return ranks.share(order, task.n_data, *(float(norm) for norm in norms))
 
 
 class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes that autograd saves inside: each place once, and no weights."""
+    """Counts the bytes that autograd saves inside this context: each place once, and no weights."""
 
     def __init__(self, task: Task, params: Mapping[str, Tensor]) -> None:
         weights = [*task.model.parameters(), *task.model.buffers(), *params.values()]
@@ -349,4 +369,4 @@ class SavedBytes(saved_tensors_hooks):
             # A slice counts as the slice, not as its storage; an expanded tensor as its storage.
             n_bytes = min(x.nbytes, storage.nbytes())
             self._bytes[storage.data_ptr(), x.data_ptr()] = n_bytes
-        return x.detach()  # autograd ties it to its graph again; x itself would keep both for ever
+        return x.detach()  # x itself would refer to the graph, which would never be freed

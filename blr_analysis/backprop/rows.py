@@ -1,8 +1,8 @@
-"""Embeddings: the gradient of a table has rows for the ids that an example uses, and no others.
+"""Embeddings: an example's gradient of a table has rows only for the ids that the example uses.
 
-A table that is the read-out as well (tied weights) has Σ_t d_t a_tᵀ on top. For the words that the
-example uses, the read-out's share is added to the look-up's and removed from d. The two terms then
-have no row in common, so that squares and products of the whole are sums over the two.
+A table may be the read-out as well (tied weights). The read-out adds Σ_t d_t a_tᵀ, in every row.
+For the ids that the example uses, this share is added to the look-up's and removed from d. The two
+terms then have no row in common, so that squares and products of the whole are sums over the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from blr_analysis.backprop.matrices import Joint, MatrixShape
 from blr_analysis.backprop.outer import Outer
 from blr_analysis.backprop.terms import (
-    HELD,
+    TEMPORARY_NUMBERS,
     Apart,
     Dense,
     Term,
@@ -25,6 +25,7 @@ from blr_analysis.backprop.terms import (
     added_bmm,
     by_rows,
     slices,
+    sum_of_squares,
 )
 
 
@@ -32,8 +33,9 @@ from blr_analysis.backprop.terms import (
 class Rows(Term):
     """Embedding: G_c has the row Σ_{t: id_t = v} d_ct for every id v that the example uses.
 
-    ``ids`` ``[B, T]`` lists each id once per example; ``grads`` K tensors ``[B, T, O]`` are the
-    sums over its positions (zero in unused slots).
+    ``ids`` ``[B, T]`` lists each id once per example, in ascending order. ``grads``, K tensors
+    ``[B, T, O]``, are the sums over the positions of an id. An example with fewer than T ids has
+    unused slots at its end, with id 0 and gradient 0.
     """
 
     name: str
@@ -43,7 +45,10 @@ class Rows(Term):
 
     @classmethod
     def collect(cls, name: str, shape: tuple[int, ...], ids: Tensor, grads: list[Tensor]) -> Rows:
-        """Add up the positions that share an id, within each example."""
+        """The term for ids ``[B, T]`` and K gradients ``[B, T, O]``, one for each position.
+
+        Positions of an example with the same id are added up.
+        """
         ordered, order = ids.sort(dim=1)
         is_new = torch.ones_like(ordered)
         is_new[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).long()
@@ -80,9 +85,9 @@ class Rows(Term):
         return MatrixShape(groups=1, rows=n_ids, columns=width, shape=self.shape)
 
     def rows(self, chosen: slice) -> Rows:
-        """The gradient's rows with these ids; an id is counted from the first of them.
+        """The gradient's rows with these ids; the first of them becomes id 0.
 
-        There are as many slots as the example with most of these ids needs.
+        The result has as many slots as the example with most of these ids needs.
         """
         n_ids = chosen.stop - chosen.start
         width = self.shape[1]
@@ -99,7 +104,7 @@ class Rows(Term):
         return replace(self, grads=[d.to(dtype) for d in self.grads])
 
     def joined(self, other: Term) -> Term | None:
-        """Two uses of the same table, or the table as a read-out too."""
+        """The sum with another look-up in the same table, or with the table as a read-out."""
         if isinstance(other, Outer) and other.weight == self.name:
             return _tied(self, other)
         if not isinstance(other, Rows) or other.name != self.name:
@@ -132,8 +137,8 @@ class Rows(Term):
         return {self.name: self.grads[0].new_zeros(self.shape)}
 
     def add_square_sum(self, into: Tree) -> None:
-        """Only rows that are used are added: there is no second table."""
-        squares = sum((d.square() for d in self.grads[1:]), start=self.grads[0].square())
+        """Add the squares of the rows that are used; no second table is made."""
+        squares = sum_of_squares(self.grads)
         table = into[self.name]
         table.index_add_(0, self.ids.flatten(), squares.flatten(0, 1).to(table))
 
@@ -153,8 +158,8 @@ class Rows(Term):
         """Σ_t d_ktᵀ (s[id_t] ∘ U_r[id_t]) for column k and table r of the stack."""
         d = self.cast(dtype).stacked()
         tables = stack[self.name]
-        numbers_per_table = 2 * self.grads[0].numel()  # its rows, and their product with the scale
-        tables_at_once = (room or HELD) // numbers_per_table
+        numbers_per_table = 2 * self.grads[0].numel()  # rows, and their product with the scale
+        tables_at_once = (room or TEMPORARY_NUMBERS) // numbers_per_table
         parts = []
         for chosen in slices(len(tables), tables_at_once):
             u = tables[chosen][:, self.ids].to(dtype)
@@ -166,7 +171,7 @@ class Rows(Term):
     def combined(self, weights: Tensor, into: Tree) -> None:
         d = self.cast(weights.dtype).stacked()
         tables = into[self.name]
-        tables_at_once = HELD // self.grads[0].numel()
+        tables_at_once = TEMPORARY_NUMBERS // self.grads[0].numel()
         for chosen in slices(len(tables), tables_at_once):
             rows = torch.einsum("bkr,bkto->rbto", weights[..., chosen], d)
             tables[chosen].index_add_(1, self.ids.flatten(), rows.flatten(1, 2))
@@ -186,7 +191,7 @@ class Rows(Term):
 
 
 def _tied(lookup: Rows, readout: Outer) -> Term | None:
-    """The sum of a look-up's gradient and a read-out's, as terms without a common row.
+    """The sum of a look-up's gradient and a read-out's, as two terms without a common row.
 
     None where the read-out stores the table in another layout.
     """
@@ -195,19 +200,19 @@ def _tied(lookup: Rows, readout: Outer) -> Term | None:
         return None
     ids = lookup.ids
     slots = torch.arange(ids.shape[1], device=ids.device)
-    is_used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an empty slot
-    words = torch.where(is_used, ids, ids[:, :1])
-    word_grads: list[Tensor] = []
-    other_grads: list[Tensor] = []
+    is_used = (ids != 0) | (slots == 0)  # ids ascend: a later 0 is an unused slot
+    used_ids = torch.where(is_used, ids, ids[:, :1])  # unused slots repeat the first id
+    grads_of_used_ids: list[Tensor] = []
+    grads_of_other_ids: list[Tensor] = []
     for d, lookup_grad in zip(readout.grads, lookup.grads, strict=True):
-        index = words[:, None, None, :].expand(*d.shape[:3], -1)
+        index = used_ids[:, None, None, :].expand(*d.shape[:3], -1)
         readout_grad = d.gather(-1, index).squeeze(1).mT @ readout.inputs.squeeze(1)
-        word_grads.append(lookup_grad + readout_grad * is_used.unsqueeze(-1))
-        other_grads.append(d.scatter(-1, index, 0.0))
+        grads_of_used_ids.append(lookup_grad + readout_grad * is_used.unsqueeze(-1))
+        grads_of_other_ids.append(d.scatter(-1, index, 0.0))
     joint = replace(readout.joint, bias=None)
     parts: list[Term] = [
-        Outer(joint, readout.inputs, other_grads),
-        replace(lookup, grads=word_grads),
+        Outer(joint, readout.inputs, grads_of_other_ids),
+        replace(lookup, grads=grads_of_used_ids),
     ]
     if readout.bias is not None:
         bias = torch.stack([d.sum((1, 2)) for d in readout.grads], dim=1)

@@ -4,13 +4,14 @@ The gradient of one example's loss is, layer by layer, a function of the layer's
 gradients at its outputs; both pass by in the user's own forward and backward pass. A :class:`Tape`
 notes both: hooks on the layers keep their inputs, hooks on the layers' outputs keep the gradients
 that come back to them. The rules of :mod:`blr_analysis.backprop.layers` turn the two into G_i
-(:func:`terms_of`). Nothing is computed twice, but for layers without a rule, which are
-differentiated by themselves.
+(:func:`terms_of`). Nothing is computed twice, except that layers without a rule are differentiated
+by themselves.
 
-Whoever needs this is a :class:`Reader`: it says which passes are noted, and is told where one ends.
-An analysis reads its own passes by :func:`blr_analysis.backprop.record.record`: it cuts the graph
-below the first layer, gives shared outputs a row for each example and asks for many cotangents. A
-training's graph must stay as the user made it. Both note the same :class:`Visit`, by the same hook.
+A :class:`Reader` decides which passes a tape notes, and is called when one ends. A training's graph
+must stay as the user made it. An analysis, which runs its own passes, uses
+:func:`blr_analysis.backprop.record.record` instead: that cuts the graph below the first layer,
+gives shared outputs a row for each example, and takes many cotangents. Both note the same
+:class:`Visit`, by the same hook.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from blr_analysis.errors import ModelError
 from blr_analysis.half import working
 
 Gradients = list[Tensor | None]
-"""By output of a layer; None where no gradient came back."""
+"""The gradients at a layer's outputs, one by one; None where no gradient came back."""
 
 
 @dataclass(eq=False)
@@ -42,8 +43,8 @@ class LayerCall:
 
     Attributes:
         visit: what went into the layer and came out of it, without the graph.
-        edges: where the backward pass meets its outputs.
-        gradients: those that came back, by output; None until then.
+        edges: the places of the layer's outputs in autograd's graph.
+        gradients: the gradients at the outputs, filled in by the backward pass.
     """
 
     visit: Visit
@@ -69,7 +70,7 @@ class Pass:
         calls: the calls of the model's layers in the forward pass.
         recomputed: the calls in the backward pass that a gradient came back to, where activations
             are checkpointed and the forward pass itself had no graph.
-        outputs: those of the model, where a reader keeps them for a backward pass of its own.
+        outputs: the model's outputs, which a reader may store for a backward pass of its own.
     """
 
     batch: int
@@ -78,7 +79,10 @@ class Pass:
     outputs: Tensor | None = None
 
     def gradients(self, outputs: Any, cotangents: Any) -> list[Gradients]:
-        """The gradients at every call's outputs. This backward pass leaves no trace."""
+        """The gradients at every call's outputs, for these cotangents of the model's outputs.
+
+        This backward pass leaves no trace on the calls.
+        """
         edges = [edge for call in self.calls for edge in call.edges]
         gradients = iter(
             torch.autograd.grad(outputs, edges, cotangents, retain_graph=True, allow_unused=True)
@@ -89,12 +93,12 @@ class Pass:
 
     @property
     def differentiated(self) -> list[LayerCall]:
-        """The calls that a gradient came back to, those nearest to the outputs first."""
+        """The calls that a gradient came back to, the last one of the forward pass first."""
         calls = [*self.recomputed, *reversed(self.calls)]
         return [call for call in calls if any(grad is not None for grad in call.gradients)]
 
     def with_gradients(self, gradients: Sequence[Gradients]) -> Pass:
-        """The same calls, as if these gradients had come back to them."""
+        """The pass as if these gradients had come back to its calls."""
         calls = [
             LayerCall(call.visit, [], call_gradients)
             for call, call_gradients in zip(self.calls, gradients, strict=True)
@@ -103,35 +107,20 @@ class Pass:
 
     @classmethod
     def joined(cls, passes: Sequence[Pass]) -> Pass:
-        """Passes of the same layers and shapes as one, with the rows of all."""
-        batch = sum(forward.batch for forward in passes)
-
-        def rows(*leaves: Any) -> Any:
-            first = leaves[0]
-            if not isinstance(first, Tensor) or not first.ndim:
-                return first
-            return torch.cat(leaves)  # what all examples share has a row for each pass
-
-        def shapes(*outputs: Tensor) -> Tensor:
-            n_rows = sum(len(output) for output in outputs)
-            return outputs[0][:1].expand(n_rows, *outputs[0].shape[1:])
-
+        """Passes of the same layers and shapes as one pass, with the rows of all of them."""
         calls = []
-        for same in zip(*(forward.calls for forward in passes), strict=True):
-            visits = [call.visit for call in same]
-            if visits[0].is_plain:  # walking through trees takes longer than what is in them
-                args = (rows(*[visit.args[0] for visit in visits]),)
-                kwargs = {}
-            else:
-                args, kwargs = tree_map(rows, *[(visit.args, visit.kwargs) for visit in visits])
-            outputs = list(map(shapes, *[visit.outputs for visit in visits]))
+        for same_calls in zip(*(forward.calls for forward in passes), strict=True):
+            visits = [call.visit for call in same_calls]
+            args, kwargs = _joined_arguments(visits)
+            outputs = list(map(_joined_shapes, *[visit.outputs for visit in visits]))
+            gradients = list(map(_joined_rows, *[call.gradients for call in same_calls]))
             visit = replace(visits[0], args=args, kwargs=kwargs, outputs=outputs)
-            calls.append(LayerCall(visit, [], list(map(rows, *[call.gradients for call in same]))))
-        return cls(batch, calls)
+            calls.append(LayerCall(visit, [], gradients))
+        return cls(sum(forward.batch for forward in passes), calls)
 
     @property
     def layout(self) -> list[Any]:
-        """Which layers were called, and the shapes of what they gave for one example."""
+        """Which layers were called, and the shapes of their outputs for one example."""
         return [
             (call.visit.unit.path, len(output) // self.batch, output.shape[1:])
             for call in self.calls
@@ -139,7 +128,7 @@ class Pass:
         ]
 
     def of_examples(self, chosen: Tensor) -> Pass:
-        """The same of some examples: their rows of what the layers saw and of the gradients."""
+        """The pass of some of its examples: their rows of the layers' inputs and gradients."""
 
         def rows(leaf: Tensor | None) -> Tensor | None:
             if not _has_rows(leaf, self.batch):
@@ -161,25 +150,61 @@ class Pass:
         return counted([grad for grad in gradients if _has_rows(grad, self.batch)], self.batch)
 
 
+def _joined_arguments(visits: Sequence[Visit]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one layer in several passes, with the rows of all."""
+    if visits[0].is_plain:  # walking through a tree takes longer than the rows do
+        return (_joined_rows(*[visit.args[0] for visit in visits]),), {}
+    return tree_map(_joined_rows, *[(visit.args, visit.kwargs) for visit in visits])
+
+
+def _joined_rows(*leaves: Any) -> Any:
+    """The rows of one leaf in several passes; the first pass's leaf where it has no rows.
+
+    What all examples share has one row for each pass.
+    """
+    first = leaves[0]
+    has_rows = isinstance(first, Tensor) and first.ndim > 0
+    return torch.cat(leaves) if has_rows else first
+
+
+def _joined_shapes(*outputs: Tensor) -> Tensor:
+    """A tensor without numbers that has the rows of all outputs."""
+    n_rows = sum(len(output) for output in outputs)
+    return outputs[0][:1].expand(n_rows, *outputs[0].shape[1:])
+
+
 class Reader:
-    """What a tape asks and tells; a subclass overrides what it needs.
+    """What a :class:`Tape` calls while a model trains; a subclass overrides what it needs.
 
     Attributes:
-        needs_gradients: whether calls in a forward pass get the gradients that come back to them.
-            Else the reader asks for those of a backward pass of its own.
+        needs_gradients: whether the tape stores the gradients that come back to the calls of a
+            forward pass. Otherwise the reader makes a backward pass of its own.
     """
 
     needs_gradients = True
+    _has_warned = False
 
     def wants(self, model: nn.Module, batch: int) -> bool:
-        """Whether the pass that begins, of so many examples, is noted."""
+        """Whether the pass that begins, with this number of examples, is to be noted."""
         return True
 
     def finished(self, forward: Pass, output: Any) -> None:
-        """After a forward pass that was noted."""
+        """Called after a forward pass that was noted, with the model's output."""
 
     def called_outside(self, unit: Unit) -> None:
-        """A layer was called while no pass is noted."""
+        """Called when a layer runs while no pass is noted."""
+
+    def counts_of(self, forward: Pass) -> Tensor:
+        """Which examples count in the loss, ``[batch]``; warns once where some do not."""
+        counts = forward.counted()
+        if not self._has_warned and not bool(counts.all()):
+            self._has_warned = True
+            warnings.warn(
+                f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
+                "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
+                stacklevel=3,
+            )
+        return counts
 
 
 class Tape:
@@ -189,7 +214,7 @@ class Tape:
     times. Passes without gradients, and copies of the model, leave no trace.
 
     Attributes:
-        passes: those that were noted, oldest first.
+        passes: the passes that were noted, oldest first.
     """
 
     def __init__(self, model: nn.Module, reader: Reader) -> None:
@@ -206,7 +231,7 @@ class Tape:
     def start(self, units: Iterable[Unit]) -> None:
         """Put hooks on the model and on these layers of it."""
 
-        # Functions, for a copy of the model copies bound methods with all that they are bound to.
+        # These are functions: with bound methods, a copy of the model would copy the tape, too.
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is self.model:
                 self._enter(args, kwargs)
@@ -223,7 +248,7 @@ class Tape:
         store(self.model.register_forward_hook(leave, always_call=True))
 
     def remove_hooks(self) -> None:
-        """Note no more; what was noted stays."""
+        """Note no more passes; those that were noted stay."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -234,6 +259,7 @@ class Tape:
         self.remove_hooks()
 
     def _enter(self, args: Any, kwargs: Any) -> None:
+        """Begin a pass, if it has gradients and the reader wants it."""
         self._current = None
         if not torch.is_grad_enabled():
             return
@@ -243,6 +269,7 @@ class Tape:
             self.passes.append(self._current)
 
     def _leave(self, output: Any) -> None:
+        """End the pass that is being noted."""
         forward = self._current
         self._current = None
         if forward is not None and forward.calls:
@@ -270,16 +297,19 @@ class Tape:
         output: Any,
         recomputed: list[LayerCall] | None = None,
     ) -> LayerCall:
-        """The call, with hooks on its outputs; where it is given, the first gradient that comes
-        back puts the call into ``recomputed``."""
-        if is_plain(args, kwargs):  # walking through trees takes longer than most layers do
+        """The call, with hooks on its outputs.
+
+        ``recomputed``: a list to which the call is added when its first gradient comes back.
+        """
+        if is_plain(args, kwargs):  # walking through a tree takes longer than many a layer
             args = (args[0].detach(),)
             inputs = [*args]
         else:
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = differentiated(output)
-        visit = Visit(unit, 0, args, kwargs, [without_numbers(leaf) for leaf in leaves], [])
+        leaves = leaves_with_gradient(output)
+        outputs = [without_numbers(leaf) for leaf in leaves]
+        visit = Visit(unit, occurrence=0, args=args, kwargs=kwargs, outputs=outputs, edges=[])
         visit.versions = [(x, x._version) for x in inputs if not x.is_inference()]
         gradients: Gradients = [None] * len(leaves)
         if recomputed is not None or self.reader.needs_gradients:
@@ -299,9 +329,9 @@ def _batch_of(args: Any, kwargs: Any) -> int:
 def _receiver(
     call: LayerCall, position: int, recomputed: list[LayerCall] | None
 ) -> Callable[[Tensor], None]:
-    """A hook that adds up the gradients of an output.
+    """A hook that adds up the gradients of the call's output at this position.
 
-    It has no reference to the graph, because a graph that its own hooks refer to is never freed.
+    The hook has no reference to the graph: a graph that its own hooks refer to is never freed.
     """
 
     def receive(grad: Tensor) -> None:
@@ -326,9 +356,9 @@ def terms_of(
     """G_i of every layer that gradients came back to.
 
     Args:
-        calls: of the layers.
-        gradients: those at the outputs of each call.
-        axes_of: where the examples are in a call's inputs and outputs.
+        calls: the layers' calls.
+        gradients: the gradients at the outputs of each call.
+        axes_of: a function that finds the examples in a call's inputs and outputs.
         batch: the number of examples.
 
     Raises:
@@ -362,10 +392,13 @@ class LayerFailed(Exception):
 def unlike_autograd(
     terms: Sequence[Term], gradients: Mapping[str, Tensor], outputs: Iterable[Tensor]
 ) -> list[str]:
-    """The parameters whose Σ_i g_i is not ``gradients``, what autograd left in ``p.grad``, up to
-    the rounding of the coarsest dtype on the way.
+    """The parameters whose Σ_i g_i differs from autograd's gradient by more than rounding.
 
-    Gradients that are not finite agree: whoever steps by them refuses or skips them.
+    Gradients that are not finite pass: the optimizer refuses or skips them.
+
+    Args:
+        gradients: ``p.grad`` by name.
+        outputs: of the layers; how much rounding explains follows from the coarsest dtype.
     """
     sums = {name: total for term in terms for name, total in term.sum().items()}
     dtypes = {output.dtype for output in outputs} | {grad.dtype for grad in gradients.values()}
@@ -380,23 +413,22 @@ def unlike_autograd(
     return unlike
 
 
-def differentiated(output: Any) -> list[Tensor]:
-    """The leaves of an output that have a gradient."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+def leaves_with_gradient(output: Any) -> list[Tensor]:
+    """The tensors in a module's output that require a gradient."""
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _has_rows(leaf: Any, batch: int) -> TypeGuard[Tensor]:
-    """Whether a tensor has one row for each example, or several that stand together."""
+    """Whether a tensor has rows for each example: one, or several that stand together."""
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) % batch == 0
 
 
 def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
-    """Which examples have a gradient at a layer's output, ``[batch]``: all, where none has.
+    """Which examples have a gradient at a layer's output, ``[batch]``; all where no example has.
 
-    ``ignore_index`` takes an example out of the mean that a loss is. All count where an example has
-    a single output: the gradient of such a loss is exactly 0 where a logit saturates, too.
+    An example with ``ignore_index`` has no gradient, and the loss is a mean over the others. With a
+    single output an example, all count: there the gradient is also 0 where a logit saturates.
 
     >>> counted([torch.tensor([[0.0, 0.0], [0.5, -0.5]])], 2)
     tensor([False,  True])
@@ -409,21 +441,11 @@ def counted(grads: Iterable[Tensor], batch: int) -> Tensor:
     return nonzero if bool(nonzero.any()) else ~nonzero
 
 
-def warn_of_uncounted(counts: Tensor) -> bool:
-    """Say that the loss is taken for a mean over the other examples."""
-    warnings.warn(
-        f"{int((~counts).sum())} of {len(counts)} examples of a minibatch have no gradient "
-        "(ignore_index, weights of 0?): the loss is taken for the mean over the others",
-        stacklevel=3,
-    )
-    return True
-
-
 def _widen(visit: Visit, gradients: Gradients, values: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """Take a call's inputs and its gradients to the dtype of computation.
+    """Convert a call's inputs and its gradients to the dtype of computation.
 
     Returns:
-        The gradients by output, each a list of one column; zeros where none came back.
+        The gradients by output, each a list of one column; zeros where no gradient came back.
     """
     first_name = next(iter(visit.unit.names.values()))
     widen = partial(_widened, dtype=working(values[first_name].dtype))

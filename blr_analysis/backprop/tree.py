@@ -1,4 +1,4 @@
-"""Sums over tensors by parameter name."""
+"""Vectors over parameters, as tensors by parameter name: inner products, sums and shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Tree = dict[str, Tensor]
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """⟨a, b⟩, summed in float64."""
-    return sum(float((x.double() * b[n].double()).sum()) for n, x in a.items())
+    products = (x.double() * b[name].double() for name, x in a.items())
+    return sum(float(product.sum()) for product in products)
 
 
 def norm(a: Mapping[str, Tensor]) -> float:
@@ -34,15 +35,17 @@ def scaled(a: Mapping[str, Tensor], scale: float) -> Tree:
 
 
 def lead_of(name: str, x: Tensor | None, shape: Sequence[int]) -> torch.Size:
-    """The dimensions before those of the parameter.
+    """The batch dimensions of ``x``, which stand before the parameter's ``shape``.
 
     Raises:
         InputError: x is missing, or of another shape.
     """
-    if x is None or tuple(x.shape[x.ndim - len(shape) :]) != tuple(shape):
-        got = "nothing" if x is None else tuple(x.shape)
-        raise InputError(
-            f"a vector over these parameters needs {name!r} of shape {tuple(shape)} (leading batch "
-            f"dimensions allowed), got {got}"
-        )
-    return x.shape[: x.ndim - len(shape)]
+    if x is not None:
+        n_batch = x.ndim - len(shape)
+        if x.shape[n_batch:] == tuple(shape):
+            return x.shape[:n_batch]
+    actual = "nothing" if x is None else tuple(x.shape)
+    raise InputError(
+        f"a vector over these parameters needs {name!r} of shape {tuple(shape)} (leading batch "
+        f"dimensions allowed), got {actual}"
+    )

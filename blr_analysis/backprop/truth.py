@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from blr_analysis.backprop.cost import batch_numbers
 from blr_analysis.backprop.fallback import pulled
-from blr_analysis.backprop.layout import LARGER
+from blr_analysis.backprop.layout import ORDER_IN_LARGER_BATCH
 from blr_analysis.backprop.record import (
     Unit,
     inside_transform,
@@ -26,13 +26,15 @@ from blr_analysis.data.outputs import check_rows
 from blr_analysis.errors import InputError, ModelError
 from blr_analysis.task import ModelAt, Task
 
-LOOKED_AT = 16  # examples whose sizes are compared
-ALONE = 2  # examples that are run alone, where all are of one size
-ROUNDINGS = 30  # times that an output may move as far as by another rounding of the layers' outputs
-LEAST_ROUNDING = 8  # times the eps, at least
-MOST_ROUNDING = 0.1  # of the largest output: half precision
-OTHER_OUTPUTS = "the number of outputs of an example changes with its batch"
-WEIGHTS = (1.0, -0.6, 1.7)  # s_i of the probe's examples
+EXAMPLES_TO_MEASURE = 16  # the shortest and the longest of them are run alone
+EXAMPLES_ALONE = 2  # that are run alone, where all are of one size
+
+# How far an output may move before the model counts as mixing examples:
+MAX_ROUNDINGS = 30  # times as far as it moves when the layers' outputs are rounded otherwise,
+MIN_EPS = 8  # eps of the largest output at least,
+MAX_OF_OUTPUT = 0.1  # of the largest output at most, as in half precision
+OUTPUTS_CHANGE = "the number of outputs of an example changes with its batch"
+WEIGHTS = (1.0, -0.6, 1.7)  # s_i of the probe's examples, any that differ
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Truth:
 
 
 def cotangent_of(outputs: Tensor) -> Tensor:
-    """c, in the shape of the outputs: every call draws the same ones, so none need be stored."""
+    """Random cotangents c in the shape of the outputs; every call gives the same ones."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(outputs.shape, generator=generator).sub_(0.5).to(outputs)
 
@@ -79,10 +81,11 @@ def autograd_gradients(
 
 @contextmanager
 def no_backward_inside(task: Task, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a model whose backward pass calls ``backward()`` itself, as reentrant checkpointing in
-    a user's own code does: what that adds to ``p.grad`` is missing from the gradients asked for.
+    """Refuse a model whose backward pass calls ``backward()`` itself.
 
-    The model's ``p.grad`` are afterwards as they were before.
+    Reentrant checkpointing in a user's own code does so. What it adds to ``p.grad`` is missing from
+    the gradients that ``torch.autograd.grad`` returns. Afterwards the model's ``p.grad`` are as
+    they were before.
 
     Raises:
         ModelError: some ``p.grad`` was written to.
@@ -123,9 +126,10 @@ def check_independent(
     """Raise :class:`ModelError` when an example's output depends on its batch or on chance.
 
     The probe's outputs are compared with those in a larger batch, where every example stands at
-    another place and some come twice. The shortest and the longest of some examples are compared
-    with their outputs alone, without the padding that they have in company. Of examples of one size
-    two are: what depends on the largest number of a batch is alike alone for the one that holds it.
+    another place and some come twice. Two examples are also run alone and compared with their
+    outputs in a batch: the shortest and the longest of some examples, whose padding depends on the
+    batch, or any two where all have one size. One would not do: an output that depends on the
+    largest number of its batch stays the same for the example that has this number.
 
     How much rounding explains is measured: the same examples are run again with every layer's
     output rounded otherwise.
@@ -137,19 +141,19 @@ def check_independent(
     """
     outputs, targets = plain
     if outputs.shape[1:] != larger.shape[1:]:
-        raise ModelError(OTHER_OUTPUTS)
+        raise ModelError(OUTPUTS_CHANGE)
     examples = shortest_and_longest(task, probe)
     with torch.no_grad():
         if examples is None:
-            beside = (outputs[:ALONE], targets[:ALONE])
-            alone, rounded = _compared_alone(task, params, probe[:ALONE], beside, eps)
+            beside = (outputs[:EXAMPLES_ALONE], targets[:EXAMPLES_ALONE])
+            alone, rounded = _compared_alone(task, params, probe[:EXAMPLES_ALONE], beside, eps)
         else:
             beside = task.at(params).run(examples)
             alone, rounded = _compared_alone(task, params, examples, beside, eps)
-    in_larger = [(row, outputs[k]) for row, k in zip(larger, LARGER, strict=True)]
+    in_larger = [(row, outputs[k]) for row, k in zip(larger, ORDER_IN_LARGER_BATCH, strict=True)]
     scale = float(outputs.abs().amax().clamp_min(1e-30))
-    explained = max(LEAST_ROUNDING * eps * scale, ROUNDINGS * _largest_gap(rounded))
-    if _largest_gap(in_larger + alone) > min(explained, MOST_ROUNDING * scale):
+    by_rounding = max(MIN_EPS * eps * scale, MAX_ROUNDINGS * _largest_gap(rounded))
+    if _largest_gap(in_larger + alone) > min(by_rounding, MAX_OF_OUTPUT * scale):
         raise ModelError(_mixes_examples(task, targets, padded=examples is not None))
 
 
@@ -163,10 +167,10 @@ def _compared_alone(
     beside: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Pairs, Pairs]:
-    """Every example's outputs alone, paired with those in company and with those that are rounded
-    otherwise.
+    """Every example's outputs alone, in two lists of pairs.
 
-    ``beside``: outputs and targets of the examples in one batch.
+    The first list pairs them with the outputs in a batch, the second with outputs that are rounded
+    otherwise. ``beside``: outputs and targets of the examples in one batch.
     """
     model = task.at(params)
     in_company: Pairs = []
@@ -181,7 +185,7 @@ def _compared_alone(
 
 
 def _run_alone(model: ModelAt, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of one example, of which the model has run several together."""
+    """Outputs and targets of one example, after the model has run on several."""
     try:
         return model.run(index)
     except InputError as error:
@@ -192,10 +196,13 @@ def _run_alone(model: ModelAt, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:
-    """The two among some examples from all over the data; None: all are of one size."""
+    """The shortest and the longest of some examples from all over the data, as indices.
+
+    None where all examples are of one size.
+    """
     if task.examples.is_tensors:
         return None
-    spread = torch.linspace(0, task.n_data - 1, LOOKED_AT).long()
+    spread = torch.linspace(0, task.n_data - 1, EXAMPLES_TO_MEASURE).long()
     candidates = torch.cat([probe, spread]).unique()
     sizes = [batch_numbers(task.fetch(index)) for index in candidates.split(1)]
     if min(sizes) == max(sizes):
@@ -205,8 +212,10 @@ def shortest_and_longest(task: Task, probe: Tensor) -> Tensor | None:
 
 @contextmanager
 def rounding_otherwise(model: nn.Module, eps: float) -> Iterator[None]:
-    """Inside, every number that a layer returns is multiplied by 1 + eps ξ with ξ ~ N(0, 1), as if
-    it had been rounded otherwise."""
+    """Inside, every number that a layer returns is multiplied by 1 + eps ξ with ξ ~ N(0, 1).
+
+    This moves it about as far as another order of summation would.
+    """
     layers = [
         Unit(path, module, {}, None)
         for path, module in model.named_modules()
@@ -227,17 +236,17 @@ def rounding_otherwise(model: nn.Module, eps: float) -> Iterator[None]:
 def _counted_outputs(
     task: Task, alone: Tensor, target: Tensor, beside: tuple[Tensor, Tensor], place: int
 ) -> tuple[Tensor, Tensor]:
-    """An example's outputs alone and in company; of a sequence, of the tokens that count."""
+    """An example's outputs alone and in a batch; those of a sequence at the tokens that count."""
     single = alone[0]
-    company = beside[0][place]
+    in_batch = beside[0][place]
     counted_alone = task.likelihood.counted(target)
     counted_beside = task.likelihood.counted(beside[1])
-    if counted_alone is not None and counted_beside is not None:  # padding may be longer in company
+    if counted_alone is not None and counted_beside is not None:  # padding depends on the batch
         single = single[counted_alone[0]]
-        company = company[counted_beside[place]]
-    if single.shape != company.shape:
-        raise ModelError(OTHER_OUTPUTS)
-    return single, company
+        in_batch = in_batch[counted_beside[place]]
+    if single.shape != in_batch.shape:
+        raise ModelError(OUTPUTS_CHANGE)
+    return single, in_batch
 
 
 def _largest_gap(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

@@ -2,15 +2,16 @@
 
     λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ]
 
-needs nothing of a loss but ∇_μ E_q[ℓ̄]. Draws θ_s of q give it in one of two ways:
+needs only ∇_μ E_q[ℓ̄] of a loss. Draws θ_s of q give the gradient of E_q[f] in one of two ways:
 
-    path:   ∇_μ (1/S) Σ_s f(θ_s(μ))                       the draws differentiated (reparameterised)
-    score:  (1/S) Σ_s (f(θ_s) − f̄_s) ∇_μ log q(θ_s)       f̄_s the mean of the other draws
+    path:   ∇_μ (1/S) Σ_s f(θ_s(μ))                       through the draws (reparameterisation)
+    score:  (1/S) Σ_s (f(θ_s) − f̄_s) ∇_μ log q(θ_s)       f̄_s is the mean of the other draws
 
-both with respect to μ, through the family's own map from μ to its parameters; so the gradient is
-the natural one, without a Fisher matrix. Of f = ℓ̄ + log q, with the parameters of log q held fixed,
-the gradient is ∇_μ E_q[ℓ̄ + log h] + λ: it is 0, and without noise, where q is the posterior itself
-(Roeder et al., 2017), and the rule's step is λ ← λ − ρ ∇_μ E_q[f].
+Both are taken with respect to μ, through the family's own map from μ to its parameters. They are
+therefore natural gradients, without a Fisher matrix. The code takes f = ℓ̄ + log q, and holds the
+parameters of log q fixed. Then ∇_μ E_q[f] is ∇_μ E_q[ℓ̄ + log h] + λ, and the rule's step is
+λ ← λ − ρ ∇_μ E_q[f]. Where q is the posterior itself, this gradient is 0 at every draw (Roeder et
+al., 2017).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Q = TypeVar("Q", bound=ExponentialFamily)
 Loss = Callable[[Any], Tensor]
 OBJECTIVE = "E_q[loss] − entropy"
 CONTRACT = "loss must be a function (one draw of q) -> a number, by torch operations"
-HALVINGS = 20
+MAX_HALVINGS = 20  # of ρ, until a step stays in the family
 
 
 def fit(
@@ -58,27 +59,29 @@ def fit(
 ) -> Fitted[Q]:
     r"""The member of a family that minimises E_q[ℓ̄(θ)] − H(q), for any family and any loss.
 
-    With ℓ̄ = −log p(y, θ) it is the member nearest to the posterior in KL(q ‖ p), and exactly the
-    posterior where that is in the family. The steps are the rule's,
+    With ℓ̄ = −log p(y, θ) this is the member nearest to the posterior in KL(q ‖ p); it is the
+    posterior itself if that belongs to the family. The steps are the rule's,
 
         λ ← (1 − ρ) λ − ρ ∇_μ E_q[ ℓ̄(θ) + log h(θ) ],
 
     with the expectation's gradient from draws of q. The result is the mean of λ over the second
-    half of the steps, whose noise is smaller than that of the last λ.
+    half of the steps, which has less noise than the last λ.
 
     Args:
         start: q before the first step: any member of :mod:`~blr_analysis.learning_rule.families`.
             Copies of a factor are a mean field: ``Gamma`` of shape ``[P]`` has P independent θ_j.
-        loss: ℓ̄, from one draw to a number: a tensor as ``start.sample()`` gives it, ``[P]`` for a
-            Gaussian, ``[...]`` for a Gamma or Beta; for some families a dictionary. A sum over all
-            examples, with −log prior; of a minibatch N/B times its sum, with the prior's once.
+        loss: ℓ̄, a function from one draw to a number. The draw is as ``start.sample()`` gives it:
+            a tensor, ``[P]`` for a Gaussian, ``[...]`` for a Gamma or Beta, or for some families a
+            dictionary. The number is the sum of all examples' losses plus −log prior; for a
+            minibatch of B examples, N/B times their sum plus −log prior.
         samples: S, draws for each step, 2 or more.
         rho: ρ in (0, 1], or t → ρ_t from t = 1.
         gradients: ``"path"``, ``"score"`` (for losses that have no gradient in θ), or ``"auto"``:
             the path where draws can be differentiated, the score for classes and signs.
         n_iter: steps.
-        tol: how far q may be from its rest, in nats per copy, to count as converged; estimated
-            by the divergence between the means over the last two quarters of the steps.
+        tol: how far q may be from where it comes to rest, in nats per copy, to count as
+            converged. The distance is estimated from the divergence between the means over the
+            last two quarters of the steps.
         generator: of the draws.
         progress: whether to show a bar; None: on a terminal after a second.
 
@@ -86,15 +89,15 @@ def fit(
         The posterior; ``history`` is the estimate of E_q[ℓ̄] − H(q) before each step, in nats.
 
     Raises:
-        InputError: a start that is no member of a family, settings out of range, a loss that is no
-            number, is not finite at draws of q, or has no gradient in θ where one is asked for.
+        InputError: the start is no member of a family; a setting is out of range; the loss is no
+            number, is not finite at draws of q, or has no gradient in θ, which the path needs.
 
     Warns:
-        NotConverged: q is still farther than ``tol`` from its rest.
+        NotConverged: q is still farther than ``tol`` from where it comes to rest.
 
     Example:
-        Counts of a Poisson distribution whose rate has a log-normal prior: no Gamma distribution
-        is the posterior; this is the one nearest to it.
+        Counts of a Poisson distribution whose rate has a log-normal prior. The posterior is not a
+        Gamma distribution; this is the Gamma distribution nearest to it.
 
         >>> from blr_analysis.learning_rule.families import Gamma
         >>> y = torch.tensor([2.0, 4.0, 1.0])
@@ -136,16 +139,16 @@ def fit(
 
 
 class LastQuarters:
-    """The sums of λ over the third and the last quarter of the steps, and how far these go."""
+    """The means of λ over the third and the last quarter of the steps."""
 
     def __init__(self, n_iter: int) -> None:
         self.n_iter = n_iter
-        self.sums: dict[int, Natural] = {}
-        self.counts = {2: 0, 3: 0}
+        self.sums: dict[int, Natural] = {}  # of λ, by quarter: 2 and 3 of 0 to 3
+        self.counts = {2: 0, 3: 0}  # of steps, by quarter
         self.total_rate = 0.0  # Σ ρ over the last quarter
 
     def add(self, t: int, natural: Natural, rate: float) -> None:
-        """λ after step t = 0, 1, …, and its ρ."""
+        """Add λ after step t = 0, 1, …, which had this ρ."""
         quarter = 4 * t // self.n_iter
         if quarter < 2:
             return
@@ -156,20 +159,20 @@ class LastQuarters:
             self.total_rate += rate
 
     def mean(self) -> Natural:
-        """Of both quarters."""
+        """The mean of λ over both quarters."""
         count = self.counts[2] + self.counts[3]
         return scale(add(self.sums[2], self.sums[3]), 1 / count)
 
     def distance(self, family: ExponentialFamily) -> float:
-        """About how far q is from its rest: the quarters' divergence, in nats per copy.
+        """About how far q is from where it comes to rest, in nats per copy.
 
-        Steps that add up to Σ ρ < 1 make about that share of the way, and a divergence grows as
-        the square of a distance.
+        It is the divergence between the means of both quarters. Steps with Σ ρ < 1 make about that
+        part of the way, and a divergence grows as the square of a distance.
         """
         third = family.with_natural(scale(self.sums[2], 1 / self.counts[2]))
         last = family.with_natural(scale(self.sums[3], 1 / self.counts[3]))
-        share_of_the_way = min(1.0, self.total_rate)
-        return float(last.kl(third).detach().max()) / share_of_the_way**2
+        part_of_the_way = min(1.0, self.total_rate)
+        return float(last.kl(third).detach().max()) / part_of_the_way**2
 
 
 def estimated(
@@ -179,7 +182,7 @@ def estimated(
     gradients: str = "auto",
     generator: torch.Generator | None = None,
 ) -> tuple[float, Natural]:
-    """E_q[ℓ̄] − H(q) and ∇_μ E_q[ℓ̄] at draws of q, the latter as ``blr_step`` takes it.
+    """E_q[ℓ̄] − H(q), and ∇_μ E_q[ℓ̄] by statistic as ``blr_step`` takes it, from draws of q.
 
     Example:
         >>> from blr_analysis.learning_rule.families import CategoricalFamily
@@ -191,15 +194,16 @@ def estimated(
         >>> round(value, 1), gradient["indicator"].round(decimals=1)   # 1 − log 2, 0 − 2
         (0.3, tensor([-2.]))
     """
-    wide = q.with_natural({name: value.detach().double() for name, value in q.natural.items()})
+    in_double = {name: value.detach().double() for name, value in q.natural.items()}
+    q_in_double = q.with_natural(in_double)
     dtype = next(iter(q.natural.values())).dtype
 
     def losses_at(draws: Any) -> Tensor:
         return _losses(loss, tree_map(partial(_like, dtype=dtype), draws)).double()
 
-    value, gradient = _objective(wide, losses_at, samples, gradients, generator)
-    share_of_log_q = add(wide.natural, wide.base_gradient())
-    loss_gradient = add(gradient, scale(share_of_log_q, -1.0))
+    value, gradient = _objective(q_in_double, losses_at, samples, gradients, generator)
+    log_q_gradient = add(q_in_double.natural, q_in_double.base_gradient())
+    loss_gradient = add(gradient, scale(log_q_gradient, -1.0))
     return value, {name: slope.to(dtype) for name, slope in loss_gradient.items()}
 
 
@@ -210,7 +214,7 @@ def _objective(
     gradients: str,
     generator: torch.Generator | None,
 ) -> tuple[float, Natural]:
-    """E_q[ℓ̄ + log q] and its gradient in μ, the parameters of log q held fixed."""
+    """E_q[ℓ̄ + log q], and its gradient in μ with the parameters of log q held fixed."""
     with torch.enable_grad():
         mu = {name: value.detach().requires_grad_() for name, value in q.expectation.items()}
         member = q.with_expectation(mu)
@@ -233,7 +237,7 @@ def _objective(
 
 
 def _score_surrogate(objectives: Tensor, log_probs: Tensor) -> Tensor:
-    """A number whose gradient is that of the score, each draw compared with the others' mean."""
+    """A number whose gradient is the score's: each draw is compared with the mean of the others."""
     count = len(objectives)
     advantages = (objectives - objectives.mean()) * count / (count - 1)
     return (advantages * log_probs).mean()
@@ -248,29 +252,32 @@ def _refuse_unusable(losses: Tensor, objectives: Tensor, use_path: bool) -> None
 
 
 def _like(draw: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the start, which is the data's; the indices of classes stay integers."""
+    """The draw in the dtype of the start, which is that of the data; integers stay integers."""
     return draw.to(dtype) if draw.is_floating_point() else draw
 
 
 def _per_draw(values: Tensor) -> Tensor:
-    """The sum over the copies, of each draw ``[S]``."""
+    """The sum over the copies of each draw, ``[S]`` from ``[S, ...]``."""
     return values.reshape(len(values), -1).sum(1)
 
 
 def _losses(loss: Loss, draws: Any) -> Tensor:
-    """ℓ̄ of every draw ``[S]``: all at once, or where torch cannot, one after the other."""
+    """ℓ̄ of every draw, ``[S]``: all draws at once where torch can, else one after the other."""
     number = partial(answer, CONTRACT, torch.Size([]), loss)
     try:
         return vmap(number, randomness="different")(draws)
     except (InputError, RuntimeError):
         count = len(tree_leaves(draws)[0])
-        of_each = (tree_map(lambda draw, i=i: draw[i], draws) for i in range(count))
-        return torch.stack([number(draw) for draw in of_each])
+        single_draws = (tree_map(lambda values, i=i: values[i], draws) for i in range(count))
+        return torch.stack([number(draw) for draw in single_draws])
 
 
 def _inside(q: Q, gradient: Natural, rho: float) -> Q:
-    """One step of the rule, with ρ halved until it stays in the family: draws are noisy."""
-    for k in range(HALVINGS):
+    """One step of the rule, with ρ halved until the step stays in the family.
+
+    The noise of the draws may throw a longer step out of it.
+    """
+    for k in range(MAX_HALVINGS):
         try:
             after = blr_step(q, gradient, rho / 2**k)
         except InputError:

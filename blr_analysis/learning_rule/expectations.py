@@ -1,13 +1,14 @@
-"""Where the loss is looked at, and what its Hessian is taken to be.
+"""Where an algorithm evaluates the loss, and how it estimates the Hessian.
 
-Table 1 calls the delta method E_q[f(θ)] ≈ f(E_q[θ]); without it there are draws, nodes of a
-quadrature, relaxed draws of discrete weights, or an adversary near the mean. A :class:`Look` is
-the name that a row gives to its choice; the functions take expectations of any ``f`` of θ (its
-gradient, its Hessian, a tuple of both) under a posterior.
+An algorithm of Table 1 approximates expectations under q. The delta method takes f(E_q[θ]) for
+E_q[f(θ)]. Others evaluate the loss at draws, at nodes of a quadrature, at relaxed draws of discrete
+weights, or at an adversary near the mean. A :class:`Look` names this choice; :func:`places` gives
+the points and their weights for a Gaussian.
 
-A row of Table 1 also puts some estimate in the place of E_q[∇²ℓ]. For networks it is elementwise
-and made of what the draws since the last step have gathered: a :class:`HessianEstimate` names that
-evidence (``method``) and turns it into the estimate ĥ of the Hessian of the mean loss.
+A row of Table 1 also has some estimate in the place of E_q[∇²ℓ]. For networks the estimate is
+elementwise, and computed from what the draws since the last step have gathered. A
+:class:`HessianEstimate` names this evidence (``method``), and turns it into the estimate ĥ of the
+Hessian of the mean loss.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -28,7 +29,7 @@ from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
 
 LOOKS = ("quadrature", "samples", "mean")
-MOST_NODES = 370  # whose Gauss–Hermite weights are still numbers
+MAX_NODES = 370  # of more of them, Gauss–Hermite weights are not finite
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Look:
     """Where an algorithm evaluates the loss.
 
     Attributes:
-        name: as the table says it.
-        noisy: at random places, so that weights are perturbed while gradients are taken.
+        name: how the table describes it.
+        noisy: whether these places are random: weights are perturbed while gradients are taken.
     """
 
     name: str
@@ -63,7 +64,7 @@ def places(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Where a look evaluates the loss under a Gaussian, and what each place counts.
+    """The places at which a loss is evaluated under a Gaussian, and the weight of each.
 
     Args:
         q: the Gaussian, with copies or without.
@@ -76,8 +77,8 @@ def places(
         Places ``[S, ..., P]`` and weights ``[S]`` of sum 1: E_q[f] ≈ Σ_s w_s f(θ_s).
 
     Raises:
-        InputError: another look, no positive n, more than 370 nodes, or a quadrature for several
-            variables that are not independent.
+        InputError: another look, an n that is not positive, more than 370 nodes, or a quadrature
+            for several variables that are not independent.
 
     >>> places(DiagonalGaussian(torch.tensor([2.0]), torch.tensor([4.0])), "quadrature", 2)
     (tensor([[1.5000],
@@ -94,11 +95,12 @@ def places(
         return points, points.new_full((len(points),), 1 / len(points))
     if isinstance(q, FullGaussian) and q.mean.shape[-1] > 1:
         raise InputError("quadrature is for one variable: take look='samples'")
-    if n > MOST_NODES:
-        raise InputError(f"quadrature takes at most {MOST_NODES} nodes, got {n}")
-    nodes, shares = (torch.as_tensor(x).to(q.mean) for x in hermegauss(n))
+    if n > MAX_NODES:
+        raise InputError(f"quadrature takes at most {MAX_NODES} nodes, got {n}")
+    nodes, weights = (torch.as_tensor(x).to(q.mean) for x in hermegauss(n))
     std = q.precision.rsqrt().reshape(q.mean.shape)
-    return q.mean + nodes.view(-1, *[1] * q.mean.ndim) * std, shares / shares.sum()
+    nodes_first = nodes.view(-1, *[1] * q.mean.ndim)
+    return q.mean + nodes_first * std, weights / weights.sum()
 
 
 Tensors = list[Tensor]
@@ -109,11 +111,11 @@ class HessianEstimate:
     """An estimate of the Hessian.
 
     Attributes:
-        name: as the table says it.
+        name: how the table describes it.
         method: the evidence that is averaged over draws: ``"none"``, ``"gradsq"`` (squared
             minibatch gradients ḡ²), ``"ggn"`` (means over examples of g_i²), ``"price"``
             (noise · gradient), ``"abs"`` (|ḡ|). Empty: not an elementwise estimate.
-        estimate: (evidence, h + δ, settings) → ĥ, lists of tensors; None: no Hessian.
+        estimate: a function (evidence, h + δ, settings) → ĥ on lists of tensors; None: no Hessian.
     """
 
     name: str
@@ -123,7 +125,7 @@ class HessianEstimate:
     def gap(
         self, hess: Tensors, evidence: Tensors, precision: Tensors, group: Mapping[str, Any]
     ) -> Tensors:
-        """h − ĥ; of Price's estimate in one pass over memory."""
+        """h − ĥ; for Price's estimate in one pass over memory."""
         if self.estimate is _price:
             ess = float(group["ess"])
             return list(torch._foreach_addcmul(hess, evidence, precision, value=-ess))
@@ -132,6 +134,7 @@ class HessianEstimate:
 
 
 def _as_it_is(evidence: Tensors, precision: Tensors, group: Mapping[str, Any]) -> Tensors:
+    """ĥ is the evidence itself."""
     return evidence
 
 

@@ -1,4 +1,4 @@
-"""How optimizers depart from the rule: names for the departures, and the step with them.
+"""How optimizers depart from the rule: the departures by name, and the step that has them.
 
 For a diagonal Gaussian with S = ess·(h + δ) the rule is
 
@@ -6,9 +6,9 @@ For a diagonal Gaussian with S = ess·(h + δ) the rule is
 
 where ĝ and ĥ are the gradient and the Hessian of the mean loss, and δ = weight_decay comes from the
 prior. The optimizers of deep learning depart from it in a few ways that recur, and :class:`Move`
-names them. Without any of them, one :func:`step` is one
+names them. Without a departure, one :func:`step` is one
 :func:`~blr_analysis.learning_rule.rule.blr_step`. :func:`natural_momentum` (Khan & Rue, App. F)
-is for any family.
+is the rule with momentum, for any family.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,22 +32,26 @@ Q = TypeVar("Q", bound=ExponentialFamily)
 
 @dataclass(frozen=True)
 class Move:
-    """How an optimizer, a row of the table, departs from the rule. The defaults are the rule.
+    """How one optimizer of the table departs from the rule. The defaults are the rule itself.
 
     Attributes:
-        power: the precision divides the step to this power; ½ is the square root of Adam.
+        power: the step is divided by this power of the precision; ½ is the square root of Adam.
         momentum: ``"none"``; ``"heavy ball"``, u ← β₁u + ĝ; ``"average"``, u ← β₁u + (1 − β₁)ĝ;
             ``"natural"``, γ (λ − λ_previous), for any family (:func:`natural_momentum`).
         debias: u is divided by 1 − β₁ᵗ, because it starts at 0.
-        debias_hess: the step divides h by 1 − β₂ᵗ where h starts at 0; the posterior does not.
-        damping: what keeps the divisor from 0: ``"prior"``, (h + δ)^power; ``"after root"``,
-            h^power + δ; ``"eps"``, h^power + eps; ``"eps inside"``, (h + eps)^power.
-        decay: where δm enters: ``"step"``; ``"momentum"``; ``"gradient"``, and through it the
-            curvature, as an L2 penalty does; ``"decoupled"``, m ← (1 − lr·δ) m.
+        debias_hess: in the step h is divided by 1 − β₂ᵗ where it starts at 0. The posterior's h is
+            not divided.
+        damping: what the step is divided by: ``"prior"``, (h + δ)^power; ``"eps inside"``,
+            (h + eps)^power; ``"after root"``, h^power + δ; ``"eps"``, h^power + eps.
+        decay: where δm enters. ``"step"``: it is added to the direction of the step.
+            ``"momentum"``: it is added to ĝ, which the momentum averages. ``"gradient"``: the same,
+            and squared gradients contain it too, as with an L2 penalty. ``"decoupled"``:
+            m ← (1 − lr·δ) m.
         positive: h is moved along a geodesic (a retraction), so that h + δ never falls below
             half of what it was.
-        entropy: whether the entropy has its share; without it λ does not decay (binary weights).
-        memory: h is an ``"average"`` that forgets, or the ``"sum"`` of all ĥ, whose steps shrink.
+        entropy: whether the rule's entropy term is there; without it λ does not decay (binary
+            weights).
+        memory: h is an ``"average"`` that forgets, or the ``"sum"`` of all ĥ, so that steps shrink.
         rescaled: the step is multiplied by √(average of its earlier squares + eps), so that it has
             the units of θ.
     """
@@ -92,7 +96,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Block:
-    """The tensors of some parameters, which one step reads and changes.
+    """The tensors of some parameters that one step reads and changes.
 
     The k-th tensor of every list belongs to the k-th parameter. A list is empty where the optimizer
     does not need it.
@@ -100,12 +104,12 @@ class Block:
     Attributes:
         theta: the parameters; the step changes them.
         grad: ĝ.
-        evidence: what the curvature's estimate ĥ is made from.
+        evidence: what the estimate ĥ of the Hessian is computed from.
         hess: h; the step changes it.
         momentum: u; the step changes it.
         moved: the average squares of earlier steps, for ``rescaled``; the step changes them.
-        decay: δ of every weight, in the place of ``weight_decay``, where ``move.decay`` is "step".
-        center: m₀, to which that δ pulls.
+        decay: δ of every weight, in the place of ``weight_decay``; only with ``decay="step"``.
+        center: m₀, the prior's mean, to which this δ pulls.
     """
 
     theta: Tensors
@@ -129,59 +133,74 @@ def step(
         count: t, this step's number, from 1.
     """
     grad = block.grad
-    decay = group["weight_decay"]
-    if move.decay in ("gradient", "momentum") and decay:
-        grad = _plus(grad, block.theta, decay)
+    weight_decay = group["weight_decay"]
+    if move.decay in ("gradient", "momentum") and weight_decay:
+        grad = _plus(grad, block.theta, weight_decay)
     if block.hess and curvature.estimate is not None:
-        evidence = block.evidence
-        if curvature.method == "gradsq" and not evidence:
-            squares_the_penalty = move.decay == "gradient"
-            evidence = _squares(grad if squares_the_penalty else block.grad)
-        precision = list(torch._foreach_add(block.hess, block.decay or decay))
-        if move.positive and move.memory == "average":
-            gap = curvature.gap(block.hess, evidence, precision, group)
-            retract(block.hess, gap, precision, 1.0 - group["beta2"])
-        else:
-            advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
+        _move_hess(block, grad, curvature, move, group)
     # The stored momentum must not change, so its debiasing is a factor of the whole step.
     direction, factor = _direction(block, grad, move, group, count)
     if block.decay:
-        pull = _pull(block)
-        direction = list(torch._foreach_add(direction, pull, alpha=1 / factor))
-    elif move.decay == "step" and decay:
-        direction = _plus(direction, block.theta, decay / factor)  # δm is not debiased
+        direction = list(torch._foreach_add(direction, _pull(block), alpha=1 / factor))
+    elif move.decay == "step" and weight_decay:
+        direction = _plus(direction, block.theta, weight_decay / factor)  # δm is not debiased
     lr = float(group["lr"])
-    if move.decay == "decoupled" and decay:
-        torch._foreach_mul_(block.theta, 1 - lr * decay)
-    scales: Tensors = []
+    if move.decay == "decoupled" and weight_decay:
+        torch._foreach_mul_(block.theta, 1 - lr * weight_decay)
+    divisors: Tensors = []
     if block.hess:
-        scales = divisor(block.hess, move, group, count, block.decay)
+        divisors = divisor(block.hess, move, group, count, block.decay)
     if block.moved:
-        direction = _rescaled(direction, scales, block.moved, group)
-        scales = []
-    _walk(block.theta, direction, scales, lr * factor, group.get("clip_radius", math.inf) / factor)
+        direction = _rescaled(direction, divisors, block.moved, group)
+        divisors = []
+    clip = group.get("clip_radius", math.inf) / factor
+    _walk(block.theta, direction, divisors, lr * factor, clip)
+
+
+def _move_hess(
+    block: Block,
+    grad: Tensors,
+    curvature: HessianEstimate,
+    move: Move,
+    group: Mapping[str, Any],
+) -> None:
+    """Move h by the estimate ĥ. ``grad``: ĝ with the share of the decay that belongs to it."""
+    assert curvature.estimate is not None
+    evidence = block.evidence
+    if curvature.method == "gradsq" and not evidence:
+        has_penalty = move.decay == "gradient"
+        evidence = _squares(grad if has_penalty else block.grad)
+    decay = block.decay or group["weight_decay"]
+    precision = list(torch._foreach_add(block.hess, decay))
+    if move.positive and move.memory == "average":
+        gap = curvature.gap(block.hess, evidence, precision, group)
+        retract(block.hess, gap, precision, 1.0 - group["beta2"])
+    else:
+        advance(block.hess, curvature.estimate(evidence, precision, group), move, group)
 
 
 def _rescaled(
-    direction: Tensors, scales: Tensors, moved: Tensors, group: Mapping[str, Any]
+    direction: Tensors, divisors: Tensors, moved: Tensors, group: Mapping[str, Any]
 ) -> Tensors:
-    """Δ = √(v + eps) · direction / scales; then v ← v + (1 − β₂)(Δ² − v)."""
+    """Δ = √(v + eps) · direction / divisors, from v in ``moved``; then v ← v + (1 − β₂)(Δ² − v)."""
     root = torch._foreach_add(moved, group["eps"])
     torch._foreach_sqrt_(root)
     torch._foreach_mul_(root, direction)
-    torch._foreach_div_(root, scales)
+    torch._foreach_div_(root, divisors)
     torch._foreach_lerp_(moved, _squares(list(root)), 1.0 - group["beta2"])
     return list(root)
 
 
-def _walk(theta: Tensors, direction: Tensors, scales: Tensors, lr: float, clip: float) -> None:
-    """θ ← θ − lr · clip(direction / scales), without ``scales`` where there are none."""
-    if scales and math.isinf(clip) and theta[0].dtype == direction[0].dtype:
-        torch._foreach_addcdiv_(theta, direction, scales, value=-lr)
+def _walk(theta: Tensors, direction: Tensors, divisors: Tensors, lr: float, clip: float) -> None:
+    """θ ← θ − lr · clip(direction / divisors); an empty list of divisors divides by nothing."""
+    is_clipped = not math.isinf(clip)
+    has_one_dtype = theta[0].dtype == direction[0].dtype
+    if divisors and has_one_dtype and not is_clipped:
+        torch._foreach_addcdiv_(theta, direction, divisors, value=-lr)
         return
-    if scales:
-        direction = list(torch._foreach_div(direction, scales))
-    if not math.isinf(clip):
+    if divisors:
+        direction = list(torch._foreach_div(direction, divisors))
+    if is_clipped:
         direction = list(torch._foreach_clamp_min(direction, -clip))
         torch._foreach_clamp_max_(direction, clip)
     torch._foreach_add_(theta, direction, alpha=-lr)
@@ -200,10 +219,11 @@ def retract(hess: Tensors, gap: Tensors, precision: Tensors, rho: float) -> None
 
     The tensors of ``precision`` are overwritten.
     """
-    # gap / (precision / gap) in place of gap² / precision: a square could overflow.
     torch._foreach_div_(precision, gap)
+    ratio = precision
     torch._foreach_add_(hess, gap, alpha=-rho)
-    torch._foreach_addcdiv_(hess, gap, precision, value=0.5 * rho**2)
+    # gap / ratio is gap² / precision; the square itself could overflow.
+    torch._foreach_addcdiv_(hess, gap, ratio, value=0.5 * rho**2)
 
 
 def divisor(
@@ -216,19 +236,17 @@ def divisor(
     """
     if move.debias_hess and group["hess_init"] == 0:
         hess = list(torch._foreach_div(hess, 1 - group["beta2"] ** count))
-    decay = group["weight_decay"]
-    eps = group.get("eps", 0.0)
     before_power: float | Tensors = 0.0
     after_power = 0.0
     match move.damping:
         case "prior":
-            before_power = decays or decay
+            before_power = decays or group["weight_decay"]
         case "eps inside":
-            before_power = eps
+            before_power = group.get("eps", 0.0)
         case "after root":
-            after_power = decay
+            after_power = group["weight_decay"]
         case "eps":
-            after_power = eps
+            after_power = group.get("eps", 0.0)
     precision = torch._foreach_add(hess, before_power)
     if move.power == 0.5:
         torch._foreach_sqrt_(precision)
@@ -242,7 +260,7 @@ def divisor(
 def _direction(
     block: Block, grad: Tensors, move: Move, group: Mapping[str, Any], count: int
 ) -> tuple[Tensors, float]:
-    """The gradient or its momentum, and the factor by which the step multiplies it."""
+    """The gradient, or the momentum after this step's gradient; and what debiases it, a factor."""
     if not block.momentum:
         return grad, 1.0
     beta1 = group["beta1"]
@@ -259,8 +277,8 @@ def _direction(
 
 def _pull(block: Block) -> Tensors:
     """δ (m − m₀), weight by weight."""
-    wide = [m.to(center.dtype) for m, center in zip(block.theta, block.center, strict=True)]
-    gap = torch._foreach_sub(wide, block.center)
+    means = [m.to(center.dtype) for m, center in zip(block.theta, block.center, strict=True)]
+    gap = torch._foreach_sub(means, block.center)
     return list(torch._foreach_mul(gap, block.decay))
 
 
@@ -288,7 +306,7 @@ def natural_momentum(
         previous: the posterior one step before; at the first step ``q`` itself.
         loss_gradient: ∇_μ E_q[ℓ̄], statistic by statistic.
         rho: ρ in (0, 1].
-        gamma: γ, 0 or more: the share of the last move that is made again.
+        gamma: γ, 0 or more: how much of the last move is repeated.
 
     Raises:
         InputError: a ρ or γ out of range, or λ leaves the family's domain.

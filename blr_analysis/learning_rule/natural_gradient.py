@@ -1,8 +1,8 @@
 """From a gradient in λ to one in μ: the natural gradient, F(λ)⁻¹ ∇_λ = ∇_μ, for any family.
 
-F(λ) = ∇²A(λ) = ∂μ/∂λ is the Fisher information (Khan & Rue, section 2). Its entries come from
-differentiating a family's expectation parameters; the system is solved by least squares, because a
-symmetric matrix among the λ is written down twice and leaves F singular.
+F(λ) = ∇²A(λ) = ∂μ/∂λ is the Fisher information (Khan & Rue, section 2). It is computed by
+differentiating a family's expectation parameters. The system is solved by least squares: a
+symmetric matrix among the λ has every off-diagonal entry twice, which leaves F singular.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def natural_gradient(q: ExponentialFamily, gradient: Mapping[str, Tensor]) -> Na
     """∇_μ f = F(λ)⁻¹ ∇_λ f at a member without copies.
 
     Args:
-        q: the member; of copies the Fisher information is block-diagonal, and they are solved as
-            one system.
+        q: the member. For several copies the Fisher information is block-diagonal; they are solved
+            as one system.
         gradient: ∇_λ f, statistic by statistic.
 
     Returns:
@@ -62,10 +62,12 @@ def fisher_information(q: ExponentialFamily) -> Tensor:
 
 
 def _flat(statistics: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    """All entries in one vector, in the order of the names."""
     return torch.cat([statistics[name].reshape(-1) for name in names])
 
 
 def _unflat(entries: Tensor, like: Natural) -> Natural:
+    """The inverse of :func:`_flat`, in the shapes of ``like``."""
     pieces = entries.split([value.numel() for value in like.values()])
     pairs = zip(like.items(), pieces, strict=True)
     return {name: piece.view_as(value) for (name, value), piece in pairs}

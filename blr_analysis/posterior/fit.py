@@ -105,7 +105,7 @@ class Fit:
             columns=(mixed or self.columns()) + int(has_error_column),
             indices=indices_of_rank(self.task, self.params, indices),
             label=label,
-            kept=kept,
+            unfinished=kept,
         )
         for chunk in sweep:
             fewest = MANY if signs is None else 1

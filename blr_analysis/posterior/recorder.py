@@ -39,9 +39,8 @@ from blr_analysis.backprop.tape import (
     Pass,
     Reader,
     Tape,
-    differentiated,
+    leaves_with_gradient,
     terms_of,
-    warn_of_uncounted,
 )
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import instance, one_of, positive_int, positive_number, some
@@ -133,7 +132,6 @@ class KroneckerRecorder(Reader):
         self._joints: dict[str, Joint] = {}
         self._means: dict[str, Tensor] = {}  # "KEY.input", "KEY.output", or a parameter's name
         self._positions: dict[str, float] = {}
-        self._has_warned = False
         self.accumulates = reduction == "sum" or scale != 1  # no warning where gradients add up
         self._follows_recorded = False  # whether the pass before this one was recorded
         self._is_recorded = False  # whether this one is
@@ -188,7 +186,7 @@ class KroneckerRecorder(Reader):
         for call in forward.calls:
             call.edges = []
         if not self.accumulates:
-            for leaf in differentiated(output):
+            for leaf in leaves_with_gradient(output):
                 leaf.register_hook(lambda _: self._warn_of_accumulation(unit))
         if not self._is_recorded:
             self._tape.passes.remove(forward)
@@ -346,9 +344,7 @@ class KroneckerRecorder(Reader):
         if self.reduction == "sum":
             everyone = torch.ones(forward.batch, dtype=torch.bool)
             return self._terms(forward, everyone, factor=1 / self.scale)
-        counts = forward.counted()
-        if not bool(counts.all()) and not self._has_warned:
-            self._has_warned = warn_of_uncounted(counts)
+        counts = self.counts_of(forward)
         return self._terms(forward, counts, factor=int(counts.sum()) / self.scale)
 
     @torch.no_grad()
@@ -382,7 +378,7 @@ class KroneckerRecorder(Reader):
             self._joints[joint.key] = joint
             self._move_mean(f"{joint.key}.input", right.div_(term.n_examples), n_passes)
             self._move_mean(f"{joint.key}.output", left.div_(term.n_examples), n_passes)
-            self._positions[joint.key] = float(getattr(term, "positions", 1))
+            self._positions[joint.key] = float(term.n_positions)
 
     def _move_mean(self, key: str, values: Tensor, n_passes: int) -> None:
         """The mean of all passes, or one that forgets, without the bias of its start."""
@@ -582,7 +578,7 @@ def positions_of(visit: Visit) -> int:
 def outputs_of(output: Any, batch: int) -> Tensor | None:
     """The one output that the loss is taken of: ``logits``, or all that there is; None: several."""
     logits = getattr(output, "logits", None)
-    leaves = [leaf for leaf in differentiated(output) if leaf.ndim and len(leaf) == batch]
+    leaves = [leaf for leaf in leaves_with_gradient(output) if leaf.ndim and len(leaf) == batch]
     if isinstance(logits, Tensor) and logits.requires_grad:
         leaves = [logits]
     if len(leaves) != 1 or leaves[0].numel() > MOST_OUTPUTS:

@@ -146,7 +146,7 @@ def test_sums(made: tuple[Term, Tree]) -> None:
 @pytest.fixture(params=["all examples at once", "one at a time"])
 def together(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "one at a time":
-        monkeypatch.setattr("blr_analysis.backprop.outer.STACKED", 1)
+        monkeypatch.setattr("blr_analysis.backprop.factored_gram.STACKED_GRADS", 1)
 
 
 @pytest.mark.usefixtures("together")
@@ -258,8 +258,8 @@ def test_factors_of_an_outer_product(kind: str) -> None:
 @pytest.mark.parametrize("lead", [(), (1,)])
 def test_single_precision_products(turned: str, lead: tuple[int, ...], monkeypatch) -> None:
     """Those of oneDNN are torch's, whichever way their operands lie in memory."""
-    monkeypatch.setattr(matmul, "WORTH", 1)
-    monkeypatch.setattr(matmul, "EACH", 1)
+    monkeypatch.setattr(matmul, "MULTIPLICATIONS", 1)
+    monkeypatch.setattr(matmul, "MULTIPLICATIONS_IN_BATCH", 1)
     a, b = normal(*lead, 40, 30).float(), normal(*lead, 30, 20).float()
     a = a.mT.contiguous().mT if turned in ("left", "both") else a
     b = b.mT.contiguous().mT if turned in ("right", "both") else b

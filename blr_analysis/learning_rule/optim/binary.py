@@ -30,15 +30,17 @@ from blr_analysis.learning_rule.families.domain import HALF
 from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.moves import Move
 from blr_analysis.learning_rule.optim.draws import Context, Group, Seen
-from blr_analysis.learning_rule.optim.row_optimizer import GROUPED, RowOptimizer, check_setting
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.settings import NAMES, check_setting
 from blr_analysis.learning_rule.table import ROWS, Row
 
 AVERAGE = Move(momentum="average", debias=True, decay="momentum")
-BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)  # λ is in the average
+BAYESBINN = replace(ROWS["BayesBiNN"], move=AVERAGE)
+"""The row with momentum, which averages the prior's part λ as well."""
 
 
 class BinaryOptimizer(RowOptimizer):
-    """Real parameters θ, and a network of their signs."""
+    """An optimizer of real parameters θ for a network whose weights are their signs."""
 
     def mode_params(self) -> Context:
         """The model with the weights sign(θ), the binary network itself; θ again after it."""
@@ -80,7 +82,7 @@ class STE(BinaryOptimizer):
             and normalisation layers to another optimizer.
         lr: step size.
         row: SGD, SGD with momentum, RMSprop, Adam, AdamW or gradient descent.
-        clip: θ is kept in [−clip, clip]; 1 in BinaryConnect (Courbariaux et al., 2015).
+        clip: θ is clipped to [−clip, clip]; 1 in BinaryConnect (Courbariaux et al., 2015).
         settings: ``weight_decay``, ``beta1``, ``beta2``, ``eps``, ``mc_samples`` and ``sync``, as
             in the row.
 
@@ -130,7 +132,7 @@ class BayesBiNN(BinaryOptimizer):
         w = tanh((λ + δ) / τ),      s = (1 − w² + ε) / (τ (1 − tanh²λ + ε))
         λ ← (1 − α) λ − α (N s ∘ ∇ℓ(w) − λ₀)
 
-    with logistic noise δ. Both w and s are made of the same λ, that of the draw. The network is
+    with logistic noise δ. Both w and s are computed from the λ of the draw. The binary network is
     the model inside one of the contexts
 
     * ``sampled_params()``: signs drawn from q; average predictions over several contexts;
@@ -151,23 +153,23 @@ class BayesBiNN(BinaryOptimizer):
         tensor([[1., 1., 1.]])
 
     After the context ``p.grad`` holds N s ∘ ∇ℓ. torch's schedulers change ``lr``; a cosine down
-    to 0 is usual. As τ → 0 the slope s has mean 1 and a variance without bound; ``floor`` then
-    makes it 1 / (1 − μ²) at ``floor = temperature``, the setting of Meng et al. for images.
+    to 0 is usual. As τ → 0 the slope s has mean 1 and a variance without bound. Meng et al. set
+    ``floor = temperature`` for images, with which s becomes 1 / (1 − μ²) in that limit.
 
     Args:
         params: the parameters to be made binary, their groups, or named parameters; they start
             as λ, so small ones start at maximal entropy. Give biases and normalisation layers
             to another optimizer.
         lr: α, in [0, 1].
-        ess: N, the number of training examples. A larger one makes a cold posterior, which
-            networks of many more weights than examples need: it counts the divergence from the
-            prior N/ess times.
+        ess: N, the number of training examples. A larger one makes a cold posterior, in which
+            the divergence from the prior counts N/ess times. Networks of many more weights than
+            examples need it.
         temperature: τ.
         floor: ε, which bounds the slope.
         beta1: decay of an average over the λ-updates (0: none), corrected for its start at 0.
         prior: λ₀, a number, or a tensor for each parameter of the group: λ of an earlier
             posterior, to learn from one set of data after another.
-        noise: δ is multiplied by it; 1 is the rule, 0 looks at tanh(λ/τ).
+        noise: a factor of δ; 1 is the rule, at 0 the weights are tanh(λ/τ).
         settings: also ``mc_samples``, ``sync`` and ``generator``, as in IVON.
 
     Raises:
@@ -179,7 +181,7 @@ class BayesBiNN(BinaryOptimizer):
     """
 
     _ranges: ClassVar = {"lr": "[0, 1]"}
-    _grouped: ClassVar = (*GROUPED, "prior")
+    _grouped: ClassVar = (*NAMES, "prior")
 
     def __init__(
         self,
@@ -191,9 +193,9 @@ class BayesBiNN(BinaryOptimizer):
         **settings: Any,
     ) -> None:
         defaults = {"temperature": 1.0, "floor": 1e-10, "beta1": 0.0, "noise": 1.0}
-        of_entropy = {"weight_decay": 1.0, "hess_init": 1.0}  # the entropy's gradient is λ itself
-        every: dict[str, Any] = defaults | settings | of_entropy
-        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **every)
+        for_entropy = {"weight_decay": 1.0, "hess_init": 1.0}  # its gradient is λ itself
+        all_settings: dict[str, Any] = defaults | settings | for_entropy
+        self._set_up(BAYESBINN, params, lr=lr, ess=ess, prior=prior, **all_settings)
 
     def mean_params(self) -> Context:
         """The model with the weights tanh λ, the mean of q; λ again after it."""
@@ -220,7 +222,7 @@ class BayesBiNN(BinaryOptimizer):
         return draw_signs(theta, generator), None
 
     def _move_group(self, group: Group, params: list[Tensor], inverse_scale: float) -> None:
-        """The prior's part −λ₀ joins the gradient, which is still scaled."""
+        """Subtract λ₀ from the gradient, which still has its loss scale; then move."""
         prior = group["prior"]
         priors = prior if isinstance(prior, Sequence) else [prior] * len(group["params"])
         for param, natural in zip(group["params"], priors, strict=True):
@@ -268,7 +270,7 @@ def relaxed_slope(
 ) -> Tensor:
     """s = (1 − w² + floor) / (τ (1 − μ² + floor)), which at floor 0 is dw/dμ.
 
-    1 − tanh² is computed from its logarithm, for it does not vanish where tanh rounds to ±1.
+    1 − tanh² is computed from its logarithm, so that it is not 0 where tanh rounds to ±1.
 
     >>> relaxed_slope(torch.tensor([0.3]), torch.zeros(1), 1.0)
     tensor([1.])

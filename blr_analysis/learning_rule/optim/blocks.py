@@ -1,7 +1,7 @@
-"""Elementwise arithmetic on many tensors, block by block, and large memory that is used again.
+"""Elementwise arithmetic on many tensors, block by block, in memory that is used again.
 
 A step of an optimizer is a dozen operations on every weight. On a CPU all of them run on one block,
-which stays in the cache, then on the next; an accelerator gets everything at once.
+which stays in the cache, then on the next one. An accelerator gets all weights at once.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -30,14 +30,13 @@ Value = TypeVar("Value")
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """Tensors that are made inside have no graph and serve in training, also where the caller is
-    in inference mode."""
+    """Inside, new tensors have no graph and can be trained, also in the caller's inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def group_by(values: Iterable[Value], key: Callable[[Value], Any]) -> dict[Any, list[Value]]:
-    """Values with equal ``key(value)`` together, in their order.
+    """Lists of the values that have the same ``key(value)``, in their order.
 
     >>> group_by([1, 2, 3, 4], lambda number: number % 2)
     {1: [1, 3], 0: [2, 4]}
@@ -84,27 +83,29 @@ def blocks(
         [[3], [2, 2], [1]]
     """
     rows = zip(*columns, strict=True)
-    alike = group_by(rows, lambda row: (row[0].device, row[0].dtype))
-    for (device, _), group in alike.items():
+    by_kind = group_by(rows, lambda row: (row[0].device, row[0].dtype))
+    for (device, _), group in by_kind.items():
         on_cpu = device.type == "cpu"
         block: list[tuple[Tensor, ...]] = []
-        elements = 0
+        n_elements = 0
         for row in group:
             pieces = _cut(row, piece) if on_cpu else [row]
             for views in pieces:
-                is_full = on_cpu and elements + views[0].numel() > size
-                if block and is_full:
+                would_be_too_large = on_cpu and n_elements + views[0].numel() > size
+                if block and would_be_too_large:
                     yield _transposed(block)
                     block = []
-                    elements = 0
+                    n_elements = 0
                 block.append(views)
-                elements += views[0].numel()
+                n_elements += views[0].numel()
         yield _transposed(block)
 
 
 def _cut(row: tuple[Tensor, ...], piece: int) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors of one parameter as views of at most ``piece`` elements, where all of them lie in
-    one piece of memory."""
+    """The tensors of one parameter as views of at most ``piece`` elements.
+
+    They stay whole where one of them is not contiguous.
+    """
     can_be_cut = all(tensor.is_contiguous() for tensor in row)
     if row[0].numel() <= piece or not can_be_cut:
         return [row]
@@ -113,12 +114,12 @@ def _cut(row: tuple[Tensor, ...], piece: int) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _transposed(block: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
-    """One list for each quantity."""
+    """From one tuple for each parameter to one list for each quantity."""
     return [list(column) for column in zip(*block, strict=True)]
 
 
 def scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
-    """Each times the factor; the same tensors where it is 1."""
+    """Each tensor times the factor; the same tensors where it is 1."""
     if factor == 1 or not tensors:
         return tensors
     return list(torch._foreach_mul(tensors, factor))
@@ -139,15 +140,16 @@ def average_squares(means: list[Tensor], tensors: list[Tensor], decay: float) ->
 class Scratch(dict[Any, Tensor]):
     """Large tensors that are used again at the next draw.
 
-    A fresh 40 MB tensor costs the operating system ten thousand page faults, more than the
-    arithmetic done in it. Only CPU memory is kept; accelerators have an allocator that does this.
+    A fresh 40 MB tensor costs the operating system ten thousand page faults, which take longer than
+    the arithmetic. Only tensors on a CPU are stored: accelerators have an allocator for this.
     """
 
     def take(
         self, use: str, like: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, list[Tensor]]:
-        """One flat tensor, and its views shaped as ``like`` (one device). It overwrites what was
-        taken before for the same ``use``.
+        """One flat tensor, and its views in the shapes of ``like``, which are on one device.
+
+        It is the memory of the last call with the same ``use``, whose numbers are lost.
 
         >>> flat, views = Scratch().take("noise", [torch.zeros(2, 3), torch.zeros(4)], torch.half)
         >>> flat.shape, [tuple(view.shape) for view in views]
@@ -155,12 +157,12 @@ class Scratch(dict[Any, Tensor]):
         """
         counts = [tensor.numel() for tensor in like]
         device = like[0].device
-        is_kept = device.type == "cpu"
+        on_cpu = device.type == "cpu"
         key = (use, like[0])
-        flat = self.get(key) if is_kept else None
+        flat = self.get(key) if on_cpu else None
         if flat is None or len(flat) != sum(counts):
             flat = torch.empty(sum(counts), dtype=dtype, device=device)
-            if is_kept:
+            if on_cpu:
                 self[key] = flat
         pieces = flat.split(counts)
         return flat, [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]

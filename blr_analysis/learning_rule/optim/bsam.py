@@ -61,7 +61,7 @@ class BSAM(RowOptimizer):
     SAM (Foret et al., ICLR 2021) without its normalisation of g is the limit of zero variance.
     """
 
-    _unscales = False
+    _takes_scaler = False
 
     def __init__(self, params: Any, lr: float, ess: float, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -84,6 +84,7 @@ class BSAM(RowOptimizer):
         return self._at(self._adversary(), divided_by)
 
     def _adversary(self, adoptable: bool = False) -> Draw:
+        """A draw of the adversary of the sample before, which is used up."""
         self._refuse_inside("adversarial_params()")
         if self._sampled is None:
             raise OptimizerError("adversarial_params() without a sample: draw one before it")
@@ -97,7 +98,7 @@ class BSAM(RowOptimizer):
             hess = self.state.get(mean, {}).get("hess", group["hess_init"])
             return mean + group["radius"] * gradient / (hess + group["weight_decay"]), None
 
-        return Draw(True, look=look, adoptable=adoptable, estimates=sizes)
+        return Draw(train=True, look=look, adoptable=adoptable, estimates=sizes)
 
     def _draw(self, train: bool, adoptable: bool = False) -> Draw:
         if train and self._open is None:
@@ -120,6 +121,7 @@ class BSAM(RowOptimizer):
         return loss
 
     def _refuse_sample(self, mistake: str) -> None:
+        """Raise :class:`OptimizerError` where a sample still waits for its adversary."""
         if self._sampled is not None:
             self._sampled = None
             raise OptimizerError(f"{mistake}; it is dropped: {NO_ADVERSARY}")
@@ -130,4 +132,4 @@ class BSAM(RowOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._sampled: dict[Tensor, Tensor] | None = None
+        self._sampled: dict[Tensor, Tensor] | None = None  # gradients at the sample

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import InputError, OptimizerError
+from blr_analysis.errors import InputError
 from blr_analysis.half import working
 from blr_analysis.learning_rule.expectations import HESSIAN_DIAGONAL
 from blr_analysis.learning_rule.moves import Block, step
-from blr_analysis.learning_rule.optim.blocks import plain_tensors
 from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.newton import gradient_of
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.newton import ExactHessian
 from blr_analysis.learning_rule.table import ROWS
 
-CHUNK = 64
-"""Rows of the Hessian that one backward pass finds together."""
+ROWS_AT_ONCE = 64
+"""Rows of the Hessian that one batched backward pass computes."""
 
 
-class DiagonalNewton(RowOptimizer):
+class DiagonalNewton(ExactHessian):
     r"""The rule for q(θ) = N(m, diag(S)⁻¹) with the exact diagonal of the Hessian at the mean.
 
         h ← β₂ h + (1 − β₂) diag ∇²ℓ(m),      m ← m − lr · (∇ℓ(m) + δ m) / (h + δ)
@@ -57,7 +54,7 @@ class DiagonalNewton(RowOptimizer):
     """
 
     _ranges: ClassVar = {"lr": "(0, 1]"}
-    _own_scale: Any = True
+    _hess_is_precision: Any = True
 
     def __init__(
         self,
@@ -81,28 +78,20 @@ class DiagonalNewton(RowOptimizer):
             generator=generator,
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
-        self._refuse_inside("step()")
-        if not callable(closure):
-            raise OptimizerError("the closure must return the loss: step(closure)")
-        self._check_groups()
-        params = [*self._trained()]
-        if not params:
-            raise OptimizerError("every parameter is frozen: set requires_grad")
-        with torch.inference_mode(False), torch.enable_grad():
-            loss = closure()
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
-                raise OptimizerError(f"the closure must return the loss, finite; got {loss!r}")
-            gradient, diagonal = _gradient_and_diagonal(loss, params)
+    def _curvature(self, gradient: Tensor, params: list[Tensor]) -> Tensor:
+        if not gradient.requires_grad:
+            return torch.zeros_like(gradient)
+        entries = torch.arange(len(gradient), device=gradient.device)
+        parts = [_diagonal_entries(gradient, params, part) for part in entries.split(ROWS_AT_ONCE)]
+        return torch.cat(parts)
+
+    def _advance(self, params: list[Tensor], gradient: Tensor, curvature: Tensor) -> None:
         sizes = [param.numel() for param in params]
         gradients = dict(zip(params, gradient.split(sizes), strict=True))
-        diagonals = dict(zip(params, diagonal.split(sizes), strict=True))
+        diagonals = dict(zip(params, curvature.split(sizes), strict=True))
         self._refuse_negative(diagonals)
-        with plain_tensors():
-            for param, group in self._trained().items():
-                self._advance(param, group, gradients[param], diagonals[param])
-        return loss.detach()
+        for param, group in self._trained().items():
+            self._move_one(param, group, gradients[param], diagonals[param])
 
     def _refuse_negative(self, diagonals: dict[Tensor, Tensor]) -> None:
         """Raise :class:`InputError`, before anything moves, where a precision would not be > 0."""
@@ -113,8 +102,9 @@ class DiagonalNewton(RowOptimizer):
             if not bool((after + group["weight_decay"] > 0).all()):
                 raise InputError("the precision is not positive: raise weight_decay, or take OGN")
 
-    def _advance(self, param: Tensor, group: Group, gradient: Tensor, diagonal: Tensor) -> None:
-        state = self._counted(param, group)
+    def _move_one(self, param: Tensor, group: Group, gradient: Tensor, diagonal: Tensor) -> None:
+        """One step of a parameter, by its part of the gradient and of the diagonal."""
+        state = self._next_state(param, group)
         dtype = working(param.dtype)
         gradient = gradient.view_as(param).to(dtype)
         diagonal = diagonal.view_as(param).to(dtype)
@@ -122,23 +112,10 @@ class DiagonalNewton(RowOptimizer):
         step(block, HESSIAN_DIAGONAL, self.row.move, group, state["step"])
 
 
-def _gradient_and_diagonal(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """∇ℓ and the diagonal of ∇²ℓ, ``[P]`` both, some rows of the Hessian at a time."""
-    try:
-        gradient = gradient_of(loss, params, create_graph=True)
-    except RuntimeError as error:
-        raise OptimizerError("return the loss, without backward") from error
-    if not gradient.requires_grad:  # a linear loss
-        return gradient.detach(), torch.zeros_like(gradient)
-    places = torch.arange(len(gradient), device=gradient.device)
-    parts = [_diagonal_entries(gradient, params, chosen) for chosen in places.split(CHUNK)]
-    return gradient.detach(), torch.cat(parts)
-
-
-def _diagonal_entries(gradient: Tensor, params: list[Tensor], places: Tensor) -> Tensor:
-    """∂²ℓ/∂θ_j² at these places."""
-    directions = torch.zeros(len(places), len(gradient)).to(gradient)
-    directions[torch.arange(len(places)), places] = 1.0
+def _diagonal_entries(gradient: Tensor, params: list[Tensor], entries: Tensor) -> Tensor:
+    """∂²ℓ/∂θ_j² for these entries j of the flat parameters."""
+    directions = torch.zeros(len(entries), len(gradient)).to(gradient)
+    directions[torch.arange(len(entries)), entries] = 1.0
     rows = torch.autograd.grad(
         gradient,
         params,
@@ -148,5 +125,5 @@ def _diagonal_entries(gradient: Tensor, params: list[Tensor], places: Tensor) ->
         allow_unused=True,
         materialize_grads=True,
     )
-    matrix = torch.cat([row.reshape(len(places), -1) for row in rows], 1)
-    return matrix.gather(1, places.unsqueeze(1)).squeeze(1)
+    hessian_rows = torch.cat([row.reshape(len(entries), -1) for row in rows], 1)
+    return hessian_rows.gather(1, entries.unsqueeze(1)).squeeze(1)

@@ -1,7 +1,7 @@
-"""A draw: other weights than the mean, which the loss sees, and the way back.
+"""A draw: weights that the loss sees in the place of the mean, and how the mean comes back.
 
-θ = m + ε with ε ~ N(0, 1/S), S = ess·(hess + weight_decay), or what a row's look makes of the
-weights (a mask, a sign, an adversary). The mean comes back bit for bit.
+The weights are θ = m + ε with ε ~ N(0, 1/S), S = ess·(hess + weight_decay), or what a row's look
+makes of them (a mask, a sign, an adversary). The mean comes back bit for bit.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,10 +23,11 @@ SEEDS = 2**32
 Group = Mapping[str, Any]
 """The settings of a group of parameters."""
 Tensors = dict[Tensor, Tensor]
-"""By parameter."""
+"""Tensors by parameter."""
 Seen = tuple[Tensor, Tensor | None]
-"""What the loss sees in the place of θ, and the factor of its gradient (None: 1)."""
+"""The weights that the loss sees in the place of θ, and the factor of their gradient (None: 1)."""
 Look = Callable[[Tensor, Group, torch.Generator | None], Seen]
+"""From a parameter θ, its settings and a generator to what the loss sees."""
 Context = AbstractContextManager[None]
 
 
@@ -37,10 +38,11 @@ def fill_normal(
     group: Group,
     generator: torch.Generator | None,
 ) -> None:
-    """ε ~ N(0, 1 / (ess·(hess + weight_decay))) into ``noises``, the views of ``flat``.
+    """Draw ε ~ N(0, 1 / (ess·(hess + weight_decay))) into ``noises``, the views of ``flat``.
 
     torch draws on one thread. Large noise on a CPU is therefore drawn in streams, one for each
-    piece of memory, whose seeds the generator gives: the same for any number of threads.
+    piece of memory. The generator gives their seeds, so that the noise does not depend on the
+    number of threads.
     """
     std = group["ess"] ** -0.5
     decay = group["weight_decay"]
@@ -70,20 +72,22 @@ def fill_normal(
 
 @dataclass
 class Draw:
-    """The weights that the loss sees, and what undoes them; all by parameter.
+    """The weights that the loss sees, and what undoes them.
 
-    With ``noisy`` they are a draw of q; ``look`` makes other weights of these; with neither they
-    are the mean itself.
+    They are a draw of q if the draw is ``noisy``, else the mean. A ``look`` changes them further.
 
     Attributes:
-        train: whether the gradients there belong to the next step.
+        train: whether the gradients at these weights belong to the next step.
+        noisy: whether ε is added to the mean.
+        look: what makes the weights that the loss sees; None: nothing.
         adoptable: marks the draw that ``step(closure)`` makes before it calls the closure: a
             context that the closure opens takes that draw instead of making its own.
         divided_by: what the loss was divided by.
         groups: the settings of each parameter.
-        noises: ε. ``means``: m, while the weights are others.
-        factors: of the gradient, where the look has one.
-        estimates: curvature that is not made of gradient and noise.
+        noises: ε of each parameter.
+        means: m of each parameter, while its weights are others.
+        factors: what the gradient is multiplied with, for parameters whose look has a factor.
+        estimates: curvature estimates that are not computed from gradient and noise.
     """
 
     train: bool
@@ -98,10 +102,12 @@ class Draw:
     estimates: Tensors = field(default_factory=dict)
 
     def perturb(self, scratch: Scratch, generator: torch.Generator | None) -> None:
-        """Keep the means; m → m + ε, in place, rounded once to the dtype of the weights; then what
-        the look makes of that."""
+        """Store the means and put the weights of the draw in their place.
+
+        ε is added in place and rounded once to the dtype of the weights; the look comes after it.
+        """
         if self.noisy or self.look is not None:
-            self._keep_means(scratch)
+            self._store_means(scratch)
         for_blocks(torch._foreach_add_, [[*self.noises], [*self.noises.values()]])
         if self.look is None:
             return
@@ -111,7 +117,7 @@ class Draw:
             if factor is not None:
                 self.factors[param] = factor
 
-    def _keep_means(self, scratch: Scratch) -> None:
+    def _store_means(self, scratch: Scratch) -> None:
         for params in group_by(self.groups, lambda p: (p.device, p.dtype)).values():
             _, means = scratch.take("mean", params, params[0].dtype)
             for_blocks(torch._foreach_copy_, [means, params])
@@ -123,8 +129,11 @@ class Draw:
         self.means = {}
 
     def carry_gradients(self) -> None:
-        """From the weights that the loss saw to θ, and from its part of the loss to the whole; the
-        squares g_i² of examples as well."""
+        """Turn the gradients at the draw's weights into those of the whole loss at θ.
+
+        They are multiplied by the look's factor, and by what the loss was divided by. The factor
+        multiplies curvature estimates as well.
+        """
         for param in self.groups:
             factor = self.factors.get(param)
             if factor is not None and param in self.estimates:

@@ -3,6 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +25,14 @@ class Dropout(RowOptimizer):
 
         q(θ_j) = π₁ N(θ_j | m_j, S_j⁻¹) + (1 − π₁) N(θ_j | 0, 1/s₀),      s₀ → ∞,
 
-    and with z_j = 1 in a share π₁ of the draws, 0 in the others, ℓ̄ at z ∘ m, and responsibilities
-    that never mistake slab for spike, the rule is (Eqs. 42 and 43)
+    In a share π₁ of the draws z_j is 1, in the others 0, and the loss ℓ̄ is taken at z ∘ m. The rule
+    is (Eqs. 42 and 43, with responsibilities that never mistake slab for spike)
 
         S ← (1 − ρ) S + ρ z ∘ ∇²ℓ̄(z ∘ m) / π₁,      m ← m − ρ S⁻¹ [z ∘ ∇ℓ̄(z ∘ m)] / π₁
 
-    (z stands there because a unit that is dropped sends no gradient). ``row`` says how ∇²ℓ̄ is
-    estimated and the step made of it: SGD (S = I: ordinary dropout with lr/π₁), Adam, VOGN and
-    all others but bSAM. The prior's share δm is not divided.
+    The factor z stands for a dropped unit that sends no gradient. ``row`` says how ∇²ℓ̄ is estimated
+    and how the step is made from it: SGD (S = I: ordinary dropout with lr/π₁), Adam, VOGN and all
+    others but bSAM. The prior's share δm is not divided by π₁.
 
         >>> import torch
         >>> from torch import nn
@@ -60,7 +61,7 @@ class Dropout(RowOptimizer):
             that leave units, such as those of ``Linear`` and ``Conv2d``; biases have 1.
         lr: step size of the mean.
         row: a row of :data:`~blr_analysis.learning_rule.table.ROWS`, or its name.
-        keep: π₁, in (0, 1], for groups that say nothing else.
+        keep: π₁, in (0, 1], for groups without a ``keep`` of their own.
         ess: N, the number of training examples.
         settings: ``dim``, the dimension of the weights along which the units lie (1: that of
             ``Linear``, ``Conv1d`` to ``Conv3d``); and those of the row.
@@ -115,16 +116,31 @@ class Dropout(RowOptimizer):
                 )
 
     def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
-        if group["keep"] == 1:
-            return theta, None
-        shape = [1] * theta.ndim
-        shape[group["dim"]] = theta.shape[group["dim"]]
-        draws = uniform(theta.new_empty(shape), generator)
-        mask = (draws < group["keep"]).to(theta.dtype)
-        return theta * mask, mask / group["keep"]
+        return with_units(theta, group, generator, _whole_units)
 
     _sample = _look
 
 
+def with_units(
+    theta: Tensor, group: Group, generator: Any, units_of: Callable[[Tensor, Group], Tensor]
+) -> Seen:
+    """z ∘ θ, and the factor z/π₁ of its gradient; θ itself where no unit of the group is dropped.
+
+    ``units_of``: z of the units, from one uniform number for each.
+    """
+    if group["keep"] == 1:
+        return theta, None
+    shape = [1] * theta.ndim
+    shape[group["dim"]] = theta.shape[group["dim"]]
+    units = units_of(uniform(theta.new_empty(shape), generator), group)
+    return theta * units, units / group["keep"]
+
+
+def _whole_units(uniforms: Tensor, group: Group) -> Tensor:
+    """1 for a unit that stays, 0 for one that is dropped."""
+    return (uniforms < group["keep"]).to(uniforms.dtype)
+
+
 def _times_keep(evidence: Tensors, hess: Tensors, group: Group) -> Tensors:
+    """The estimate π₁ (z g / π₁)² of the Hessian."""
     return list(torch._foreach_mul(evidence, group["keep"]))

@@ -12,32 +12,30 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.expectations import FISHER, PRICE, SQUARED_TIMES_ESS
 from blr_analysis.learning_rule.optim.draws import Group
-from blr_analysis.learning_rule.optim.row_optimizer import (
-    SETTINGS,
-    Law,
-    RowOptimizer,
-    check_setting,
-    groups_of,
-)
+from blr_analysis.learning_rule.optim.row_optimizer import Law, RowOptimizer
+from blr_analysis.learning_rule.optim.settings import INTERVALS, check_setting, groups_of
 from blr_analysis.learning_rule.optim.weight_prior import WeightPrior, typical_decay
 from blr_analysis.learning_rule.table import ROWS
 from blr_analysis.posterior.posterior import Posterior
 
-BETA2 = 0.99999
-DECAY = 1e-4
-BROAD = 0.05
-"""With ``steps``: how wide q may become where the data say nothing, and how far a step goes."""
-NARROW, WIDEST = 0.05, 0.15
-"""With ``hess_init="weights"``: the noise of the draws over the size of the weights, at first and
-where the data say nothing."""
+DEFAULT_BETA2 = 0.99999
+DEFAULT_DECAY = 1e-4
+WIDEST = 0.05
+"""With ``steps``: the standard deviation of q where the data say nothing, at most."""
+LONGEST_STEP = 0.05
+"""With ``steps``: how far a step moves a weight at most."""
+FIRST_RELATIVE_WIDTH = 0.05
+WIDEST_RELATIVE = 0.15
+"""With ``hess_init="weights"``: the standard deviation of q over the size of the weights, at first
+and where the data say nothing."""
 CURVATURES = {"price": PRICE, "gradsq": SQUARED_TIMES_ESS, "fisher": FISHER}
 
 
 def size_of(groups: list[dict[str, Any]]) -> float:
-    """The root mean square of the weights: of the matrices, where there are any.
+    """The root mean square of the weights; of the matrices alone, where there are any.
 
     Raises:
-        InputError: they are all 0.
+        InputError: all weights are 0.
     """
     tensors = [p.detach() for group in groups for p in group["params"]]
     weights = [p for p in tensors if p.ndim > 1] or tensors
@@ -47,13 +45,15 @@ def size_of(groups: list[dict[str, Any]]) -> float:
     return math.sqrt(squares / sum(p.numel() for p in weights))
 
 
-def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0, broad: float = BROAD) -> float:
-    r"""The β₂ with which h has left its start after ``steps``: 1 − β₂ = c / steps, e^−c of it left.
+def beta2_for(
+    steps: int | None, ess: float, hess_init: float = 1.0, broad: float = WIDEST
+) -> float:
+    r"""The β₂ with which h forgets its start in ``steps``: 1 − β₂ = c / steps leaves e^−c of it.
 
-    The larger c, the more of h is the data's; but where the data say nothing h falls to
-    hess_init·e^−c, and the noise of the draws grows to (ess · hess_init · e^−c)^−½, which has to
-    stay below the size of the weights: ``broad``. Hence c = log(ess · hess_init · broad²), and
-    from 1 to 5 in any case. The estimate of h is noisy by √(c / (2 · epochs)) of itself.
+    The larger c, the more does h depend on the data. But where the data say nothing h falls to
+    hess_init·e^−c, and the standard deviation of the draws grows to (ess · hess_init · e^−c)^−½. It
+    must stay below ``broad``, which is smaller than the weights: c = log(ess · hess_init · broad²),
+    and from 1 to 5 in any case. The relative error of the estimate of h is √(c / (2 · epochs)).
 
     Raises:
         InputError: ``steps`` is no positive whole number.
@@ -63,7 +63,7 @@ def beta2_for(steps: int | None, ess: float, hess_init: float = 1.0, broad: floa
         [1.0, 3.22, 5.0]
     """
     if steps is None:
-        return BETA2
+        return DEFAULT_BETA2
     c = math.log(float(ess) * float(hess_init) * broad**2)
     return 1 - min(max(c, 1.0), 5.0, positive_int("steps", steps)) / steps
 
@@ -73,15 +73,15 @@ def radius_for(
 ) -> float:
     """The ``clip_radius`` with which a step of lr · (hess_init + weight_decay) is at most 0.05.
 
-    Where h falls faster than the gradient its steps grow without bound; bounded, they allow an
-    ``lr`` with which the others learn faster.
+    Where h of a weight falls faster than its gradient, its steps grow without bound. With the bound
+    a larger ``lr`` can be used, with which the other weights learn faster.
 
     Example:
         >>> radius_for(1000, lr=20.0), radius_for(None, lr=20.0)
         (0.0025, inf)
     """
-    first = float(lr) * (float(hess_init) + float(weight_decay))
-    return BROAD / first if steps is not None and first else math.inf
+    first_lr = float(lr) * (float(hess_init) + float(weight_decay))
+    return LONGEST_STEP / first_lr if steps is not None and first_lr else math.inf
 
 
 class IVON(RowOptimizer):
@@ -121,14 +121,14 @@ class IVON(RowOptimizer):
 
     *What to set* (docs/ivon.md has the reasons and figures): ``ess`` the number of training
     examples (of a loss averaged over tokens: of tokens), ``steps`` the number of steps, and ``lr``,
-    0.3 at first from fresh weights, and 0.1 with ``hess_init="weights"``, then a third and three
-    times of it. At the start it is that of ``torch.optim.SGD(momentum=0)``; the step size is then
+    0.3 from fresh weights, or 0.1 with ``hess_init="weights"``; then try a third and three times of
+    it. At the start ``lr`` acts as in ``torch.optim.SGD(momentum=0)``; later the step size is
     lr·(hess_init + δ)/(h + δ), and no weight moves further than 0.05 in a step. Without ``steps``
-    or a ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: weights are
-    then drawn by ``hess_init``, not by the data.
+    or a ``beta2`` of your own h hardly moves in trainings of less than 100,000 steps: the width of
+    the draws then comes from ``hess_init``, not from the data.
 
-    Arguments and defaults are those of the package ``ivon-opt``, with the same noise the results
-    too (``steps`` apart); all but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
+    Arguments and defaults are those of the package ``ivon-opt``; without ``steps``, and with the
+    same noise, so are the results. All but ``params``, ``mc_samples``, ``hess_approx``, ``sync``,
     ``generator``, ``steps``, ``squares`` and ``prior`` can be set per group.
 
     Args:
@@ -141,7 +141,7 @@ class IVON(RowOptimizer):
             with ``steps``, 0.15 of it where the data say nothing).
         beta1: decay of the momentum, in [0, 1).
         beta2: 1 − step size of ``hess``, in [0, 1].
-        weight_decay: δ/ess, added to ``hess`` and pulling m to zero.
+        weight_decay: δ/ess; it is added to ``hess``, and pulls m to zero.
         mc_samples: how often ``step(closure)`` calls the closure. Without a closure every
             ``sampled_params(train=True)`` since the last step counts as one draw.
         hess_approx: ``"price"``, ``"gradsq"`` or ``"fisher"``, which needs ``batch_size``.
@@ -156,29 +156,30 @@ class IVON(RowOptimizer):
         steps: how many steps the training will have (epochs · batches): sets ``beta2`` where that
             is left at its default, see :func:`beta2_for`, and ``clip_radius``, see
             :func:`radius_for`, by the ``lr`` given here.
-        foreach: taken as by torch's optimizers, and nothing hangs on it.
-        squares: keep v, the mean of squared gradients, beside h. It takes as much memory as h and
-            up to an eighth of a step's time, and ``Posterior.from_optimizer`` has the precision of
-            it where h is too noisy.
+        foreach: accepted as by torch's optimizers, and without effect.
+        squares: whether v, the mean of squared gradients, is averaged beside h. It takes as much
+            memory as h and up to an eighth of a step's time. ``Posterior.from_optimizer`` computes
+            the precision from v where h is too noisy.
         batch_size: B, the examples of a step (of a loss averaged over tokens: its tokens), with
             accumulation and all processes; the scale of v and of ``"fisher"``. None: v gets its
             scale from h.
-        prior: the posterior of earlier data, with mean m₀ and precision S₀ (of a structure that is
-            not diagonal, its diagonal), in the place of ``weight_decay`` (K&R, section 5). The
-            objective is Σ_i ℓ_i + ½ (m − m₀)ᵀ S₀ (m − m₀), the precision S = ess·hess + S₀: above,
-            δ = S₀/ess for each weight, and δ m is δ (m − m₀). The ``lr`` is rescaled by the δ of a
-            typical weight (``prior_decay`` of a group). Parameters are matched by name:
-            pass ``model.named_parameters()``; without names by shape, where all shapes differ. The
-            state holds m₀ and S₀ (``state_dict`` has them too; load it into an optimizer that was
-            made with a ``prior``), and ``Posterior.from_optimizer`` has them as its prior.
+        prior: the posterior of earlier data, in the place of ``weight_decay`` (K&R, section 5). It
+            has the mean m₀ and the precision S₀, of which the diagonal is used. The objective is
+            Σ_i ℓ_i + ½ (m − m₀)ᵀ S₀ (m − m₀) and the precision S = ess·hess + S₀: in the equations
+            above, δ is S₀/ess for each weight, and δ m is δ (m − m₀). The ``lr`` is rescaled by the
+            δ of a typical weight (``prior_decay`` of a group). Parameters are matched by name: pass
+            ``model.named_parameters()``. Without names they are matched by shape, if all shapes
+            differ. The optimizer's state has m₀ and S₀, and so has ``state_dict``; load it into an
+            optimizer that was made with a ``prior``. ``Posterior.from_optimizer`` takes them as its
+            prior.
 
     Behaviour:
 
     * *Accumulation.* Several backward passes in one context add up, as always in torch: divide
-      their losses by their number. Several contexts are averaged; if their losses were divided
-      by their number all the same, ``sampled_params(train=True, divided_by=number)``. What stood
-      in ``p.grad`` when the first context of a step began counts as its first backward pass, so
-      call ``zero_grad`` inside or before it.
+      their losses by their number. Several contexts are averaged. If their losses were divided by
+      their number all the same, say so: ``sampled_params(train=True, divided_by=number)``. A
+      gradient in ``p.grad`` when the first context of a step begins counts as its first backward
+      pass, so call ``zero_grad`` inside or before it.
     * *Changing gradients.* After a context ``p.grad`` holds the mean gradient over the draws.
       ``clip_grad_norm_`` and the like act on it and, by the same factor, on the curvature.
     * *Mixed precision.* ``scaler.step(optimizer)`` with a ``torch.amp.GradScaler``, with or
@@ -187,13 +188,13 @@ class IVON(RowOptimizer):
       its draws. A scale must not change (``scaler.update()``) between the draws of one step.
     * *Half-precision weights* keep ``hess``, ``squares``, ``momentum`` and the noise in float32;
       the weights are rounded once when perturbed and once when updated.
-    * *Left alone:* frozen parameters are neither perturbed nor updated, parameters without a
-      gradient not updated. State is made at the first step of a parameter.
+    * *Frozen parameters* are neither perturbed nor updated. Parameters without a gradient are not
+      updated. The state of a parameter begins with its first step.
     * *Failures.* If the body of a context raises, the weights come back bit for bit, and that
       draw and its gradients are dropped. A gradient with NaN or inf makes ``step`` raise and drop
       its draws; weights and state stay. (On a GPU this check waits for the gradients.)
     * *Resuming.* ``state_dict()`` after a step holds everything, and ``load_state_dict`` copies it:
-      training goes on with the same bits.
+      training continues bit for bit.
 
     Raises:
         InputError: a hyperparameter or parameter is out of range.
@@ -213,8 +214,8 @@ class IVON(RowOptimizer):
         ess: float,
         hess_init: float | Literal["weights"] = 1.0,
         beta1: float = 0.9,
-        beta2: float = BETA2,
-        weight_decay: float = DECAY,
+        beta2: float = DEFAULT_BETA2,
+        weight_decay: float = DEFAULT_DECAY,
         mc_samples: int = 1,
         hess_approx: str = "price",
         clip_radius: float = math.inf,
@@ -229,15 +230,15 @@ class IVON(RowOptimizer):
         batch_size: int | None = None,
         prior: Posterior | None = None,
     ) -> None:
-        check_setting("lr", lr, SETTINGS["lr"])
-        check_setting("ess", ess, SETTINGS["ess"])
-        check_setting("weight_decay", weight_decay, SETTINGS["weight_decay"])
-        broad = BROAD
+        check_setting("lr", lr, INTERVALS["lr"])
+        check_setting("ess", ess, INTERVALS["ess"])
+        check_setting("weight_decay", weight_decay, INTERVALS["weight_decay"])
+        widest = WIDEST
         if hess_init == "weights":
             params = groups_of(params)
             size = size_of(params)
-            broad = WIDEST * size
-            hess_init = max(1.0, 1 / (ess * (NARROW * size) ** 2))
+            widest = WIDEST_RELATIVE * size
+            hess_init = max(1.0, 1 / (ess * (FIRST_RELATIVE_WIDTH * size) ** 2))
         check_setting("hess_init", hess_init, self._ranges["hess_init"])
         earlier = None
         first_decay = weight_decay
@@ -245,15 +246,15 @@ class IVON(RowOptimizer):
             params = groups_of(params)
             earlier = WeightPrior.read(prior, params)
             first_decay = earlier.decay([*earlier.mean], ess, hess_init)
-            if weight_decay == DECAY:
+            if weight_decay == DEFAULT_DECAY:
                 weight_decay = 0.0
-        if beta2 == BETA2:
-            beta2 = beta2_for(steps, ess, hess_init, broad)
+        if beta2 == DEFAULT_BETA2:
+            beta2 = beta2_for(steps, ess, hess_init, widest)
         if clip_radius == math.inf and rescale_lr:
             clip_radius = radius_for(steps, lr, hess_init, first_decay)
         elif clip_radius == math.inf:
             clip_radius = radius_for(steps, lr)
-        self.steps = steps  # recipes read it
+        self.steps = steps  # a recipe looks it up
         self._set_up(
             ROWS["IVON"],
             params,
@@ -287,9 +288,9 @@ class IVON(RowOptimizer):
             raise InputError('hess_approx="fisher" needs batch_size, the examples of a step')
 
     def _law(self, group: Group) -> Law:
-        _, move, settings = super()._law(group)
+        settings = group
         if group["rescale_lr"]:
             lr = float(group["lr"]) * (group["hess_init"] + typical_decay(group))
             settings = {**group, "lr": lr}
-        move = replace(move, debias=bool(group["debias"]))
-        return CURVATURES[group["hess_approx"]], move, settings
+        move = replace(self.row.move, debias=bool(group["debias"]))
+        return Law(CURVATURES[group["hess_approx"]], move, settings)

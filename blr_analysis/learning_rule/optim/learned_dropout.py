@@ -10,14 +10,13 @@ from torch import Tensor
 
 from blr_analysis import ranks
 from blr_analysis.errors import OptimizerError
-from blr_analysis.learning_rule.families.drawing import uniform
 from blr_analysis.learning_rule.optim.draws import Draw, Group, Seen
-from blr_analysis.learning_rule.optim.dropout import Dropout
+from blr_analysis.learning_rule.optim.dropout import Dropout, with_units
 from blr_analysis.learning_rule.optim.gathered import mean_over_ranks
 from blr_analysis.learning_rule.table import Row
 
-LARGEST = 12.0
-"""|λ|: π₁ stays between 6e-6 and 1 − 6e-6."""
+MAX_LOGIT = 12.0
+"""|λ| at most: π₁ stays between 6e-6 and 1 − 6e-6."""
 
 
 class LearnedDropout(Dropout):
@@ -30,8 +29,8 @@ class LearnedDropout(Dropout):
 
     with the prior's λ₀. Training looks at relaxed units (the concrete distribution),
     z = σ((λ + log u/(1 − u)) / τ) with u uniform, whose dz/dλ = z (1 − z)/τ gives dℓ̄/dπ₁ from the
-    weights' own gradients. The weights move as in :class:`Dropout`.
-    ``optimizer.param_groups[k]["keep"]`` is what was learned.
+    weights' own gradients. The weights move as in :class:`Dropout`. The π₁ that is learned stands
+    in ``optimizer.param_groups[k]["keep"]``.
 
         >>> import torch
         >>> from torch import nn
@@ -53,16 +52,16 @@ class LearnedDropout(Dropout):
         params: as of :class:`Dropout`; a group's ``keep`` below 1 is where its π₁ starts.
         lr: step size of the mean.
         row: a row of :data:`~blr_analysis.learning_rule.table.ROWS`, or its name.
-        keep: π₁ at first, for groups that say nothing else.
+        keep: π₁ at first, for groups without a ``keep`` of their own.
         ess: N, the number of training examples.
         keep_lr: step size of λ; 0: π₁ stays, and the units are relaxed all the same.
-        keep_prior: π₁ of the prior, below 1, with which λ₀ is made.
+        keep_prior: π₁ of the prior, below 1, of which λ₀ is the logit.
         temperature: τ above 0; the estimate is unbiased, and noisiest, at 0.
         settings: those of :class:`Dropout`.
 
     Raises:
         InputError: a setting, row or parameter that cannot be used.
-        OptimizerError: as the row; a state that is asked for between a draw and its step.
+        OptimizerError: as the row; ``state_dict`` is called between a draw and its step.
 
     Source: Khan & Rue, section 4.3 and Appendix G; Gal, Hron & Kendall, "Concrete Dropout",
     NeurIPS 2017.
@@ -94,13 +93,10 @@ class LearnedDropout(Dropout):
         )
 
     def _look(self, theta: Tensor, group: Group, generator: Any) -> Seen:
-        if group["keep"] == 1:
-            return theta, None
-        logits = uniform(theta.new_empty(_units_shape(theta, group)), generator).logit()
-        units = ((logits + _logit(group["keep"])) / group["temperature"]).sigmoid()
-        return theta * units, units / group["keep"]
+        return with_units(theta, group, generator, _relaxed_units)
 
     def _gather(self, draw: Draw) -> None:
+        """Gather the slopes of π₁ as well; they need the draw's own gradients."""
         slopes = {
             k: self._slope(draw, group)
             for k, group in enumerate(self.param_groups)
@@ -126,16 +122,20 @@ class LearnedDropout(Dropout):
         return total / (n_units * group["temperature"] * (1 - group["keep"]))
 
     def _gradient_norm(self, k: int) -> float:
+        """The norm of the gradient of the k-th group's parameters."""
         grads = [p.grad for p in self.param_groups[k]["params"] if p.grad is not None]
         return math.hypot(*(float(grad.double().norm()) for grad in grads))
 
     def _forget(self) -> None:
         super()._forget()
         self._slopes: dict[int, float] = {}  # Σ over draws of (1/J) dℓ̄/dπ₁, by group
-        self._gradient_norms: dict[int, float] = {}  # of the group, when the last draw ended
+        self._gradient_norms: dict[int, float] = {}  # after the last draw, by group
 
     def _update(self, inverse_scale: float) -> None:
-        """Clipping and loss scales act on π₁ as on the weights of its group."""
+        """Move π₁ of every group, then the weights.
+
+        Gradient clipping and loss scales act on π₁ as on the weights of its group.
+        """
         slopes = []
         for k, slope in self._slopes.items():
             before = self._gradient_norms[k]
@@ -144,7 +144,7 @@ class LearnedDropout(Dropout):
         if slopes and self.sync and ranks.count() > 1:
             slopes = mean_over_ranks(slopes, self.param_groups[0]["params"][0].device)
         for k, slope in zip(self._slopes, slopes, strict=True):
-            _move_share(self.param_groups[k], slope)
+            _move_keep(self.param_groups[k], slope)
         super()._update(inverse_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,21 +158,19 @@ class LearnedDropout(Dropout):
         return super().state_dict()
 
 
-def _move_share(group: dict[str, Any], slope: float) -> None:
-    """λ ← λ − keep_lr · (ess · slope + λ − λ₀), within bounds, into ``keep``."""
+def _move_keep(group: dict[str, Any], slope: float) -> None:
+    """Move π₁, the group's ``keep``: λ ← λ − keep_lr · (ess · slope + λ − λ₀), within bounds."""
     logit = _logit(group["keep"])
     gradient = group["ess"] * slope + logit - _logit(group["keep_prior"])
     after = logit - group["keep_lr"] * gradient
-    bounded = min(max(after, -LARGEST), LARGEST)
+    bounded = min(max(after, -MAX_LOGIT), MAX_LOGIT)
     group["keep"] = 1 / (1 + math.exp(-bounded))
 
 
-def _units_shape(theta: Tensor, group: Group) -> list[int]:
-    """One number for each unit, to be multiplied with the weights that leave it."""
-    shape = [1] * theta.ndim
-    shape[group["dim"]] = theta.shape[group["dim"]]
-    return shape
+def _relaxed_units(uniforms: Tensor, group: Group) -> Tensor:
+    """z = σ((λ + log u/(1 − u)) / τ), between 0 and 1."""
+    return ((uniforms.logit() + _logit(group["keep"])) / group["temperature"]).sigmoid()
 
 
-def _logit(share: float) -> float:
-    return math.log(share) - math.log1p(-share)
+def _logit(probability: float) -> float:
+    return math.log(probability) - math.log1p(-probability)

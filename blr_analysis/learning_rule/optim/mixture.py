@@ -1,16 +1,16 @@
-"""Several networks in one posterior: a mixture of Gaussians, an optimizer for each component.
+"""Several networks in one posterior: a mixture of Gaussians, with an optimizer for each component.
 
     q(θ) = 1/K Σ_k q_k(θ),   q_k = N(m_k, 1/S_k)
 
-The entropy of the mixture is not the sum of its components'. At a draw of component k the rule
-asks for ∇ℓ̄ + ∇log q (Khan & Rue, Eqs. 29, 30), where an optimizer of its own has ∇ℓ̄ + ∇log q_k.
-What it lacks is one more term of the loss, :meth:`Mixture.overlap`:
+The entropy of the mixture is not the sum of its components' entropies. At a draw of component k the
+rule needs ∇ℓ̄ + ∇log q (Khan & Rue, Eqs. 29, 30); the component's own optimizer has ∇ℓ̄ + ∇log q_k.
+The difference is the gradient of one more term of the loss, :meth:`Mixture.overlap`:
 
     (log q(θ) − log q_k(θ)) / ess
 
-Its gradient, Σ_j r_j(θ) [S_k(θ − m_k) − S_j(θ − m_j)] / ess with the responsibilities r, pushes
-components that overlap apart, and Price's estimate makes its Hessian of it. Components far from
-each other have r_k = 1 and learn as if alone: a deep ensemble is the limit.
+Its gradient is Σ_j r_j(θ) [S_k(θ − m_k) − S_j(θ − m_j)] / ess with the responsibilities r. It
+pushes apart components that overlap. Price's estimate gives the term's Hessian. Components far from
+each other have r_k = 1 and learn as if alone: the limit is a deep ensemble.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Mixture:
             ``ess`` and no parameter shared.
 
     Raises:
-        InputError: fewer than two optimizers, one that is no IVON, or others' shapes.
+        InputError: fewer than two optimizers, one that is no IVON, or networks of other shapes.
     """
 
     def __init__(self, optimizers: Sequence[IVON]) -> None:
@@ -77,12 +77,14 @@ class Mixture:
     def overlap(self, k: int) -> Tensor:
         """(log q(θ) − log q_k(θ)) / ess at the weights that component k has now, as a loss.
 
-        Inside ``optimizers[k].sampled_params(train=True)`` these are a draw of q_k. It is log 1/K
-        over ess, and its gradient 0, where the other components are far.
+        Inside ``optimizers[k].sampled_params(train=True)`` these weights are a draw of q_k. Where
+        the other components are far, the term is log(1/K) / ess and its gradient 0.
         """
         component = self.optimizers[k]
         weights = list(component._trained())
-        log_densities = torch.stack([_log_density(other, weights) for other in self.optimizers])
+        log_densities = torch.stack(
+            [_log_density(optimizer, weights) for optimizer in self.optimizers]
+        )
         log_q = torch.logsumexp(log_densities, 0) - math.log(len(log_densities))
         ess = float(component.param_groups[0]["ess"])
         return (log_q - log_densities[k]) / ess
@@ -94,7 +96,7 @@ def _takes_price(optimizer: object) -> bool:
 
 
 def _log_density(optimizer: IVON, weights: list[Tensor]) -> Tensor:
-    """log q_j at these weights, up to a constant that all components have."""
+    """log q_j at these weights, up to a constant that all components share."""
     terms: list[Tensor] = []
     for theta, (mean, precision) in zip(weights, _gaussians(optimizer), strict=True):
         distance = theta.to(precision) - mean.to(precision)
@@ -103,7 +105,7 @@ def _log_density(optimizer: IVON, weights: list[Tensor]) -> Tensor:
 
 
 def _gaussians(optimizer: IVON) -> list[tuple[Tensor, Tensor]]:
-    """Mean and precision of every parameter, also while a draw stands in the mean's place."""
+    """Mean and precision of every parameter, also inside the context of a draw."""
     means: Tensors = {}
     if optimizer._open is not None:
         means = optimizer._open.means

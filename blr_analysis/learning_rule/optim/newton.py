@@ -21,7 +21,44 @@ MAX_PARAMETERS = 5000
 """The largest number of parameters; a Hessian of 5000² numbers takes 200 MB."""
 
 
-class Newton(RowOptimizer):
+class ExactHessian(RowOptimizer):
+    """A row that moves by the exact Hessian of the loss, or by its diagonal."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
+        self._refuse_inside("step()")
+        if not callable(closure):
+            raise OptimizerError("the closure must return the loss: step(closure)")
+        self._check_groups()
+        params = [*self._trained()]
+        if not params:
+            raise OptimizerError("every parameter is frozen: set requires_grad")
+        with torch.inference_mode(False), torch.enable_grad():
+            loss = closure()
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
+                raise OptimizerError(f"the closure must return the loss, finite; got {loss!r}")
+            try:
+                gradient = gradient_of(loss, params, create_graph=True)
+            except RuntimeError as error:
+                raise OptimizerError("return the loss, without backward") from error
+            curvature = self._curvature(gradient, params)
+        with plain_tensors():
+            self._advance(params, gradient.detach(), curvature)
+        return loss.detach()
+
+    def _curvature(self, gradient: Tensor, params: list[Tensor]) -> Tensor:
+        """The Hessian ``[P, P]`` or its diagonal ``[P]``, from the gradient ``[P]`` with its graph.
+
+        The gradient of a linear loss has no graph.
+        """
+        raise NotImplementedError
+
+    def _advance(self, params: list[Tensor], gradient: Tensor, curvature: Tensor) -> None:
+        """Move these parameters."""
+        raise NotImplementedError
+
+
+class Newton(ExactHessian):
     r"""The rule for q(θ) = N(m, S⁻¹) with the exact Hessian at the mean (Khan & Rue, 1.3.2).
 
         S ← (1 − lr) S + lr · ess·(∇²ℓ + δ I),      m ← m − lr · S⁻¹ ess·(∇ℓ + δ m)
@@ -53,8 +90,8 @@ class Newton(RowOptimizer):
     """
 
     _ranges: ClassVar = {"lr": "(0, 1]"}
-    _kept: Any = ("precision",)
-    _own_scale: Any = False
+    _state_names: Any = ("precision",)
+    _hess_is_precision: Any = False
 
     def __init__(
         self,
@@ -81,33 +118,21 @@ class Newton(RowOptimizer):
             raise InputError("Newton takes one group of parameters, of one device and dtype")
         if {dtype for _, dtype in kinds} & {*HALF}:
             raise InputError("Newton solves linear systems: make the model float32 or float64")
-        count = self._shape(group["params"][0])[0]
+        count = self._state_shape(group["params"][0])[0]
         if count > MAX_PARAMETERS:
             raise InputError(f"Newton keeps {count:,}² numbers: take OGN or fit_laplace")
 
-    def _shape(self, param: Tensor) -> torch.Size:
+    def _state_shape(self, param: Tensor) -> torch.Size:
         count = sum(p.numel() for p in self.param_groups[0]["params"])
         return torch.Size((count, count))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Move mean and precision; ``closure`` returns the loss, without calling ``backward``."""
-        self._refuse_inside("step()")
-        if not callable(closure):
-            raise OptimizerError("Newton needs a closure that returns the loss: step(closure)")
-        self._check_groups()
-        params = [*self._trained()]
-        if not params:
-            raise OptimizerError("every parameter is frozen: set requires_grad")
-        with torch.inference_mode(False), torch.enable_grad():
-            loss = closure()
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.isfinite():
-                raise OptimizerError(f"the closure must return the loss, finite; got {loss!r}")
-            gradient, hessian = _derivatives(loss, params)
-        with plain_tensors():
-            self._advance(params, gradient, hessian)
-        return loss.detach()
+    def _curvature(self, gradient: Tensor, params: list[Tensor]) -> Tensor:
+        if not gradient.requires_grad:
+            return gradient.new_zeros(len(gradient), len(gradient))
+        rows = [gradient_of(entry, params, retain_graph=True) for entry in gradient]
+        return torch.stack(rows)
 
-    def _advance(self, params: list[Tensor], gradient: Tensor, hessian: Tensor) -> None:
+    def _advance(self, params: list[Tensor], gradient: Tensor, curvature: Tensor) -> None:
         (group,) = self.param_groups
         ess = group["ess"]
         decay = group["weight_decay"]
@@ -121,31 +146,28 @@ class Newton(RowOptimizer):
         trained = is_trained.nonzero().squeeze(1).to(mean.device)
         q = FullGaussian(mean, precision[trained[:, None], trained])
         identity = torch.eye(len(mean)).to(mean)
-        natural = q.pull_back(ess * (gradient + decay * mean), ess * (hessian + decay * identity))
-        new = blr_step(q, natural, float(group["lr"]))
-        for param, part in zip(params, new.mean.split([p.numel() for p in params]), strict=True):
+        loss_gradient = q.pull_back(
+            ess * (gradient + decay * mean), ess * (curvature + decay * identity)
+        )
+        new = blr_step(q, loss_gradient, float(group["lr"]))
+        means = new.mean.split([p.numel() for p in params])
+        for param, part in zip(params, means, strict=True):
             param.copy_(part.view_as(param))
         state["step"] = state.get("step", 0) + 1
         state["precision"] = precision.index_put((trained[:, None], trained), new.precision)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
+    """All numbers of the tensors in one vector."""
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _derivatives(loss: Tensor, params: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """∇ℓ ``[P]`` and ∇²ℓ ``[P, P]``, row by row."""
-    try:
-        gradient = gradient_of(loss, params, create_graph=True)
-    except RuntimeError as error:
-        raise OptimizerError("return the loss, without backward") from error
-    if not gradient.requires_grad:  # a linear loss
-        return gradient.detach(), gradient.new_zeros(len(gradient), len(gradient))
-    rows = [gradient_of(entry, params, retain_graph=True) for entry in gradient]
-    return gradient.detach(), torch.stack(rows)
-
-
 def gradient_of(value: Tensor, params: list[Tensor], **graph: Any) -> Tensor:
-    """∇ of a number, ``[P]``; 0 where it does not depend on a parameter."""
-    how: Any = {"allow_unused": True, "materialize_grads": True}
-    return _flat([*torch.autograd.grad(value, params, **graph, **how)])
+    """∇ of a number, ``[P]``; 0 where it does not depend on a parameter.
+
+    ``graph``: ``create_graph`` or ``retain_graph`` of :func:`torch.autograd.grad`.
+    """
+    gradients = torch.autograd.grad(
+        value, params, allow_unused=True, materialize_grads=True, **graph
+    )
+    return _flat([*gradients])

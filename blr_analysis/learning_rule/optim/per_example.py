@@ -1,9 +1,9 @@
 """Gradients of single examples, read from the user's own forward and backward pass.
 
 A :class:`blr_analysis.backprop.tape.Tape` notes the passes from :meth:`Listener.start` to
-:meth:`Listener.stop`. What is read is checked, on the first passes and ever more seldom after them
-(on the 1st, 2nd, 4th, 8th, …): Σ_i g_i against the gradient that autograd left in ``p.grad``; and
-whether an example's outputs depend on its own row of every layer alone.
+:meth:`Listener.stop`. Two checks are made on the 1st, 2nd, 4th, 8th, … pass: Σ_i g_i must be the
+gradient that autograd left in ``p.grad``, and an example's outputs must depend on no other
+example's row of any layer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from blr_analysis.backprop.tape import (
     Pass,
     Reader,
     Tape,
-    differentiated,
+    leaves_with_gradient,
     terms_of,
     unlike_autograd,
-    warn_of_uncounted,
 )
 from blr_analysis.backprop.terms import Term
 from blr_analysis.checks import one_of, some
@@ -50,7 +49,7 @@ class Listener(Reader):
 
     Args:
         model: the module that is called in training.
-        algorithm: who asks, for messages.
+        algorithm: the optimizer's name, for messages.
         reduction: ``"mean"`` or ``"sum"``: how the loss combines the examples of a batch.
     """
 
@@ -62,15 +61,14 @@ class Listener(Reader):
         self.reduction = one_of("loss_reduction", reduction, ("mean", "sum"))
         self.tape = Tape(model, self)
         self._params: dict[str, Tensor] = {}
-        self._contexts = 0  # those that were started
-        self._has_warned = False
+        self._contexts = 0  # the number of calls of start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has nothing of the context that is open."""
+        """A copy begins outside of a context."""
         return {**self.__dict__, "_params": {}}
 
     def start(self, params: Sequence[Tensor]) -> None:
-        """Note what passes by in every layer that owns one of ``params``.
+        """Begin to note the passes of every layer that owns one of ``params``.
 
         Raises:
             OptimizerError: a parameter is not the model's.
@@ -134,16 +132,16 @@ class Listener(Reader):
                 units.append(Unit(path, module, trained_names, None))
         return units
 
-    # Of a tape -------------------------------------------------------------------------------
+    # Called by the tape ----------------------------------------------------------------------
 
     def wants(self, model: nn.Module, batch: int) -> bool:
-        """Every pass, which must have a tensor of examples."""
+        """Every pass is noted; it must have a tensor of examples."""
         if not batch:
             raise OptimizerError("the model was called without a tensor of examples: pass one")
         return True
 
     def called_outside(self, unit: Unit) -> None:
-        """Refused: nobody knows how many examples there are."""
+        """Refuse it: the number of examples is unknown."""
         raise OptimizerError(
             f"layer {unit.path!r} was called outside of the forward pass of model=: call "
             "the whole model"
@@ -152,23 +150,24 @@ class Listener(Reader):
     def finished(self, forward: Pass, output: Any) -> None:
         """Check that an example's outputs depend on no other example's row of any layer.
 
-        Half of the examples' outputs are differentiated; the rows of the others must get 0.
+        The outputs of half of the examples are differentiated. The gradient must be 0 at the rows
+        of the other half.
         """
         batch = forward.batch
-        by_example = [x for x in differentiated(output) if _has_examples_first(x, batch)]
+        by_example = [x for x in leaves_with_gradient(output) if _has_examples_first(x, batch)]
         if not self._check_is_due or not by_example:
             return
         generator = torch.Generator().manual_seed(self._contexts)
-        others = torch.randperm(batch, generator=generator)[: batch // 2]
+        left_out = torch.randperm(batch, generator=generator)[: batch // 2]
         cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in by_example]
         for cotangent in cotangents:
-            cotangent[others.to(cotangent.device)] = 0
+            cotangent[left_out.to(cotangent.device)] = 0
         gradients = forward.gradients(by_example, cotangents)
         for call, call_gradients in zip(forward.calls, gradients, strict=True):
             for grad in call_gradients:
                 if not _has_examples_first(grad, batch):
                     continue
-                mixes_examples = bool(grad[others.to(grad.device)].any())
+                mixes_examples = bool(grad[left_out.to(grad.device)].any())
                 if mixes_examples:
                     raise self._unreadable(
                         call.visit.unit.names.values(),
@@ -179,7 +178,7 @@ class Listener(Reader):
     # Reading ---------------------------------------------------------------------------------
 
     def _read(self, forward: Pass, params: dict[str, Tensor]) -> tuple[list[Term], int]:
-        """G_i, and n, the number of examples that the loss is a mean of."""
+        """The gradients G_i of a pass, and n, the number of examples that the loss averages."""
         terms = self._terms(forward, [call.gradients for call in forward.calls])
         names_read = {name for term in terms for name in term.names}
         unread = [name for name in params if name not in names_read]
@@ -189,13 +188,10 @@ class Listener(Reader):
             self._check_sums(params, terms, forward)
         if self.reduction == "sum":
             return terms, forward.batch
-        counts = forward.counted()
-        if not bool(counts.all()) and not self._has_warned:
-            self._has_warned = warn_of_uncounted(counts)
-        return terms, int(counts.sum())
+        return terms, int(self.counts_of(forward).sum())
 
     def _terms(self, forward: Pass, gradients: Sequence[Gradients]) -> list[Term]:
-        """G_i of every layer, for these gradients at the outputs of its calls."""
+        """G_i of every layer, from the gradients at the outputs of each call."""
 
         def axes_of(visit: Visit, call_gradients: Gradients) -> Axes:
             return self._axes(visit, call_gradients, forward.batch)
@@ -225,8 +221,8 @@ class Listener(Reader):
 
     @property
     def _check_is_due(self) -> bool:
-        is_power_of_two = self._contexts & (self._contexts - 1) == 0
-        return is_power_of_two
+        """Whether the number of passes is a power of two."""
+        return self._contexts & (self._contexts - 1) == 0
 
     def _check_sums(self, params: Mapping[str, Tensor], terms: list[Term], forward: Pass) -> None:
         """Check that Σ_i g_i is p.grad."""
@@ -241,6 +237,7 @@ class Listener(Reader):
             )
 
     def _unreadable(self, names: Iterable[str], reason: str) -> OptimizerError:
+        """The error for parameters whose per-example gradients cannot be read."""
         return OptimizerError(
             f"{self.algorithm} cannot read the gradient of each example for {some([*names])}: "
             f"{reason}. Freeze it, give it another optimizer, or train with IVON"
@@ -274,7 +271,7 @@ def _has_examples_first(leaf: Any, batch: int) -> TypeGuard[Tensor]:
 
 
 def _input_axis(leaf: Any, batch: int) -> Axis | None:
-    """The first axis; None for what is no tensor, or is shared by all examples."""
+    """The first axis; None where the leaf is no tensor, or all examples share it."""
     return Axis() if _has_examples_first(leaf, batch) else None
 
 

@@ -21,8 +21,8 @@ class PreconditionedSGD(RowOptimizer):
         m ← m − lr · S⁻¹ (∇ℓ(m) + δ m)
 
     ∇ℓ is the gradient of the minibatch's mean loss and δ = weight_decay the usual L2 penalty.
-    S = I is SGD. With lr = ρ·N and S the precision of the posterior it is the paper's step; a
-    precision of an earlier task, or of a fit, is what one would take.
+    S = I is SGD. With lr = ρ·N and S the precision of the posterior it is the paper's step. A
+    natural choice of S is the precision of an earlier task, or of a fit.
 
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -67,11 +67,11 @@ class PreconditionedSGD(RowOptimizer):
                 raise InputError("preconditioner must be positive and finite everywhere")
         self.preconditioner = dict(zip(parameters, scales, strict=True))
 
-    def _counted(self, param: Tensor, group: Group) -> dict[str, Any]:
+    def _next_state(self, param: Tensor, group: Group) -> dict[str, Any]:
         if not self.state[param]:
             if param not in self.preconditioner:
                 raise InputError("a parameter was added without a preconditioner: begin anew")
             scale = self.preconditioner[param].detach()
             hess = scale.to(param.device, working(param.dtype), copy=True)
             self.state[param] = {"step": 0, "hess": hess}
-        return super()._counted(param, group)
+        return super()._next_state(param, group)

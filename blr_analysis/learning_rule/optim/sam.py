@@ -36,7 +36,7 @@ class SAM(BSAM):
         True
 
     Without a closure the loop is that of :class:`BSAM`: ``sampled_params(train=True)``, then
-    ``adversarial_params()``, then ``step()``. It learns no precision: ``fit_laplace`` makes one.
+    ``adversarial_params()``, then ``step()``. SAM learns no precision: use ``fit_laplace`` for it.
 
     Args:
         params: parameters, named parameters or groups.
@@ -76,4 +76,4 @@ class SAM(BSAM):
             offset = gradient * (group["radius"] / norm)
             return mean.to(working(mean.dtype)) + offset, None
 
-        return Draw(True, look=look, adoptable=adoptable)
+        return Draw(train=True, look=look, adoptable=adoptable)

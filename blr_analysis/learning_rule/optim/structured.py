@@ -2,12 +2,12 @@
 
     S ← (1 − ρ₂) S + ρ₂ (N/B Σ_i g_i g_iᵀ),     m ← m − lr (S + δ + Nγ)⁻¹ N (u + δ m / N)
 
-at weights drawn from q(θ) = N(m, (S + δ)⁻¹), with the Gauss–Newton of the labels as they are, g_i
-the gradient of one example's loss, and S kept in a structure: Kronecker factors by layer
+at weights drawn from q(θ) = N(m, (S + δ)⁻¹). g_i is the gradient of one example's loss, u the mean
+gradient with momentum, and γ a damping. S has a structure: Kronecker factors by layer
 (:class:`NoisyKFAC`; Zhang et al., ICML 2018) or low rank plus diagonal (:class:`SLANG`; Mishkin et
-al., NeurIPS 2018). VOGN is this with a diagonal. :class:`VOGGN` has the generalised Gauss–Newton
-J_iᵀ Λ_i J_i for g_i g_iᵀ, and :class:`OGGN` takes it at the mean. The posterior needs no further
-fit: :meth:`StructuredOptimizer.posterior`.
+al., NeurIPS 2018); with a diagonal this is VOGN. :class:`VOGGN` has the generalised Gauss–Newton
+J_iᵀ Λ_i J_i in the place of g_i g_iᵀ, and :class:`OGGN` takes it at the mean. The posterior needs
+no further fit: :meth:`StructuredOptimizer.posterior`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from blr_analysis.backprop.tape import Pass, differentiated
+from blr_analysis.backprop.tape import Pass, leaves_with_gradient
 from blr_analysis.backprop.terms import Term, Tree
 from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import InputError, OptimizerError
@@ -35,10 +35,10 @@ from blr_analysis.posterior.structures.contract import Structure
 
 
 class StructuredOptimizer(RowOptimizer):
-    """Draws from S, and steps by it.
+    """An optimizer that draws weights from N(m, (S + δ)⁻¹) and steps by the same precision.
 
     Args:
-        model: what is trained, all that is trainable in it.
+        model: the module whose trainable parameters are trained.
         lr: step size of the mean.
         ess: N, the number of training examples; the loss is a mean over a minibatch's.
         weight_decay: δ/N for prior precision δ.
@@ -51,30 +51,31 @@ class StructuredOptimizer(RowOptimizer):
     Raises:
         InputError: a setting out of range.
         ModelError: parameters of a layer without a rule.
-        OptimizerError: no draw before ``step``, or two; nested contexts; a gradient that is not
-            finite; a state that does not fit; a ``GradScaler``.
+        OptimizerError: no draw before ``step``, or two draws; nested contexts; a gradient that is
+            not finite; a state that does not fit; a ``GradScaler``.
     """
 
     _row: ClassVar[str]
-    _kept: Any = ("momentum",)
-    _unscales = False
-    recorder: Any  # reads the passes: recorded, structure, state_dict, load_state_dict
+    _state_names: Any = ("momentum",)
+    _takes_scaler = False
+    recorder: Any  # averages S: it has recorded, structure, state_dict and load_state_dict
 
     def __init__(self, model: nn.Module, lr: float, ess: float, **settings: Any) -> None:
         self.model = model
         self._form: Structure | None = None
         self.names = {n: p for n, p in model.named_parameters() if p.requires_grad}
         defaults = {"weight_decay": 1e-4, "beta2": 0.99, "hess_init": 1.0, "damping": 1e-3}
-        every: dict[str, Any] = defaults | settings | {"hess_approx": "none"}
-        self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **every)
+        all_settings: dict[str, Any] = defaults | settings | {"hess_approx": "none"}
+        self._set_up(ROWS[self._row], [*self.names.values()], lr=lr, ess=ess, **all_settings)
         self._listen(self.param_groups[0])
 
     def _listen(self, group: Group) -> None:
-        """Make the recorder."""
+        """Set :attr:`recorder`."""
+        raise NotImplementedError
 
     @property
     def form(self) -> Structure:
-        """S + δ, as the last step left it."""
+        """S + δ after the last step."""
         if self._form is None:
             (group,) = self.param_groups
             data = self._form_of_data(group)
@@ -82,14 +83,14 @@ class StructuredOptimizer(RowOptimizer):
         return self._form
 
     def _form_of_data(self, group: Group) -> Structure:
-        """S, without δ."""
+        """S without δ; before the first step it is ess · hess_init · I."""
         if self.recorder.recorded:
             return self.recorder.structure(self.model, round(group["ess"]))
         start = group["ess"] * group["hess_init"]
         return Diagonal({n: torch.full_like(p, start) for n, p in self.names.items()})
 
     def posterior(self) -> Posterior:
-        """q(θ), for every analysis.
+        """q(θ), for :func:`blr_analysis.sensitivity` and all other analyses.
 
         Raises:
             OptimizerError: before the first step, or inside ``sampled_params``.
@@ -112,7 +113,8 @@ class StructuredOptimizer(RowOptimizer):
 
     def _fill(self, draw: Draw) -> None:
         noise = {n: normal(p.detach(), self.generator) for n, p in self.names.items()}
-        draw.noises = {self.names[n]: gap for n, gap in self.form.root_solve(noise).items()}
+        noises = self.form.root_solve(noise)
+        draw.noises = {self.names[name]: noises[name] for name in noises}
 
     def _update(self, inverse_scale: float) -> None:
         (group,) = self.param_groups
@@ -124,8 +126,8 @@ class StructuredOptimizer(RowOptimizer):
             self.names[name].add_(move, alpha=-float(group["lr"]))
 
     def _direction(self, param: Tensor, group: Group) -> Tensor:
-        """N u + δ m of a parameter, u the momentum without its start at 0."""
-        state = self._counted(param, group)
+        """N u + δ m of a parameter, with its debiased momentum u."""
+        state = self._next_state(param, group)
         momentum = state["momentum"]
         grad = self._gathered.grads.get(param, torch.zeros_like(param))
         momentum.lerp_(grad.detach().to(momentum), 1 - group["beta1"])
@@ -133,11 +135,11 @@ class StructuredOptimizer(RowOptimizer):
         return (group["ess"] * (mean_gradient + group["weight_decay"] * param)).to(param)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other rows', with the precision that was learned."""
+        """As :meth:`RowOptimizer.state_dict`, with the precision that was learned."""
         return {**super().state_dict(), "curvature": self.recorder.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the other rows'."""
+        """As :meth:`RowOptimizer.load_state_dict`, with the precision."""
         super().load_state_dict(state_dict)
         self.recorder.load_state_dict(state_dict["curvature"])
         self._form = None
@@ -170,7 +172,7 @@ class NoisyKFAC(StructuredOptimizer):
     _row = "noisy K-FAC"
 
     def _reader(self, model: Any, reduction: str) -> None:
-        """The recorder has hooks of its own."""
+        """None: the recorder has hooks of its own."""
 
     def _listen(self, group: Group) -> None:
         self.recorder = KroneckerRecorder(self.model, every=1, beta2=group["beta2"])
@@ -183,11 +185,13 @@ class NoisyKFAC(StructuredOptimizer):
 
 
 class SLANG(StructuredOptimizer):
-    """SLANG: S = U Uᵀ + D, the leading directions of the running average, and the diagonal of the
-    rest in D, so that S has the average's own diagonal.
+    """SLANG: S = U Uᵀ + D, of low rank plus a diagonal.
 
-    Args as :class:`StructuredOptimizer`; ``rank`` columns of U. A step costs an eigenproblem of
-    rank + B rows.
+    U has the leading directions of the running average of g_i g_iᵀ. D has the diagonal of the other
+    directions, so that S and the average have the same diagonal.
+
+    Args as :class:`StructuredOptimizer`, and ``rank``, the number of columns of U. A step solves an
+    eigenproblem of rank + B rows.
 
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -229,10 +233,11 @@ class SLANG(StructuredOptimizer):
 class VOGGN(SLANG):
     """Variational online generalised Gauss–Newton: :class:`SLANG` with the rows of J_iᵀ Λ_i J_i.
 
-    J_i is the Jacobian of the C outputs of example i, and Λ_i the Hessian of its loss by them, that
-    of the ``likelihood``: "categorical", "bernoulli", "poisson", or "gaussian" (½ (y − f)²). The
-    labels are not in it, so S does not vanish where they are learned by heart. C more backward
-    passes a step, through the graph of the first forward pass in the context.
+    J_i is the Jacobian of the C outputs of example i. Λ_i is the Hessian of its loss with respect
+    to these outputs, by the ``likelihood``: "categorical", "bernoulli", "poisson", or "gaussian"
+    (½ (y − f)²). It does not contain the labels, so that S does not vanish where they are learned
+    by heart. A step takes C more backward passes, through the graph of the first forward pass in
+    the context.
 
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -261,8 +266,8 @@ class VOGGN(SLANG):
         likelihood: str = "categorical",
         **settings: Any,
     ) -> None:
-        named = ("categorical", "bernoulli", "poisson", "gaussian")
-        self.likelihood = resolve(one_of("likelihood", likelihood, named))
+        choices = ("categorical", "bernoulli", "poisson", "gaussian")
+        self.likelihood = resolve(one_of("likelihood", likelihood, choices))
         super().__init__(model, lr, ess, **settings)
 
     def _reader(self, model: Any, reduction: str) -> Any:
@@ -277,35 +282,44 @@ class OGGN(VOGGN):
 
 
 class GradientRows(Listener):
-    """g_i of every example of a draw, ``rows`` ``[n, P]``, and the running average of their outer
-    products: U Uᵀ + D."""
+    """The running average of N/B Σ_i g_i g_iᵀ, as U Uᵀ + D.
+
+    Attributes:
+        rows: g_i of every example of the last draw, ``[n, P]``.
+        n: the number of examples of the last draw.
+        columns: Uᵀ, ``[rank, P]``, smallest direction first; without rows before the first step.
+        rest: D, ``[P]``.
+    """
 
     rows: Tensor
     n: int
 
     def begin(self, names: Tree, rank: int, start: float) -> None:
-        """D = start · I."""
+        """Begin at U Uᵀ + D = start · I, for parameters by name."""
         self.shapes = {n: p.shape for n, p in names.items()}
         self.rank = rank
-        like = torch.cat([p.detach().reshape(-1) for p in names.values()])
-        if rank >= len(like):
-            raise InputError(f"rank must be below the number of parameters, {len(like):,}")
-        self.columns = like.new_zeros(0, len(like))  # Uᵀ, [rank, P]
-        self.rest = torch.full_like(like, start)  # D, [P]
+        flat = torch.cat([p.detach().reshape(-1) for p in names.values()])
+        if rank >= len(flat):
+            raise InputError(f"rank must be below the number of parameters, {len(flat):,}")
+        self.columns = flat.new_zeros(0, len(flat))
+        self.rest = torch.full_like(flat, start)
 
     @property
     def recorded(self) -> int:
-        """How many directions were found."""
+        """How many directions U has; 0 before the first step."""
         return len(self.columns)
 
     def average(self, ess: float, rho: float) -> None:
-        """Take in the rows of the last draw; the smallest directions are dropped, into D."""
-        new = self.rows * (rho * ess / self.n) ** 0.5
-        columns = torch.cat([self.columns * (1 - rho) ** 0.5, new.to(self.columns)])
-        _, turn = torch.linalg.eigh((columns @ columns.mT).double())
-        turned = turn.mT.to(columns) @ columns
-        self.columns = turned[-self.rank :]
-        dropped = turned[: -self.rank].square().sum(0)
+        """Average in the rows of the last draw, with the weight rho.
+
+        The largest directions stay in U; the squares of the others are added to D.
+        """
+        new_columns = self.rows * (rho * ess / self.n) ** 0.5
+        columns = torch.cat([self.columns * (1 - rho) ** 0.5, new_columns.to(self.columns)])
+        _, eigenvectors = torch.linalg.eigh((columns @ columns.mT).double())
+        directions = eigenvectors.mT.to(columns) @ columns  # orthogonal, smallest first
+        self.columns = directions[-self.rank :]
+        dropped = directions[: -self.rank].square().sum(0)
         self.rest = (1 - rho) * self.rest + dropped
 
     def structure(self, model: nn.Module, n_data: int) -> LowRank:
@@ -317,6 +331,7 @@ class GradientRows(Listener):
         return LowRank(self._split(self.rest), self._split(directions), sizes.diag())
 
     def _split(self, flat: Tensor) -> Tree:
+        """Vectors ``[..., P]`` over all parameters, by name and in their shapes."""
         pieces = flat.split([shape.numel() for shape in self.shapes.values()], -1)
         shapes = zip(self.shapes.items(), pieces, strict=True)
         return {n: piece.reshape(*flat.shape[:-1], *shape) for (n, shape), piece in shapes}
@@ -326,7 +341,7 @@ class GradientRows(Listener):
         return {"columns": self.columns.clone(), "rest": self.rest.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The reverse."""
+        """Continue with U and D of ``state``."""
         self.columns = state["columns"].to(self.rest)
         self.rest = state["rest"].to(self.rest)
 
@@ -336,6 +351,7 @@ class GradientRows(Listener):
         return {}
 
     def _flat(self, terms: Sequence[Term]) -> Tensor:
+        """The gradients of the terms, summed over columns, ``[n, P]``."""
         gradients: Tree = {}
         for term in terms:
             for name, columns in term.jacobian().items():
@@ -344,7 +360,10 @@ class GradientRows(Listener):
 
 
 class JacobianRows(GradientRows):
-    """J_iᵀ L_i, a column for each of Λ_i = L_i L_iᵀ, from the graph of a forward pass."""
+    """:class:`GradientRows` with the columns of J_iᵀ L_i, Λ_i = L_i L_iᵀ, in the place of g_i.
+
+    The columns come from the graph of a forward pass.
+    """
 
     def __init__(self, model: nn.Module, algorithm: str, likelihood: Likelihood) -> None:
         super().__init__(model, algorithm)
@@ -352,7 +371,7 @@ class JacobianRows(GradientRows):
 
     def finished(self, forward: Pass, output: Any) -> None:
         super().finished(forward, output)
-        outputs = differentiated(output)
+        outputs = leaves_with_gradient(output)
         if not outputs:
             return
         f = outputs[0].reshape(forward.batch, -1)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer, groups_of
+from blr_analysis.learning_rule.optim.row_optimizer import RowOptimizer
+from blr_analysis.learning_rule.optim.settings import groups_of
 from blr_analysis.learning_rule.optim.weight_prior import WeightPrior
 from blr_analysis.posterior.posterior import Posterior
 
@@ -40,16 +41,17 @@ class VOGN(RowOptimizer):
 
     Linear, convolution, embedding and normalisation layers (not BatchNorm in training mode, which
     mixes examples) have rules; any other layer that takes the examples along its first dimension
-    is differentiated by itself with ``torch.func``. What is read is checked against ``p.grad``,
-    and a layer that cannot be read is refused by name. Of several backward passes in one context,
-    divide each loss by their number and let them have equal sizes. ``GradScaler`` works as with
+    is differentiated by itself with ``torch.func``. The gradients are checked against ``p.grad``,
+    and a layer that cannot be read is refused by name. Call the model once in each context; for
+    several minibatches use several contexts, with ``divided_by``. ``GradScaler`` works as with
     IVON. With ``DistributedDataParallel`` gradients are averaged before they can be read: use
     the bare model and ``sync=True``.
 
     Σ_i g_i² is the Gauss–Newton approximation of Khan & Rue (Eq. 45), that of the labels as they
-    are. Its expectation is the Hessian's where the model's noise is that of the data. In linear
-    regression with noise σ² and residuals r_i it is Σ x_i² r_i² / σ⁴, for Σ x_i² / σ²: some per
-    cent off with hundreds of examples, and too small where the model fits them too well.
+    are. Where the model's noise is that of the data, its expectation is that of the Hessian. In
+    linear regression with noise σ² and residuals r_i it is Σ x_i² r_i² / σ⁴ in the place of
+    Σ x_i² / σ²: some per cent off with hundreds of examples, and too small where the model fits
+    them too well.
 
     Args:
         params: parameters, named parameters or groups, all of them ``model``'s.

@@ -23,7 +23,7 @@ from blr_analysis.posterior.posterior import Posterior
 from blr_analysis.posterior.prior import differences
 
 TENSORS = ("prior_precision", "prior_mean")
-"""What the state of a parameter holds of its prior."""
+"""The names of the prior's tensors in the state of a parameter."""
 
 
 def typical_decay(group: Group) -> float:
@@ -47,16 +47,16 @@ class WeightPrior:
     def read(
         cls, posterior: Any, groups: Sequence[Group], model: nn.Module | None = None
     ) -> WeightPrior:
-        """The prior of every parameter that is trained.
+        """The prior of every parameter that is trained, from the posterior of earlier data.
 
         Args:
-            groups: of the optimizer, with ``param_names`` where they are known.
-            model: which gives the names where it is passed.
+            groups: the optimizer's groups, with ``param_names`` if torch knows them.
+            model: gives the parameters' names if it is passed.
 
         Raises:
-            InputError: no posterior; one without a precision of weights; parameters without names
-                of which two have one shape.
-            PosteriorError: it belongs to another model.
+            InputError: this is no posterior, or it has no precision of weights; or there are
+                parameters without names, and two of them have the same shape.
+            PosteriorError: the posterior belongs to another model.
         """
         instance("prior", posterior, Posterior, "a blr_analysis.Posterior")
         if posterior.structure == "gram":
@@ -66,34 +66,42 @@ class WeightPrior:
         trained = {bare_name(name): p for p, name in names.items()}
         if mismatch := differences(shapes, trained, ("prior", "optimizer")):
             raise PosteriorError(f"prior= belongs to another model: {mismatch}")
-        own_names = {bare_name(name): name for name in posterior.mean}
+        posterior_names = {bare_name(name): name for name in posterior.mean}
         diagonal = posterior.form.diagonal()
         mean = {}
         precision = {}
         for name, p in trained.items():
-            place = {"device": p.device, "dtype": working(p.dtype), "copy": True}
-            mean[p] = posterior.mean[own_names[name]].detach().to(**place)
-            precision[p] = diagonal[own_names[name]].detach().to(**place)
+            posterior_name = posterior_names[name]
+            mean[p] = _copied(posterior.mean[posterior_name], p)
+            precision[p] = _copied(diagonal[posterior_name], p)
         return cls(mean, precision)
 
     def decay(self, params: Sequence[Tensor], ess: float, hess_init: float) -> float:
-        """One δ/ess for the first steps of these parameters: the δ with which 1 / (hess_init + δ)
-        is the mean of 1 / (hess_init + S₀/ess) over their weights."""
+        """One δ/ess for the first steps of these parameters.
+
+        With this δ, 1 / (hess_init + δ) is the mean of 1 / (hess_init + S₀/ess) over their weights.
+        """
         precisions = [self.precision[p].double().flatten() for p in params if p in self.precision]
         if not precisions:
             return 0.0
-        divisor = torch.cat([t.cpu() for t in precisions]) / float(ess) + float(hess_init)
-        return max(float(1 / divisor.reciprocal().mean()) - float(hess_init), 0.0)
+        divisors = torch.cat([t.cpu() for t in precisions]) / float(ess) + float(hess_init)
+        harmonic_mean = float(1 / divisors.reciprocal().mean())
+        return max(harmonic_mean - float(hess_init), 0.0)
 
     def state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """What the optimizer's state holds of it."""
+        """The prior's tensors in the optimizer's state of this parameter."""
         return {"prior_precision": self.precision[param], "prior_mean": self.mean[param]}
+
+
+def _copied(tensor: Tensor, param: Tensor) -> Tensor:
+    """A copy on the parameter's device, in the dtype of computation."""
+    return tensor.detach().to(param.device, working(param.dtype), copy=True)
 
 
 def _names(
     posterior: Posterior, groups: Sequence[Group], model: nn.Module | None
 ) -> dict[Tensor, str]:
-    """The name of every parameter that is trained."""
+    """The name of every parameter that is trained: the group's, the model's, or by its shape."""
     names = {}
     if model is not None:
         names = {p: name for name, p in model.named_parameters()}
@@ -106,13 +114,16 @@ def _names(
 
 
 def _names_by_shape(mean: Mapping[str, Tensor], trained: Sequence[Tensor]) -> dict[Tensor, str]:
-    """The posterior's own names, where no two parameters have one shape."""
-    counts = Counter(tuple(p.shape) for p in trained)
-    shape, count = counts.most_common(1)[0] if counts else ((), 0)
-    if count > 1:
-        raise InputError(
-            f"{count} parameters have shape {shape}, prior= needs their names: pass "
-            "model.named_parameters()"
-        )
+    """The posterior's names, by the parameters' shapes.
+
+    Raises:
+        InputError: two parameters have the same shape.
+    """
+    for shape, count in Counter(tuple(p.shape) for p in trained).most_common(1):
+        if count > 1:
+            raise InputError(
+                f"{count} parameters have shape {shape}, prior= needs their names: pass "
+                "model.named_parameters()"
+            )
     names = {tuple(m.shape): name for name, m in mean.items()}
     return {p: names.get(tuple(p.shape), f"unnamed {tuple(p.shape)}") for p in trained}

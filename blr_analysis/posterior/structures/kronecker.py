@@ -310,7 +310,7 @@ class Gram(Kronecker):
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
         """A in one sweep of forward passes; no label is looked at."""
-        inputs = input_moments(fit.task, fit.params, kept=fit.kept.get("inputs"))
+        inputs = input_moments(fit.task, fit.params, unfinished=fit.kept.get("inputs"))
         joined = {n for joint, _ in inputs.moments.values() for n in joint.names}
         plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
         values = {name: _counts(fit, inputs, name) for name in plain}  # first, as in a file
