@@ -91,8 +91,8 @@ class Checkpoints:
         instance("model", model, nn.Module, "the torch.nn.Module that is trained")
         self.model = unwrapped(model)
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            got = type(optimizer).__name__
-            raise InputError(f"optimizer must be the torch optimizer that trains, got {got}")
+            name = type(optimizer).__name__
+            raise InputError(f"optimizer must be the torch optimizer that trains, got {name}")
         self.optimizer = optimizer
         self.steps = None if steps is None else positive_int("steps", steps)
         self.folder = None if folder is None else Path(path_of(folder)).expanduser()

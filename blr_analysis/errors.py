@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
+    from collections.abc import Callable, Iterator
+
+MAX_CAUSE = 300  # characters of another program's message
 
 
 class BLRError(Exception):
@@ -59,10 +60,18 @@ class InitialPrecisionWarning(UserWarning):
 
 
 @contextmanager
-def told_as(kind: type[BLRError], what: Any, remedy: str = "") -> Iterator[None]:
-    """Around code of others, the user's or a library's, which may raise anything: an error of this
-    kind, which says what failed (a text, or what makes it), how, and the remedy. Ours, and want of
-    memory, stay as they are.
+def told_as(
+    kind: type[BLRError], fault: str | Callable[[], str], remedy: str = ""
+) -> Iterator[None]:
+    """Inside, any error becomes an error of this kind; for code of the user or of a library.
+
+    Its words are the fault, the error that was raised, and the remedy. Errors of this package, and
+    errors for lack of memory, stay as they are.
+
+    Args:
+        kind: the class of the new error.
+        fault: what failed, in words; or a function that returns them when an error was raised.
+        remedy: what the user can do.
 
     >>> with told_as(InputError, "it failed on 0", "give 1"):
     ...     1 / 0
@@ -75,6 +84,7 @@ def told_as(kind: type[BLRError], what: Any, remedy: str = "") -> Iterator[None]
     except Exception as error:
         if isinstance(error, BLRError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
-        failed = what if isinstance(what, str) else what()
-        said = f"{failed}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise kind(f"{said}; {remedy}" if remedy else said) from error
+        words = fault if isinstance(fault, str) else fault()
+        cause = " ".join(str(error).split())[:MAX_CAUSE]
+        text = f"{words}: {type(error).__name__}: {cause}"
+        raise kind(f"{text}; {remedy}" if remedy else text) from error

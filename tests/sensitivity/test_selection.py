@@ -146,8 +146,9 @@ def test_columns_with_another_index_than_the_data_are_refused(frame: pd.DataFram
 @pytest.mark.parametrize("form", [torch.as_tensor, np.asarray])
 def test_labels_of_y_beside_x_without_labels_are_warned_of(frame: pd.DataFrame, form: Any) -> None:
     x, y = form(torch.randn(N, 4)), pd.Series(np.arange(N) % 3, index=frame.index)
-    with pytest.warns(UserWarning, match=r"row labels.*y\.to_numpy"):
+    with pytest.warns(UserWarning, match=r"row labels.*y\.to_numpy") as warned:
         blr.Task(mlp(), (x, y))
+    assert [warning.filename for warning in warned] == [__file__]  # the line that makes the task
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         blr.Task(mlp(), (x, y.to_numpy()))
