@@ -202,7 +202,9 @@ class Task:
         self.reduction = reduction_of(loss)
         self.mean_over_outputs = is_mean_over_outputs(loss)
         self.modes = getattr(checkpoints, "modes", None) or training_modes(self.model)
-        self.checkpoints = () if checkpoints is None else Snapshots(checkpoints, self.model)
+        self.checkpoints: Sequence[Any] | Snapshots = ()
+        if checkpoints is not None:
+            self.checkpoints = Snapshots(checkpoints, self.model)
         if recipe is not None:
             instance("recipe", recipe, Recipe, "a blr_analysis.Recipe")
             recipe.check_examples(self.n_data)

@@ -88,7 +88,9 @@ def _classes(findings: Findings) -> list[Any]:
     if not findings.task.likelihood.is_classification or targets is None or targets.ndim != 1:
         return []
     classes = targets.unique().tolist()
-    return classes if len(classes) <= MAX_CLASSES else []
+    if len(classes) > MAX_CLASSES:
+        return []
+    return classes
 
 
 def images_of(task: Task) -> Any:

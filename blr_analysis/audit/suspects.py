@@ -32,12 +32,15 @@ def suspects(findings: Findings) -> Section:
     lead = _number_of_suspects(findings)
     if not len(table):
         return Section(title, lead)
+    notes = []
     supplier = main_supplier(findings)
+    if supplier:
+        notes.append(supplier)
     return Section(
         title,
         lead=f"{lead} Suspicious is not wrong: look, then decide.",
         columns=_worst(table.head(SHOWN)),
-        notes=[supplier] if supplier else [],
+        notes=notes,
     )
 
 

@@ -108,7 +108,9 @@ def _calls_of(
             run()
     finally:
         handle.remove()
-    return calls if detector.has_read else []
+    if not detector.has_read:
+        return []
+    return calls
 
 
 def _without_numbers(leaf: Any) -> Any:
@@ -235,7 +237,9 @@ def _compared(
         layers = (*layers[:number], layer, *layers[number + 1 :])
     outputs = _recorded(layers, lambda: run(probe, params))
     rows = [layer.rows(leaves) for layer, leaves in zip(layers, outputs, strict=True)]
-    return layers if gives_expected(rows) else ()
+    if not gives_expected(rows):
+        return ()
+    return layers
 
 
 def _recorded(layers: Sequence[Layer], run: Callable[[], Any]) -> list[Sequence[Any]]:
