@@ -1,4 +1,4 @@
-"""The families of posteriors that the rule moves in."""
+"""The exponential families to which the posteriors of the rule belong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from blr_analysis.learning_rule.families.base import (
     subtract,
 )
 from blr_analysis.learning_rule.families.bernoulli import BernoulliFamily
-from blr_analysis.learning_rule.families.dirichlet import (
-    Beta,
-    CategoricalFamily,
-    Dirichlet,
-)
+from blr_analysis.learning_rule.families.categorical import CategoricalFamily
+from blr_analysis.learning_rule.families.dirichlet import Beta, Dirichlet
 from blr_analysis.learning_rule.families.fixed import FixedFullGaussian, FixedGaussian
 from blr_analysis.learning_rule.families.gamma import (
     Gamma,

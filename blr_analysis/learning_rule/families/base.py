@@ -1,4 +1,4 @@
-"""What an exponential family answers, and what follows for all of them from that.
+"""The base class of all exponential families, and sums of natural parameters.
 
     q(θ) = h(θ) exp( ⟨λ, T(θ)⟩ − A(λ) ),      μ = E_q[T(θ)] = ∇A(λ)
 
@@ -7,8 +7,8 @@ base measure and A the log-partition (Khan & Rue, section 2). λ, μ and T(θ) a
 tensors with the same keys, one for each statistic, and ⟨·, ·⟩ sums over all of their entries.
 
 Leading dimensions of a distribution's parameters are *copies*: independent distributions side by
-side, such as the factors of a mean field. Everything that is one number for one distribution (A,
-entropy, KL, log q) comes with one number per copy.
+side, such as the factors of a mean field. Quantities that are one number for one distribution (A,
+entropy, KL, log q) are one number per copy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Natural = dict[str, Tensor]
 class ExponentialFamily(ABC):
     """A distribution of an exponential family; immutable, and differentiable in its parameters.
 
-    A family derives from it with the methods that are abstract here. It also says, for each
-    statistic, how many trailing dimensions belong to one copy (:attr:`ranks`).
+    A family derives from this class and defines its abstract methods and :attr:`ranks`.
+
+    Attributes:
+        ranks: by the name of each statistic, how many trailing dimensions belong to one copy.
 
     Example:
         λ and μ determine each other, and log q(θ) is ⟨λ, T(θ)⟩ + log h(θ) − A(λ):
@@ -58,16 +60,17 @@ class ExponentialFamily(ABC):
         """μ = E_q[T(θ)] = ∇A(λ)."""
 
     def with_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        """The member of the same family with these λ (what is fixed in the family stays).
+        """The member of the family with these λ; fixed parameters, such as a precision, stay.
 
         Raises:
-            InputError: λ outside of the family's domain Ω.
+            InputError: λ is outside of the family's domain Ω.
         """
         self._check_keys(natural)
         return self._of_natural(natural)
 
     @abstractmethod
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self: ...
+    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
+        """:meth:`with_natural` of parameters whose names and ranks are right."""
 
     def with_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         """The member with these μ: the inverse of :attr:`expectation`."""
@@ -75,11 +78,15 @@ class ExponentialFamily(ABC):
         return self._of_expectation(expectation)
 
     @abstractmethod
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self: ...
+    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
+        """:meth:`with_expectation` of parameters whose names and ranks are right."""
 
     @abstractmethod
     def statistics(self, theta: Any) -> Natural:
-        """T(θ), with the leading dimensions of θ: a tensor, or for some a dictionary of them."""
+        """T(θ), with the leading dimensions of θ.
+
+        θ is a tensor, or for some families a dictionary of tensors.
+        """
 
     @abstractmethod
     def log_partition(self) -> Tensor:
@@ -90,7 +97,7 @@ class ExponentialFamily(ABC):
         """A draw θ ~ q; with ``n``, n draws along a new leading dimension."""
 
     def expected_point(self) -> Any:
-        """E_q[θ], in the form that :meth:`sample` gives θ.
+        """E_q[θ], in the form in which :meth:`sample` returns θ.
 
         Raises:
             InputError: θ has no mean.
@@ -113,8 +120,8 @@ class ExponentialFamily(ABC):
         """log q(θ), in nats, one number per point and copy.
 
         Raises:
-            InputError: points of another shape, of higher precision than the parameters, or
-                outside of the distribution's domain.
+            InputError: the points have another shape, or a higher precision than the parameters, or
+                are outside of the distribution's domain.
         """
         inner = self._inner(self.natural, self.statistics(theta))
         return inner + self.log_base(theta) - self.log_partition()
@@ -127,11 +134,11 @@ class ExponentialFamily(ABC):
     def kl(self, other: Self) -> Tensor:
         """KL(q ‖ other) = A(λ') − A(λ) − ⟨λ' − λ, μ⟩, the Bregman divergence of A (K&R 21).
 
-        In nats, one number per copy; either side may have copies that the other has not.
+        In nats, one number per copy. The copies of the two are broadcast against each other.
 
         Raises:
-            InputError: ``other`` is of another family, over points of another shape, or something
-                fixed in them differs.
+            InputError: ``other`` is of another family, over points of another shape, or has other
+                fixed parameters.
         """
         if type(other) is not type(self):
             raise InputError(f"the KL divergence is to another {type(self).__name__}")
@@ -139,7 +146,7 @@ class ExponentialFamily(ABC):
         return self._kl(other)
 
     def _check_alike(self, other: Any) -> None:
-        """Raise :class:`InputError` unless both are over points of one shape."""
+        """Raise :class:`InputError` unless both are over points of the same shape."""
         for key, rank in self.ranks.items():
             left = self.natural[key].shape
             right = other.natural[key].shape
@@ -150,13 +157,13 @@ class ExponentialFamily(ABC):
                 )
 
     def _kl(self, other: Any) -> Tensor:
-        """:meth:`kl` between two of one family; overridden where terms would cancel."""
+        """:meth:`kl` of two members of one family; overridden where large terms would cancel."""
         gap = subtract(other.natural, self.natural)
         inner = self._inner(gap, self.expectation)
         return other.log_partition() - self.log_partition() - inner
 
     def _inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:
-        """⟨left, right⟩, one number per copy (and per leading dimension of either)."""
+        """⟨left, right⟩, one number per copy; leading dimensions are broadcast."""
         products = []
         for name, rank in self.ranks.items():
             product = left[name] * right[name]
@@ -166,7 +173,7 @@ class ExponentialFamily(ABC):
         return sum(products[1:], start=products[0])
 
     def _check_keys(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise :class:`InputError` unless there is one tensor for each statistic, of its rank."""
+        """Raise :class:`InputError` unless each statistic has one tensor, of its rank or more."""
         self._check_point(parameters, tuple(self.ranks))
         for key, rank in self.ranks.items():
             if getattr(parameters[key], "ndim", -1) < rank:
@@ -177,7 +184,7 @@ class ExponentialFamily(ABC):
             raise InputError(f"the last dimensions must agree, got {shapes}")
 
     def _check_point(self, point: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Raise :class:`InputError` unless ``point`` is keyed by these names."""
+        """Raise :class:`InputError` unless ``point`` is a dictionary with exactly these keys."""
         if not isinstance(point, Mapping) or set(point) != set(names):
             raise InputError(f"{type(self).__name__} takes a dictionary of {', '.join(names)}")
 
@@ -186,7 +193,7 @@ def add(*terms: Mapping[str, Tensor]) -> Natural:
     """λ_1 + λ_2 + …, statistic by statistic.
 
     Raises:
-        InputError: other statistics in one than in another, or shapes that do not go together.
+        InputError: the terms have different statistics, or shapes that do not go together.
 
     >>> add({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
     {'a': tensor([2., 3.])}
@@ -194,10 +201,11 @@ def add(*terms: Mapping[str, Tensor]) -> Natural:
     first, *rest = terms
     if any(set(term) != set(first) for term in rest):
         raise InputError("natural parameters of different families")
+    sums = dict(first)
     with told_as(InputError, "natural parameters do not go together"):
-        return {
-            name: sum((term[name] for term in rest), start=value) for name, value in first.items()
-        }
+        for term in rest:
+            sums = {name: total + term[name] for name, total in sums.items()}
+    return sums
 
 
 def scale(term: Mapping[str, Tensor], factor: float | Tensor) -> Natural:
@@ -213,7 +221,7 @@ def subtract(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Natural
     """λ − λ'.
 
     Raises:
-        InputError: other statistics in one than in the other, or shapes that do not go together.
+        InputError: the two have different statistics, or shapes that do not go together.
 
     >>> subtract({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
     {'a': tensor([ 0., -1.])}

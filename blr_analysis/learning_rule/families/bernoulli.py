@@ -20,8 +20,8 @@ from blr_analysis.learning_rule.families.drawing import many, uniform
 class BernoulliFamily(ExponentialFamily):
     """P independent signs θ_j ∈ {−1, +1}: λ = ½ log(p / (1 − p)), μ = 2p − 1 = tanh λ, h = 1.
 
-    p is the probability of +1 and T(θ) = θ. Entropy and KL are exact also where tanh λ rounds to
-    ±1; :meth:`with_expectation` cannot be.
+    p is the probability of +1, and T(θ) = θ. Entropy and KL are exact also where tanh λ rounds to
+    ±1, but :meth:`with_expectation` cannot tell such μ apart.
 
     Attributes:
         half_logit: λ ``[..., P]``.
@@ -63,7 +63,7 @@ class BernoulliFamily(ExponentialFamily):
         return type(self)(torch.atanh(mean))
 
     def statistics(self, theta: Tensor) -> Natural:
-        """θ itself; relaxed signs may lie anywhere."""
+        """T(θ) = θ, for any real numbers, such as relaxed signs."""
         points(theta, self.half_logit, 1)
         return {"linear": theta}
 
@@ -74,7 +74,7 @@ class BernoulliFamily(ExponentialFamily):
         """log q(θ), in nats.
 
         Raises:
-            InputError: points that are not −1 or +1.
+            InputError: a point is not −1 or +1.
         """
         points(theta, self.half_logit, 1)
         if not bool((theta.abs() == 1).all()):
@@ -82,16 +82,17 @@ class BernoulliFamily(ExponentialFamily):
         return logsigmoid(2 * theta * self.half_logit).sum(-1)
 
     def entropy(self) -> Tensor:
-        log_up = logsigmoid(2 * self.half_logit)
-        log_down = logsigmoid(-2 * self.half_logit)
-        return -(log_up.exp() * log_up + log_down.exp() * log_down).sum(-1)
+        log_plus = logsigmoid(2 * self.half_logit)
+        log_minus = logsigmoid(-2 * self.half_logit)
+        return -(log_plus.exp() * log_plus + log_minus.exp() * log_minus).sum(-1)
 
     def _kl(self, other: Self) -> Tensor:
         divergence = torch.zeros_like(self.log_partition())
         for sign in (1, -1):
             log_prob = logsigmoid(2 * sign * self.half_logit)
-            log_prob_of_other = logsigmoid(2 * sign * other.half_logit)
-            divergence = divergence + (log_prob.exp() * (log_prob - log_prob_of_other)).sum(-1)
+            other_log_prob = logsigmoid(2 * sign * other.half_logit)
+            terms = log_prob.exp() * (log_prob - other_log_prob)
+            divergence = divergence + terms.sum(-1)
         return divergence
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:

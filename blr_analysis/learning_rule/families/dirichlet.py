@@ -1,5 +1,7 @@
-"""Classes and signs, and their probabilities: Beta and Dirichlet distributions, of concentrations
-from 1e-3 to 1e6 and beyond; Bernoulli on ±1 and categorical ones, both minimal."""
+"""Distributions of probabilities: Beta for one, Dirichlet for those of several classes.
+
+Both are exact for concentrations from 1e-3 to 1e6 and beyond.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from blr_analysis.errors import InputError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, Natural
@@ -20,11 +21,16 @@ from blr_analysis.learning_rule.families.domain import (
     points,
     same_shape,
 )
-from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, uniform
+from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many
 from blr_analysis.learning_rule.families.special import (
+    LAST_STEPS,
+    SMALLEST_SHRINKAGE,
     inverse_digamma,
     trigamma,
 )
+
+TOLERANCE = 1e-14  # relative, of a sum of concentrations in float64
+NEWTON_STEPS = 100  # at most; a few are usual
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +43,7 @@ class Dirichlet(ExponentialFamily):
         concentration: α > 0, ``[..., K]``.
 
     Raises:
-        InputError: a concentration that is not positive and finite, or a single class.
+        InputError: the concentration is not positive and finite, or has a single class.
 
     Example:
         >>> q = Dirichlet(torch.tensor([1.0, 2.0, 3.0]))
@@ -79,18 +85,22 @@ class Dirichlet(ExponentialFamily):
     def statistics(self, theta: Tensor) -> Natural:
         points(theta, self.concentration, 1)
         finite("points of a Dirichlet distribution", theta)
-        sums_to_one = (theta.sum(-1) - 1).abs() <= torch.finfo(theta.dtype).eps ** 0.5
-        if not bool(sums_to_one.all()) or not bool((theta > 0).all()):
+        rounding = torch.finfo(theta.dtype).eps ** 0.5
+        sums_to_one = bool(((theta.sum(-1) - 1).abs() <= rounding).all())
+        is_positive = bool((theta > 0).all())
+        if not sums_to_one or not is_positive:
             raise InputError("points of a Dirichlet distribution are above 0 and sum to 1")
         return {"log": theta.log()}
 
     def log_partition(self) -> Tensor:
-        return torch.lgamma(self.concentration).sum(-1) - torch.lgamma(self.concentration.sum(-1))
+        total = self.concentration.sum(-1)
+        return torch.lgamma(self.concentration).sum(-1) - torch.lgamma(total)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Points of the simplex, ``[n, ..., K]``; none of their entries is 0."""
-        logs = log_gamma_draw(many(self.concentration, n), generator)
-        return torch.softmax(logs, -1).clamp(min=torch.finfo(logs.dtype).tiny)
+        log_gammas = log_gamma_draw(many(self.concentration, n), generator)
+        smallest = torch.finfo(log_gammas.dtype).tiny
+        return torch.softmax(log_gammas, -1).clamp(min=smallest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +108,14 @@ class Beta(ExponentialFamily):
     """Beta(a, b) on (0, 1): λ = (a − 1, b − 1), T(θ) = (log θ, log(1 − θ)), h = 1.
 
     Attributes:
-        a: > 0, ``[...]``.
-        b: > 0, ``[...]``.
+        a: above 0, ``[...]``.
+        b: above 0, ``[...]``.
 
     Raises:
-        InputError: a or b that is not positive and finite, or of different shapes.
+        InputError: a or b is not positive and finite, or their shapes differ.
 
     Example:
-        A success (under a uniform prior) adds 1 to the first of λ.
+        Under a uniform prior a success adds 1 to the first entry of λ:
 
         >>> q = Beta(torch.tensor(1.0), torch.tensor(1.0))
         >>> site = {"log": torch.tensor(1.0), "log_complement": torch.tensor(0.0)}
@@ -142,8 +152,8 @@ class Beta(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        up, down = self._dirichlet.expectation["log"].unbind(-1)
-        return {"log": up, "log_complement": down}
+        log, log_complement = self._dirichlet.expectation["log"].unbind(-1)
+        return {"log": log, "log_complement": log_complement}
 
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         return type(self)(natural["log"] + 1, natural["log_complement"] + 1)
@@ -151,7 +161,8 @@ class Beta(ExponentialFamily):
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         same_shape(**expectation)
         logs = torch.stack([expectation["log"], expectation["log_complement"]], -1)
-        return type(self)(*_concentration(logs).unbind(-1))
+        a, b = _concentration(logs).unbind(-1)
+        return type(self)(a, b)
 
     def statistics(self, theta: Tensor) -> Natural:
         points(theta, self.a, 0)
@@ -165,140 +176,67 @@ class Beta(ExponentialFamily):
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Numbers strictly between 0 and 1, ``[n, ...]``."""
-        up, down = (log_gamma_draw(many(x, n), generator) for x in (self.a, self.b))
-        limits = torch.finfo(up.dtype)
-        return torch.sigmoid(up - down).clamp(min=limits.tiny, max=1 - limits.eps / 2)
+        log_gamma_a = log_gamma_draw(many(self.a, n), generator)
+        log_gamma_b = log_gamma_draw(many(self.b, n), generator)
+        limits = torch.finfo(log_gamma_a.dtype)
+        largest = 1 - limits.eps / 2
+        return torch.sigmoid(log_gamma_a - log_gamma_b).clamp(min=limits.tiny, max=largest)
 
 
 def _concentration(logs: Tensor) -> Tensor:
     """α with ψ(α_k) − ψ(Σ α) = ``logs`` ``[..., K]``, differentiable.
 
-    Given the sum S, α_k = ψ⁻¹(logs_k + ψ(S)); Newton's method finds 1/S where these add up to S,
-    from the left, where the function is concave. Two steps in all of α are recorded: derivatives
-    are right to third order.
+    If the sum S of α were known, α_k would be ψ⁻¹(logs_k + ψ(S)). So first 1/S is found, such that
+    these α_k add up to S. Then Newton's method takes two steps in all of α, which autograd records:
+    their derivatives are right to third order.
     """
     finite("expectation parameters", logs, rank=1)
-    fixed = logs.detach()
-    slack = -torch.expm1(torch.logsumexp(fixed, -1))
+    constants = logs.detach()
+    slack = -torch.expm1(torch.logsumexp(constants, -1))
     expectation_inside("Dirichlet", slack > 0, "the exponentials of E[log θ] sum to less than 1")
     with torch.no_grad():
-        inverse_sum = _inverse_sum(fixed, slack)
-        alpha = inverse_digamma(fixed + torch.digamma(1 / inverse_sum).unsqueeze(-1))
-    for _ in range(2):
+        inverse_sum = _inverse_sum(constants, slack)
+        digamma_of_sum = torch.digamma(1 / inverse_sum).unsqueeze(-1)
+        alpha = inverse_digamma(constants + digamma_of_sum)
+    for _ in range(LAST_STEPS):
         alpha = alpha - _newton_step(alpha, logs)
     return alpha
 
 
 def _inverse_sum(logs: Tensor, slack: Tensor) -> Tensor:
-    """1/S with Σ_k ψ⁻¹(logs_k + ψ(S)) = S; ``slack`` is 1 − Σ_k exp(logs_k)."""
-    tolerance = 1e-14
-    u = 2 * slack / (logs.shape[-1] - 1 + slack)
-    for _ in range(100):
-        parts = inverse_digamma(logs + torch.digamma(1 / u).unsqueeze(-1))
-        slope = (1 / trigamma(parts)).sum(-1) * trigamma(1 / u)
-        total = parts.sum(-1)
-        before = u
-        u = torch.maximum(u - (total * u - 1) / (total - slope / u), 0.1 * u)
-        if bool(((u - before).abs() <= tolerance * u).all()):
+    """u = 1/S with Σ_k ψ⁻¹(logs_k + ψ(S)) = S, ``[...]``.
+
+    Newton's method starts at the left of the solution, where the function is concave.
+
+    Args:
+        logs: E[log θ], ``[..., K]``.
+        slack: 1 − Σ_k exp(logs_k), ``[...]``.
+    """
+    n_classes = logs.shape[-1]
+    u = 2 * slack / (n_classes - 1 + slack)
+    for _ in range(NEWTON_STEPS):
+        digamma_of_sum = torch.digamma(1 / u).unsqueeze(-1)
+        alpha = inverse_digamma(logs + digamma_of_sum)
+        total = alpha.sum(-1)
+        slope_in_sum = (1 / trigamma(alpha)).sum(-1) * trigamma(1 / u)
+        newton = u - (total * u - 1) / (total - slope_in_sum / u)
+        next_u = torch.maximum(newton, SMALLEST_SHRINKAGE * u)
+        has_converged = bool(((next_u - u).abs() <= TOLERANCE * next_u).all())
+        u = next_u
+        if has_converged:
             break
     return u
 
 
 def _newton_step(alpha: Tensor, logs: Tensor) -> Tensor:
-    """F⁻¹ (∇A(λ) − μ): F is a diagonal and a constant (Sherman & Morrison)."""
+    """F⁻¹ (∇A(λ) − μ), ``[..., K]``, which Newton's method subtracts from α.
+
+    The Fisher information F is diagonal but for a constant in all entries, and is inverted by the
+    formula of Sherman and Morrison.
+    """
     total = alpha.sum(-1, keepdim=True)
     diagonal = trigamma(alpha)
     residual = torch.digamma(alpha) - torch.digamma(total) - logs
-    shared = (residual / diagonal).sum(-1, keepdim=True)
+    sum_of_steps = (residual / diagonal).sum(-1, keepdim=True)
     constant = 1 / trigamma(total) - (1 / diagonal).sum(-1, keepdim=True)
-    return (residual + shared / constant) / diagonal
-
-
-@dataclass(frozen=True, eq=False)
-class CategoricalFamily(ExponentialFamily):
-    """One of K classes: λ_k = log(p_k / p_K), μ_k = p_k, for k = 1 … K − 1.
-
-    The minimal form, the last class being the one to compare with, so that λ and μ determine each
-    other; :meth:`from_logits` takes K unnormalised log-probabilities, and :attr:`log_probs` has
-    all K. θ is the index of a class, T(θ) the indicators of the first K − 1.
-
-    Attributes:
-        log_odds: λ ``[..., K − 1]``.
-
-    Raises:
-        InputError: λ is not finite, or there are no two classes.
-
-    Example:
-        >>> q = CategoricalFamily.from_logits(torch.tensor([0.2, 0.3, 0.5]).log())
-        >>> q.expectation["indicator"], q.probs
-        (tensor([0.2000, 0.3000]), tensor([0.2000, 0.3000, 0.5000]))
-    """
-
-    log_odds: Tensor
-    ranks: ClassVar[Mapping[str, int]] = {"indicator": 1}
-
-    def __post_init__(self) -> None:
-        finite("log_odds", self.log_odds, rank=1, half=True)
-        if self.log_odds.shape[-1] < 1:
-            raise InputError("a categorical distribution needs two classes or more, got one")
-
-    @classmethod
-    def from_logits(cls, logits: Tensor) -> Self:
-        """From log p up to a constant, ``[..., K]``."""
-        finite("logits", logits, rank=1, half=True)
-        return cls(logits[..., :-1] - logits[..., -1:])
-
-    @property
-    def log_probs(self) -> Tensor:
-        """log p of all K classes, ``[..., K]``."""
-        full = torch.cat([self.log_odds, torch.zeros_like(self.log_odds[..., :1])], -1)
-        return torch.log_softmax(full, -1)
-
-    @property
-    def probs(self) -> Tensor:
-        """p of all K classes, ``[..., K]``."""
-        return self.log_probs.exp()
-
-    @property
-    def natural(self) -> Natural:
-        return {"indicator": self.log_odds}
-
-    @property
-    def expectation(self) -> Natural:
-        return {"indicator": self.probs[..., :-1]}
-
-    def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
-        return type(self)(natural["indicator"])
-
-    def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        probs = expectation["indicator"]
-        last = 1 - probs.sum(-1, keepdim=True)
-        inside = (probs > 0).all(-1) & (last > 0).squeeze(-1)
-        expectation_inside("Categorical", inside, "they are above 0, and their sum below 1")
-        return type(self)(probs.log() - last.log())
-
-    def statistics(self, theta: Tensor) -> Natural:
-        classes = self.log_odds.shape[-1] + 1
-        points(theta, self.log_odds[..., 0], 0, "classes")
-        is_inside = (theta >= 0) & (theta < classes)
-        if theta.is_floating_point() or not bool(is_inside.all()):
-            raise InputError(f"classes must be integers from 0 to {classes - 1}")
-        return {"indicator": one_hot(theta.long(), classes)[..., :-1].to(self.log_odds.dtype)}
-
-    def log_partition(self) -> Tensor:
-        return -self.log_probs[..., -1]
-
-    def entropy(self) -> Tensor:
-        return -(self.probs * self.log_probs).sum(-1)
-
-    def _kl(self, other: Self) -> Tensor:
-        return (self.probs * (self.log_probs - other.log_probs)).sum(-1)
-
-    def expected_point(self) -> Tensor:
-        raise InputError("the mean of a class's number is no class: take .expectation")
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        """Indices of classes ``[n, ...]``, by the largest of Gumbel-perturbed log-probabilities."""
-        logits = many(self.log_probs.detach(), n)
-        gumbel = -(-uniform(logits, generator).log()).log()
-        return (logits + gumbel).argmax(-1)
+    return (residual + sum_of_steps / constant) / diagonal

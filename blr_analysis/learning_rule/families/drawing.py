@@ -1,4 +1,4 @@
-"""Random numbers from the generator that the caller gave, on its device."""
+"""Random numbers, drawn on the device of the caller's generator and moved to the parameters'."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -14,18 +14,19 @@ def many(like: Tensor, n: int | None) -> Tensor:
     """``like``, n times along a new leading dimension.
 
     Raises:
-        InputError: ``n`` is no positive integer.
+        InputError: ``n`` is not a positive integer.
     """
-    if n is not None:
-        positive_int("n", n)
-    return like if n is None else like.expand(n, *like.shape)
+    if n is None:
+        return like
+    positive_int("n", n)
+    return like.expand(n, *like.shape)
 
 
 def device_of(like: Tensor, generator: torch.Generator | None) -> torch.device:
-    """Where to draw: on the generator's device, or that of ``like`` if there is none.
+    """The device to draw on: the generator's, or that of ``like`` where there is no generator.
 
     Raises:
-        InputError: something else than a generator.
+        InputError: ``generator`` is something else.
     """
     if generator is None:
         return like.device
@@ -34,24 +35,26 @@ def device_of(like: Tensor, generator: torch.Generator | None) -> torch.device:
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal, shaped as ``like``."""
+    """Standard normal numbers, shaped as ``like``."""
     device = device_of(like, generator)
     drawn = torch.randn(like.shape, dtype=like.dtype, device=device, generator=generator)
     return drawn.to(like.device)
 
 
 def uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Uniform on (0, 1), never 0, shaped as ``like``."""
+    """Uniform numbers above 0 and below 1, shaped as ``like``."""
     device = device_of(like, generator)
     drawn = torch.rand(like.shape, dtype=like.dtype, device=device, generator=generator)
-    return drawn.clamp(min=torch.finfo(like.dtype).tiny).to(like.device)
+    smallest = torch.finfo(like.dtype).tiny
+    return drawn.clamp(min=smallest).to(like.device)
 
 
 def log_gamma_draw(shape: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The logarithm of a Gamma(shape, 1) draw; it does not underflow where the shape is small.
+    """The logarithm of a Gamma(shape, 1) draw G(a), which does not underflow for small shapes a:
 
-    G(a) = G(a + 1) · U^{1/a} (Marsaglia & Tsang, 2000).
+    G(a) = G(a + 1) · U^{1/a},    U uniform (Marsaglia & Tsang, 2000)
     """
     device = device_of(shape, generator)
-    larger = torch._standard_gamma((shape + 1).to(device), generator).to(shape.device)
-    return larger.log() + uniform(shape, generator).log() / shape
+    larger_shape = (shape + 1).to(device)
+    draw = torch._standard_gamma(larger_shape, generator).to(shape.device)
+    return draw.log() + uniform(shape, generator).log() / shape

@@ -1,4 +1,4 @@
-"""Gamma distributions, elementwise, and (Normal–)Wishart ones."""
+"""Distributions of precisions: Gamma for numbers, Wishart and Normal–Wishart for matrices."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from blr_analysis.learning_rule.families.domain import (
     same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import log_gamma_draw, many, normal
-from blr_analysis.learning_rule.families.special import (
-    LOG_2PI,
+from blr_analysis.learning_rule.families.matrices import (
     inverse,
-    invert_excess_logarithm,
+    inverse_root_times,
     logdet,
-    multivariate_digamma,
     outer,
     symmetric,
+    times,
+)
+from blr_analysis.learning_rule.families.special import (
+    LOG_2PI,
+    invert_excess_logarithm,
+    multivariate_digamma,
 )
 
 
@@ -42,10 +46,10 @@ class Gamma(ExponentialFamily):
         rate: b > 0, ``[...]``.
 
     Raises:
-        InputError: shape or rate that is not positive and finite, or of different shapes.
+        InputError: shape or rate is not positive and finite, or their shapes differ.
 
     Example:
-        Seeing counts 2 and 4 of a Poisson distribution under the prior Gamma(1, 1):
+        The posterior of a Poisson rate after counts of 2 and 4, under the prior Gamma(1, 1):
 
         >>> q = Gamma(torch.tensor(1.0), torch.tensor(1.0))
         >>> site = {"log": torch.tensor(6.0), "linear": torch.tensor(-2.0)}
@@ -78,7 +82,8 @@ class Gamma(ExponentialFamily):
         return type(self)(natural["log"] + 1, -natural["linear"])
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
-        return type(self)(*shape_and_rate("Gamma", expectation["log"], expectation["linear"]))
+        shape, rate = shape_and_rate("Gamma", expectation["log"], expectation["linear"])
+        return type(self)(shape, rate)
 
     def statistics(self, theta: Tensor) -> Natural:
         points(theta, self.shape, 0)
@@ -90,12 +95,13 @@ class Gamma(ExponentialFamily):
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Positive numbers ``[n, ...]``; none underflows to 0."""
-        logs = log_gamma_draw(many(self.shape, n), generator) - self.rate.log()
-        return logs.exp().clamp(min=torch.finfo(logs.dtype).tiny)
+        log_draws = log_gamma_draw(many(self.shape, n), generator) - self.rate.log()
+        smallest = torch.finfo(log_draws.dtype).tiny
+        return log_draws.exp().clamp(min=smallest)
 
 
 def shape_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """(a, b) with ψ(a) − log b = ``log`` and a/b = ``mean``."""
+    """a and b with ψ(a) − log b = ``log`` and a/b = ``mean``; ``family`` is for messages."""
     finite("expectation parameters", log)
     finite("expectation parameters", mean)
     excess = torch.where(mean > 0, mean, math.nan).log() - log
@@ -116,7 +122,7 @@ class Wishart(ExponentialFamily):
         rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
 
     Raises:
-        InputError: a parameter outside of its domain, or of a shape that does not fit.
+        InputError: a parameter is outside of its domain, or its shape does not fit the others.
 
     Example:
         >>> q = Wishart(torch.tensor(4.0), torch.diag(torch.tensor([1.0, 2.0])))
@@ -150,9 +156,9 @@ class Wishart(ExponentialFamily):
 
     @property
     def expectation(self) -> Natural:
-        scale = inverse(self.rate)
-        logs = multivariate_digamma(0.5 * self.dof, self.size) - logdet(0.5 * self.rate)
-        return {"logdet": logs, "linear": _per_matrix(self.dof) * scale}
+        scale = inverse(self.rate)  # V
+        mean_logdet = multivariate_digamma(0.5 * self.dof, self.size) - logdet(0.5 * self.rate)
+        return {"logdet": mean_logdet, "linear": _per_matrix(self.dof) * scale}
 
     def _of_natural(self, natural: Mapping[str, Tensor]) -> Self:
         rate = symmetric(-2 * natural["linear"])
@@ -168,18 +174,18 @@ class Wishart(ExponentialFamily):
         return {"logdet": logdet(theta), "linear": theta}
 
     def log_partition(self) -> Tensor:
-        half = 0.5 * self.dof
-        return torch.mvlgamma(half, self.size) - half * logdet(0.5 * self.rate)
+        half_dof = 0.5 * self.dof
+        return torch.mvlgamma(half_dof, self.size) - half_dof * logdet(0.5 * self.rate)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Precision matrices ``[n, ..., p, p]``, by Bartlett's decomposition."""
-        row = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
-        shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - row)
-        log_squares = math.log(2) + log_gamma_draw(shapes, generator)  # of χ variables
-        below = normal(many(self.rate, n), generator).tril(-1)
-        lower = below + torch.diag_embed((0.5 * log_squares).exp())
-        upper = torch.linalg.cholesky(self.rate).mT
-        root = torch.linalg.solve_triangular(upper, lower, upper=True)
+        rows = torch.arange(self.size, dtype=self.dof.dtype, device=self.dof.device)
+        gamma_shapes = 0.5 * (many(self.dof, n).unsqueeze(-1) - rows)
+        log_chi_squares = math.log(2) + log_gamma_draw(gamma_shapes, generator)
+        diagonal = torch.diag_embed((0.5 * log_chi_squares).exp())
+        below_diagonal = normal(many(self.rate, n), generator).tril(-1)
+        upper_of_rate = torch.linalg.cholesky(self.rate).mT
+        root = torch.linalg.solve_triangular(upper_of_rate, below_diagonal + diagonal, upper=True)
         return symmetric(root @ root.mT)
 
 
@@ -195,12 +201,12 @@ class NormalWishart(ExponentialFamily):
 
     Attributes:
         mean: m ``[..., p]``.
-        kappa: κ > 0, ``[...]``: how many observations the mean is worth.
+        kappa: κ > 0, ``[...]``: as many observations would make the mean as certain.
         dof: ν > p − 1, ``[...]``.
         rate: V⁻¹ ``[..., p, p]``, symmetric and positive definite.
 
     Raises:
-        InputError: a parameter outside of its domain, or of a shape that does not fit.
+        InputError: a parameter is outside of its domain, or its shape does not fit the others.
 
     Example:
         >>> q = NormalWishart(torch.zeros(2), torch.tensor(1.0), torch.tensor(3.0), torch.eye(2))
@@ -232,18 +238,18 @@ class NormalWishart(ExponentialFamily):
 
     @property
     def natural(self) -> Natural:
-        pull = self.kappa.unsqueeze(-1) * self.mean
+        shift = self.kappa.unsqueeze(-1) * self.mean
         return {
-            "shift": pull,
+            "shift": shift,
             "square": -0.5 * self.kappa,
-            "linear": -0.5 * (self.rate + outer(pull, self.mean)),
+            "linear": -0.5 * (self.rate + outer(shift, self.mean)),
             "logdet": 0.5 * (self.dof - self.mean.shape[-1]),
         }
 
     @property
     def expectation(self) -> Natural:
         of_precision = self.wishart.expectation
-        shift = (of_precision["linear"] @ self.mean.unsqueeze(-1)).squeeze(-1)
+        shift = times(of_precision["linear"], self.mean)
         square = self.mean.shape[-1] / self.kappa + (shift * self.mean).sum(-1)
         return {"shift": shift, "square": square, **of_precision}
 
@@ -260,9 +266,10 @@ class NormalWishart(ExponentialFamily):
         shift = expectation["shift"]
         dof, rate = _dof_and_rate("NormalWishart", expectation["logdet"], precision)
         mean = torch.linalg.solve(symmetric(precision), shift.unsqueeze(-1)).squeeze(-1)
-        spread = expectation["square"] - (mean * shift).sum(-1)
-        expectation_inside("NormalWishart", spread > 0, "E[xᵀΛx] lies above mᵀE[Λ]m")
-        return type(self)(mean, mean.shape[-1] / spread, dof, rate)
+        excess_square = expectation["square"] - (mean * shift).sum(-1)  # p/κ
+        expectation_inside("NormalWishart", excess_square > 0, "E[xᵀΛx] lies above mᵀE[Λ]m")
+        kappa = mean.shape[-1] / excess_square
+        return type(self)(mean, kappa, dof, rate)
 
     def statistics(self, theta: Mapping[str, Tensor]) -> Natural:
         self._check_point(theta, ("mean", "precision"))
@@ -270,15 +277,16 @@ class NormalWishart(ExponentialFamily):
         precision = theta["precision"]
         points(x, self.mean, 1, "mean")
         points(precision, self.rate, 2, "precision")
-        shift = (precision @ x.unsqueeze(-1)).squeeze(-1)
-        return {"shift": shift, "square": (shift * x).sum(-1)} | self.wishart.statistics(precision)
+        shift = times(precision, x)
+        of_precision = self.wishart.statistics(precision)
+        return {"shift": shift, "square": (shift * x).sum(-1), **of_precision}
 
     def log_partition(self) -> Tensor:
         size = self.mean.shape[-1]
         return self.wishart.log_partition() + 0.5 * size * (LOG_2PI - self.kappa.log())
 
     def expected_point(self) -> dict[str, Tensor]:
-        """``{"mean": m, "precision": νV}``; m is the centre of x where x has no mean, ν ≤ p."""
+        """``{"mean": m, "precision": νV}``; for ν ≤ p, where x has no mean, m is its centre."""
         return {"mean": self.mean, "precision": self.wishart.expected_point()}
 
     def sample(
@@ -286,14 +294,13 @@ class NormalWishart(ExponentialFamily):
     ) -> dict[str, Tensor]:
         """``{"mean": x, "precision": Λ}``, ``[n, ..., p]`` and ``[n, ..., p, p]``."""
         precision = self.wishart.sample(n, generator=generator)
-        noise = normal(many(self.mean, n), generator).unsqueeze(-1)
-        upper = torch.linalg.cholesky(_per_matrix(self.kappa) * precision).mT
-        offset = torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
+        noise = normal(many(self.mean, n), generator)
+        offset = inverse_root_times(_per_matrix(self.kappa) * precision, noise)
         return {"mean": self.mean + offset, "precision": precision}
 
 
 def _dof_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """(ν, V⁻¹) with E[log|Λ|] = ``log`` and E[Λ] = ``mean``."""
+    """ν and V⁻¹ with E[log|Λ|] = ``log`` and E[Λ] = ``mean``; ``family`` is for messages."""
     finite("expectation parameters", log)
     mean = symmetric(mean)
     positive_definite("the expectation of the precision", mean, advice="")
@@ -305,4 +312,5 @@ def _dof_and_rate(family: str, log: Tensor, mean: Tensor) -> tuple[Tensor, Tenso
 
 
 def _per_matrix(numbers: Tensor) -> Tensor:
+    """Numbers ``[...]`` as ``[..., 1, 1]``, so that they multiply the matrices of their copies."""
     return numbers.unsqueeze(-1).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Gaussians with a diagonal and a full precision (Khan & Rue, Eq. 9 and Table 2).
 
-Both store mean and precision, of which λ and μ are views. Derivatives of a loss with respect
-to θ become derivatives with respect to μ by the theorems of Bonnet and Price (K&R 10, 11):
+Both store the mean and the precision; λ and μ are computed from them. Derivatives of a loss with
+respect to θ become derivatives with respect to μ by the theorems of Bonnet and Price (K&R 10, 11):
 
     ∇_μ₁ E_q[ℓ] = E_q[∇ℓ] − E_q[∇²ℓ] m,      ∇_μ₂ E_q[ℓ] = ½ E_q[∇²ℓ]
 """
@@ -28,15 +28,17 @@ from blr_analysis.learning_rule.families.domain import (
     same_shape,
 )
 from blr_analysis.learning_rule.families.drawing import many, normal
-from blr_analysis.learning_rule.families.special import (
-    LOG_2PI,
+from blr_analysis.learning_rule.families.matrices import (
     compare,
     inverse,
-    log_ratio,
+    inverse_root_times,
     outer,
     quadratic,
+    solve_by_factor,
     symmetric,
+    times,
 )
+from blr_analysis.learning_rule.families.special import LOG_2PI, log_ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class ElementwiseGaussian(ExponentialFamily):
         return -self._log_density(torch.ones_like(self.precision))
 
     def _log_density(self, squares: Tensor) -> Tensor:
-        """log q where (θ − m)² s is ``squares``: no cancellation when the mean is far from 0."""
+        """log q(θ) from ``squares`` = s (θ − m)², in which no large terms cancel."""
         return 0.5 * (self.precision.log() - LOG_2PI - squares).sum(-1)
 
     def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -77,8 +79,8 @@ class DiagonalGaussian(ElementwiseGaussian):
         precision: s > 0, ``[..., P]``.
 
     Raises:
-        InputError: a precision that is not positive and finite, or of another shape or dtype than
-            the mean.
+        InputError: the precision is not positive and finite, or has another shape or dtype than the
+            mean.
 
     Example:
         >>> q = DiagonalGaussian(torch.tensor([1.0]), torch.tensor([4.0]))
@@ -123,33 +125,19 @@ class DiagonalGaussian(ElementwiseGaussian):
         """∇_μ E_q[ℓ] from E_q[∇ℓ] and the diagonal of E_q[∇²ℓ], ``[..., P]`` both.
 
         Raises:
-            InputError: another shape, such as a whole Hessian.
+            InputError: one of the two has another shape, such as that of a whole Hessian.
         """
         derivatives(self.mean, gradient, hessian, 1)
         return {"linear": gradient - hessian * self.mean, "square": 0.5 * hessian}
 
 
 @dataclass(frozen=True, eq=False)
-class FullGaussian(ExponentialFamily):
-    """N(m, S⁻¹): λ = (S m, −S/2), μ = (m, S⁻¹ + m mᵀ).
-
-    Attributes:
-        mean: m ``[..., P]``.
-        precision: S ``[..., P, P]``, symmetric and positive definite.
-
-    Raises:
-        InputError: a precision that is not, or of another dtype than the mean; half precision,
-            which has no factorisation.
-
-    Example:
-        >>> q = FullGaussian(torch.zeros(2), torch.diag(torch.tensor([1.0, 4.0])))
-        >>> q.covariance.diagonal()
-        tensor([1.0000, 0.2500])
-    """
+class MatrixGaussian(ExponentialFamily):
+    """What Gaussians with a full precision matrix S share."""
 
     mean: Tensor
     precision: Tensor
-    ranks: ClassVar[Mapping[str, int]] = {"linear": 1, "square": 2}
+    advice: ClassVar[str] = ""  # where the precision is not positive definite
 
     def __post_init__(self) -> None:
         finite("mean", self.mean, rank=1)
@@ -159,8 +147,34 @@ class FullGaussian(ExponentialFamily):
                 f"a mean {tuple(self.mean.shape)} has a matrix for each copy, got "
                 f"{tuple(self.precision.shape)}"
             )
-        positive_definite("precision", self.precision, advice=": lower lr, or take Gauss–Newton")
+        positive_definite("precision", self.precision, advice=self.advice)
         same_dtype(mean=self.mean, precision=self.precision)
+
+    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+        noise = normal(many(self.mean, n), generator)
+        return self.mean + inverse_root_times(self.precision, noise)
+
+
+@dataclass(frozen=True, eq=False)
+class FullGaussian(MatrixGaussian):
+    """N(m, S⁻¹): λ = (S m, −S/2), μ = (m, S⁻¹ + m mᵀ).
+
+    Attributes:
+        mean: m ``[..., P]``.
+        precision: S ``[..., P, P]``, symmetric and positive definite.
+
+    Raises:
+        InputError: the precision is not symmetric and positive definite, or has another dtype than
+            the mean; the numbers are in half precision, which has no factorisation.
+
+    Example:
+        >>> q = FullGaussian(torch.zeros(2), torch.diag(torch.tensor([1.0, 4.0])))
+        >>> q.covariance.diagonal()
+        tensor([1.0000, 0.2500])
+    """
+
+    ranks: ClassVar[Mapping[str, int]] = {"linear": 1, "square": 2}
+    advice: ClassVar[str] = ": lower lr, or take Gauss–Newton"
 
     @property
     def covariance(self) -> Tensor:
@@ -169,7 +183,7 @@ class FullGaussian(ExponentialFamily):
 
     @property
     def natural(self) -> Natural:
-        linear = (self.precision @ self.mean.unsqueeze(-1)).squeeze(-1)
+        linear = times(self.precision, self.mean)
         return {"linear": linear, "square": -0.5 * self.precision}
 
     @property
@@ -180,11 +194,11 @@ class FullGaussian(ExponentialFamily):
         precision = symmetric(-2 * natural["square"])
         same_dtype(**natural)
         factor, failures = torch.linalg.cholesky_ex(precision)
-        has_failed = bool((failures != 0).any())
-        if has_failed or natural["linear"].shape != precision.shape[:-1]:
-            return type(self)(natural["linear"], precision)  # which says what is wrong
-        mean = torch.cholesky_solve(natural["linear"].unsqueeze(-1), factor).squeeze(-1)
-        return type(self)(mean, precision)
+        is_positive = not bool((failures != 0).any())
+        linear = natural["linear"]
+        if not is_positive or linear.shape != precision.shape[:-1]:
+            return type(self)(linear, precision)  # raises the error that says what is wrong
+        return type(self)(solve_by_factor(factor, linear), precision)
 
     def _of_expectation(self, expectation: Mapping[str, Tensor]) -> Self:
         mean = expectation["linear"]
@@ -222,13 +236,7 @@ class FullGaussian(ExponentialFamily):
         """∇_μ E_q[ℓ] from E_q[∇ℓ] ``[..., P]`` and E_q[∇²ℓ] ``[..., P, P]``.
 
         Raises:
-            InputError: another shape, such as a Hessian's diagonal.
+            InputError: one of the two has another shape, such as that of a Hessian's diagonal.
         """
         derivatives(self.mean, gradient, hessian, 2)
-        product = (hessian @ self.mean.unsqueeze(-1)).squeeze(-1)
-        return {"linear": gradient - product, "square": 0.5 * hessian}
-
-    def sample(self, n: int | None = None, *, generator: torch.Generator | None = None) -> Tensor:
-        noise = normal(many(self.mean, n), generator).unsqueeze(-1)
-        upper = torch.linalg.cholesky(self.precision).mT
-        return self.mean + torch.linalg.solve_triangular(upper, noise, upper=True).squeeze(-1)
+        return {"linear": gradient - times(hessian, self.mean), "square": 0.5 * hessian}

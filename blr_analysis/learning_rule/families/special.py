@@ -1,7 +1,6 @@
-"""Functions of the Gamma family, from 1e-3 to 1e6, and symmetric positive definite matrices.
+"""Functions of the Gamma family, exact for arguments from 1e-3 to 1e6.
 
-Differences of large terms are taken by Stirling's series where the terms would cancel. Of matrices
-there is one for each copy.
+Where two large terms would cancel, their difference is computed by Stirling's series.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -13,16 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blr_analysis.errors import InputError
-
 LOG_2PI = math.log(2 * math.pi)
-EULER = 0.5772157
-MINKAS_BORDER = -2.22
-SERIES_FROM = 20.0
+EULER = 0.5772157  # −ψ(1)
+MINKA_SMALL = -2.22  # ψ(x) below which Minka's start is the one for small x
+MINKA_STEPS = 6  # of Newton's method: enough for float64
+NEWTON_STEPS = 60  # at most; a few are usual
+LAST_STEPS = 2  # of Newton's method, which autograd records for the derivatives
+SMALLEST_SHRINKAGE = 0.1  # the least factor of a Newton step, so that numbers stay positive
+SERIES_FROM = 20.0  # from this argument on Stirling's series is more exact than the difference
+SMALL_CHANGE = 0.5  # relative changes below it go through log1p
 DIGAMMA_SERIES = (1 / 12, -1 / 120, 1 / 252, -1 / 240, 1 / 132)
-"""log x − ψ(x) = 1/(2x) + Σ_k c_k / x^(2k+2)."""
+"""c_k of log x − ψ(x) = 1/(2x) + Σ_k c_k / x^(2k+2)."""
 TRIGAMMA_SERIES = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
-"""ψ'(x) − 1/x = 1/(2x²) + Σ_k c_k / x^(2k+3)."""
+"""c_k of ψ'(x) − 1/x = 1/(2x²) + Σ_k c_k / x^(2k+3)."""
 
 
 def trigamma(x: Tensor) -> Tensor:
@@ -31,21 +33,23 @@ def trigamma(x: Tensor) -> Tensor:
 
 
 def log_minus_digamma(x: Tensor) -> Tensor:
-    """log x − ψ(x), which is ≈ 1/(2x) where the two terms nearly cancel."""
+    """log x − ψ(x), which is close to 1/(2x) for large x, where the two terms nearly cancel."""
     small = x.clamp(max=SERIES_FROM)
-    direct = small.log() - torch.digamma(small)
-    y = 1 / x.clamp(min=SERIES_FROM)
-    series = y * (0.5 + y * _polynomial(y.square(), DIGAMMA_SERIES))
-    return torch.where(x < SERIES_FROM, direct, series)
+    difference = small.log() - torch.digamma(small)
+    reciprocal = 1 / x.clamp(min=SERIES_FROM)
+    corrections = reciprocal * _polynomial(reciprocal.square(), DIGAMMA_SERIES)
+    series = reciprocal * (0.5 + corrections)
+    return torch.where(x < SERIES_FROM, difference, series)
 
 
 def trigamma_excess(x: Tensor) -> Tensor:
-    """ψ'(x) − 1/x, which is ≈ 1/(2x²) where the two terms nearly cancel."""
+    """ψ'(x) − 1/x, which is close to 1/(2x²) for large x, where the two terms nearly cancel."""
     small = x.clamp(max=SERIES_FROM)
-    direct = trigamma(small) - 1 / small
-    y = 1 / x.clamp(min=SERIES_FROM)
-    series = y.square() * (0.5 + y * _polynomial(y.square(), TRIGAMMA_SERIES))
-    return torch.where(x < SERIES_FROM, direct, series)
+    difference = trigamma(small) - 1 / small
+    reciprocal = 1 / x.clamp(min=SERIES_FROM)
+    corrections = reciprocal * _polynomial(reciprocal.square(), TRIGAMMA_SERIES)
+    series = reciprocal.square() * (0.5 + corrections)
+    return torch.where(x < SERIES_FROM, difference, series)
 
 
 def _polynomial(z: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -57,10 +61,11 @@ def _polynomial(z: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """log(x'/x), exact also where x' ≈ x or one of them is tiny."""
-    change = (new - old) / old
-    near = torch.log1p(change.clamp(-0.5, 0.5))
-    return torch.where(change.abs() < 0.5, near, (new / old).log())
+    """log(x'/x) for x' = ``new``, x = ``old``; exact also where they are close, or one is tiny."""
+    relative_change = (new - old) / old
+    of_small_change = torch.log1p(relative_change.clamp(-SMALL_CHANGE, SMALL_CHANGE))
+    of_large_change = (new / old).log()
+    return torch.where(relative_change.abs() < SMALL_CHANGE, of_small_change, of_large_change)
 
 
 def _minus_halves(x: Tensor, size: int) -> Tensor:
@@ -69,9 +74,9 @@ def _minus_halves(x: Tensor, size: int) -> Tensor:
     return copies - _halves(copies)
 
 
-def _halves(parts: Tensor) -> Tensor:
-    """j/2 for each of the entries along the last dimension."""
-    return 0.5 * torch.arange(parts.shape[-1], dtype=parts.dtype, device=parts.device)
+def _halves(like: Tensor) -> Tensor:
+    """0, ½, 1, …: j/2 for each entry j of the last dimension of ``like``."""
+    return 0.5 * torch.arange(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def multivariate_digamma(x: Tensor, size: int) -> Tensor:
@@ -80,35 +85,41 @@ def multivariate_digamma(x: Tensor, size: int) -> Tensor:
 
 
 def excess_logarithm(x: Tensor, size: int) -> Tensor:
-    """p log x − ψ_p(x): what log-determinants of Wishart draws lack to that of their mean."""
+    """p log x − ψ_p(x), for p = ``size``.
+
+    This is the log-determinant of the mean of a Wishart distribution with 2x degrees of freedom,
+    less the mean of its draws' log-determinants.
+    """
     parts = _minus_halves(x, size)
     log_gaps = torch.log1p(_halves(parts) / parts)  # log x − log(x − j/2)
     return (log_minus_digamma(parts) + log_gaps).sum(-1)
 
 
 def invert_excess_logarithm(excess: Tensor, size: int = 1) -> Tensor:
-    """x > (p − 1)/2 with p log x − ψ_p(x) = ``excess`` > 0, differentiable.
+    """x > (p − 1)/2 with p log x − ψ_p(x) = ``excess`` > 0, for p = ``size``; differentiable.
 
-    Newton's method in u = 1/(x − (p−1)/2), in which the function is almost a straight line, to
-    half of the digits. Two further steps, which are recorded, give the other half and the
-    derivatives: right to third order.
+    Newton's method in u = 1/(x − (p−1)/2), in which the function is almost a straight line, finds
+    half of the digits. Two further steps, which autograd records, give the other half and the
+    derivatives up to the third order.
     """
-    smallest = 0.5 * (size - 1)
+    smallest_x = 0.5 * (size - 1)
     half_of_the_digits = torch.finfo(excess.dtype).eps ** 0.5
     with torch.no_grad():
         u = 4 * excess.detach() / (size * (size + 1))
-        for _ in range(60):
-            before = u
-            u = torch.maximum(u - _excess_step(u, excess.detach(), size), 0.1 * u)
-            if bool(((u - before).abs() <= half_of_the_digits * u).all()):
+        for _ in range(NEWTON_STEPS):
+            newton = u - _excess_step(u, excess.detach(), size)
+            next_u = torch.maximum(newton, SMALLEST_SHRINKAGE * u)
+            has_converged = bool(((next_u - u).abs() <= half_of_the_digits * next_u).all())
+            u = next_u
+            if has_converged:
                 break
-    for _ in range(2):
+    for _ in range(LAST_STEPS):
         u = u - _excess_step(u, excess, size)
-    return 1 / u + smallest
+    return 1 / u + smallest_x
 
 
 def _excess_step(u: Tensor, excess: Tensor, size: int) -> Tensor:
-    """Newton's step in u."""
+    """The step in u that Newton's method subtracts."""
     x = 1 / u + 0.5 * (size - 1)
     parts = _minus_halves(x, size)
     slopes = trigamma_excess(parts) + _halves(parts) / (x.unsqueeze(-1) * parts)
@@ -119,58 +130,10 @@ def _excess_step(u: Tensor, excess: Tensor, size: int) -> Tensor:
 def inverse_digamma(y: Tensor) -> Tensor:
     """x > 0 with ψ(x) = y, by Newton's method from Minka's start; not differentiable."""
     with torch.no_grad():
-        of_large = y.clamp(min=MINKAS_BORDER).exp() + 0.5
-        of_small = -1 / (y.clamp(max=MINKAS_BORDER) + EULER)
-        x = torch.where(y >= MINKAS_BORDER, of_large, of_small)
-        for _ in range(6):
+        if_large = y.clamp(min=MINKA_SMALL).exp() + 0.5
+        if_small = -1 / (y.clamp(max=MINKA_SMALL) + EULER)
+        x = torch.where(y >= MINKA_SMALL, if_large, if_small)
+        for _ in range(MINKA_STEPS):
             newton = x - (torch.digamma(x) - y) / trigamma(x)
-            x = torch.maximum(newton, 0.1 * x)
+            x = torch.maximum(newton, SMALLEST_SHRINKAGE * x)
         return x
-
-
-def symmetric(matrix: Tensor) -> Tensor:
-    """½ (M + Mᵀ).
-
-    Raises:
-        InputError: a matrix that is not square.
-    """
-    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-        raise InputError(f"a matrix must be square, got a shape of {tuple(matrix.shape)}")
-    return 0.5 * (matrix + matrix.mT)
-
-
-def inverse(matrix: Tensor) -> Tensor:
-    """M⁻¹, by Cholesky's factor."""
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-
-
-def logdet(matrix: Tensor) -> Tensor:
-    """log|M|, by Cholesky's factor."""
-    factor = torch.linalg.cholesky(matrix)
-    return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def outer(left: Tensor, right: Tensor) -> Tensor:
-    """u vᵀ."""
-    return left.unsqueeze(-1) * right.unsqueeze(-2)
-
-
-def quadratic(vector: Tensor, matrix: Tensor) -> Tensor:
-    """vᵀ M v."""
-    product = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-    return (vector * product).sum(-1)
-
-
-def compare(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """tr(M⁻¹(M' − M)) and log|M⁻¹M'|, exact also where M' ≈ M.
-
-    >>> compare(torch.eye(2) * 2, torch.eye(2))
-    (tensor(2.), tensor(1.3863))
-    """
-    factor = torch.linalg.cholesky(old)
-    half = torch.linalg.solve_triangular(factor, new - old, upper=False)
-    gap = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    identity = torch.eye(gap.shape[-1], dtype=gap.dtype, device=gap.device)
-    trace = gap.diagonal(dim1=-2, dim2=-1).sum(-1)
-    _, log_determinant = torch.linalg.slogdet(gap + identity)
-    return trace, log_determinant

@@ -30,8 +30,8 @@ from blr_analysis.errors import DataError, InputError
 from blr_analysis.learning_rule.families.base import Natural, add, scale, subtract
 from blr_analysis.learning_rule.families.drawing import device_of
 from blr_analysis.learning_rule.families.gaussian import DiagonalGaussian, FullGaussian
+from blr_analysis.learning_rule.families.matrices import outer, symmetric
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.families.special import outer, symmetric
 from blr_analysis.learning_rule.inference.conjugate import real
 from blr_analysis.learning_rule.inference.fitted import (
     Fitted,

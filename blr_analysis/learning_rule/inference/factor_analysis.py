@@ -25,7 +25,7 @@ from blr_analysis.checks import one_of, positive_int
 from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families.base import Natural
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
-from blr_analysis.learning_rule.families.special import outer
+from blr_analysis.learning_rule.families.matrices import outer
 from blr_analysis.learning_rule.inference.em import FittedEM, check_data
 from blr_analysis.learning_rule.inference.fitted import Model, until_flat
 

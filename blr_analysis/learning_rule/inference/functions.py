@@ -35,8 +35,8 @@ from blr_analysis.errors import InputError, told_as
 from blr_analysis.learning_rule.expectations import LOOKS, places
 from blr_analysis.learning_rule.families.domain import finite
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
+from blr_analysis.learning_rule.families.matrices import symmetric
 from blr_analysis.learning_rule.families.mixture import GaussianMixture
-from blr_analysis.learning_rule.families.special import symmetric
 from blr_analysis.learning_rule.inference.fitted import Fitted, answer, until_flat
 from blr_analysis.learning_rule.rule import blr_step
 from blr_analysis.progress import track

@@ -26,7 +26,7 @@ from torch import Tensor
 from blr_analysis.checks import at_least, instance, one_of, positive_number, share
 from blr_analysis.errors import DataError
 from blr_analysis.learning_rule.families.base import ExponentialFamily, add, scale, subtract
-from blr_analysis.learning_rule.families.dirichlet import CategoricalFamily
+from blr_analysis.learning_rule.families.categorical import CategoricalFamily
 from blr_analysis.learning_rule.families.gaussian import FullGaussian
 from blr_analysis.learning_rule.inference.conjugate import Factor, bayes, real
 from blr_analysis.learning_rule.inference.fitted import Fitted, Model, answer, count, rows, stacked
