@@ -10,7 +10,10 @@ input that is wrong, says what was expected and what to do about it.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +60,20 @@ class PosteriorWarning(UserWarning):
 
 class InitialPrecisionWarning(UserWarning):
     """The precision that an optimizer learned is mostly noise, or still what it began with."""
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line that called this package, however deep inside it the cause is found.
+
+    Torch's decorators stand between the package's own calls, so that they are passed over, too.
+    """
+    inside = (f"{Path(__file__).parent}/", "/torch/utils/_contextlib.py")
+    level = 1
+    frame = sys._getframe(0)
+    while frame.f_back is not None and any(path in frame.f_code.co_filename for path in inside):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 @contextmanager

@@ -381,7 +381,7 @@ def test_a_killed_index_does_not_fit_again(
         patch.setattr(blr.Index, "build", killed)
         assert run(capsys, *argv)[0] == 130
     assert list(Path("killed.unfinished").glob("*.safetensors")) and not Path("killed").exists()
-    monkeypatch.setattr("blr_analysis.posterior.laplace.fit_kept", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("blr_analysis.posterior.laplace.fit_at_weights", lambda *_, **__: 1 / 0)
     code, _, err = run(capsys, *argv)
     assert code == 0, err
     assert not Path("killed.unfinished").exists() and blr.Index.open("killed").n_data == 5

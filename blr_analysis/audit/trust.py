@@ -6,7 +6,7 @@ from blr_analysis.audit.findings import Findings
 from blr_analysis.audit.section import Section, percent, two_digits
 from blr_analysis.posterior import Posterior
 from blr_analysis.posterior.minimum import Stationarity
-from blr_analysis.posterior.posterior import SATURATED
+from blr_analysis.posterior.notes import SATURATED
 from blr_analysis.posterior.recognition import elsewhere
 from blr_analysis.posterior.stationarity import with_stationarity
 from blr_analysis.task import Task

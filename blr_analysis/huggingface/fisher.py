@@ -29,7 +29,7 @@ from blr_analysis.posterior import (
     Forecast,
     Posterior,
     check_dtype,
-    fit_kept,
+    fit_at_weights,
     take_off,
     write_factors,
     write_precision,
@@ -343,14 +343,14 @@ class FisherSettings:
             sums: where unfinished sums are saved. Several ranks save none.
         """
         is_gram = self.structure == "gram"
-        return fit_kept(
+        return fit_at_weights(
             task,
             structure=self.structure,
             prior_precision=None if is_gram else TINY,
             curvature="ggn" if is_gram else CURVATURES[self.kind],
             samples=self.samples,
             seed=self.seed,
-            kept=sums if ranks.count() == 1 else None,
+            unfinished=sums if ranks.count() == 1 else None,
         )
 
 

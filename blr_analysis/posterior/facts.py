@@ -1,6 +1,7 @@
-"""What a posterior knows of its fit, its data and its training, as fields and as a file's record.
+"""The facts about a posterior's fit, data and training by which analyses decide.
 
-The analyses decide by these facts alone. The rest of a record is kept to be read by people.
+They are attributes of a posterior, and entries of a file's record. The other entries of a record
+are for people to read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from blr_analysis.errors import InputError, PosteriorError
 from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
 
-Numbers = dict[str, list[float]]  # by which data or weights are known again
+Numbers = dict[str, list[float]]  # several numbers by name, which identify data or weights
 Part = TypeVar("Part")
 
 
@@ -23,9 +24,9 @@ class Calibration:
     Attributes:
         temperature: τ.
         error: the standard error of log τ; None where it is not known.
-        how: what the predicted rises of the loss were compared with.
-        examples: how many were compared.
-        ending: whether the training for it ended elsewhere than the model, in one line; "" if not.
+        how: what the predicted rises of the loss were compared with, in words.
+        examples: the number of examples that were compared.
+        ending: one line, if the training for it ended elsewhere than the model; else "".
     """
 
     temperature: float
@@ -41,8 +42,8 @@ class Rerun:
 
     Attributes:
         seed: of the weights and the order of the data.
-        known: whether the recipe was the run's own, not a default one.
-        ending: whether such trainings ended elsewhere than the model, in one line; "" if not.
+        known: whether the recipe was that of the run, and not a default one.
+        ending: one line, if such trainings ended elsewhere than the model; else "".
         missing: what the run did and the recipe does not repeat, in words; "" if nothing.
     """
 
@@ -79,9 +80,9 @@ class Facts:
 
 
 class Record(dict[str, Any]):
-    """What a file says of a posterior. It is read; writing into it would change no posterior."""
+    """What a file says of a posterior, read-only: writing into it would change no posterior."""
 
-    def _refuse(self: Any, *entries: Any, **named: Any) -> NoReturn:
+    def _refuse(self: Any, *arguments: Any, **keywords: Any) -> NoReturn:
         remedy = "posterior.changed(record={**posterior.record, ...}) makes another posterior"
         raise InputError(f"a posterior's record is not written into; {remedy}")
 
@@ -94,18 +95,20 @@ class Record(dict[str, Any]):
     popitem = _refuse
     clear = _refuse
 
-    def __reduce__(self) -> tuple[Any, ...]:  # copies are plain
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain dicts."""
         return dict, (dict(self),)
 
 
-WORDS = {field.name: field.name for field in fields(Facts)} | {"is_classifier": "classifier"}
+# The key of each fact in a record.
+KEYS = {field.name: field.name for field in fields(Facts)} | {"is_classifier": "classifier"}
 
 
 def facts_of(record: Mapping[str, Any]) -> Facts:
     """The facts among the entries of a record.
 
     Raises:
-        PosteriorError: an entry that is damaged.
+        PosteriorError: an entry is damaged.
     """
     calibration = _part(Calibration, record, "calibration")
     rerun = _part(Rerun, record, "rerun")
@@ -128,47 +131,48 @@ def facts_of(record: Mapping[str, Any]) -> Facts:
 
 
 def without_facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The other entries of a record."""
-    return {word: entry for word, entry in record.items() if word not in WORDS.values()}
+    """The entries of a record that are no facts."""
+    return {key: entry for key, entry in record.items() if key not in KEYS.values()}
 
 
 def recorded(facts: Facts) -> dict[str, Any]:
-    """Entries of a record, for a file; what is not known has none."""
+    """The entries of a record for these facts; a fact that is unknown has none."""
     entries = asdict(facts)
     unknown = asdict(Facts())
-    return {WORDS[name]: entries[name] for name in WORDS if entries[name] != unknown[name]}
+    return {KEYS[name]: entries[name] for name in KEYS if entries[name] != unknown[name]}
 
 
-def _part(kind: type[Part], record: Mapping[str, Any], word: str) -> Part | None:
-    """An entry of several fields; those that this version does not know are left out."""
-    entry = record.get(word)
+def _part(kind: type[Part], record: Mapping[str, Any], key: str) -> Part | None:
+    """An entry as an object of this class; fields that this version does not know are left out."""
+    entry = record.get(key)
     if entry is None:
         return None
     try:
         names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
         return kind(**{name: value for name, value in entry.items() if name in names})
     except (AttributeError, TypeError) as error:
-        raise _damaged(word, entry) from error
+        raise _damaged(key, entry) from error
 
 
-def _share(record: Mapping[str, Any], word: str) -> float:
-    entry = record.get(word)
+def _share(record: Mapping[str, Any], key: str) -> float:
+    """An entry as a number; 0 where it is missing."""
+    entry = record.get(key)
     try:
         return float(entry or 0.0)
     except (TypeError, ValueError) as error:
-        raise _damaged(word, entry) from error
+        raise _damaged(key, entry) from error
 
 
-def _numbers(record: Mapping[str, Any], word: str) -> Numbers | None:
-    """An entry of several numbers for each name."""
-    entry = record.get(word)
+def _numbers(record: Mapping[str, Any], key: str) -> Numbers | None:
+    """An entry as several numbers by name; None where it is missing."""
+    entry = record.get(key)
     if entry is None:
         return None
     try:
         return {name: [float(number) for number in numbers] for name, numbers in entry.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise _damaged(word, entry) from error
+        raise _damaged(key, entry) from error
 
 
-def _damaged(word: str, entry: Any) -> PosteriorError:
-    return PosteriorError(f"the record's entry {word!r} is damaged: {entry!r}; leave it out")
+def _damaged(key: str, entry: Any) -> PosteriorError:
+    return PosteriorError(f"the record's entry {key!r} is damaged: {entry!r}; leave it out")

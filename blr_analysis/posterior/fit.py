@@ -1,4 +1,9 @@
-"""What a structure is fitted to: sweeps over a task's data, and the columns that they sum."""
+"""The sweeps over a task's data to which a precision is fitted, and the columns that they sum.
+
+A precision is a sum over examples, Σ_i G_iᵀ G_i. The rows of G_i are called columns of the example
+i: gradients J_iᵀ c_ik, one for each column c_ik ``[C]`` of a root of the example's curvature at its
+outputs (GGN), of its error (empirical Fisher), or of the errors of labels that are drawn.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +27,26 @@ from blr_analysis.likelihoods.tokens import CausalLM
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.task import Task
 
-EXACT_OUTPUTS = 256  # up to here every output of an example is differentiated unless told otherwise
-MANY = 64  # outputs, from which on the closed form of the last layer is faster
-SAMPLE = 256  # sequences that the directions of a Kronecker posterior are found in, at most
-LEAST_SAMPLE = 32  # the same, at least
-TOKENS = 10  # times a layer's inputs: so many tokens show its directions
-DIRECTIONS = 512  # gradients, of all examples together, that they are found in at least
+EXACT_OUTPUTS = 256  # of an example: with more, labels are drawn unless the user says otherwise
+MANY_OUTPUTS = 64  # from here on the closed form of the last layer is faster
+LARGEST_SAMPLE = 256  # sequences in which the directions of a Kronecker posterior are found
+SMALLEST_SAMPLE = 32  # the same
+TOKENS_PER_INPUT = 10  # of a layer: so many tokens show its directions
+LEAST_GRADIENTS = 512  # of all examples together, in which a layer's directions are found
 
 
 @dataclass
 class Fit:
-    """What a structure is fitted to: sweeps over a task's data at some weights.
+    """Sweeps over a task's data at some weights.
 
     Attributes:
-        task, params, prior, curvature, samples, seed, rank, kept: as of :func:`fit_kept`.
-        drawn: labels drawn of an example in place of the exact columns of "ggn"; 0: none are.
-        measures: whether the first sweep over all data sums the gradient too, from one column more.
-        gradient: Σ_i ∇ℓ_i, once it is known.
+        task, params, curvature, samples, seed, rank, unfinished: as passed to
+            :func:`~blr_analysis.posterior.one_fit.fit_at_weights`.
+        prior: δ and θ₀; δ is 1 until it is found.
+        drawn: labels that are drawn of each example in place of the exact columns of "ggn"; 0 where
+            the columns are exact.
+        measures: whether the first sweep over all data sums the gradient too, by one more column.
+        gradient: Σ_i ∇ℓ_i by parameter name; empty before that sweep.
     """
 
     task: Task
@@ -48,19 +56,19 @@ class Fit:
     samples: int
     seed: int
     rank: int | None
-    kept: Mapping[str, Unfinished]
+    unfinished: Mapping[str, Unfinished]
     drawn: int = 0
     measures: bool = False
     gradient: Tree = field(default_factory=dict)
 
     @cached_property
     def seeds(self) -> Tensor:
-        """One for each example, ``[N]``."""
+        """A random seed for each example's labels, ``[N]``."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(2**31, (self.task.n_data,), generator=generator)
 
     def columns(self) -> int:
-        """How many G_i an example has."""
+        """How many columns an example has."""
         if self.drawn:
             return self.drawn
         if self.curvature == "empirical_fisher":
@@ -70,106 +78,120 @@ class Fit:
         return n_outputs(self.task, self.params)
 
     def mixed_columns(self, n_examples: int) -> int | None:
-        """How many random sums of an example's columns show the directions; None: its columns
-        are fewer."""
-        enough = -(-DIRECTIONS // n_examples)
+        """How many random sums of an example's columns are enough to find a layer's directions;
+        None where the columns themselves are fewer."""
+        enough = math.ceil(LEAST_GRADIENTS / n_examples)
         return enough if enough < self.columns() else None
 
     def passes(
         self,
         label: str,
         indices: Tensor | None = None,
-        kept: Unfinished | None = None,
+        unfinished: Unfinished | None = None,
         by_layer: bool = False,
         mixed: int | None = None,
     ) -> Iterator[list[Term]]:
-        """The terms of the columns G_i, chunk by chunk.
+        """The terms of the examples' columns, chunk by chunk.
 
         Args:
             label: of the progress bar.
             indices: of the examples; None: all.
-            kept: sums that a sweep which was cut off has kept.
-            by_layer: whether the caller sums each layer by itself. The last layer then has exact
-                sums in place of columns, if it gives many outputs or columns are mixed.
-            mixed: so many sums of an example's columns with random signs in their place, whose
-                G Gᵀ has the same mean; None: the columns.
+            unfinished: the sums of a sweep that was cut off.
+            by_layer: whether the caller sums each layer by itself. The last layer then gets exact
+                sums in place of columns where it has many outputs, or where columns are mixed.
+            mixed: so many sums of an example's columns with random signs take the columns' place;
+                their G Gᵀ has the same mean. None: the columns themselves.
         """
         sums_gradient = self.measures and not self.gradient and indices is None
-        has_error_column = sums_gradient and self.curvature != "empirical_fisher"
+        needs_error_column = sums_gradient and self.curvature != "empirical_fisher"
         if sums_gradient:
             self.gradient.update({n: torch.zeros_like(p) for n, p in self.params.items()})
         signs = None if mixed is None else self._signs(mixed)
+        fewest_outputs = None  # of a last layer with exact sums
+        if by_layer:
+            fewest_outputs = MANY_OUTPUTS if signs is None else 1
         sweep = chunks(
             self.task,
             self.params,
-            columns=(mixed or self.columns()) + int(has_error_column),
+            columns=(mixed or self.columns()) + int(needs_error_column),
             indices=indices_of_rank(self.task, self.params, indices),
             label=label,
-            unfinished=kept,
+            unfinished=unfinished,
         )
         for chunk in sweep:
-            fewest = MANY if signs is None else 1
-            head, parts = self._exact_head(chunk, fewest) if by_layer else (None, None)
-            columns = self._curvature_columns(chunk)
-            if signs is not None:
-                columns = _mixed(columns, signs[chunk.indices])
-            if has_error_column:
+            columns = self._curvature_columns(chunk, signs)
+            if needs_error_column:
                 columns = _with_error(chunk, columns)
+            head, head_parts = self._exact_head(chunk, fewest_outputs)
             terms = chunk.terms(columns, last=True)
             if sums_gradient:
                 self._add_gradient(terms)
-            if has_error_column:
+            if needs_error_column:
                 terms = [term.columns(slice(-1)) for term in terms]
-            yield with_head(terms, head, parts)
+            yield with_head(terms, head, head_parts)
         if sums_gradient:
             ranks.total(self.gradient.values())
 
     def with_gradient(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """These sums and the gradient's, as a file of unfinished sums holds them."""
-        gradient = {f"gradient of {name}": total for name, total in self.gradient.items()}
-        return {**sums, **gradient}
+        """These sums and the gradient's, as a file of unfinished sums names them."""
+        gradients = {f"gradient of {name}": g for name, g in self.gradient.items()}
+        return {**sums, **gradients}
 
     def _add_gradient(self, terms: Sequence[Term]) -> None:
-        """Add the last column of the terms, J_iᵀ e_i, summed over the examples."""
+        """Add to the gradient the last column of the terms, J_iᵀ e_i, of all examples."""
         for term in terms:
             for name, gradient in term.columns(slice(-1, None)).sum().items():
                 self.gradient[name] += gradient
 
     def _exact_head(
-        self, chunk: Chunk, fewest: int
+        self, chunk: Chunk, fewest_outputs: int | None
     ) -> tuple[str | None, tuple[Tensor, Tensor] | None]:
-        """The weight of the layer that gives the outputs, where they are not few, and s, v of
-        Λ = diag(s) − v vᵀ."""
+        """The name of the last layer's weight, and s and v of Λ = diag(s) − v vᵀ.
+
+        Both are None where the last layer has fewer outputs than that, or Λ no such form.
+        """
         outputs = chunk.outputs
-        if self.curvature != "ggn" or outputs.ndim != 2 or outputs.shape[1] < fewest:
+        has_class_scores = self.curvature == "ggn" and outputs.ndim == 2
+        if fewest_outputs is None or not has_class_scores or outputs.shape[1] < fewest_outputs:
             return None, None
-        parts = chunk.likelihood.hessian_parts(chunk.outputs.double(), chunk.targets)
+        parts = chunk.likelihood.hessian_parts(outputs.double(), chunk.targets)
         return chunk.head, parts
 
     def _signs(self, mixed: int) -> Tensor:
-        """Random signs over the root of ``mixed``, ``[N, mixed, K]``, drawn at once, so that they
-        do not depend on how the data are divided into chunks."""
+        """Random signs of all examples, over √mixed: ``[N, mixed, K]``.
+
+        They are drawn at once, so that they do not depend on how the data are cut into chunks.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.task.n_data, mixed, self.columns())
-        return (2 * torch.randint(2, shape, generator=generator) - 1).float() / mixed**0.5
+        signs = 2 * torch.randint(2, shape, generator=generator) - 1
+        return signs.float() / mixed**0.5
 
-    def _curvature_columns(self, chunk: Chunk) -> Tensor:
+    def _curvature_columns(self, chunk: Chunk, signs: Tensor | None) -> Tensor:
+        """The columns c_ik of this curvature, or their sums with these signs: ``[B, K, …]``, with
+        the outputs' shape at the end."""
+        columns = self._unmixed_columns(chunk)
+        return columns if signs is None else _mixed(columns, signs[chunk.indices])
+
+    def _unmixed_columns(self, chunk: Chunk) -> Tensor:
         if self.curvature in ("ggn", "exact") and not self.drawn:
             return curvature_root(chunk)
         if self.curvature == "empirical_fisher":
             return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
-        samples = self.drawn or self.samples
-        labels = drawn_labels(chunk, samples, self.seeds[chunk.indices])
+        n_labels = self.drawn or self.samples
         errors = [
-            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, drawn) for drawn in labels
+            chunk.likelihood.drawn_error(chunk.outputs, chunk.targets, labels)
+            for labels in drawn_labels(chunk, n_labels, self.seeds[chunk.indices])
         ]
-        return torch.stack(errors, dim=1) / samples**0.5
+        return torch.stack(errors, dim=1) / n_labels**0.5
 
 
 def _mixed(columns: Tensor, signs: Tensor) -> Tensor:
-    """Sums of the columns ``[B, K, …]`` by ``[B, M, ≥ K]`` signs: ``[B, M, …]``."""
-    used = signs[..., : columns.shape[1]].to(columns)
-    return torch.einsum("bmk,bk...->bm...", used, columns)
+    """Sums of the columns ``[B, K, …]`` with the first K of the signs ``[B, M, ≥ K]``, shaped
+    ``[B, M, …]``."""
+    n_columns = columns.shape[1]
+    signs_of_columns = signs[..., :n_columns].to(columns)
+    return torch.einsum("bmk,bk...->bm...", signs_of_columns, columns)
 
 
 def _with_error(chunk: Chunk, columns: Tensor) -> Tensor:
@@ -179,41 +201,47 @@ def _with_error(chunk: Chunk, columns: Tensor) -> Tensor:
 
 
 def has_many_outputs(task: Task, params: Mapping[str, Tensor]) -> bool:
-    """Whether a backward pass for each output of an example is too much; of losses whose labels can
-    be drawn."""
+    """Whether labels should be drawn, because a backward pass for each output takes too long.
+
+    False for losses that have no labels to draw.
+    """
     kind = type(task.likelihood.plain)
-    if task.likelihood.is_sequence or kind.hessian_parts is Likelihood.hessian_parts:
+    has_hessian_parts = kind.hessian_parts is not Likelihood.hessian_parts
+    if task.likelihood.is_sequence or not has_hessian_parts:
         return False
     return n_outputs(task, params) > EXACT_OUTPUTS
 
 
 def vocabulary_of(task: Task, params: dict[str, Tensor]) -> int:
-    """The outputs at a token of a causal language model; 0 for other models."""
+    """The number of outputs at each token of a causal language model; 0 for other models."""
     if not isinstance(task.likelihood, CausalLM):
         return 0
-    first = torch.zeros(1, dtype=torch.long)
+    index = torch.zeros(1, dtype=torch.long)
     with torch.no_grad(), task.evaluation():
-        return task.run(task.fetch(first), params, first)[0].shape[-1]
+        outputs, _ = task.run(task.fetch(index), params, index)
+    return outputs.shape[-1]
 
 
 def sampled_examples(task: Task) -> Tensor | None:
-    """Sequences at random, whose tokens are many more than the directions; None: all."""
-    if not task.likelihood.is_sequence or task.n_data <= LEAST_SAMPLE:
+    """Indices of random sequences with enough tokens to find the directions of each layer.
+
+    None where all examples are needed, and for data that are not sequences.
+    """
+    if not task.likelihood.is_sequence or task.n_data <= SMALLEST_SAMPLE:
         return None
     order = torch.randperm(task.n_data, generator=torch.Generator().manual_seed(0))
-    size = SAMPLE
-    tokens = _tokens_of_each(task, order[:LEAST_SAMPLE])
-    if tokens is not None:
+    size = LARGEST_SAMPLE
+    tokens_per_sequence = _mean_count_of_tokens(task, order[:SMALLEST_SAMPLE])
+    if tokens_per_sequence is not None:
         matrices = [p.flatten(1) for p in task.parameters().values() if p.ndim > 1]
         widest = max((matrix.shape[1] for matrix in matrices), default=0)
-        enough = math.ceil(TOKENS * widest / max(1.0, tokens))
-        size = min(SAMPLE, max(LEAST_SAMPLE, enough))
+        enough = math.ceil(TOKENS_PER_INPUT * widest / max(1.0, tokens_per_sequence))
+        size = min(LARGEST_SAMPLE, max(SMALLEST_SAMPLE, enough))
     return None if size >= task.n_data else order[:size].sort().values
 
 
-def _tokens_of_each(task: Task, indices: Tensor) -> float | None:
-    """How many tokens of a sequence count, on average over these; None: the labels are not where
-    they usually are."""
+def _mean_count_of_tokens(task: Task, indices: Tensor) -> float | None:
+    """The mean number of tokens that count in these sequences; None where labels are not found."""
     _, labels = mask_and_labels(task.fetch(indices))
     if not isinstance(labels, Tensor) or labels.shape[:1] != indices.shape:
         return None
@@ -224,8 +252,8 @@ def _tokens_of_each(task: Task, indices: Tensor) -> float | None:
 def curvature_root(chunk: Chunk) -> Tensor:
     """Columns c_ik with Σ_k c_ik c_ikᵀ = Λ_i, ``[B, K, C]``.
 
-    Of sequences, whose Λ_i has T·C columns, there is one column instead, that of the empirical
-    Fisher: e_i.
+    A sequence's Λ_i has T·C columns, which are too many. Its one column is the error e_i of the
+    empirical Fisher.
     """
     if chunk.likelihood.is_sequence:
         return chunk.likelihood.error(chunk.outputs, chunk.targets).unsqueeze(1)
@@ -233,10 +261,9 @@ def curvature_root(chunk: Chunk) -> Tensor:
 
 
 def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
-    """K labels for every example from the model's own predictions: K tensors as the targets.
+    """Labels drawn from the model's predictions: ``samples`` tensors, each shaped as the targets.
 
-    Each example has a seed, so that its labels do not depend on how the data are divided into
-    chunks.
+    Each example has a seed, so that its labels do not depend on how the data are cut into chunks.
     """
     counted = chunk.likelihood.counted(chunk.targets)
     if counted is not None:
@@ -257,8 +284,12 @@ def drawn_labels(chunk: Chunk, samples: int, seeds: Tensor) -> list[Tensor]:
 
 
 def _drawn_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) -> list[Tensor]:
-    """The same for sequences: one uniform number for each token that counts falls among the
-    cumulated probabilities."""
+    """The same for sequences, by inversion: the drawn class is the first one whose cumulated
+    probability is above a uniform number.
+
+    Args:
+        counted: which tokens have a label that counts, ``[B, T]``; the others keep theirs.
+    """
     generator = torch.Generator()
     uniform = torch.zeros(*counted.shape, samples)
     for row, seed in enumerate(seeds.tolist()):
@@ -266,7 +297,8 @@ def _drawn_tokens(chunk: Chunk, counted: Tensor, samples: int, seeds: Tensor) ->
         places = counted[row].cpu()
         uniform[row, places] = torch.rand(int(places.sum()), samples, generator=generator)
     cumulated = chunk.outputs.softmax(-1).cumsum(-1)
-    heights = uniform.to(cumulated) * cumulated[..., -1:]
-    last_token = cumulated.shape[-1] - 1
-    tokens = torch.searchsorted(cumulated, heights, right=True).clamp_max(last_token)
-    return [torch.where(counted, drawn, chunk.targets) for drawn in tokens.unbind(-1)]
+    total = cumulated[..., -1:]  # 1 up to rounding
+    last_class = cumulated.shape[-1] - 1
+    heights = uniform.to(cumulated) * total
+    classes = torch.searchsorted(cumulated, heights, right=True).clamp_max(last_class)
+    return [torch.where(counted, drawn, chunk.targets) for drawn in classes.unbind(-1)]

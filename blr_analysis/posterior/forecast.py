@@ -1,7 +1,7 @@
-"""What a run will take, before it begins; nothing is written.
+"""A forecast of a run's passes over the data, memory, disk and time; nothing is written.
 
-Passes over the data are counted. One chunk is run to see the layers, and a few examples to time
-them. Peak memory is that of the process after the chunk, and what the posterior adds to it.
+One chunk of the data is run, which shows the layers, and a few examples are timed. The forecast of
+the memory is the peak of this process after the chunk, plus the factors of the posterior.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from blr_analysis.posterior.precision_files import FACTORED
 from blr_analysis.posterior.stationarity import n_single_gradients
 from blr_analysis.task import Task
 
-TIMED = 32  # examples that are run to time them
-MOST_COLUMNS = 100  # outputs of an example, each of which is timed
+EXAMPLES_TIMED = 32
+MANY_OUTPUTS = 100  # of an example: with more, one backward pass is timed in place of one for each
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take.
+    """What a run will need.
 
     Attributes:
-        passes: over the data: examples that are run, over N.
-        memory, disk: of the whole run; bytes.
-        seconds: by the time that a few examples took, twice as long or half as long where the
-            machine has other work.
+        passes: passes over the data: the examples that are run, over N.
+        memory: the peak of the run, in bytes.
+        disk: what the run writes, in bytes.
+        seconds: extrapolated from a few examples; on a busy machine twice or half of it.
     """
 
     passes: float
@@ -46,14 +46,14 @@ class Forecast:
     def of(
         cls, task: Task, swept: int, *, trained: int = 0, disk: int = 0, structure: str = ""
     ) -> Forecast:
-        """For sweeps and trainings together.
+        """The forecast for all sweeps and trainings of a run.
 
         Args:
             task: the model and its data.
-            swept: examples that sweeps run, in all.
-            trained: examples that trainings take, one after the other.
-            disk: bytes that are written beside the factors of the posterior.
-            structure: of the posterior; the factors of "kron" and "gram" are counted.
+            swept: the number of examples that all sweeps run.
+            trained: the number of examples that all trainings take.
+            disk: bytes that are written in addition to the posterior's factors.
+            structure: of the posterior; "kron" and "gram" have factors.
         """
         params = task.parameters()
         itemsize = next(iter(params.values())).element_size()
@@ -62,15 +62,18 @@ class Forecast:
         if structure in FACTORED:
             layers = _layers_with_factors(task, params, chunk)
             numbers_in_memory += sum(map(_numbers_of_factors, layers))
-            count = _numbers_of_factors if structure == "kron" else _numbers_of_gram
-            disk += itemsize * sum(map(count, layers))
-        memory = _peak_memory() + itemsize * numbers_in_memory
-        seconds = swept * sweep_seconds(task, params) + trained * step_seconds(task)
-        return cls((swept + trained) / task.n_data, memory, disk, seconds)
+            numbers_on_disk = _numbers_of_factors if structure == "kron" else _numbers_of_gram
+            disk += itemsize * sum(map(numbers_on_disk, layers))
+        return cls(
+            passes=(swept + trained) / task.n_data,
+            memory=_peak_memory() + itemsize * numbers_in_memory,
+            disk=disk,
+            seconds=swept * sweep_seconds(task, params) + trained * step_seconds(task),
+        )
 
 
 def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) -> list[Joint]:
-    """The matrices of the model that get Kronecker factors, each once."""
+    """The model's weight matrices that get Kronecker factors, each once."""
     vocabulary = vocabulary_of(task, params)
     error = chunk.likelihood.error(chunk.outputs, chunk.targets)
     layers = {}
@@ -83,30 +86,37 @@ def _layers_with_factors(task: Task, params: dict[str, Tensor], chunk: Chunk) ->
 
 
 def _numbers_of_factors(joint: Joint) -> int:
-    """A and G of one matrix."""
+    """How many numbers the factors A and G of one weight matrix have."""
     inputs = joint.layout.columns + (joint.bias is not None)
     return joint.layout.groups * (inputs**2 + joint.layout.rows**2)
 
 
 def _numbers_of_gram(joint: Joint) -> int:
-    """A of one matrix, less the rows of a diagonal precision that one row of "gram" stands for."""
+    """How many numbers "gram" has more than a diagonal precision, for one weight matrix.
+
+    It stores A, and one row of eigenvalues in place of all rows of the diagonal.
+    """
     inputs = joint.layout.columns + (joint.bias is not None)
-    return joint.layout.groups * (inputs**2 - inputs * (joint.layout.rows - 1))
+    rows_saved = joint.layout.rows - 1
+    return joint.layout.groups * (inputs**2 - inputs * rows_saved)
 
 
 def _peak_memory() -> int:
-    """The most bytes that this process had so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The most memory that this process has had so far, in bytes."""
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit
 
 
 def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
-    """What an example takes in a sweep: a forward pass, and a backward pass for each output; of
-    sequences and of many outputs one."""
+    """Seconds for an example in a sweep: a forward pass, and a backward pass for each output.
+
+    Sequences, and examples with many outputs, have one backward pass.
+    """
 
     def sweep(indices: Tensor) -> None:
         chunk = next(iter(chunks(task.quiet, params, size=len(indices), indices=indices)))
-        if chunk.outputs.ndim == 2 and chunk.outputs.shape[1] <= MOST_COLUMNS:
+        has_few_outputs = chunk.outputs.ndim == 2 and chunk.outputs.shape[1] <= MANY_OUTPUTS
+        if has_few_outputs:
             chunk.jacobian_terms()
         else:
             error = chunk.likelihood.error(chunk.outputs, chunk.targets)
@@ -116,7 +126,7 @@ def sweep_seconds(task: Task, params: Mapping[str, Tensor]) -> float:
 
 
 def step_seconds(task: Task) -> float:
-    """What an example takes in a training, in which frozen layers run anew."""
+    """Seconds for an example in a training, with frozen layers computed anew."""
     trainable = {n: p for n, p in task.model.named_parameters() if p.requires_grad}
     leaves = {n: p.detach().clone().requires_grad_() for n, p in trainable.items()}
 
@@ -130,10 +140,11 @@ def step_seconds(task: Task) -> float:
 
 
 def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
-    """Seconds for an example: of examples from all over the data, run for the second time."""
+    """Seconds for an example, measured on examples spread evenly over the data."""
     n = task.n_data
-    indices = torch.linspace(0, n - 1, min(n, TIMED), dtype=torch.float64).long()
-    run(indices)
+    places = torch.linspace(0, n - 1, min(n, EXAMPLES_TIMED), dtype=torch.float64)
+    indices = places.long()
+    run(indices)  # the first time is slower, and not measured
     _wait_for(task.device)
     started = time.perf_counter()
     run(indices)
@@ -142,20 +153,25 @@ def _timed(task: Task, run: Callable[[Tensor], None]) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Until a GPU has done what was asked of it."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def fit_examples(task: Task, structure: str, *, found: bool = False) -> int:
-    """The examples that :func:`blr_analysis.fit_laplace` runs; ``found``: where it finds δ."""
+    """The number of examples that :func:`blr_analysis.fit_laplace` runs.
+
+    Args:
+        structure: of the posterior.
+        found: whether the fit has to find δ, for which it needs a Kronecker fit.
+    """
     n = task.n_data
     sample = sampled_examples(task)
-    for_kron = n + (n if sample is None else len(sample))
+    kronecker_fit = n + (n if sample is None else len(sample))
+    the_fit = kronecker_fit if structure == "kron" else n
+    if not found:
+        return the_fit
+    distance_from_minimum = n + n_single_gradients(task)
     if structure == "kron":
-        for_the_fit = for_kron
-        for_the_prior = n + n_single_gradients(task)
-    else:
-        for_the_fit = n
-        for_the_prior = for_kron + n + n_single_gradients(task)  # by a Kronecker fit
-    return for_the_fit + for_the_prior if found else for_the_fit
+        return the_fit + distance_from_minimum
+    return the_fit + kronecker_fit + distance_from_minimum

@@ -1,10 +1,9 @@
-"""Whether inputs are in the units of the data that a posterior was learned with.
+"""Are inputs in the units of the data that a posterior was learned with?
 
-    mean of the numbers of x_i,    spread of the numbers of x_i
-
-A posterior keeps the least and the largest of both over its examples. Inputs that were prepared
-alike have their medians between them; raw pixels beside standardised ones do not. A posterior alone
-cannot say more: :mod:`blr_analysis.sensitivity.other_units` compares with the training task itself.
+A posterior stores two ranges over its examples: of the mean of an example's input numbers, and of
+their spread (standard deviation). Inputs that were prepared alike have their median mean and median
+spread inside these ranges. Raw pixels do not, where the training had standardised ones. The ranges
+cannot tell more: :mod:`blr_analysis.sensitivity.other_units` compares with the training data.
 """
 
 from __future__ import annotations
@@ -21,35 +20,38 @@ from blr_analysis.errors import BLRError
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.task import Task
 
-SAMPLE = 128  # examples, spread evenly
-FEWEST = 20  # training examples, below which nothing is said
-SEVERAL = 5  # examples whose median lies inside; fewer may stand out by themselves
+SAMPLE = 128  # examples, spread evenly over the data
+FEWEST_OF_TRAINING = 20  # examples: fewer show no range
+FEWEST_FOR_MEDIAN = 5  # examples: fewer may stand out by themselves, and get wider ranges
+ROUNDING = 1e-3  # of a range's larger end, by which a median may be outside
 
-_AT_FIRST: WeakKeyDictionary[object, Numbers] = WeakKeyDictionary()  # by posterior
+# The ranges of the first task with which a posterior that has none was analysed.
+_FIRST_RANGES: WeakKeyDictionary[object, Numbers] = WeakKeyDictionary()
 
 
 def remember(posterior: object, task: Task) -> None:
-    """Keep the ranges of the first task that a posterior without a fit is analysed with."""
+    """Store the ranges of the first task with which a posterior without ranges is analysed."""
     ranges = input_ranges(task)
     if ranges is not None:
-        _AT_FIRST.setdefault(posterior, ranges)
+        _FIRST_RANGES.setdefault(posterior, ranges)
 
 
 def remembered(posterior: object) -> Numbers | None:
-    """What was kept."""
-    return _AT_FIRST.get(posterior)
+    """The ranges that :func:`remember` stored; None where it stored none."""
+    return _FIRST_RANGES.get(posterior)
 
 
 def input_ranges(task: Task) -> Numbers | None:
-    """The least and the largest mean and spread of an example's inputs; None of few examples and
-    of inputs without real numbers.
+    """The least and the largest mean and spread of an example's input numbers.
+
+    None for fewer than 20 examples, and for inputs without real numbers.
 
     Example:
         >>> x = torch.stack([torch.arange(20.0), torch.arange(20.0) + 4], 1)
         >>> input_ranges(Task(torch.nn.Linear(2, 2), (x, torch.arange(20) % 2)))
         {'mean': [2.0, 21.0], 'spread': [2.0, 2.0]}
     """
-    if task.n_data < FEWEST:
+    if task.n_data < FEWEST_OF_TRAINING:
         return None
     moments = _moments(task)
     if moments is None:
@@ -58,8 +60,10 @@ def input_ranges(task: Task) -> Numbers | None:
 
 
 def other_units(ranges: Numbers | None, task: Task) -> str:
-    """In one line how the inputs of a task differ from those of these ranges; "" where they do not,
-    and where nobody knows the ranges.
+    """A line where a task's inputs are outside of these ranges; "" where they are inside.
+
+    Args:
+        ranges: of the training; None: unknown, and the line is "".
 
     Example:
         >>> x, y = torch.randn(60, 3), torch.arange(60) % 2
@@ -70,44 +74,55 @@ def other_units(ranges: Numbers | None, task: Task) -> str:
         >>> other_units(ranges, task)
         ''
     """
-    moments = None if ranges is None else _moments(task)
-    if ranges is None or moments is None:
+    if ranges is None:
+        return ""
+    moments = _moments(task)
+    if moments is None:
         return ""
     for name in ("spread", "mean"):
         low, high = ranges[name]
-        slack = 1e-3 * max(abs(low), abs(high))
-        if task.n_data < SEVERAL:
+        slack = ROUNDING * max(abs(low), abs(high))
+        if task.n_data < FEWEST_FOR_MEDIAN:
             slack += (high - low) / 2
-        typical = float(moments[name].median())
-        if not low - slack <= typical <= high + slack:
+        median = float(moments[name].median())
+        if not low - slack <= median <= high + slack:
             return (
-                f"inputs have a {name} of {typical:.3g}, training inputs {low:.3g} to {high:.3g}: "
+                f"inputs have a {name} of {median:.3g}, training inputs {low:.3g} to {high:.3g}: "
                 "other units?"
             )
     return ""
 
 
 def _moments(task: Task) -> dict[str, Tensor] | None:
-    """Mean and spread of the numbers of some examples' inputs, ``[n]``; None without such."""
-    rows = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE)).long().unique()
+    """Mean and spread of the input numbers of some examples, ``[n]`` by these names; None where an
+    example has no real numbers, or cannot be read."""
+    places = torch.linspace(0, task.n_data - 1, min(task.n_data, SAMPLE))
+    sample = places.long().unique()
+    batches: list[Tensor] = []
     try:
-        inputs = [numbers_of(batch, len(i)) for i, batch in task.batches(indices=rows)]
-    except BLRError:  # the analysis will say it better
+        for indices, batch in task.batches(indices=sample):
+            numbers = numbers_of(batch, len(indices))
+            if numbers is None or numbers.shape[1] == 0:
+                return None
+            batches.append(numbers)
+    except BLRError:  # the analysis that follows raises it with a better message
         return None
-    if any(x is None or not x.shape[1] for x in inputs):
-        return None
-    numbers = [x for x in inputs if x is not None]
     return {
-        "mean": torch.cat([x.mean(1) for x in numbers]),
-        "spread": torch.cat([x.std(1, correction=0) for x in numbers]),
+        "mean": torch.cat([numbers.mean(1) for numbers in batches]),
+        "spread": torch.cat([numbers.std(1, correction=0) for numbers in batches]),
     }
 
 
 def numbers_of(batch: Any, size: int) -> Tensor | None:
-    """The real numbers of a batch's inputs, ``[B, D]`` in float64; None where there are none."""
+    """The real numbers of a batch's inputs, ``[B, D]`` in float64; None where there are none.
+
+    Args:
+        size: B, the number of examples in the batch.
+    """
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(inputs, Mapping):
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
-    rows = [x.reshape(size, -1).cpu().double() for x in leaves if x.ndim and len(x) == size]
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
+    with_rows = [x for x in tensors if x.ndim and len(x) == size]
+    rows = [x.reshape(size, -1).cpu().double() for x in with_rows]
     return torch.cat(rows, 1) if rows else None

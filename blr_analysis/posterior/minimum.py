@@ -1,26 +1,24 @@
-"""How far a model is from the minimum of its own objective: the numbers, and what follows."""
+"""How far a posterior is from the two conditions of the rule: the numbers, and their verdicts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-DRIFT = 0.1  # of a change's pull: a model that gains more by training on hides the change
-
-
-MATCHES = 0.1
-"""The largest mismatch of a precision that is said to be the expected Hessian."""
+DRIFT = 0.1  # of a change's pull: further training that gains more hides the change
+LARGEST_MISMATCH = 0.1  # of a precision that counts as the expected Hessian
 
 
 @dataclass(frozen=True)
 class PrecisionMatch:
-    """How far S is from the expected Hessian (Khan & Rue, Eq. 26), as a few probes tell.
+    """How far S is from the expected Hessian (Khan & Rue, Eq. 26), estimated with a few probes.
 
     Attributes:
         mismatch: the relative difference of the data's part of S, in the posterior's own norm; 0
             where S is the expected Hessian. See :mod:`blr_analysis.posterior.optimality`.
-        ratio: tr(S⁻¹ E[H]) / tr(S⁻¹ S), both without the prior: above 1 S is too small.
-        probes, draws: random vectors, and draws of the weights (0: the Hessian at the mean).
+        ratio: tr(S⁻¹ E[H]) / tr(S⁻¹ S), both without the prior; above 1 where S is too small.
+        probes: the number of random vectors.
+        draws: the number of draws of the weights; 0: the Hessian at the mean.
     """
 
     mismatch: float
@@ -31,11 +29,11 @@ class PrecisionMatch:
     @property
     def holds(self) -> bool:
         """Whether S is the expected Hessian, up to a tenth."""
-        return self.mismatch <= MATCHES
+        return self.mismatch <= LARGEST_MISMATCH
 
     @property
     def verdict(self) -> str:
-        """What was seen, in one line."""
+        """Whether S matches, in one line."""
         if self.holds:
             return "precision = E[Hessian]"
         return f"precision off E[Hessian] by {self.mismatch:.0%}"
@@ -47,9 +45,10 @@ class Stationarity:
 
     Attributes:
         residual: ‖g‖ / (‖Σ_i ∇ℓ_i‖ + ‖δ (m − θ₀)‖), 0 at a minimum.
-        decrement, pull: in nats, see :mod:`blr_analysis.posterior.stationarity`.
+        decrement: ½ gᵀ Σ g in nats, see :mod:`blr_analysis.posterior.stationarity`.
+        pull: that of one example on average, in nats, see there.
         n_data: N.
-        likelihood: whose minimum is meant.
+        likelihood: the loss of the objective.
     """
 
     residual: float
@@ -60,28 +59,29 @@ class Stationarity:
 
     @property
     def least_group(self) -> float:
-        """How many examples the smallest group has whose removal is told from training that goes
-        on."""
+        """The size of the smallest group whose removal can be told from further training."""
         if self.decrement == 0:
             return 1
         if self.pull <= 0:
             return math.inf
         size = self.decrement / (DRIFT * self.pull)
-        return max(1, math.ceil(size)) if math.isfinite(size) else size
+        if not math.isfinite(size):
+            return size
+        return max(1, math.ceil(size))
 
     @property
     def at_minimum(self) -> bool:
-        """Whether the removal of a single example is told from training that goes on."""
+        """Whether the removal of a single example can be told from further training."""
         return self.least_group <= 1
 
     @property
     def near(self) -> bool:
-        """Whether the removal of half the data is."""
+        """Whether the removal of half of the data can be told from further training."""
         return self.at_minimum or self.least_group <= self.n_data / 2
 
     @property
     def verdict(self) -> str:
-        """What follows, in one line."""
+        """Whether single examples and groups are as predicted, in one line."""
         gain = f"a step would gain {self.decrement:.2g} nats"
         if self.at_minimum:
             return f"at the minimum of this loss ({gain})"

@@ -1,19 +1,19 @@
-r"""Is a posterior what the Bayesian learning rule ends in? Both of its conditions (K&R 25 and 26):
+r"""Is a posterior the end of the Bayesian learning rule? Tests of its two conditions (K&R 25, 26):
 
     E_q[∇ℓ̄(θ)] = 0,        E_q[∇²ℓ̄(θ)] = S,        ℓ̄ = Σ_i ℓ_i + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀)
 
-The first is :mod:`blr_analysis.posterior.stationarity`'s, at the mean. The second is tried with a
-few random vectors z_k ~ N(0, S⁻¹), each multiplied by the Hessian (a pass over the data for all of
-them together) and by S, both without the prior, which they share. With H = E_q[Σ_i ∇²ℓ_i] and
-A = S − diag(δ),
+The first one is tested at the mean, see :mod:`blr_analysis.posterior.stationarity`. The second one
+is tested with a few random vectors z_k ~ N(0, S⁻¹). Each is multiplied by the Hessian, all in one
+pass over the data, and by S. The prior is in both matrices and is left out. With H = E_q[Σ_i ∇²ℓ_i]
+and A = S − diag(δ), Hutchinson's estimates are
 
     mismatch² = Σ_k ‖(H − A) z_k‖² / Σ_k ‖A z_k‖²        norms in S⁻¹
-              → ‖S^-½ (H − A) S^-½‖² / ‖S^-½ A S^-½‖²     (Frobenius), as probes grow in number
-    ratio     = Σ_k z_kᵀ H z_k / Σ_k z_kᵀ A z_k → tr(S⁻¹H) / tr(S⁻¹A)
+              → ‖S^-½ (H − A) S^-½‖² / ‖S^-½ A S^-½‖²    Frobenius norms, for many probes
+    ratio     = Σ_k z_kᵀ H z_k / Σ_k z_kᵀ A z_k
+              → tr(S⁻¹H) / tr(S⁻¹A)
 
-(Hutchinson's estimates.) Both norms weigh a direction by the posterior's own variance, so that
-units of weights do not count. By the delta method, E_q[∇²] is taken at the mean; or it is averaged
-over draws of the weights.
+The norms weigh each direction by its variance under the posterior, so that the units of weights do
+not matter. E_q[∇²ℓ̄] is taken at the mean (delta method), or averaged over draws of the weights.
 
 Source: Khan & Rue, "The Bayesian Learning Rule", Eqs. 25 and 26; Hutchinson, 1989.
 """
@@ -48,17 +48,18 @@ def checked(
     Args:
         task: the model and the data that it was learned from.
         posterior: of any structure and source.
-        probes: random vectors.
-        draws: of the weights, over which the Hessian is averaged; 0: it is taken at the mean.
+        probes: the number of random vectors.
+        draws: the number of draws of the weights over which the Hessian is averaged; 0: the Hessian
+            at the mean.
         seed: of probes and draws.
 
     Returns:
         A posterior on the task's device, with ``stationarity`` and ``precision_match``.
 
     Raises:
-        InputError: no positive number of probes.
-        PosteriorError: it belongs to another model or other data.
-        ModelError: a layer that cannot be differentiated twice.
+        InputError: ``probes`` is not a positive number.
+        PosteriorError: the posterior belongs to another model or other data.
+        ModelError: a layer cannot be differentiated twice.
 
     Example:
         >>> import torch, blr_analysis as blr
@@ -77,12 +78,12 @@ def checked(
     q = with_stationarity(task, posterior)
     generator = torch.Generator().manual_seed(seed)
     vectors = _probes(q, probes, generator)
-    hessian = _expected_products(task, q, vectors, draws, generator)
-    own = add(q.form.times(vectors), -1.0, q.prior.times(vectors))
-    difference = add(hessian, -1.0, own)
+    by_hessian = _expected_products(task, q, vectors, draws, generator)
+    by_posterior = add(q.form.times(vectors), -1.0, q.prior.times(vectors))
+    difference = add(by_hessian, -1.0, by_posterior)
     match = PrecisionMatch(
-        mismatch=math.sqrt(_over(_squared(q, difference), _squared(q, own))),
-        ratio=_over(dot(vectors, hessian), dot(vectors, own)),
+        mismatch=math.sqrt(_ratio(_squared(q, difference), _squared(q, by_posterior))),
+        ratio=_ratio(dot(vectors, by_hessian), dot(vectors, by_posterior)),
         probes=probes,
         draws=draws,
     )
@@ -98,17 +99,19 @@ def _probes(q: Posterior, count: int, generator: torch.Generator) -> Tree:
 def _expected_products(
     task: Task, q: Posterior, vectors: Tree, draws: int, generator: torch.Generator
 ) -> Tree:
-    """E_q[Σ_i ∇²ℓ_i] z."""
+    """E_q[Σ_i ∇²ℓ_i] z, ``[count, *shape]`` by name."""
     total = {name: torch.zeros_like(v) for name, v in vectors.items()}
-    for weights in _places(q, draws, generator):
+    for weights in _weights_of_hessians(q, draws, generator):
         products = Hessian(task, weights).product(vectors)
         total = add(total, 1 / max(draws, 1), products)
     return total
 
 
-def _places(q: Posterior, draws: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """Where the Hessian is taken."""
-    if not draws:
+def _weights_of_hessians(
+    q: Posterior, draws: int, generator: torch.Generator
+) -> Iterator[dict[str, Tensor]]:
+    """The weights at which the Hessian is taken: draws of them, or the mean."""
+    if draws == 0:
         yield dict(q.mean)
     for _ in range(draws):
         yield q.as_drawn.sample(generator=generator)
@@ -119,8 +122,8 @@ def _squared(q: Posterior, v: Tree) -> float:
     return dot(v, q.form.solve(v))
 
 
-def _over(numerator: float, denominator: float) -> float:
-    """The quotient; of a posterior without data's curvature infinite, or 1 where there is none."""
+def _ratio(numerator: float, denominator: float) -> float:
+    """The quotient. Over 0, where S has no curvature of data, it is infinite; 0/0 is 1."""
     if denominator == 0:
         return 1.0 if numerator == 0 else math.inf
     return numerator / denominator

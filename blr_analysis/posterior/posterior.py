@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from blr_analysis.checks import bare_name, instance, path_of, positive_int, whole
-from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError
+from blr_analysis.errors import InitialPrecisionWarning, InputError, PosteriorError, warn_user
 from blr_analysis.files import storage
-from blr_analysis.files.storage import FIELDS
 from blr_analysis.half import narrow, placed, widened
 from blr_analysis.models import find_device, unwrapped
 from blr_analysis.posterior import capture
-from blr_analysis.posterior import precision_files as stored
+from blr_analysis.posterior.averaging import averaged
 from blr_analysis.posterior.capture.learned import LARGE_SHARE
 from blr_analysis.posterior.facts import (
     Calibration,
@@ -32,7 +30,20 @@ from blr_analysis.posterior.facts import (
 )
 from blr_analysis.posterior.input_ranges import other_units, remembered
 from blr_analysis.posterior.minimum import PrecisionMatch, Stationarity
-from blr_analysis.posterior.predictive import Predictions, averaged
+from blr_analysis.posterior.notes import (
+    GUESSED_TEMPERATURE,
+    MOSTLY_START,
+    note_of,
+    temperature_is_guessed,
+)
+from blr_analysis.posterior.posterior_files import (
+    Model,
+    Parts,
+    decode_posterior,
+    encode_posterior,
+    renamed,
+)
+from blr_analysis.posterior.predictive import Predictions
 from blr_analysis.posterior.prior import (
     FormPrior,
     Given,
@@ -44,19 +55,13 @@ from blr_analysis.posterior.prior import (
 )
 from blr_analysis.posterior.prior_choice import in_words
 from blr_analysis.posterior.recorder import KroneckerRecorder
-from blr_analysis.posterior.structures import KINDS, Diagonal, Structure, Tree
+from blr_analysis.posterior.structures import Diagonal, Structure, Tree
 from blr_analysis.posterior.structures.lowrank import ENOUGH_EXPLAINED
 from blr_analysis.snapshots import buffers_of
 from blr_analysis.task import Task
 
-AS_PRIOR = ".as_prior"  # behind the names of the tensors of a prior with a structure
 EARLIER = "earlier."  # before the names of an earlier posterior's tensors
-GUESSED = 0.15  # τ of Kronecker fits of classifiers: python -m benchmarks.field
-WITH_START = (
-    "{:.0%} of the precision is its start, as weights were drawn in training: it says little of "
-    "single weights"
-)
-SATURATED = "{:.0%} of predictions are exactly 0 or 1, without curvature: are the logits scaled?"
+NAMES_LISTED = 12  # in a message
 
 
 class Posterior:
@@ -66,14 +71,14 @@ class Posterior:
     Σ_i ℓ_i(θ) + ½ (θ − θ₀)ᵀ diag(δ) (θ − θ₀), a SUM over the n_data training examples.
 
     Args:
-        mean: m, one tensor per parameter name (tied tensors once); of a model in half precision
-            each is made in float32 when it is asked for, so that writing into it changes nothing.
+        mean: m, one tensor per parameter name (tied tensors once). For a model in half precision
+            each tensor is converted to float32 on access, so that writing into it changes nothing.
         precision: the diagonal of S by name, or a structure of
             :mod:`blr_analysis.posterior.structures`.
         prior_precision: δ: one number, or one per name.
         n_data: N, the number of examples behind S.
-        record: where it came from; kept in saved files. Entries that are attributes below
-            ("source", "calibration", …) are read as those. :attr:`record` gives all of it back.
+        record: where it came from; it is saved, too. Entries named as attributes below ("source",
+            "calibration", …) become those attributes. :attr:`record` returns all of it.
         initial: θ₀, the prior's mean: a state dict of the first weights, or of the base model of a
             fine-tune; None: 0.
         buffers: the model's persistent buffers at these weights (BatchNorm's statistics and their
@@ -85,30 +90,30 @@ class Posterior:
         form: S, a structure of :mod:`blr_analysis.posterior.structures`.
         prior: δ and θ₀.
         n_data, buffers, earlier: as given.
-        source: what made it: "laplace", "optimizer", "recorder", …; "" where nobody said.
+        source: what made it: "laplace", "optimizer", "recorder", …; "" where it is unknown.
         is_classifier: whether it was fitted to classes.
         stationarity: how far the mean is from the minimum of its loss, as the fit measured it; None
-            where it did not. Analyses that need it measure it for themselves.
+            where it did not. Analyses that need it then measure it themselves.
         saturated: the share of predictions that are exactly 0 or 1.
         calibration: the temperature that :func:`blr_analysis.calibrate` measured; None before.
-        rerun: of which training by :func:`blr_analysis.rerun` it is; None: of the task's own model.
-        ending: whether trainings by the recipe ended elsewhere than the model, as a rerun or a
-            calibration found, in one line; "" if not.
-        fingerprint: outputs, targets and losses of a few examples, by which its data are known
-            again; None where the fit saw no data.
+        rerun: the training by :func:`blr_analysis.rerun` that it is of; None for the task's model.
+        ending: one line where trainings by the recipe end elsewhere than the model, as a rerun or a
+            calibration found; else "".
+        fingerprint: outputs, targets and losses of a few examples, by which its data are
+            recognised; None where the fit saw no data.
         frozen_values: numbers of the parameters that were frozen at the fit, by name.
-        input_ranges: the least and largest mean and spread of its inputs, by which other units are
-            noticed; None where the fit saw no real numbers.
-        start: by name, of what an optimizer of the rule learned: β₂ᵗ, the weight that its start
-            still had, and the precision S₀ that it started with. Neither is part of S; predictions
-            and analyses of a task take the posterior :attr:`as_drawn`, with (1 − β₂ᵗ) S + β₂ᵗ S₀.
-            None of other posteriors.
+        input_ranges: the ranges of its inputs, by which other units are noticed, see
+            :mod:`blr_analysis.posterior.input_ranges`; None where the fit saw no real numbers.
+        start: for each name, β₂ᵗ, the weight that the start of an optimizer of the rule still had,
+            and the precision S₀ that it started with; None of other posteriors. Neither is part of
+            S. Predictions and analyses of a task take the posterior :attr:`as_drawn`, with
+            (1 − β₂ᵗ) S + β₂ᵗ S₀.
         precision_match: how far S is from the expected Hessian, as
             :func:`blr_analysis.posterior.checked` measured it; None before.
 
     Raises:
-        PosteriorError: NaN, inf or non-positive precision, NaN weights, shapes that disagree,
-            a missing or impossible ``n_data`` or ``prior_precision``.
+        PosteriorError: a precision that is NaN, infinite or not positive; NaN weights; shapes that
+            disagree; a missing or impossible ``n_data`` or ``prior_precision``.
 
     Example:
         >>> import torch
@@ -158,7 +163,8 @@ class Posterior:
         self.form.check()
 
     def _read_record(self, record: Mapping[str, Any]) -> None:
-        self._entries = without_facts(record)  # those that only tell
+        """Take over the entries of a record: the facts as attributes, the others as they are."""
+        self._entries = without_facts(record)
         facts = facts_of(record)
         self.source = facts.source
         self.is_classifier = facts.is_classifier
@@ -175,6 +181,7 @@ class Posterior:
 
     @property
     def _facts(self) -> Facts:
+        """The attributes that steer analyses, as one value."""
         return Facts(
             source=self.source,
             is_classifier=self.is_classifier,
@@ -214,6 +221,7 @@ class Posterior:
         return f"{text}; {self.note})" if self.note else f"{text})"
 
     def _prior_in_words(self) -> str:
+        """δ, and how it was found, for the repr."""
         if isinstance(self.prior, FormPrior):
             return "an earlier posterior" if self.prior.mean is not None else "by weight"
         choice = self._entries.get("prior_choice")
@@ -224,7 +232,7 @@ class Posterior:
 
     @property
     def record(self) -> Record:
-        """Where it came from and what is known of it, as a saved file says it. It is read only."""
+        """Where it came from and what is known of it, as a saved file says it; read-only."""
         return Record({**self._entries, **recorded(self._facts)})
 
     @property
@@ -245,12 +253,15 @@ class Posterior:
 
     @property
     def temperature(self) -> float:
-        """τ, which multiplies V in sensitivity, leave-one-out and influence: measured by
-        :func:`blr_analysis.calibrate`; else .15, a guess, for Kronecker fits of classifiers off
-        their minimum, and 1."""
+        """τ, which multiplies V in sensitivity, leave-one-out and influence.
+
+        :func:`blr_analysis.calibrate` measures it. Before, it is 0.15, a guess, for Kronecker fits
+        of classifiers off their minimum, and 1 for all others.
+        """
         if self.calibration is not None:
             return self.calibration.temperature
-        return GUESSED if self._is_guessed else 1.0
+        is_guessed = temperature_is_guessed(self._facts, self.structure)
+        return GUESSED_TEMPERATURE if is_guessed else 1.0
 
     @property
     def temperature_error(self) -> float | None:
@@ -258,52 +269,9 @@ class Posterior:
         return None if self.calibration is None else self.calibration.error
 
     @property
-    def _is_guessed(self) -> bool:
-        """Whether only a guess of τ is known: a Kronecker fit of a classifier off its minimum."""
-        is_kronecker_fit = self.structure == "kron" and self.source == "laplace"
-        return is_kronecker_fit and self.is_classifier and self.at_minimum is False
-
-    @property
     def note(self) -> str:
         """How far it is to be trusted, in one line; "" where it is."""
-        saturated = SATURATED.format(self.saturated) if self.saturated > 0.5 else ""
-        caveat = self._entries.get("caveat") or ""
-        notes = (saturated, self.ending, caveat, self._scale_note, self._drawn_note)
-        return "; ".join(note for note in notes if note)
-
-    @property
-    def _drawn_note(self) -> str:
-        """Whether labels were drawn in place of exact columns, as outputs are many."""
-        drawn = self._entries.get("drawn")
-        if drawn is None:
-            return ""
-        labels = f"{drawn['labels']} drawn label{'s' if drawn['labels'] > 1 else ''}"
-        if "outputs" not in drawn:
-            return f"the curvature is by {labels} of each {drawn['of']}"
-        return f"the curvature of {drawn['outputs']:,} outputs is by {labels} of each example"
-
-    @property
-    def _scale_note(self) -> str:
-        """How far single answers may be taken at their word."""
-        if self.stationarity is None or self.calibration is not None:
-            return ""
-        if self.stationarity.at_minimum:
-            return ""
-        if self.at_minimum:
-            return f"model {self.stationarity.verdict}"
-        by = self._recipe_note
-        if self._is_guessed:
-            return f"{by}off the minimum: temperature {GUESSED} is a guess, calibrate measures it"
-        return f"{by}off the minimum, uncalibrated: a ranking, no scale"
-
-    @property
-    def _recipe_note(self) -> str:
-        """How the recipe of a rerun differs from the run's own."""
-        if self.rerun is None or self.rerun.known:
-            return ""
-        if self.rerun.missing:
-            return f"trained without {self.rerun.missing}; "
-        return "trained by a default recipe; "
+        return note_of(self._facts, self._entries, self.structure)
 
     @property
     def structure(self) -> str:
@@ -355,7 +323,7 @@ class Posterior:
         tokens: int | None = None,
         names: Sequence[str] | None = None,
     ) -> Posterior:
-        """The same from a saved training state: Hugging Face Trainer, Lightning, torch.
+        """The diagonal posterior in a saved training state: Hugging Face Trainer, Lightning, torch.
 
         See :func:`blr_analysis.posterior.capture.from_checkpoint`.
         """
@@ -387,7 +355,7 @@ class Posterior:
 
         Raises:
             ModelError: the model changed since the recorder was made.
-            PosteriorError: nothing was recorded, NaN, an ``initial`` of another model.
+            PosteriorError: nothing was recorded; NaN; ``initial`` is of another model.
 
         Example: see :class:`~blr_analysis.posterior.recorder.KroneckerRecorder`.
         """
@@ -406,8 +374,7 @@ class Posterior:
         captured = read(source, model, facts=facts, **options)
         fixed = [n for n, _ in model.named_parameters() if n not in captured.mean]
         if captured.record.get("is_doubtful"):
-            caveat = captured.record["caveat"]
-            warnings.warn(caveat, InitialPrecisionWarning, stacklevel=4)  # of from_…
+            warn_user(captured.record["caveat"], InitialPrecisionWarning)
         return cls(
             captured.mean,
             captured.precision,
@@ -445,24 +412,26 @@ class Posterior:
 
     @property
     def as_drawn(self) -> Posterior:
-        """As weights were drawn in training: (1 − β₂ᵗ) S + β₂ᵗ S₀, the start still in it.
+        """The posterior from which training drew its weights: (1 − β₂ᵗ) S + β₂ᵗ S₀.
 
-        Analyses of a task and predictions look at this one, for it is what the network was trained
-        to bear; merges and rankings of weights at S. Of posteriors without a start, and of one that
-        is as drawn already, it is the same.
+        Predictions and analyses of a task take this one, because the network was trained to bear
+        its draws. Merges and rankings of weights take S. A posterior without a start, or one that
+        is as drawn already, is returned as it is.
         """
         earlier = tuple(q.as_drawn for q in self.earlier)
         if self.start is None:
             return self.changed(earlier=earlier) if earlier else self
         drawn = dict(self.form.diagonal())
         total = 0.0
-        of_start = 0.0
+        total_of_start = 0.0
         for name, (weight, start) in self.start.items():
             drawn[name] = drawn[name].lerp(torch.full_like(drawn[name], start), weight)
             total += float(drawn[name].double().sum())
-            of_start += weight * start * drawn[name].numel()
-        share = of_start / total
-        caveat = WITH_START.format(share) if share >= LARGE_SHARE else ""
+            total_of_start += weight * start * drawn[name].numel()
+        share_of_start = total_of_start / total
+        caveat = ""
+        if share_of_start >= LARGE_SHARE:
+            caveat = MOSTLY_START.format(share_of_start)
         entries = {**self._entries, "caveat": caveat}
         return self.changed(form=Diagonal(drawn), start=None, earlier=earlier, _entries=entries)
 
@@ -474,23 +443,23 @@ class Posterior:
             p(y | x) = ∫ p(y | f_θ(x)) q(θ) dθ  ≈  1/K Σ_k p(y | f_θₖ(x)),   θₖ ~ q
 
         Args:
-            task: the model with the examples to predict; any number of them. What a task of
-                scikit-learn estimates from its examples is taken as the fit knew it.
+            task: the model with the examples to predict; any number of them. The noise or class
+                weights that a task of scikit-learn estimates from its examples are those of the
+                fit.
             draws: K; 0: the one network at the posterior's mean.
-            generator: draws the networks; None: torch's global one.
+            generator: of the random draws; None: torch's global one.
 
         Returns:
             :class:`~blr_analysis.posterior.predictive.Predictions`: ``mean`` ``[N, C]``;
             ``variance``, ``entropy`` and ``information`` of every example, token or pixel;
-            ``losses``, ``nll``, ``accuracy``, ``calibration_error``, ``brier``, which are None
-            without labels; ``plot()`` draws accuracy against confidence. Class weights and
-            smoothing are no part of the loss here, constants that ``GaussianNLLLoss`` and
-            ``PoissonNLLLoss`` leave out are; a loss that is no −log p (``MSELoss``) stays itself,
-            and the repr names it.
+            ``losses``, ``nll``, ``accuracy``, ``calibration_error`` and ``brier``, which are None
+            without labels; ``plot()`` draws accuracy against confidence. The loss is −log p,
+            without class weights and label smoothing, and with all constants; a loss that is no
+            −log p (``MSELoss``) stays itself, and the repr names it.
 
         Raises:
-            InputError: ``draws`` is no count.
-            PosteriorError: it belongs to another model.
+            InputError: ``draws`` is not a whole number of at least 0.
+            PosteriorError: the posterior belongs to another model.
             ModelError, DataError: as :meth:`Task.run`.
 
         Example:
@@ -506,19 +475,22 @@ class Posterior:
         return predict(task, [self], draws, generator=generator)
 
     def judging(self, task: Task) -> Task:
-        """The task, where its likelihood was estimated from its own examples, with the noise or
-        the weights of classes of the data that this was fitted to."""
+        """The task with the likelihood by which this posterior's predictions are judged.
+
+        It is the task itself, unless its likelihood was estimated from its own examples. Then its
+        noise, or its class weights, become those of the data that the posterior was fitted to.
+        """
         estimated = self._entries.get("estimated", {})
         settings = task.likelihood.settings
         if not task.likelihood.estimated or estimated.keys() != settings.keys():
             return task
-        judging = task.under(task.model, task.device)
-        judging.likelihood = task.likelihood.taking(estimated)
-        return judging
+        judging_task = task.under(task.model, task.device)
+        judging_task.likelihood = task.likelihood.taking(estimated)
+        return judging_task
 
     def changed(self, **parts: Any) -> Posterior:
         """A copy with other parts (``mean``, ``form``, ``record``, ``calibration``, …), which are
-        believed."""
+        not checked."""
         posterior = copy.copy(self)
         record = parts.pop("record", None)
         if record is not None:
@@ -527,7 +499,7 @@ class Posterior:
         return posterior
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Posterior:
-        """The same posterior on another device (and in another floating dtype).
+        """The same posterior on another device, and in another floating dtype if one is given.
 
         Raises:
             DeviceError: this machine does not have it.
@@ -557,24 +529,31 @@ class Posterior:
     def on(self, task: Task, *, same_data: bool = True) -> Posterior:
         """This posterior, checked against a task and moved to its device and dtype.
 
-        Where one of the two models was compiled or wrapped, its parameters have the task's names.
+        Compiling or wrapping a model changes the names of its parameters. The posterior then gets
+        the task's names.
+
+        Args:
+            task: the model and data.
+            same_data: whether the task must have as many examples as the posterior was learned
+                from.
 
         Raises:
-            PosteriorError: it belongs to another model (names and shapes are listed) or, with
-                ``same_data``, to another number of examples.
+            PosteriorError: it belongs to another model (names and shapes are listed), or to another
+                number of examples.
             ModelError: the model's parameters are in half precision or of several dtypes.
         """
         instance("task", task, Task, "a blr_analysis.Task")
         parameters = dict(task.model.named_parameters())
-        task_names = {bare_name(n): n for n in [*parameters, *dict(task.model.named_buffers())]}
-        names = {n: task_names.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
-        if any(name != task_name for name, task_name in names.items()):
-            return self._renamed(names).on(task, same_data=same_data)
-        fixed = [task_names.get(bare_name(n), n) for n in self._entries.get("fixed", ())]
+        buffers = dict(task.model.named_buffers())
+        name_in_task = {bare_name(n): n for n in [*parameters, *buffers]}
+        new_names = {n: name_in_task.get(bare_name(n), n) for n in [*self.mean, *self.buffers]}
+        if any(name != new_name for name, new_name in new_names.items()):
+            return self._renamed(new_names).on(task, same_data=same_data)
+        fixed = {name_in_task.get(bare_name(n), n) for n in self._entries.get("fixed", ())}
         shapes = self.form.shapes
-        learned = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
-        task_shapes = {n: p for n, p in parameters.items() if n in shapes or n in learned}
-        if mismatch := differences(shapes, task_shapes, ("posterior", "model")):
+        learnable = {n for n, p in parameters.items() if p.requires_grad and n not in fixed}
+        compared = {n: p for n, p in parameters.items() if n in shapes or n in learnable}
+        if mismatch := differences(shapes, compared, ("posterior", "model")):
             remedy = "pass the model that it was captured from or fitted to"
             raise PosteriorError(f"the posterior belongs to another model: {mismatch}; {remedy}")
         if same_data and self.n_data != task.n_data:
@@ -582,6 +561,7 @@ class Posterior:
         return self.to(task.device, task.check_parameters(shapes))
 
     def _of_other_data(self, task: Task) -> PosteriorError:
+        """The error that says that the task has another number of examples."""
         sizes = f"n_data={self.n_data} examples, the task has {task.n_data}"
         remedy = "use the training data"
         if task.likelihood.is_sequence:
@@ -589,17 +569,18 @@ class Posterior:
         return PosteriorError(f"the posterior was learned from {sizes}; {remedy}")
 
     def _renamed(self, names: Mapping[str, str]) -> Posterior:
-        """The same with parameters of other names."""
-        tensors, record = stored.renamed(*self._stored(), names)
+        """The same posterior with other names for parameters and buffers, by the old ones."""
+        tensors, record = renamed(*self._encoded(), names)
         mean = {names[n]: m for n, m in narrow(self.mean).items()}
         earlier = tuple(q._renamed(names) for q in self.earlier)
-        return self._read(tensors, record, "").changed(mean=type(self.mean)(mean), earlier=earlier)
+        posterior = self._of_parts(decode_posterior(tensors, record, ""))
+        return posterior.changed(mean=type(self.mean)(mean), earlier=earlier)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to ``path``: one file if it ends in .safetensors, else a folder of shards.
 
         Raises:
-            StorageError: the place cannot be written; what was there before stays.
+            StorageError: the file cannot be written; an older file stays as it was.
 
         Example:
             >>> import tempfile
@@ -612,32 +593,27 @@ class Posterior:
             (tensor([1.5000, 3.0000]), 1.0)
         """
         place = path_of(path)
-        tensors, record = self._stored()
+        tensors, record = self._encoded()
         earlier_records = []
-        for k, q in enumerate(self.earlier):
-            earlier_tensors, earlier_record = q._stored()
-            tensors |= {f"{EARLIER}{k}/{n}": t for n, t in earlier_tensors.items()}
+        for number, q in enumerate(self.earlier):
+            earlier_tensors, earlier_record = q._encoded()
+            tensors |= {f"{EARLIER}{number}/{n}": t for n, t in earlier_tensors.items()}
             earlier_records.append(earlier_record)
         if earlier_records:
             record["earlier"] = earlier_records
         storage.write(place, {n: t.cpu() for n, t in tensors.items()}, record)
 
-    def _stored(self) -> tuple[Tree, dict[str, Any]]:
-        """Tensors and record of one posterior, without the earlier ones."""
-        tensors, encoded = stored.encode(self.form, self.prior)
-        beside = {f"{n}.initial": m for n, m in (self.initial or {}).items()}
-        beside |= {f"{n}.mean": m for n, m in narrow(self.mean).items()}
-        beside |= {f"{n}.buffer": b for n, b in self.buffers.items()}
-        if isinstance(self.prior, FormPrior):
-            own = self.prior.form.tensors()
-            beside |= {f"{n}{AS_PRIOR}": tensor for n, tensor in own.items()}
-            encoded["prior_form"] = stored.encode(self.prior.form, Prior({None: 0.0}))[1]
-        if clash := sorted(set(beside) & set(tensors)):
-            raise InputError(f"parameters are called {clash[:4]}, as means are: rename them")
-        record = {**self.record, **encoded}
-        record["n_data"] = self.n_data
-        record["parameters"] = list(self.mean)
-        return {**tensors, **beside}, record
+    def _encoded(self) -> tuple[Tree, dict[str, Any]]:
+        """The tensors and the record of this posterior, without the earlier ones."""
+        parts = Parts(
+            mean=self.mean,
+            form=self.form,
+            prior=self.prior,
+            n_data=self.n_data,
+            record=self.record,
+            buffers=self.buffers,
+        )
+        return encode_posterior(parts)
 
     @classmethod
     @torch.inference_mode(False)  # also where the caller switched it on
@@ -645,70 +621,54 @@ class Posterior:
         cls,
         path: str | os.PathLike[str],
         *,
-        model: stored.Model | None = None,
+        model: Model | None = None,
         prior_precision: Given | None = None,
     ) -> Posterior:
         """Read what :meth:`save` wrote, or a precision folder that lies beside a model.
 
         Args:
-            model: the mean, where the file holds none: a module, a state dict, or a folder or
+            model: has the mean, where the file has none: a module, a state dict, or a folder or
                 file of safetensors (refused if its sha256 is not the recorded one).
-            prior_precision: δ, added where the file holds the data's part alone.
+            prior_precision: δ, to be added where the file holds the data's part alone.
 
         Raises:
-            StorageError: nothing there, a truncated or foreign file, or a pickle.
-            PosteriorError: no mean and no ``model``, another model's names or shapes, a prior
-                for a precision that has one, or no prior where the data say nothing.
+            StorageError: there is no file; it is truncated, of another format, or a pickle.
+            PosteriorError: neither the file nor ``model`` has a mean; the model has other names or
+                shapes; the file has a prior already; or the precision is 0 somewhere without one.
         """
         place = os.fspath(path_of(path))
         tensors, record = storage.read(place)
         earlier = []
-        for k, earlier_record in enumerate(record.pop("earlier", ())):
-            prefix = f"{EARLIER}{k}/"
+        for number, earlier_record in enumerate(record.pop("earlier", ())):
+            prefix = f"{EARLIER}{number}/"
             names = [n for n in tensors if n.startswith(prefix)]
             earlier_tensors = {n.removeprefix(prefix): tensors.pop(n) for n in names}
-            earlier.append(cls._read(earlier_tensors, earlier_record, place))
-        last = cls._read(tensors, record, place, model, prior_precision)
+            parts = decode_posterior(earlier_tensors, earlier_record, place)
+            earlier.append(cls._of_parts(parts))
+        last = cls._of_parts(decode_posterior(tensors, record, place, model, prior_precision))
         return last.changed(earlier=tuple(earlier))
 
     @classmethod
-    def _read(
-        cls,
-        tensors: Tree,
-        record: dict[str, Any],
-        path: str,
-        model: stored.Model | None = None,
-        prior_precision: Given | None = None,
-    ) -> Posterior:
-        """One posterior, without earlier ones; the tensors of its buffers are taken out."""
-        own_names = [n for n in tensors if n.endswith(AS_PRIOR)]
-        of_prior = {n.removesuffix(AS_PRIOR): tensors.pop(n) for n in own_names}
-        record_of_prior = record.pop("prior_form", None)
-        names = [n for n in tensors if n.endswith(".buffer")]
-        buffers = {n.removesuffix(".buffer"): tensors.pop(n) for n in names}
-        parts = stored.parts_of(tensors, record, path, model, prior_precision)
-        prior = parts.prior
-        if record_of_prior is not None:
-            kind = KINDS[record_of_prior["structure"]]
-            of_prior_form = kind.read(of_prior, record_of_prior, list(parts.mean))
-            prior = FormPrior(prior.entries, prior.mean, of_prior_form)
+    def _of_parts(cls, parts: Parts) -> Posterior:
         return cls(
             widened(parts.mean),
             parts.form,
-            prior_precision=prior,
+            prior_precision=parts.prior,
             n_data=parts.n_data,
             record=parts.record,
-            buffers=buffers,
+            buffers=parts.buffers,
         )
 
 
 def _structure_of(precision: Mapping[str, Tensor] | Structure) -> Structure:
+    """The structure itself; a diagonal where tensors are given by name."""
     if isinstance(precision, Structure):
         return precision
     return Diagonal(real_tensors("precision", precision))
 
 
 def _check_mean(mean: Tree, shapes: Shapes, form: Structure) -> None:
+    """Raise :class:`PosteriorError` unless the mean is finite, and shaped as the precision is."""
     if not shapes:
         raise PosteriorError("a posterior needs at least one parameter, got none")
     if mismatch := differences(shapes, form.shapes, ("mean", "precision")):
@@ -719,28 +679,38 @@ def _check_mean(mean: Tree, shapes: Shapes, form: Structure) -> None:
 
 
 def _entry(tree: Tree, name: str) -> Tensor:
+    """The tensor of this parameter, or :class:`InputError`."""
     if not isinstance(name, str) or name not in tree:
-        names = sorted(tree)[:12]
+        names = sorted(tree)[:NAMES_LISTED]
         raise InputError(f"the posterior has no parameter {name!r}; it covers {names}")
     return tree[name]
 
 
 def _normal(m: Tensor, batch: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers for a parameter, on its device; drawn on the generator's."""
+    """Standard normal numbers ``[*batch, *m.shape]``, drawn on the generator's device and moved to
+    the parameter's."""
     device = m.device if generator is None else generator.device
     noise = torch.empty((*batch, *m.shape), dtype=m.dtype, device=device)
     return noise.normal_(generator=generator).to(m.device)
 
 
 def _are_the_same(moved: Tree, tensors: Tree) -> bool:
-    """Whether moving changed no tensor, nor how it is read."""
+    """Whether moving left every tensor in its place."""
     before = narrow(tensors)
-    return type(moved) is type(tensors) and all(t is before[n] for n, t in narrow(moved).items())
+    after = narrow(moved)
+    same_class = type(moved) is type(tensors)
+    return same_class and all(tensor is before[name] for name, tensor in after.items())
 
 
 def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, kind: str) -> Posterior:
-    """Another posterior under the same prior, of another ``kind``; what was measured of ``q`` and
-    its data does not hold for it, and is left out."""
+    """A posterior that was derived from ``q``, under the same prior.
+
+    It has the facts of ``q`` that do not depend on its data or its weights. Measurements, such as
+    the calibration, are left out.
+
+    Args:
+        kind: of its precision, as its record names it.
+    """
     lasting = Facts(source=q.source, is_classifier=q.is_classifier, rerun=q.rerun, start=q.start)
     return Posterior(
         mean,
@@ -752,41 +722,6 @@ def made_of(q: Posterior, mean: Tree, form: Structure, n_data: int, kind: str) -
     )
 
 
-def write_factors(
-    path: str | os.PathLike[str],
-    posterior: Posterior,
-    *,
-    names: Mapping[str, str],
-    n_data: int,
-    scale: float = 1.0,
-    model: str | os.PathLike[str] | None = None,
-    **record: Any,
-) -> None:
-    """The precision of a posterior with factors, its eigenvalues times ``scale``, without a mean.
-
-    Args:
-        path: as of :func:`write_precision`.
-        posterior: of structure "gram" or "kron".
-        names: the model's own names by the posterior's.
-        n_data: N, the examples that the scaled sum stands for.
-        scale: of the whole precision.
-        model: the model's folder, whose sha256 is recorded.
-        record: what else is known, JSON-able.
-
-    Raises:
-        StorageError: the place cannot be written; what was there before stays.
-    """
-    form = posterior.form.zeros().plus(posterior.form, scale)
-    prior = Prior.of_any(scale * posterior.prior_precision)
-    tensors, encoded = stored.renamed(*stored.encode(form, prior), names)
-    for block in encoded["blocks"]:
-        block["inputs"] *= scale
-    encoded["n_data"] = n_data_of(n_data)
-    encoded["parameters"] = [names[n] for n in posterior.mean]
-    fields = {**dict.fromkeys(FIELDS), "kind": posterior.record["kind"]}
-    storage.write(path_of(path), tensors, {**fields, **record, **stored.hashes(model), **encoded})
-
-
 @torch.inference_mode(False)  # also where the caller switched it on
 def predict(
     task: Task,
@@ -795,33 +730,40 @@ def predict(
     *,
     generator: torch.Generator | None = None,
 ) -> Predictions:
-    """What a mixture of posteriors predicts, each with the same weight: :meth:`Posterior.predict`
-    with ``draws`` networks of each.
+    """What a mixture of posteriors predicts, each with the same weight.
 
-    With ``draws=0``, one network at each mean, it is a deep ensemble.
+    See :meth:`Posterior.predict`. With ``draws=0``, one network at each mean, it is a deep
+    ensemble.
+
+    Args:
+        task: the model with the examples to predict.
+        posteriors: of the mixture.
+        draws: networks of each posterior; 0: the one at its mean.
+        generator: of the random draws; None: torch's global one.
 
     Raises:
-        InputError, PosteriorError, ModelError, DataError: as there; no posterior.
+        InputError: there is no posterior, or ``draws`` is not a whole number of at least 0.
+        PosteriorError, ModelError, DataError: as :meth:`Posterior.predict`.
     """
     if not posteriors:
         raise InputError("predict needs at least one posterior")
-    placed_posteriors = [q.on(task, same_data=False) for q in posteriors]
+    on_task = [q.on(task, same_data=False) for q in posteriors]
     n_draws = 0 if whole(draws) == 0 else positive_int("draws", draws)
-    networks = _networks(placed_posteriors, n_draws, generator)
     n_networks = max(n_draws, 1) * len(posteriors)
-    is_one_at_its_mean = n_draws == 0 and len(posteriors) == 1
-    judging = placed_posteriors[0].judging(task)
-    ranges = [q.input_ranges or remembered(q) for q in posteriors]
-    notes = [other_units(of_inputs, task) for of_inputs in ranges]
-    note = next(filter(None, notes), "")
-    return averaged(judging, networks, 0 if is_one_at_its_mean else n_networks, note)
+    is_one_mean = n_draws == 0 and len(posteriors) == 1
+    notes = [other_units(q.input_ranges or remembered(q), task) for q in posteriors]
+    return averaged(
+        on_task[0].judging(task),
+        _networks(on_task, n_draws, generator),
+        draws=0 if is_one_mean else n_networks,
+        note=next(filter(None, notes), ""),
+    )
 
 
 def _networks(
     posteriors: Sequence[Posterior], n_draws: int, generator: torch.Generator | None
 ) -> Iterator[Tree]:
-    """Weights and buffers of the networks of a mixture, one after the other; without draws those at
-    the means."""
+    """Weights and buffers of the networks, one after another: draws, or each posterior's mean."""
     for q in posteriors:
         for _ in range(n_draws):
             yield {**q.as_drawn.sample(generator=generator), **q.buffers}

@@ -1,18 +1,21 @@
-"""δ found in the trained weights and the data, where nobody knows it.
+"""Finds the prior's precision δ in the trained weights and the data, where nobody gave it.
 
-Of the objective F(θ) = L(θ) + (δ/2)‖θ − θ₀‖², L = Σ_i ℓ_i, with d = θ̂ − θ₀, g = ∇L(θ̂) and the
-curvature H = Σ_i J_iᵀ Λ_i J_i ≈ U diag(λ) Uᵀ:
+The objective is F(θ) = L(θ) + (δ/2)‖θ − θ₀‖² with L = Σ_i ℓ_i. With d = θ̂ − θ₀, g = ∇L(θ̂) and the
+curvature H = Σ_i J_iᵀ Λ_i J_i ≈ U diag(λ) Uᵀ there are two rules:
 
     stationarity   dᵀ (H + δ)⁻¹ (g + δ d) = 0      F's Newton step from θ̂ leaves d's length alone
     evidence       δ ‖d‖² = Σ_k λ_k / (λ_k + δ)    MacKay's fixed point
 
-The first is exact where θ̂ is the minimum of F, g = −δ d, whatever the curvature. Elsewhere
-(minibatches, early stopping) (H + δ)⁻¹ takes the gradient that is left in stiff directions, which
-is noise, for what it is worth: the plain projection −⟨g, d⟩/‖d‖², its limit of large δ, may be
-negative. Where no δ solves it, as after training without any penalty, or one a hundred times below
-the evidence's that explains little of the gradient, as before training, the evidence decides.
+Stationarity is exact where θ̂ is the minimum of F, g = −δ d, whatever the curvature. Minibatches and
+early stopping end elsewhere, with a gradient that is noise in stiff directions, and (H + δ)⁻¹ makes
+little of those directions. The plain projection −⟨g, d⟩/‖d‖², its limit for large δ, would weigh
+all directions alike, and may be negative.
 
-Sources: MacKay, "A practical Bayesian framework for backpropagation networks", 1992 (evidence).
+The evidence decides in two cases: no δ is stationary, as after a training without any penalty; or
+the stationary δ is a hundred times below the evidence's and explains little of the gradient, as
+before any training.
+
+Source: MacKay, "A practical Bayesian framework for backpropagation networks", 1992 (evidence).
 """
 
 from __future__ import annotations
@@ -30,29 +33,30 @@ from blr_analysis.posterior.structures.contract import Spectral, Tree
 
 UNSURE = "by the weights and the curvature alone; fit_laplace(task) asks the data's gradient too"
 LEAST = 1e-7  # of the largest curvature: a smaller prior is lost in rounding
-HALVINGS = 60
-BINS = 2**16  # of the curvature's logarithm
+HALVINGS = 60  # of the interval that holds δ: more than float64 can tell apart
+BINS = 2**16  # of the logarithm of the curvature
 OCTAVES = 60  # below the largest curvature, which the bins cover
-TINY = 1e-300
-EXPLAINED = 0.5  # of the gradient by the prior's pull: less is far off a minimum
-FAR = 100  # times below the evidence's, so far off a minimum: a root that is chance
-PIECE = 2**23  # numbers at a time
+TINY = 1e-300  # in place of a largest curvature of 0
+ENOUGH_EXPLAINED = 0.5  # of the gradient by the prior's pull: less is far off a minimum
+FAR_BELOW = 100  # times below the evidence's: so far off a minimum a stationary δ is chance
+NUMBERS_AT_ONCE = 2**23  # directions that are sorted into bins together
 
 
 def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[float, dict[str, Any]]:
-    """δ for the data's curvature ``form`` (no prior in it), and what the record says of it.
+    """δ, and what the posterior's record says of the choice.
 
     Args:
+        form: H, the curvature of the data, without a prior in it.
         gap: d = θ̂ − θ₀.
-        gradient: g, of the data alone; None: unknown, so that the evidence decides.
+        gradient: g, of the data alone; None where it is unknown, so that the evidence decides.
 
     Returns:
-        δ, and ``rule`` ("stationarity" or "evidence"), δ by each (``stationarity``, None where
-        there is none, and ``evidence``), ``apart``, their ratio, and ``explained``, the share of
-        gᵀ(H + δ)⁻¹g that the prior's pull cancels: 1 at a minimum.
+        δ, and a dict of ``rule`` ("stationarity" or "evidence"); the δ of each rule, by its name
+        (None where no δ is stationary); ``apart``, the ratio of the two; and ``explained``, the
+        share of gᵀ(H + δ)⁻¹g that the prior's pull cancels, which is 1 at a minimum.
 
     Raises:
-        PosteriorError: θ̂ = θ₀, or data without curvature.
+        PosteriorError: θ̂ = θ₀, or H is 0.
 
     Example:
         >>> from blr_analysis.posterior.structures import Diagonal
@@ -80,8 +84,8 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
     delta = evidence
     if stationary is not None:
         record["apart"] = max(stationary / evidence, evidence / stationary)
-        is_far_below = FAR * stationary <= evidence
-        if not is_far_below or directions.explained(stationary) > EXPLAINED:
+        is_far_below = FAR_BELOW * stationary <= evidence
+        if not is_far_below or directions.explained(stationary) > ENOUGH_EXPLAINED:
             record["rule"] = "stationarity"
             delta = stationary
     record["explained"] = directions.explained(delta)
@@ -90,12 +94,14 @@ def chosen_prior(form: Spectral, gap: Tree, gradient: Tree | None) -> tuple[floa
 
 @dataclass(frozen=True)
 class Directions:
-    """Directions U of the curvature, those of nearly the same λ together, ``[K]`` each, in float64.
+    """Groups of eigenvectors of H that have nearly the same λ; ``[K]`` each, in float64.
+
+    d and g are taken along the eigenvectors, Uᵀ d and Uᵀ g.
 
     Attributes:
-        curvature: λ, the mean of those together.
-        count: how many they are.
-        dd, dg, gg: their sums of d², d g and g².
+        curvature: the mean λ of each group.
+        count: the number of eigenvectors in each group.
+        dd, dg, gg: sums of d², d g and g² over each group.
     """
 
     curvature: Tensor
@@ -107,61 +113,71 @@ class Directions:
     def explained(self, delta: float) -> float:
         """The share of gᵀ(H + δ)⁻¹g that the prior's pull cancels."""
         damped = self.curvature + delta
-        across = float((self.dg / damped).sum())
-        if across >= 0:
+        d_and_g = float((self.dg / damped).sum())  # dᵀ(H + δ)⁻¹g
+        if d_and_g >= 0:  # the gradient does not pull against the prior
             return 0.0
-        return across**2 / (float((self.gg / damped).sum()) * float((self.dd / damped).sum()))
+        length_of_g = float((self.gg / damped).sum())
+        length_of_d = float((self.dd / damped).sum())
+        return d_and_g**2 / (length_of_g * length_of_d)
 
 
 def _by_evidence(directions: Directions) -> float:
     """The δ of MacKay's fixed point."""
     curvature = directions.curvature
-    size = float(directions.dd.sum())
+    square_length = float(directions.dd.sum())  # ‖d‖²
+    n_parameters = float(directions.count.sum())
 
     def excess(delta: float) -> float:
         effective_parameters = directions.count * curvature / (curvature + delta)
-        return delta * size - float(effective_parameters.sum())
+        return delta * square_length - float(effective_parameters.sum())
 
-    return _crossing(excess, low=0.0, high=float(directions.count.sum()) / size)
+    return _crossing(excess, low=0.0, high=n_parameters / square_length)
 
 
 def _by_stationarity(directions: Directions, evidence: float) -> float | None:
     """The largest δ with dᵀ (H + δ)⁻¹ (g + δ d) = 0; None where there is none."""
     curvature = directions.curvature
-    top = float(curvature.max())
+    largest_curvature = float(curvature.max())
 
     def pull(delta: float) -> float:
         return float(((directions.dg + delta * directions.dd) / (curvature + delta)).sum())
 
     projection = abs(float(directions.dg.sum())) / float(directions.dd.sum())
-    high = max(top, evidence, projection)
+    high = max(largest_curvature, evidence, projection)
     while pull(high) <= 0:
         high *= 2
     low = high
-    while pull(low) > 0 and low > LEAST * top:
+    while pull(low) > 0 and low > LEAST * largest_curvature:
         low /= 2
-    return _crossing(pull, low=low, high=2 * low) if pull(low) <= 0 else None
+    if pull(low) > 0:
+        return None
+    return _crossing(pull, low=low, high=2 * low)
 
 
 def by_evidence(
     form: Spectral, mean: Mapping[str, Tensor], initial: Mapping[str, Tensor] | None
 ) -> tuple[float, dict[str, Any]]:
-    """δ by the weights and the curvature alone, where no gradient of all the data is known, and
-    what a record says of it."""
+    """δ by the evidence alone, where the gradient of all the data is unknown, and its record.
+
+    Args:
+        form: H, the curvature of the data, without a prior in it.
+        mean: θ̂ by parameter name.
+        initial: θ₀; None: 0.
+    """
     gap = Prior({}).around(initial, mean).gap(mean)
     delta, choice = chosen_prior(form, gap, None)
     return delta, {"prior_choice": {"delta": delta, **choice, "unsure": UNSURE}}
 
 
 def in_words(choice: Mapping[str, Any]) -> str:
-    """δ (the largest, of several) and the rule that chose it."""
+    """A choice of δ in words, such as "3.2 by evidence"; of several δ the largest."""
     delta = choice["delta"]
     largest = max(delta.values()) if isinstance(delta, Mapping) else delta
     return f"{largest:.3g} by {choice['rule']}"
 
 
 def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> Directions:
-    """The directions of the curvature, sorted into bins of nearly the same λ.
+    """The eigenvectors of H in groups of nearly the same λ, each a bin on a logarithmic scale.
 
     Args:
         gradient: None: 0.
@@ -171,27 +187,28 @@ def _directions(form: Spectral, gap: Tree, gradient: Tree | None) -> Directions:
         g = {key: values.new_zeros(()) for key, values in form.values.items()}
     else:
         g = form.forward(gradient)
-    top = max(float(values.max()) for values in form.values.values())
+    largest_curvature = max(float(values.max()) for values in form.values.values())
     sums = torch.zeros(5, BINS, dtype=torch.float64)
     for key, values in form.values.items():
         pieces = zip(
             _pieces(values, values), _pieces(d[key], values), _pieces(g[key], values), strict=True
         )
-        for piece, gap_piece, gradient_piece in pieces:
-            curvature = piece.double().clamp_min(0)
-            sums += _binned(curvature, gap_piece.double(), gradient_piece.double(), top)
-    sums = sums[:, sums[1] > 0]
-    curvatures, count, dd, dg, gg = sums
-    return Directions(curvatures / count, count, dd, dg, gg)
+        for curvature_piece, d_piece, g_piece in pieces:
+            curvature = curvature_piece.double().clamp_min(0)
+            sums += _binned(curvature, d_piece.double(), g_piece.double(), largest_curvature)
+    is_filled = sums[1] > 0
+    curvature_sums, count, dd, dg, gg = sums[:, is_filled]
+    return Directions(curvature_sums / count, count, dd, dg, gg)
 
 
 def _pieces(x: Tensor, like: Tensor) -> tuple[Tensor, ...]:
-    return x.expand_as(like).flatten().split(PIECE)
+    """The numbers of x, expanded to the shape of ``like``, in pieces of limited size."""
+    return x.expand_as(like).flatten().split(NUMBERS_AT_ONCE)
 
 
-def _binned(curvature: Tensor, d: Tensor, g: Tensor, top: float) -> Tensor:
+def _binned(curvature: Tensor, d: Tensor, g: Tensor, largest_curvature: float) -> Tensor:
     """Sums of λ, 1, d², d g and g² over the directions of each bin, ``[5, BINS]``."""
-    share = (curvature / max(top, TINY)).clamp_min(2.0**-OCTAVES)
+    share = (curvature / max(largest_curvature, TINY)).clamp_min(2.0**-OCTAVES)
     height = share.log2() / OCTAVES + 1  # 0 for the smallest curvature, 1 for the largest
     bins = (height * (BINS - 1)).round().long()
     quantities = (curvature, torch.ones_like(d), d * d, d * g, g * g)
@@ -199,7 +216,7 @@ def _binned(curvature: Tensor, d: Tensor, g: Tensor, top: float) -> Tensor:
 
 
 def _crossing(f: Callable[[float], float], low: float, high: float) -> float:
-    """Where f rises through 0 between these."""
+    """The point between ``low`` and ``high`` at which f rises through 0."""
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         if f(middle) < 0:

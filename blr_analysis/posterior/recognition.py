@@ -9,7 +9,6 @@ the posterior.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blr_analysis.checks import bare_name
-from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning
+from blr_analysis.errors import BLRError, PosteriorError, PosteriorWarning, warn_user
 from blr_analysis.posterior.facts import Numbers
 from blr_analysis.posterior.input_ranges import remember
 from blr_analysis.posterior.posterior import Posterior
@@ -103,7 +102,7 @@ def _warn_of_differences(
         )
     for message in (complaint, _too_few_terms(task, posterior)):
         if message:
-            warnings.warn(message, PosteriorWarning, stacklevel=6)
+            warn_user(message, PosteriorWarning)
 
 
 def _identity(task: Task, posterior: Posterior, fingerprint_now: Numbers) -> Identity:

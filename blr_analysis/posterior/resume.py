@@ -1,7 +1,7 @@
-"""A fit that goes on where it was when its process was ended.
+"""A fit that can be ended and goes on where it was.
 
-    FOLDER/KEY.safetensors                 a posterior that is whole, one for each checkpoint
-    FOLDER/KEY.factors, KEY.kron.values    the sums of a sweep, every minute
+    FOLDER/KEY.safetensors                 a finished posterior, one for each checkpoint
+    FOLDER/KEY.factors, KEY.kron.values    the sums of an unfinished sweep, written every minute
 
 The key is a digest of all that a posterior depends on: weights, data, loss and settings.
 """
@@ -25,17 +25,18 @@ from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.recognition import frozen_numbers
 from blr_analysis.task import Task
 
-Fitting = Callable[[Mapping[str, Unfinished] | None], Posterior]
+Fitting = Callable[[Mapping[str, Unfinished] | None], Posterior]  # from the files of its sums
+KEY_LENGTH = 16  # hexadecimal digits of the digest: 64 bits
 
 
 @dataclass(frozen=True)
 class ResumableFit:
-    """Keeps in a folder what a fit has done.
+    """A folder in which a fit stores its progress.
 
     Attributes:
-        folder: made when the first posterior, or a minute's sums, are written.
+        folder: is made when the first posterior, or the first sums, are written.
         structure: of the posterior.
-        settings: what else it depends on, beside a task and its weights.
+        settings: further choices on which the posterior depends.
     """
 
     folder: Path
@@ -43,38 +44,40 @@ class ResumableFit:
     settings: tuple[Any, ...]
 
     def fitted(self, task: Task, weights: Mapping[str, Tensor], fit: Fitting) -> Posterior:
-        """The posterior at these weights: read where it is whole, else fitted and written.
+        """The posterior at these weights: read from the folder, or fitted and written there.
 
         Args:
-            fit: makes it, and keeps its sums where it is told to.
+            fit: makes the posterior; it stores its sums in the files that it is passed.
         """
         key = self._key(task, weights)
         place = self.folder / f"{key}.safetensors"
         if place.is_file():
             return Posterior.load(place)
-        sums = {sweep: self._sums(key, sweep) for sweep in self._sweeps}
-        keeps_sums = task.likelihood.is_sequence and ranks.count() == 1
+        unfinished = {sweep: self._file_of(key, sweep) for sweep in self._sweeps}
+        stores_sums = task.likelihood.is_sequence and ranks.count() == 1
         if ranks.first():
             self.folder.mkdir(parents=True, exist_ok=True)
-        posterior = fit(sums if keeps_sums else None)
+        posterior = fit(unfinished if stores_sums else None)
         if ranks.first():
             posterior.save(place)
-            for unfinished in sums.values():
-                unfinished.remove()
+            for file in unfinished.values():
+                file.remove()
         ranks.wait()
         return posterior
 
     @property
     def _sweeps(self) -> tuple[str, ...]:
-        """The sweeps whose sums are kept; δ is found by a Kronecker fit."""
+        """The sweeps whose sums are stored; "kron values" are those of the fit that finds δ."""
         return ("factors", "kron values", f"{self.structure} values")
 
-    def _sums(self, key: str, sweep: str) -> Unfinished:
-        return Unfinished(self.folder / f"{key}.{sweep.replace(' ', '.')}", key)
+    def _file_of(self, key: str, sweep: str) -> Unfinished:
+        suffix = sweep.replace(" ", ".")
+        return Unfinished(self.folder / f"{key}.{suffix}", key)
 
     def _key(self, task: Task, weights: Mapping[str, Tensor]) -> str:
+        """A digest of all that the posterior depends on."""
         digest = hashlib.sha256()
-        facts = (
+        dependencies = (
             self.structure,
             self.settings,
             task.likelihood.recorded,
@@ -85,12 +88,12 @@ class ResumableFit:
             torch.__version__,
             narrow(weights),
         )
-        _add(digest, facts)
-        return digest.hexdigest()[:16]
+        _add(digest, dependencies)
+        return digest.hexdigest()[:KEY_LENGTH]
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Add tensors by their bytes, and what holds tensors by its parts."""
+    """Add a value to a digest: tensors by their bytes, collections part by part."""
     if isinstance(value, Prior):
         value = (value.given, value.mean)
     if isinstance(value, Mapping):

@@ -24,4 +24,4 @@ def test_the_time_is_that_of_few_examples_times_those_that_are_run(
     task = blr.Task(nn.Linear(2, 3), (torch.randn(n, 2), torch.randint(3, (n,))))
     cost = Forecast.of(task, 2 * n, trained=3 * n)
     assert cost.passes == 5
-    assert cost.seconds == pytest.approx(5 * n / min(n, forecast.TIMED))
+    assert cost.seconds == pytest.approx(5 * n / min(n, forecast.EXAMPLES_TIMED))

@@ -30,7 +30,7 @@ from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 from blr_analysis.likelihoods import Gaussian
-from blr_analysis.posterior import Posterior, fit_kept, fit_laplace
+from blr_analysis.posterior import Posterior, fit_at_weights, fit_laplace
 from blr_analysis.posterior.fit import Fit, sampled_examples
 from blr_analysis.posterior.prior import Prior
 from blr_analysis.posterior.structures.kronecker import factor_sums
@@ -62,7 +62,7 @@ def convolutional() -> Task:
 
 def curvature_of(task: Task, structure: str, **options: Any) -> Tensor:
     """S − δI as a dense matrix."""
-    q = fit_kept(task, structure=structure, prior_precision=1.0, **options)
+    q = fit_at_weights(task, structure=structure, prior_precision=1.0, **options)
     return dense_precision(q) - torch.eye(len(flatten(q.mean)), dtype=torch.float64)
 
 
@@ -137,7 +137,7 @@ def test_labels_are_drawn_where_outputs_are_many() -> None:
     task = Task(model, (normal(6, 3), torch.arange(6)))
     how = {"structure": "diag", "prior_precision": 1.0}
     exact = fit_laplace(task, curvature="ggn", **how)
-    fits = [fit_kept(task, seed=seed, **how) for seed in range(20)]
+    fits = [fit_at_weights(task, seed=seed, **how) for seed in range(20)]
     assert "260 outputs is by 16 drawn labels" in fits[0].note
     assert "drawn" not in exact.note
     for name in exact.mean:
@@ -359,3 +359,22 @@ def test_the_recipes_first_weights_are_the_priors_mean() -> None:
     q = fit_laplace(task, prior_precision=1.0)
     assert q.initial is not None and torch.equal(q.initial["0.bias"], first["0.bias"])
     assert q.record["recipe"]["optimizer"] == "sgd"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(structure="lowrank", rank=1), "rank 1 explains"),
+        (dict(structure="full", curvature="exact"), "Hessian is negative"),
+    ],
+)
+def test_warnings_are_at_the_line_of_the_user(
+    options: dict[str, Any], message: str, resumes: bool, tmp_path: Path
+) -> None:
+    """However deep inside the fit their cause is found."""
+    if resumes:
+        options = {**options, "unfinished": tmp_path}
+    with pytest.warns(UserWarning, match=message) as caught:
+        fit_laplace(small("categorical"), prior_precision=0.3, **options)
+    assert {warning.filename for warning in caught} == {__file__}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blr_analysis import Posterior
+from blr_analysis import Posterior, Task, fit_laplace
 from blr_analysis.errors import PosteriorError
 from blr_analysis.files import Folder, fingerprint, storage
 from blr_analysis.files.storage import FIELDS
@@ -212,3 +212,26 @@ def test_ivons_prior_stays_inside(tmp_path: Path) -> None:
         assert torch.allclose(stored[n], N * (learned + 0.1))
     back = Posterior.load(tmp_path / "p", model=model)
     assert torch.equal(back.precision("1.bias"), captured.precision["1.bias"])
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "lowrank", "full"])
+def test_parameters_may_be_called_as_buffers_and_priors_are(structure: str, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.buffer = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+            self.as_prior = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.buffer * self.as_prior
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
+    data = (torch.randn(10, 3), torch.arange(10) % 2)
+    q = fit_laplace(Task(model, data), structure=structure, prior_precision=1.0)
+    q.save(tmp_path / "q.safetensors")
+    back = Posterior.load(tmp_path / "q.safetensors")
+    assert back.buffers.keys() == q.buffers.keys() != set()
+    for name in q.mean:
+        assert torch.equal(back.mean[name], q.mean[name])
+        assert torch.equal(back.variance(name), q.variance(name))

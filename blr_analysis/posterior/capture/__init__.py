@@ -2,13 +2,13 @@
 
 The precision S of q(θ) = N(m, S⁻¹), entry by entry:
 
-* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(ĥ + weight_decay), ĥ their h without its start,
-  (h − β₂ᵗ h₀) / (1 − β₂ᵗ); of IVON, where that is too noisy, B times the mean of squared gradients
-  that stands beside it: :mod:`blr_analysis.posterior.capture.learned`. (What they draw weights
-  from while they train has the start in it: ``optimizer.sampled_params()``.)
+* IVON, VOGN, OGN, Vadam, Vprop, bSAM: S = ess·(ĥ + weight_decay). ĥ is h without its start,
+  (h − β₂ᵗ h₀) / (1 − β₂ᵗ). Where IVON's ĥ is too noisy, it is B times the mean of squared gradients
+  that the optimizer stores beside it: :mod:`blr_analysis.posterior.capture.learned`. (During
+  training weights are drawn with the start in h: ``optimizer.sampled_params()``.)
 * second moments (Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad): S = N·√v̂ + δ by default, or
-  N·B·v̂ + δ with ``scaling="squared"``; v̂ is the bias-corrected mean of squared gradients of
-  the minibatch-MEAN loss, N the number of training examples, B the batch size.
+  N·B·v̂ + δ with ``scaling="squared"``. v̂ is the bias-corrected mean of squared gradients of the
+  minibatch-MEAN loss, N the number of training examples, B the batch size.
 
 Sources: Shen et al., ICML 2024 (IVON); Khan & Rue, "The Bayesian Learning Rule", section 4.2, and
 Nickl et al., NeurIPS 2023 (the square root). Near a minimum E[v] = F/B, F the average squared
@@ -24,9 +24,10 @@ from torch import nn
 
 from blr_analysis.errors import OptimizerError
 from blr_analysis.posterior.capture.assemble import HALF_REASON as HALF_REASON
-from blr_analysis.posterior.capture.assemble import Captured, Facts, Slot, assemble, tied_names
+from blr_analysis.posterior.capture.assemble import Captured, Slot, assemble, tied_names
 from blr_analysis.posterior.capture.checkpoints import from_checkpoint as from_checkpoint
 from blr_analysis.posterior.capture.readers import is_flat, reader_of, split_flat
+from blr_analysis.posterior.capture.scale import Facts
 from blr_analysis.posterior.prior import Prior, n_data_of
 from blr_analysis.posterior.prior_choice import by_evidence, chosen_prior
 from blr_analysis.posterior.recorder import KroneckerRecorder
@@ -43,52 +44,52 @@ def from_optimizer(
 ) -> Captured:
     """The posterior that a trained model's optimizer holds.
 
-    The mean is the model's weights as they are now: call this outside ``sampled_params``, where
-    they are a sample.
-    Frozen parameters are no part of the result, and neither are trainable ones that the
-    optimizer does not train (the record's ``not_in_optimizer`` names them). A parameter that
-    never got a gradient has the prior precision alone (``never_updated``).
+    The mean is the model's present weights, so call this outside of ``sampled_params``, where the
+    weights are a sample.
+    Frozen parameters are not in the result, and neither are trainable ones that the optimizer does
+    not train (the record's ``not_in_optimizer`` names them). A parameter that never got a gradient
+    has the prior precision alone (``never_updated``).
 
     Args:
-        optimizer: IVON (what is said of it here holds for VOGN, OGN, Vadam, Vprop and BSAM as
-            well, and for the IVON of ivon-opt), or torch's Adam, AdamW (with ``amsgrad`` too: v̂
-            counts, not its maximum), NAdam, RAdam, RMSprop (``centered`` too: E[g²] counts) or
-            Adagrad, after training.
+        optimizer: after training: IVON (what is said of IVON here holds for VOGN, OGN, Vadam, Vprop
+            and BSAM as well, and for the IVON of ivon-opt), or torch's Adam, AdamW (with
+            ``amsgrad``, v̂ is read, not its maximum), NAdam, RAdam, RMSprop (with ``centered``,
+            E[g²] is read) or Adagrad.
         model: the model whose parameters it trained.
-        n_data: N, the number of training examples. IVON knows it (its ``ess``) and a different
-            number is refused, unless ``scaling="ess"`` says that ``ess`` was set apart from N on
-            purpose (a tempered posterior). All others need it.
-        prior_precision: δ of the objective Σᵢ ℓᵢ + (δ/2)‖θ‖². IVON knows it
-            (``ess * weight_decay``) and a different one is refused. For the others a number, or
-            one per parameter name; an L2 penalty ``weight_decay`` on the mean loss is
-            δ = n_data·weight_decay (of C outputs C times that, see ``tokens``). None: that penalty
-            where there was one (torch's Adam and RMSprop; AdamW's decoupled decay is none), else
-            the evidence of the weights and the diagonal
-            (:mod:`blr_analysis.posterior.prior_choice`), which is a guess: the state of an
-            optimizer has no gradient of all the data. ``record["prior_choice"]`` says which.
-        scaling: ``"sqrt"`` or ``"squared"``, see above; with IVON only ``"ess"`` means anything.
-        batch_size: B, for ``scaling="squared"`` and for IVON's squared gradients: examples per
-            step, gradient accumulation included (of a loss averaged over tokens: tokens per step).
-            None: IVON's own ``batch_size``, or by the sum of h.
-        tokens: where the loss was a mean over more numbers than examples, how many, T: of
-            sequences all tokens that counted in training; of C outputs with a loss each
-            (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. S = T·√v̂ + δ, δ = T·weight_decay, or
-            IVON's ess is T. n_data stays the number of examples.
+        n_data: N, the number of training examples. IVON has it as its ``ess``. Another number is
+            refused, unless ``scaling="ess"`` says that ``ess`` differs from N on purpose (a
+            tempered posterior). All others need ``n_data``.
+        prior_precision: δ of the objective Σᵢ ℓᵢ + (δ/2)‖θ‖². IVON has it, as
+            ``ess * weight_decay``, and refuses another. For the others it is a number, or one per
+            parameter name. An L2 penalty ``weight_decay`` on the mean loss is
+            δ = n_data·weight_decay (for C outputs C times that, see ``tokens``). None: the penalty
+            of the training, if there was one (torch's Adam and RMSprop have one; AdamW's decoupled
+            decay is none). Else δ is a guess from the weights and the diagonal by the evidence
+            (:mod:`blr_analysis.posterior.prior_choice`), because an optimizer's state has no
+            gradient of all the data. ``record["prior_choice"]`` says which.
+        scaling: ``"sqrt"`` or ``"squared"``, see above; for IVON only ``"ess"`` has an effect.
+        batch_size: B, for ``scaling="squared"`` and for IVON's squared gradients: the examples of a
+            step, with gradient accumulation (tokens, if the loss was averaged over tokens). None:
+            IVON's own ``batch_size``, or an estimate from the sum of h.
+        tokens: T, the number of terms of the mean loss, where it differs from the number of
+            examples: for sequences all tokens that counted in training, for C outputs with a loss
+            each (``MSELoss()``, ``BCEWithLogitsLoss()``) N·C. Then S = T·√v̂ + δ and
+            δ = T·weight_decay, or IVON's ess is T. n_data stays the number of examples.
         initial: θ₀, the prior's mean: the state dict of the first weights, or of the base model of
-            a fine-tune; None: 0. IVON's prior is around 0, or is the ``prior=`` it was made with.
-        bare: leave the prior out of S where the optimizer does not know it, for files to merge
-            models with: S is the data's part and may be 0. A ``prior_precision`` is optional
-            then, and only recorded.
-        facts: all of these together, in their place.
-        gather: of a model that ``fully_shard`` divides, whole tensors on every process; False: each
-            process has its rows, for :func:`blr_analysis.posterior.write_captured`.
+            a fine-tune; None: 0. IVON's prior has the mean 0, or is its own ``prior=``.
+        bare: whether a prior that the optimizer does not know is left out of S, for files to merge
+            models with. S is then the data's part and may be 0; ``prior_precision`` is optional,
+            and only recorded.
+        facts: all arguments from ``n_data`` to ``bare`` as one value, in their place.
+        gather: for a model that ``fully_shard`` divides, whether every process gets whole tensors;
+            else each gets its rows, for :func:`blr_analysis.posterior.write_captured`.
 
     Raises:
-        OptimizerError: an optimizer without precision (SGD), one that has not stepped, one of
-            another model, ``n_data`` missing, or what contradicts it.
-        PosteriorError: an ``initial`` of another model, no δ to be found, a second moment or a
-            precision that is negative, zero or not finite.
-        ModelError: weights that are not finite.
+        OptimizerError: the optimizer has no precision (SGD), has not stepped, or trained another
+            model; ``n_data`` is missing, or an argument contradicts the optimizer.
+        PosteriorError: ``initial`` is of another model; no δ can be found; a second moment or a
+            precision is negative, zero or not finite.
+        ModelError: the weights are not finite.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -105,24 +106,38 @@ def from_optimizer(
     if getattr(optimizer, "_open", None) is not None:
         raise OptimizerError("inside sampled_params the weights are a sample: leave the context")
     divided(model)
-    order = parameter_order(optimizer, model)
-    gathered = whole if gather else torch.Tensor.detach
-    slots = []
-    for group, names in zip(optimizer.param_groups, order, strict=True):
-        states = _states(optimizer, group)
-        for p, name, state in zip(group["params"], names, states, strict=True):
-            if p.requires_grad:
-                for key in (reader.key, "squares"):
-                    if key in state:
-                        state[key] = gathered(state[key])
-                slots.append(Slot(name, gathered(p.detach()), state, group))
+    slots = _slots(optimizer, model, reader.key, gather)
     kind = type(optimizer)
     record = {"source": "optimizer", "optimizer": f"{kind.__module__}.{kind.__qualname__}"}
     return assemble(slots, reader, model, facts, record)
 
 
+def _slots(
+    optimizer: torch.optim.Optimizer, model: nn.Module, key: str, gather: bool
+) -> list[Slot]:
+    """Each trainable parameter of the optimizer with its value, its state and its group.
+
+    Args:
+        key: of the estimate in the state, which is gathered as the parameter is.
+        gather: see :func:`from_optimizer`.
+    """
+    gathered = whole if gather else torch.Tensor.detach
+    slots = []
+    names_by_group = parameter_order(optimizer, model)
+    for group, names in zip(optimizer.param_groups, names_by_group, strict=True):
+        states = _states(optimizer, group)
+        for parameter, name, state in zip(group["params"], names, states, strict=True):
+            if not parameter.requires_grad:
+                continue
+            for entry in (key, "squares"):
+                if entry in state:
+                    state[entry] = gathered(state[entry])
+            slots.append(Slot(name, gathered(parameter.detach()), state, group))
+    return slots
+
+
 def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the optimizer holds of each parameter of a group."""
+    """A copy of the optimizer's state of each parameter of a group."""
     parameters = group["params"]
     if is_flat(group):
         shapes = [p.shape for p in parameters]
@@ -131,8 +146,10 @@ def _states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dic
 
 
 def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts) -> Captured:
-    """The factors that were recorded while a model trained; see
-    :meth:`blr_analysis.Posterior.from_recorder`."""
+    """The posterior of the factors that a recorder collected while a model trained.
+
+    See :meth:`blr_analysis.Posterior.from_recorder`.
+    """
     n_data = n_data_of(facts.n_data)
     form = recorder.structure(model, n_data)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -143,10 +160,10 @@ def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts
     if delta is None and gradient is None:
         delta, choice = by_evidence(form, mean, facts.initial)
     elif delta is None and gradient is not None:
-        of_all = {name: n_data * g for name, g in gradient.items()}
+        gradient_of_all_data = {name: n_data * g for name, g in gradient.items()}
         gap = Prior({}).around(facts.initial, mean).gap(mean)
-        delta, found = chosen_prior(form, gap, of_all)
-        choice = {"prior_choice": {"delta": delta, **found}}
+        delta, rule = chosen_prior(form, gap, gradient_of_all_data)
+        choice = {"prior_choice": {"delta": delta, **rule}}
     prior = Prior.read(delta, form.shapes, positive=True)
     record = {
         "kind": "kron_recorded",
@@ -163,10 +180,10 @@ def from_recorder(recorder: KroneckerRecorder, model: nn.Module, *, facts: Facts
 
 
 def parameter_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The parameters' names, group by group, in the order in which the optimizer holds them.
+    """The parameters' names, group by group, in the optimizer's order.
 
     Raises:
-        OptimizerError: it holds parameters that are not the model's.
+        OptimizerError: it has parameters that are not the model's.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     groups = unwrap(optimizer).param_groups

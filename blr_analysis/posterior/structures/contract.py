@@ -234,12 +234,14 @@ class Spectral(Structure):
     def summed(self, fit: Fit) -> Self:
         """S + Σ_i G_iᵀ G_i over one sweep of all ranks' examples."""
         sums = {n: torch.zeros_like(s) for n, s in self.values.items()}
-        kept = fit.kept.get(f"{self.kind} values", fit.kept.get("values"))
-        for terms in fit.passes(f"{self.kind} {fit.curvature}", kept=kept, by_layer=True):
+        values_by_any_name = fit.unfinished.get("values")
+        unfinished = fit.unfinished.get(f"{self.kind} values", values_by_any_name)
+        label = f"{self.kind} {fit.curvature}"
+        for terms in fit.passes(label, unfinished=unfinished, by_layer=True):
             for term, basis in self.paired(terms):
                 (term if basis is None else term.rotated(basis)).add_square_sum(sums)
-            if kept is not None:
-                kept.follow(fit.with_gradient(sums))
+            if unfinished is not None:
+                unfinished.follow(fit.with_gradient(sums))
         ranks.total(sums.values())
         return self.with_values({n: sums[n].add_(s) for n, s in self.values.items()})
 

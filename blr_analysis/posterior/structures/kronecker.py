@@ -20,29 +20,35 @@ from blr_analysis.posterior.fit import Fit, sampled_examples, vocabulary_of
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Spectral
 
-ROWS = ".row_eigenvalues"  # beside one row of eigenvalues: what each row has on top of it
-LARGEST = 16_384  # rows or columns of a layer with factors: a larger one, a head, has a diagonal
+ROWS = ".row_eigenvalues"  # a tensor of what each row has on top of the stored row of eigenvalues
+LARGEST = 16_384  # rows or columns of a layer with factors: larger ones, often heads, are diagonal
+SAME = 1e-6  # relative difference of eigenvalues that counts as rounding
 
 
 @dataclass(frozen=True)
 class Kronecker(Spectral):
     """Eigenvalue-corrected K-FAC (George et al., 2018): per layer S = (U_G ⊗ U_A) diag(s) (·)ᵀ.
 
-    Layers that are no matrix products (norms, embeddings, unknown modules) keep a diagonal, and so
-    does the read-out of a language model, whose factor would have the vocabulary's square.
-    ``values`` are keyed by the block's weight, ``[g, O, I']``, or by parameter name.
+    Layers that are no matrix products (norms, embeddings, unknown modules) have a diagonal. So has
+    the read-out of a language model, whose factor would have the vocabulary's square.
+
+    Attributes:
+        blocks: the eigenbasis of each layer with factors.
+        values: s, ``[g, O, I']`` by the name of a block's weight; else by parameter name, shaped as
+            the parameter.
+        plain: the shapes of the parameters outside of the blocks.
+        order: all parameter names, in the model's order.
     """
 
     blocks: tuple[Basis, ...]
     values: dict[str, Tensor]
-    plain: dict[str, tuple[int, ...]]  # parameters outside the blocks
+    plain: dict[str, tuple[int, ...]]
     order: tuple[str, ...]
     kind = "kron"
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Kronecker, dict[str, Any]]:
-        """The eigenvectors of the factors in a sweep over the sample, the eigenvalues in one over
-        all data."""
+        """The eigenvectors by a sweep over a sample, then the eigenvalues by one over all data."""
         sample = sampled_examples(fit.task)
         scale = 1.0 if sample is None else fit.task.n_data / len(sample)
         moments = factor_sums(fit, sample)
@@ -53,7 +59,7 @@ class Kronecker(Spectral):
 
     @classmethod
     def empty(cls, blocks: tuple[Basis, ...], params: Mapping[str, Tensor]) -> Self:
-        """0, in the basis of these blocks; the other parameters stay in their own."""
+        """A matrix of zeros, in the basis of these blocks."""
         joined = {n for b in blocks for n in b.names}
         values = {n: torch.zeros_like(p) for n, p in params.items() if n not in joined}
         plain = {n: tuple(s.shape) for n, s in values.items()}
@@ -101,15 +107,15 @@ class Kronecker(Spectral):
         delta = Prior.of_any(prior)
         values = delta.numbers(self.plain)
         for block in self.blocks:
-            of_block = set(delta.numbers(block.names).values())
-            low = min(of_block)
-            high = max(of_block)
-            if low != high:
+            deltas = delta.numbers(block.names).values()
+            smallest = min(deltas)
+            largest = max(deltas)
+            if smallest != largest:
                 raise InputError(
-                    f"one prior precision is needed for all of {block.names}, got {low:g} … "
-                    f"{high:g}; use structure='full' or 'diag'"
+                    f"one prior precision is needed for all of {block.names}, got {smallest:g} … "
+                    f"{largest:g}; use structure='full' or 'diag'"
                 )
-            values[block.key] = low
+            values[block.key] = smallest
         return values
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
@@ -127,37 +133,39 @@ class Kronecker(Spectral):
     def paired(self, terms: Sequence[Term]) -> list[tuple[Term, Basis | None]]:
         """Each term with its block; None: its parameters are outside the blocks.
 
-        Terms that cover other parameters than those of one block are made dense, and sorted into
-        the blocks.
+        A term whose parameters are not those of exactly one block is made dense, and its gradients
+        are sorted into the blocks.
         """
-        by_names = {block.names: block for block in self.blocks}
+        block_of_names = {block.names: block for block in self.blocks}
         pairs: list[tuple[Term, Basis | None]] = []
-        loose: Tree = {}
+        unsorted: Tree = {}
         for term in terms:
-            block = by_names.get(term.names)
+            block = block_of_names.get(term.names)
             if block is not None:
                 pairs.append((term, block))
             elif all(n in self.plain for n in term.names):
                 pairs.append((term, None))
             else:
-                loose.update(term.jacobian())
+                unsorted.update(term.jacobian())
         for block in self.blocks:
-            if any(name in loose for name in block.names):
-                pairs.append((self._taken_from(loose, block), block))
-        if loose:
-            pairs.append((Dense(loose), None))
+            if any(name in unsorted for name in block.names):
+                pairs.append((self._taken_from(unsorted, block), block))
+        if unsorted:
+            pairs.append((Dense(unsorted), None))
         return pairs
 
     def _taken_from(self, gradients: Tree, block: Basis) -> Dense:
-        """The gradients of a block's parameters, which are taken out; 0 where there are none."""
-        batch = next(gradients[n].shape[:2] for n in block.names if n in gradients)
-        columns = {}
+        """The gradients of a block's parameters, removed from ``gradients``; 0 for a parameter that
+        has none."""
+        n_examples, n_columns = next(gradients[n].shape[:2] for n in block.names if n in gradients)
+        of_block = {}
         for name in block.names:
             if name in gradients:
-                columns[name] = gradients.pop(name)
+                of_block[name] = gradients.pop(name)
             else:
-                columns[name] = self.values[block.key].new_zeros(*batch, *self.shapes[name])
-        return Dense(columns)
+                shape = (n_examples, n_columns, *self.shapes[name])
+                of_block[name] = self.values[block.key].new_zeros(shape)
+        return Dense(of_block)
 
     def tensors(self) -> dict[str, Tensor]:
         keys = {block.key for block in self.blocks}
@@ -195,22 +203,26 @@ def _read_eigenvalues(tensors: Mapping[str, Tensor], block: Basis) -> Tensor:
     return eigenvalues.expand(block.shape)
 
 
-Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # layers' factors by their keys
+Moments = dict[str, tuple[Joint, Tensor, Tensor]]  # of each layer by its key: Σ a aᵀ and Σ d dᵀ
 
 
 def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
-    """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample, in float64; of language models,
-    where they take more memory than the weights, in the gradients' dtype.
+    """Each layer's Σ a aᵀ and Σ d dᵀ over one sweep of the sample.
 
-    Of many outputs the layers below the last one see some random sums of the columns d, with the
-    same mean of d dᵀ: the factors are looked at for their eigenvectors alone.
+    They are in float64, but for language models in the gradients' dtype, because there they take
+    more memory than the weights. Where outputs are many, the layers below the last one get random
+    sums in place of the columns d, with the same mean of d dᵀ, because only the eigenvectors of the
+    factors are used.
+
+    Args:
+        sample: indices of the examples; None: all.
     """
     moments: Moments = {}
-    kept = fit.kept.get("factors")
+    unfinished = fit.unfinished.get("factors")
     vocabulary = vocabulary_of(fit.task, fit.params)
     padded = fit.task.likelihood.is_sequence
     mixed = fit.mixed_columns(fit.task.n_data if sample is None else len(sample))
-    sweep = fit.passes("Kronecker factors", sample, kept, by_layer=True, mixed=mixed)
+    sweep = fit.passes("Kronecker factors", sample, unfinished, by_layer=True, mixed=mixed)
     for terms in sweep:
         for term in terms:
             factors = None
@@ -218,14 +230,14 @@ def factor_sums(fit: Fit, sample: Tensor | None) -> Moments:
                 factors = term.factors(padded=padded, vocabulary=vocabulary)
             if factors is not None:
                 _add_factors(moments, *factors, in_double=not vocabulary)
-        if kept is not None:
-            kept.follow(fit.with_gradient(_by_label(moments)))
+        if unfinished is not None:
+            unfinished.follow(fit.with_gradient(_by_label(moments)))
     ranks.total(m for _, right, left in moments.values() for m in (right, left))
     return moments
 
 
 def is_too_large(term: Term) -> bool:
-    """Whether a layer is read out by its diagonal: its factors would be too large."""
+    """Whether a layer gets a diagonal, because its factors would be too large."""
     layout = term.joint.layout if isinstance(term, Outer) else None
     return layout is not None and max(layout.rows, layout.columns) > LARGEST
 
@@ -233,6 +245,7 @@ def is_too_large(term: Term) -> bool:
 def _add_factors(
     moments: Moments, joint: Joint, right: Tensor, left: Tensor, *, in_double: bool
 ) -> None:
+    """Add a layer's factors of one chunk to the sums."""
     if in_double:
         right = right.double()
         left = left.double()
@@ -245,7 +258,7 @@ def _add_factors(
 
 
 def _by_label(moments: Moments) -> dict[str, Tensor]:
-    """As a file of unfinished sums calls them."""
+    """The sums under the names that a file of unfinished sums has for them."""
     inputs = {f"inputs of {key}": right for key, (_, right, _) in moments.items()}
     outputs = {f"outputs of {key}": left for key, (_, _, left) in moments.items()}
     return inputs | outputs
@@ -257,11 +270,12 @@ def eigenbases(
     scale: float = 1.0,
     of_this_rank: Container[int] | None = None,
 ) -> tuple[Basis, ...]:
-    """The eigenvectors of each layer's factors, which are let go one after the other.
+    """The eigenvectors of each layer's factors; ``moments`` is emptied layer by layer.
 
     Args:
-        scale: makes the input factors sums over all examples.
-        of_this_rank: the numbers of this rank's layers, the others have zeros; None: all.
+        scale: by which input factors of a sample become sums over all examples.
+        of_this_rank: the numbers of the layers that this rank computes; the others get zeros. None:
+            all layers.
     """
     blocks = []
     for number, key in enumerate(list(moments)):
@@ -269,9 +283,10 @@ def eigenbases(
         if not bool(torch.isfinite(inputs.sum()) & torch.isfinite(outputs.sum())):
             raise ModelError(f"the curvature of {joint.key!r} overflows; use float64")
         weight = params[joint.key].detach()
-        is_own = of_this_rank is None or number in of_this_rank
-        right = _eigenvectors(inputs) if is_own else torch.zeros_like(inputs)
-        left = _eigenvectors(outputs) if is_own else torch.zeros_like(outputs)
+        is_computed_here = of_this_rank is None or number in of_this_rank
+        right = _eigenvectors(inputs) if is_computed_here else torch.zeros_like(inputs)
+        left = _eigenvectors(outputs) if is_computed_here else torch.zeros_like(outputs)
+        mean_input_square = float(inputs.double().diagonal(dim1=-2, dim2=-1).mean())
         blocks.append(
             Basis(
                 joint.weight,
@@ -279,28 +294,29 @@ def eigenbases(
                 joint.layout,
                 right.to(weight).contiguous(),
                 left.to(weight).contiguous(),
-                scale * float(inputs.double().diagonal(dim1=-2, dim2=-1).mean()),
+                scale * mean_input_square,
             )
         )
     return tuple(blocks)
 
 
-def _eigenvectors(m: Tensor) -> Tensor:
-    """In double precision where they do not converge in their own."""
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """Eigenvectors, computed in float64 where they do not converge in the matrix's precision."""
     try:
-        return torch.linalg.eigh(upcast(m))[1]
+        _, eigenvectors = torch.linalg.eigh(upcast(matrix))
     except RuntimeError:  # LinAlgError
-        return torch.linalg.eigh(m.double())[1]
+        _, eigenvectors = torch.linalg.eigh(matrix.double())
+    return eigenvectors
 
 
 class Gram(Kronecker):
-    """S = A ⊗ 1 for every layer that multiplies its inputs a with a matrix, A = Σ a aᵀ over
-    examples and positions: Kronecker factors without the outputs' (Jin et al., "Dataless knowledge
-    fusion by merging weights of language models", ICLR 2023).
+    """S = A ⊗ 1 for every layer that multiplies its inputs a by a matrix: Kronecker factors without
+    those of the outputs.
 
-    An embedding has the counts of its look-ups, one for all numbers of a row; a table that is tied
-    to a head has both, A + c_v 1 for row v, whose eigenvectors are A's; every other parameter the
-    number of examples.
+    A = Σ a aᵀ sums over examples and positions (Jin et al., "Dataless knowledge fusion by merging
+    weights of language models", ICLR 2023). An embedding has the diagonal c_v, how often row v was
+    looked up. A table that is also a head has both, A + c_v 1 for row v, with A's eigenvectors.
+    Every other parameter has the number of examples as its diagonal.
     """
 
     kind = "gram"
@@ -309,11 +325,11 @@ class Gram(Kronecker):
 
     @classmethod
     def fitted(cls, fit: Fit) -> tuple[Gram, dict[str, Any]]:
-        """A in one sweep of forward passes; no label is looked at."""
-        inputs = input_moments(fit.task, fit.params, unfinished=fit.kept.get("inputs"))
+        """A by one sweep of forward passes; labels have no effect."""
+        inputs = input_moments(fit.task, fit.params, unfinished=fit.unfinished.get("inputs"))
         joined = {n for joint, _ in inputs.moments.values() for n in joint.names}
         plain = {n: tuple(p.shape) for n, p in fit.params.items() if n not in joined}
-        values = {name: _counts(fit, inputs, name) for name in plain}  # first, as in a file
+        values = {name: _counts(fit, inputs, name) for name in plain}  # first, as in files
         blocks = []
         for joint, moments in inputs.moments.values():
             block, eigenvalues = _input_block(fit, inputs, joint, moments)
@@ -323,9 +339,9 @@ class Gram(Kronecker):
         return cls(tuple(blocks), values, plain, tuple(fit.params)), {"noise": noise}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Eigenvalues that all outputs of a layer share are stored once.
+        """As of "kron", but eigenvalues that all outputs of a layer share are stored once.
 
-        Where outputs have one number more than the least of them, those numbers stand beside.
+        Where the outputs differ by one number each, those numbers are stored in a tensor beside.
         """
         stored = super().tensors()
         for block in self.blocks:
@@ -339,43 +355,47 @@ class Gram(Kronecker):
 
 
 def _shared_eigenvalues(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The row with the least eigenvalues of ``[g, O, I']``, and what every row has on top of it,
-    ``[g, O, 1]``; None: nothing. As they are where rows differ by more than a number."""
-    first = eigenvalues[..., 0]  # of the least eigenvector: others would round the number away
-    columns = eigenvalues.shape[-1]
-    places = first.argmin(1)[:, None, None].expand(-1, 1, columns)
-    least = eigenvalues.gather(1, places)
-    of_rows = (first - least[..., 0]).unsqueeze(-1)
-    if torch.equal(eigenvalues, least.expand_as(eigenvalues)):
-        return least.contiguous(), None
-    if torch.allclose(eigenvalues, least + of_rows, rtol=1e-6, atol=0.0):
-        return least.contiguous(), of_rows
+    """The row with the smallest eigenvalues, ``[g, 1, I']``, and what every row has on top of it,
+    ``[g, O, 1]``, None if nothing.
+
+    Where rows differ by more than one number each, the eigenvalues ``[g, O, I']`` as they are.
+    """
+    smallest = eigenvalues[..., 0]  # beside a large eigenvalue the number would be rounded away
+    n_columns = eigenvalues.shape[-1]
+    lowest_row = smallest.argmin(1)[:, None, None].expand(-1, 1, n_columns)
+    shared = eigenvalues.gather(1, lowest_row)
+    of_rows = (smallest - shared[..., 0]).unsqueeze(-1)
+    if torch.equal(eigenvalues, shared.expand_as(eigenvalues)):
+        return shared.contiguous(), None
+    if torch.allclose(eigenvalues, shared + of_rows, rtol=SAME, atol=0.0):
+        return shared.contiguous(), of_rows
     return eigenvalues, None
 
 
 def _counts(fit: Fit, inputs: InputMoments, name: str) -> Tensor:
-    """How often each row of a table was looked up; of other parameters N."""
+    """How often each row of a table was looked up, N for other parameters; shaped as the
+    parameter."""
     parameter = fit.params[name]
-    counts = inputs.counts.get(name)
-    if counts is None:
-        number = parameter.new_tensor(fit.task.n_data)
+    counts_by_row = inputs.counts.get(name)
+    if counts_by_row is None:
+        counts = parameter.new_tensor(fit.task.n_data)
     else:
-        number = counts.to(parameter).unsqueeze(1)
-    return number.expand_as(parameter).clone()
+        counts = counts_by_row.to(parameter).unsqueeze(1)
+    return counts.expand_as(parameter).clone()
 
 
 def _input_block(
     fit: Fit, inputs: InputMoments, joint: Joint, moments: Tensor
 ) -> tuple[Basis, Tensor]:
-    """The eigenvectors of a layer's A, and the eigenvalues of all its outputs."""
+    """The eigenvectors of a layer's A, and the eigenvalues for all its outputs, ``[g, O, I']``."""
     weight = fit.params[joint.key]
-    spectrum, vectors = torch.linalg.eigh(moments)
+    spectrum, eigenvectors = torch.linalg.eigh(moments)
     chance = inputs.noise(joint.key) if inputs.singular(joint.key) else 0.0
-    right = vectors.to(weight)
+    right = eigenvectors.to(weight)
     mean = float(spectrum.mean())
     block = Basis(joint.weight, joint.bias, joint.layout, right, None, mean, chance)
     eigenvalues = spectrum.clamp_min(0).to(weight).unsqueeze(1)
-    counts = inputs.looked_up(joint)
-    if counts is not None:
-        eigenvalues = eigenvalues + counts.to(weight)
+    look_ups = inputs.looked_up(joint)
+    if look_ups is not None:
+        eigenvalues = eigenvalues + look_ups.to(weight)
     return block, eigenvalues.expand(block.shape)

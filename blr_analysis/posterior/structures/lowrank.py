@@ -6,7 +6,6 @@ share of tr(ΛV) they explain at least (``explained`` in the posterior's record)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,7 @@ from blr_analysis import ranks
 from blr_analysis.backprop.matmul import product
 from blr_analysis.backprop.terms import Term, pieces, products, total
 from blr_analysis.checks import positive_int
-from blr_analysis.errors import InputError, PosteriorError
+from blr_analysis.errors import InputError, PosteriorError, warn_user
 from blr_analysis.posterior.fit import Fit
 from blr_analysis.posterior.prior import Given, Prior
 from blr_analysis.posterior.structures.contract import Structure, Tree
@@ -81,10 +80,9 @@ class LowRank(Structure):
         directions, explained = leading(curvature, fit.rank, rank_limit, n_eigenvalues)
         rank = len(directions)
         if explained < ENOUGH_EXPLAINED:
-            warnings.warn(
+            warn_user(
                 f"rank {rank:,} explains {explained:.0%} of tr(ΛV): too low for influence; take "
-                "structure='kron'",
-                stacklevel=7,  # who calls fit_laplace
+                "structure='kron'"
             )
         some_weights = next(iter(fit.params.values()))
         zero_base = {n: torch.zeros_like(p) for n, p in fit.params.items()}
@@ -119,14 +117,16 @@ class LowRank(Structure):
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """H and c, ascending."""
         factor = torch.linalg.cholesky(self.metric)
-        c, vectors = torch.linalg.eigh(factor.mT @ self.core @ factor)
-        return torch.linalg.solve_triangular(factor.mT, vectors, upper=True), c
+        c, eigenvectors = torch.linalg.eigh(factor.mT @ self.core @ factor)
+        h = torch.linalg.solve_triangular(factor.mT, eigenvectors, upper=True)
+        return h, c
 
     @cached_property
     def _shrinkage(self) -> Tensor:
-        """−H diag(c / (1 + c)) Hᵀ."""
+        """−H diag(c / (1 + c)) Hᵀ, ``[r, r]``."""
         h, c = self._spectrum
-        return (h * (-c / (1 + c))) @ h.mT
+        shrinkage = -c / (1 + c)
+        return (h * shrinkage) @ h.mT
 
     def _basis_parts(self) -> Iterator[tuple[str, slice, Tensor]]:
         """Bᵀ in float64, some weights of a parameter at a time.
@@ -147,19 +147,31 @@ class LowRank(Structure):
     ) -> Tree:
         """D^power v + D^left_power B core Bᵀ D^right_power v."""
         self._take(v)
-        flat = {n: v[n].double().reshape(-1, torch.Size(s).numel()) for n, s in self.shapes.items()}
-        base = {n: d.double().flatten() for n, d in self.base.items()}
-        n_vectors = len(next(iter(flat.values())))
+        base = self._flat_base()
+        rows = self._rows(v)
+        n_vectors = len(next(iter(rows.values())))
         projections = self.core.new_zeros(n_vectors, self.rank)
         for name, weights, basis in self._basis_parts():
-            scaled = flat[name][:, weights] * base[name][weights] ** right_power
+            scaled = rows[name][:, weights] * base[name][weights] ** right_power
             projections += scaled @ basis.mT
         coefficients = projections @ core
-        result = {n: x * base[n] ** power for n, x in flat.items()}
+        images = {name: x * base[name] ** power for name, x in rows.items()}
         for name, weights, basis in self._basis_parts():
             low_rank = coefficients @ basis
-            result[name][:, weights] += low_rank * base[name][weights] ** left_power
-        return {n: result[n].reshape(v[n].shape).to(v[n].dtype) for n in self.shapes}
+            images[name][:, weights] += low_rank * base[name][weights] ** left_power
+        return {n: images[n].reshape(v[n].shape).to(v[n].dtype) for n in self.shapes}
+
+    def _rows(self, v: Tree) -> Tree:
+        """Vectors in float64, ``[vectors, weights]`` by parameter name."""
+        rows = {}
+        for name, shape in self.shapes.items():
+            n_weights = torch.Size(shape).numel()
+            rows[name] = v[name].double().reshape(-1, n_weights)
+        return rows
+
+    def _flat_base(self) -> Tree:
+        """D in float64, ``[weights]`` by parameter name."""
+        return {name: d.double().flatten() for name, d in self.base.items()}
 
     def times(self, v: Tree) -> Tree:
         return self._times_matrix(v, power=1.0, core=self.core, left_power=0.0, right_power=0.0)
@@ -170,11 +182,12 @@ class LowRank(Structure):
 
     def root_solve(self, v: Tree) -> Tree:
         h, c = self._spectrum
-        core = (h * ((1 + c).rsqrt() - 1)) @ h.mT
+        shrinkage = (1 + c).rsqrt() - 1
+        core = (h * shrinkage) @ h.mT
         return self._times_matrix(v, power=-0.5, core=core, left_power=-1.0, right_power=-0.5)
 
     def diagonal(self, *, inverse: bool = False) -> Tree:
-        base = {n: d.double().flatten() for n, d in self.base.items()}
+        base = self._flat_base()
         diagonal = {n: 1 / d if inverse else d.clone() for n, d in base.items()}
         core = self._shrinkage if inverse else self.core
         for name, weights, basis in self._basis_parts():
@@ -244,7 +257,10 @@ class LowRank(Structure):
         """D raised to δ, and C to its positive part, where they are below."""
         delta = Prior.of_any(prior)
         base = {n: d.clamp_min(delta.of(n)) for n, d in self.base.items()}
-        n_raised = sum(int((base[n] * (1 - SLACK) > d).sum()) for n, d in self.base.items())
+        n_raised = 0
+        for name, d in self.base.items():
+            was_below = base[name] * (1 - SLACK) > d
+            n_raised += int(was_below.sum())
         eigenvalues, eigenvectors = torch.linalg.eigh(self.core)
         n_negative = int((eigenvalues < -SLACK * delta.smallest).sum())
         if n_raised == 0 and n_negative == 0:
